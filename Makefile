@@ -1,0 +1,38 @@
+# One verb a command; every command does its own set-up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+
+.PHONY: install serve test check fmt lock bench
+.DEFAULT_GOAL := install
+
+install: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: install          ## serve the default model on http://127.0.0.1:8080
+	$(BIN)/rekindle serve $(ARGS)
+
+test: install           ## the whole test suite, on the real model too
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install          ## format, lint and types; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: install            ## format and mend what lint can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: install           ## pin every dependency again, with hashes and no index host
+	$(BIN)/uv pip compile pyproject.toml --extra dev --generate-hashes --universal \
+	  --no-emit-index-url --no-header --quiet --upgrade -o requirements.lock
+
+bench: install          ## measure beside llama.cpp's own server
+	$(BIN)/python benchmarks/peers.py $(ARGS)

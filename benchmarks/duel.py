@@ -1,0 +1,117 @@
+"""Both servers measured in turns, so that a ratio comes from one stretch of time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import in_place
+from rich.progress import Progress, TaskID
+from servers import Server, Setup, llamacpp, rekindle
+from targets import Comparison
+
+from rekindle.bench import BenchOptions, Results
+from rekindle.bench.article import Article, computed_in
+from rekindle.bench.results import Round
+from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.session import SCENARIOS
+
+SETTLE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
+
+# llama.cpp's own default is four slots. Eight streams need eight: with four, half would only wait.
+SLOTS = {"article": 4, "document": 4, "agents": 4, "decode": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Corner:
+    """One server with the rig that measures it."""
+
+    server: Server
+    rig: Rig
+
+    async def measure(self, scenario: str, seed: str) -> Round:
+        """One round; the same seed gives both servers the same texts."""
+        return await SCENARIOS[scenario](replace(self.rig, chance=Random(seed)))
+
+
+@dataclass(slots=True)
+class Duel:
+    """Collects the rounds of both servers, scenario after scenario."""
+
+    model: Path
+    folder: Path
+    seed: str
+    progress: Progress
+    ours: dict[str, list[Round]] = field(default_factory=dict)
+    theirs: dict[str, list[Round]] = field(default_factory=dict)
+    in_place_s: list[float] = field(default_factory=list)
+    idle_cpu: list[float] = field(default_factory=list)
+    ignores_eos: list[bool] = field(default_factory=list)
+
+    async def fight(self, scenario: str, repeats: int) -> None:
+        """Start both servers afresh and measure them round by round."""
+        task = self.progress.add_task(scenario, total=2 * repeats)
+        async with AsyncExitStack() as stack:
+            ours, theirs = await self._enter(stack, SLOTS[scenario])
+            for number in range(repeats):
+                await self._round(scenario, number, ours, theirs, task)
+
+    async def _enter(self, stack: AsyncExitStack, slots: int) -> tuple[Corner, Corner]:
+        setup = Setup(model=self.model, slots=slots)
+        servers = (
+            stack.enter_context(rekindle(setup, self.folder / "rekindle.log")),
+            stack.enter_context(llamacpp(setup, self.folder / "llamacpp.log")),
+        )
+        corners = []
+        for server in servers:
+            options = BenchOptions(base_url=server.url, label=server.label)
+            corners.append(Corner(server, await stack.enter_async_context(open_rig(options))))
+        self.ignores_eos = [corner.rig.ignores_eos for corner in corners]
+        return corners[0], corners[1]
+
+    async def _round(
+        self, scenario: str, number: int, ours: Corner, theirs: Corner, task: TaskID
+    ) -> None:
+        sides = [(ours, theirs, self.ours), (theirs, ours, self.theirs)]
+        for active, idle, rounds in sides if number % 2 == 0 else reversed(sides):
+            measured = await self._alone(active, idle, scenario, f"{self.seed}-{number}")
+            rounds.setdefault(scenario, []).append(measured)
+            self.progress.advance(task)
+        if scenario == "article":
+            await self._reference(theirs.server)
+
+    async def _alone(self, active: Corner, idle: Corner, scenario: str, seed: str) -> Round:
+        """Measure one server, and how busy the other is meanwhile."""
+        await asyncio.sleep(SETTLE_S)
+        start_s, before_s = time.monotonic(), idle.server.cpu_s()
+        measured = await active.measure(scenario, seed)
+        after_s = idle.server.cpu_s()
+        if before_s is not None and after_s is not None:
+            self.idle_cpu.append((after_s - before_s) / (time.monotonic() - start_s))
+        return measured
+
+    async def _reference(self, server: Server) -> None:
+        """The cost of just the tokens that our last turn two computed, on a context as long."""
+        article = cast(Article, self.ours["article"][-1])
+        new_tokens = computed_in(article.first, article.second)
+        context_tokens = article.second.prompt_tokens - new_tokens
+        chance = Random(f"{self.seed}-{len(self.in_place_s)}")
+        self.in_place_s.append(
+            await asyncio.to_thread(
+                in_place.measure, server.url, context_tokens, new_tokens, chance
+            )
+        )
+
+    def comparison(self) -> Comparison:
+        model = self.model.name
+        return Comparison(
+            ours=Results("Rekindle", model, self.ignores_eos[0], self.ours),
+            theirs=Results("llama.cpp", model, self.ignores_eos[1], self.theirs),
+            in_place_s=self.in_place_s,
+            idle_cpu=max(self.idle_cpu, default=None),
+        )

@@ -1,0 +1,64 @@
+"""What computing just the new tokens costs when their context is already in place.
+
+Measured on llama.cpp's own server, whose slot then holds exactly the context: its native endpoint
+takes token ids, so both counts are those of the turn this is the reference for. Same transport and
+same client clock as the turn itself.
+"""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from statistics import median
+from typing import Any
+
+import httpx
+import orjson
+
+from rekindle.bench import BenchFailed, text
+
+REPEATS = 5
+
+
+def measure(url: str, context_tokens: int, new_tokens: int, chance: Random) -> float:
+    """Median time to first token of so many new tokens after a context held by a slot."""
+    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
+        context = _token_ids(http, chance, context_tokens)
+        _complete(http, context)
+        times_s = []
+        for _ in range(REPEATS):
+            ttft_s, timings = _complete(http, context + _token_ids(http, chance, new_tokens))
+            _check(timings, context_tokens, new_tokens)
+            times_s.append(ttft_s)
+    return median(times_s)
+
+
+def _token_ids(http: httpx.Client, chance: Random, tokens: int) -> list[int]:
+    content = f"{text.nonce(chance)}. {text.prose(chance, 2 * tokens)}"
+    response = http.post("/tokenize", json={"content": content}, headers={"Connection": "close"})
+    found: list[int] = response.raise_for_status().json()["tokens"]
+    return found[:tokens]
+
+
+def _complete(http: httpx.Client, token_ids: list[int]) -> tuple[float, dict[str, Any]]:
+    """Time to the first streamed event, and what the server says it computed."""
+    body = {"prompt": token_ids, "n_predict": 2, "temperature": 0, "stream": True}
+    sent_s, first_s, last = time.perf_counter(), None, ""
+    with http.stream("POST", "/completion", json=body, headers={"Connection": "close"}) as stream:
+        stream.raise_for_status()
+        for line in stream.iter_lines():
+            if line.startswith("data:"):
+                first_s = first_s or time.perf_counter()
+                last = line
+    if first_s is None:
+        raise BenchFailed("llama.cpp's server sent nothing")
+    return first_s - sent_s, orjson.loads(last.removeprefix("data:")).get("timings", {})
+
+
+def _check(timings: dict[str, Any], context_tokens: int, new_tokens: int) -> None:
+    """A nonce may share its first token with an earlier one, never more than a few."""
+    if abs(timings["prompt_n"] - new_tokens) > 2:
+        raise BenchFailed(
+            f"llama.cpp's server computed {timings['prompt_n']} tokens for the reference, not "
+            f"{new_tokens} on a context of {context_tokens}"
+        )

@@ -1,0 +1,66 @@
+"""Rekindle beside llama.cpp's own server: same model, same threads, same context, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from duel import Duel
+from report import print_comparison, save
+from rich.console import Console
+from targets import Comparison
+
+from rekindle.bench.session import progress_bar
+from rekindle.errors import RekindleError
+from rekindle.models.progress import progress_on
+from rekindle.models.pull import pull
+
+REPEATS = {"article": 3, "document": 3, "agents": 2, "decode": 5}
+QUICK = {"article": 1, "document": 1, "agents": 1, "decode": 2}
+FOLDER = Path("bench-results")
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats.")] = False,
+    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(REPEATS)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A GGUF file; smollm2 otherwise.")] = None,
+) -> None:
+    """Compare the two servers; a missed target is shown, only an error fails."""
+    console = Console()
+    repeats = QUICK if quick else REPEATS
+    if only is not None and only not in repeats:
+        raise typer.BadParameter(f"there is no scenario {only}; there are {', '.join(repeats)}")
+    try:
+        path = model or pull("smollm2", models_dir=_models_dir(), progress=progress_on(console))
+        chosen = {only: repeats[only]} if only else repeats
+        comparison = compare(path, chosen, console)
+        print_comparison(comparison, console)
+        save(comparison, FOLDER)
+    except RekindleError as error:
+        console.print(str(error), markup=False)
+        raise typer.Exit(1) from error
+
+
+def compare(model: Path, repeats: dict[str, int], console: Console) -> Comparison:
+    """Run every scenario so many times on both servers."""
+
+    async def fight(duel: Duel) -> Comparison:
+        for scenario, times in repeats.items():
+            await duel.fight(scenario, times)
+        return duel.comparison()
+
+    with progress_bar(console) as progress:
+        return asyncio.run(fight(Duel(model, FOLDER, secrets.token_hex(4), progress)))
+
+
+def _models_dir() -> Path:
+    default = Path.home() / ".cache" / "rekindle" / "models"
+    return Path(os.environ.get("REKINDLE_MODELS_DIR", default))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,100 @@
+"""What Rekindle promises beside llama.cpp's own server, and whether a run kept it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rekindle.bench import Results
+
+COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rounds of both servers, measured in turns: the n-th of one pairs with the other's."""
+
+    ours: Results
+    theirs: Results
+    in_place_s: Sequence[float]  # one for each round of the article
+    idle_cpu: float | None  # the largest share of a core an idle server took
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    label: str
+    scenario: str
+    ratios: Callable[[Comparison], list[float]]  # one for each round
+    sign: str
+    bound: float
+
+    def ratio(self, comparison: Comparison) -> float:
+        return median(self.ratios(comparison))
+
+    def is_met(self, comparison: Comparison) -> bool:
+        return bool(COMPARE[self.sign](self.ratio(comparison), self.bound))
+
+
+def _column(results: Results, scenario: str, figure: str) -> list[float]:
+    return [measured.figures()[figure] for measured in results.rounds[scenario]]
+
+
+def _beside_peer(scenario: str, figure: str) -> Callable[[Comparison], list[float]]:
+    def ratios(comparison: Comparison) -> list[float]:
+        ours = _column(comparison.ours, scenario, figure)
+        theirs = _column(comparison.theirs, scenario, figure)
+        return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+
+    return ratios
+
+
+def _beside_in_place(comparison: Comparison) -> list[float]:
+    turns_s = _column(comparison.ours, "article", "article_turn2_s")
+    return [turn / alone for turn, alone in zip(turns_s, comparison.in_place_s, strict=True)]
+
+
+def _cold_over_warm(comparison: Comparison) -> list[float]:
+    return _column(comparison.ours, "article", "article_turn1_over_turn2")
+
+
+TARGETS = (
+    Target(
+        "turn 2 / just its new tokens, context in place", "article", _beside_in_place, "<=", 1.3
+    ),
+    Target("turn 1 / turn 2", "article", _cold_over_warm, ">=", 20),
+    Target(
+        "shared document, wall time, ours / theirs",
+        "document",
+        _beside_peer("document", "document_wall_s"),
+        "<=",
+        0.35,
+    ),
+    Target(
+        "agents, median warm first token, ours / theirs",
+        "agents",
+        _beside_peer("agents", "agents_warm_s"),
+        "<",
+        1,
+    ),
+    Target(
+        "decode, one stream, ours / theirs",
+        "decode",
+        _beside_peer("decode", "decode_single_tokens_per_s"),
+        ">=",
+        0.95,
+    ),
+    Target(
+        "decode, streams together, ours / theirs",
+        "decode",
+        _beside_peer("decode", "decode_together_tokens_per_s"),
+        ">=",
+        0.95,
+    ),
+)
+
+
+def reached_by(comparison: Comparison) -> list[Target]:
+    """The targets of the scenarios that were run."""
+    return [target for target in TARGETS if target.scenario in comparison.ours.rounds]

@@ -1,0 +1,99 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.answer import Answer, Choice
+from rekindle.api.auth import salt_of
+from rekindle.api.defaults import asks
+from rekindle.api.json import OrjsonRoute
+from rekindle.api.schema import ChatRequest
+from rekindle.api.service import Service
+from rekindle.events import TokenLog
+
+router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation; everything computed for an equal prefix before is reused."""
+    service: Service = request.state.service
+    runtime = service.runtime(body.model)
+    turns = asks(
+        body,
+        service.config,
+        salt_of(request),
+        [
+            {
+                "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+                "template_kwargs": _template_kwargs(body),
+                "progress": bool(body.prefill_progress and body.stream),
+            }
+        ],
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return await Answer(runtime, turns, body, ChatShape()).respond(request)
+
+
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return kwargs
+
+
+class ChatShape:
+    id_prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return _delta(index, {"role": "assistant", "content": ""})
+
+    def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]:
+        choice = _delta(index, {"content": text})
+        if logs is not None:
+            choice["logprobs"] = _logprobs(logs)
+        return choice
+
+    def closing(self, index: int, reason: str) -> dict[str, Any]:
+        return {**_delta(index, {}), "finish_reason": reason}
+
+    def choice(self, index: int, answer: Choice) -> dict[str, Any]:
+        assert answer.finished is not None
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text},
+            "logprobs": _logprobs(answer.logs) if answer.logs else None,
+            "finish_reason": answer.finished.reason,
+        }
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _logprobs(logs: list[TokenLog]) -> dict[str, Any]:
+    return {
+        "content": [
+            {
+                **_token(log.piece, log.logprob),
+                "top_logprobs": [_token(piece, logprob) for piece, logprob in log.top],
+            }
+            for log in logs
+        ]
+    }
+
+
+def _token(piece: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": piece.decode(errors="replace"),
+        "logprob": max(logprob, -9999.0),  # JSON has no infinity; OpenAI's own stand-in
+        "bytes": list(piece),
+    }

@@ -1,0 +1,200 @@
+"""Requests as OpenAI clients send them: known fields are checked, unknown ones ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rekindle.errors import Unsupported
+
+MOST_CHOICES = 32
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1024
+MOST_TOKENS = 10_000_000
+MOST_MESSAGES = 100_000
+MOST_BIASES = 1024
+SEED_LIMIT = 1 << 63
+
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+
+# Fields of the interface that this version does not serve: refused, never silently ignored.
+NOT_SERVED = {
+    "tools": "tool calling",
+    "functions": "tool calling",
+    "response_format": "structured output",
+    "kv_bits": "KV quantisation",
+    "kv_group_size": "KV quantisation",
+    "kv_quantization_start": "KV quantisation",
+    "quantized_kv_start": "KV quantisation",
+    "resize": "image input",
+    "audio": "audio",
+    "cache_key": "naming cached state (reuse is automatic without it)",
+    "return_cache_key": "naming cached state (reuse is automatic without it)",
+    "suffix": "filling in the middle",
+    "best_of": "best_of",
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "return_cache_key": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What chat and text completions have in common. None means: as the server is configured."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_TOKENS)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_context_size: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MOST_BIASES)
+    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: Stop | list[Stop] | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    use_kv_cache: bool | None = None
+    cache_exact: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_served(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, what in NOT_SERVED.items():
+                value = data.get(name)
+                if value is not None and value not in HARMLESS.get(name, ()):
+                    raise Unsupported(f"{what} is not supported: remove `{name}`", param=name)
+            if data.get("tool_choice") not in (None, "none", "auto"):
+                raise Unsupported(
+                    "tool calling is not supported: remove `tool_choice`", param="tool_choice"
+                )
+        return data
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MOST_STOPS:
+            raise ValueError(f"takes at most {MOST_STOPS} strings")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _sane_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (value or {}).items():
+            if not token.isdecimal():
+                raise ValueError(f"takes token ids as keys, not {token[:32]!r}")
+            if not -100 <= bias <= 100:
+                raise ValueError("takes biases from -100 to 100")
+        return value
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def asks_about_cache(self) -> bool:
+        return self.use_kv_cache is not None or self.cache_exact is not None
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message; fields the template may know are passed on as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_media(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("content"), list):
+            for part in data["content"]:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind in ("image", "image_url", "video", "video_url", "input_audio", "file"):
+                    raise Unsupported(
+                        f"content parts of type {kind!r} are not supported: send text",
+                        param="messages",
+                    )
+        return data
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a {self.role} message needs `content`")
+        return self
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
+    reasoning_effort: str | None = Field(None, max_length=32)
+    prefill_progress: bool | None = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        return self
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _some_prompts(cls, value: Any) -> Any:
+        if value == []:
+            raise ValueError("takes at least one prompt")
+        if isinstance(value, list) and not isinstance(value[0], int) and len(value) > 128:
+            raise ValueError("takes at most 128 prompts")
+        return value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]

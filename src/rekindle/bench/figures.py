@@ -1,0 +1,47 @@
+"""The figures a bench reports: their names, units, and how repeats become one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+Unit = Literal["s", "tokens/s", "tokens", "x"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    label: str
+    unit: Unit
+    reduce: Callable[[Iterable[float]], float] = median
+
+    def show(self, value: float) -> str:
+        match self.unit:
+            case "s":
+                return f"{value * 1000:.0f} ms" if value < 10 else f"{value:.1f} s"
+            case "x":
+                return f"{value:.2f}x"
+            case "tokens":
+                return f"{value:.0f}"
+            case "tokens/s":
+                return f"{value:.1f} tokens/s"
+
+
+FIGURES = {
+    "article_turn1_s": Figure("article: turn 1, cold, time to first token", "s"),
+    "article_turn2_s": Figure("article: turn 2, time to first token", "s"),
+    "article_turn3_s": Figure("article: turn 3, time to first token", "s"),
+    "article_reference_s": Figure("article: as many tokens as a fresh short prompt", "s"),
+    "article_turn1_over_turn2": Figure("article: turn 1 / turn 2", "x"),
+    "article_turn2_over_reference": Figure("article: turn 2 / fresh short prompt", "x"),
+    "article_turn2_new_tokens": Figure("article: tokens turn 2 added", "tokens"),
+    "article_turn2_computed_tokens": Figure("article: tokens turn 2 computed", "tokens"),
+    "document_wall_s": Figure("document: all questions answered", "s"),
+    "document_computed_tokens": Figure("document: prompt tokens computed", "tokens"),
+    "agents_cold_s": Figure("agents: cold turn, median time to first token", "s"),
+    "agents_warm_s": Figure("agents: warm turn, median time to first token", "s"),
+    "agents_worst_s": Figure("agents: warm turn, worst time to first token", "s", max),
+    "decode_single_tokens_per_s": Figure("decode: one stream", "tokens/s"),
+    "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
+}

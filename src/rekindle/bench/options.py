@@ -1,0 +1,53 @@
+"""What to measure, where, and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rekindle.errors import ConfigError
+
+SCENARIO_NAMES = ("article", "document", "agents", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """One bench of one server; refuses a scenario it does not know."""
+
+    base_url: str
+    label: str | None = None  # the server's name in tables and plots; its address by default
+    model: str | None = None  # the first model the server lists by default
+    api_key: str | None = None
+    scenarios: tuple[str, ...] = SCENARIO_NAMES
+    repeats: int = 3
+    timeout_s: float = 600.0
+    seed: str | None = None  # same seed, same texts; by default no text was ever sent before
+
+    article_tokens: int = 1500
+    turn_reply_tokens: int = 12
+    document_tokens: int = 800
+    questions: int = 10
+    answer_tokens: int = 16
+    agents: int = 6
+    agent_tokens: int = 600
+    agent_rounds: int = 4  # the first is cold and not counted
+    single_stream_tokens: int = 128
+    streams: int = 8
+    stream_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.scenarios if name not in SCENARIO_NAMES]:
+            raise ConfigError(
+                f"unknown scenario: {', '.join(unknown)}; there are {', '.join(SCENARIO_NAMES)}"
+            )
+        if self.repeats < 1 or self.agent_rounds < 2:
+            raise ConfigError("a bench needs at least one repeat and two rounds of agents")
+
+    @property
+    def api_url(self) -> str:
+        """The address with its /v1, which may be given or left out."""
+        address = self.base_url.rstrip("/")
+        return address if address.endswith("/v1") else f"{address}/v1"
+
+    @property
+    def name(self) -> str:
+        return self.label or self.base_url

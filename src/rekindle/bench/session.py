@@ -1,0 +1,50 @@
+"""One bench from start to end: connect, calibrate, run every scenario, collect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+
+from rekindle.bench import agents, article, decode, document
+from rekindle.bench.options import BenchOptions
+from rekindle.bench.results import Results, Round
+from rekindle.bench.rig import Rig, open_rig
+
+SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
+    "article": article.measure,
+    "document": document.measure,
+    "agents": agents.measure,
+    "decode": decode.measure,
+}
+
+
+def run(options: BenchOptions, console: Console) -> Results:
+    """Measure the options' server, showing progress; raise BenchFailed if it errs."""
+    with progress_bar(console) as progress:
+        return asyncio.run(_run(options, progress))
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    return Progress(*columns, MofNCompleteColumn(), Elapsed(), console=console, transient=True)
+
+
+async def _run(options: BenchOptions, progress: Progress) -> Results:
+    calibration = progress.add_task("calibrating", total=1)
+    async with open_rig(options) as rig:
+        progress.update(calibration, completed=1)
+        rounds = {name: await _repeat(name, rig, progress) for name in options.scenarios}
+        return Results(options.name, rig.client.model, rig.ignores_eos, rounds)
+
+
+async def _repeat(name: str, rig: Rig, progress: Progress) -> list[Round]:
+    task = progress.add_task(name, total=rig.options.repeats)
+    rounds = []
+    for _ in range(rig.options.repeats):
+        rounds.append(await SCENARIOS[name](rig))
+        progress.advance(task)
+    return rounds

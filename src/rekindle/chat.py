@@ -1,0 +1,148 @@
+"""A conversation in the terminal that shows what each turn cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from rekindle.errors import RekindleError
+
+HELP = "Type a message. /new starts over, /quit (or Ctrl-D) ends."
+
+
+class ChatFailed(RekindleError):
+    """The server could not be reached or refused."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """What one turn took."""
+
+    first_token_s: float | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        prompt = self.usage.get("prompt_tokens", 0)
+        first = f"{self.first_token_s:.2f} s" if self.first_token_s is not None else "no token"
+        return (
+            f"reused {cached} of {prompt} prompt tokens, "
+            f"first token after {first}, {self.usage.get('completion_tokens', 0)} generated"
+        )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far and the server they go to."""
+
+    base_url: str
+    model: str
+    api_key: str
+    options: dict[str, Any]
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    transport: httpx.BaseTransport | None = None
+
+    def __post_init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def say(self, text: str) -> Iterator[str | Cost]:
+        """The reply as it comes, then its cost; a failed turn leaves the history unchanged."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        reply = ""
+        cost = Cost()
+        started = time.perf_counter()
+        for chunk in self._chunks(messages):
+            if chunk.get("usage"):
+                cost.usage = chunk["usage"]
+            for choice in chunk.get("choices", []):
+                if piece := choice.get("delta", {}).get("content"):
+                    if cost.first_token_s is None:
+                        cost.first_token_s = time.perf_counter() - started
+                    reply += piece
+                    yield piece
+        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        yield cost
+
+    def _chunks(self, messages: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        url = f"{self.base_url.rstrip('/')}/chat/completions"
+        try:
+            with (
+                httpx.Client(timeout=None, transport=self.transport) as client,
+                client.stream("POST", url, json=body, headers=headers) as response,
+            ):
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise ChatFailed(_message(response))
+                yield from _parse(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise ChatFailed(
+                f"cannot talk to {self.base_url} ({error}); is a server running? "
+                "start one with `rekindle serve`"
+            ) from None
+
+
+def _parse(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise ChatFailed(chunk["error"]["message"])
+            yield chunk
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {response.status_code}"
+
+
+def converse(conversation: Conversation, console: Console) -> None:
+    """Read, answer, show the cost, until the person leaves."""
+    console.print(f"[dim]{HELP}[/]")
+    while (text := _read(console)) is not None:
+        if text == "/new":
+            conversation.start_over()
+            console.print("[dim]A new conversation.[/]")
+        elif text:
+            _show(conversation, text, console)
+
+
+def _read(console: Console) -> str | None:
+    try:
+        text = console.input("[bold]> [/]").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+    return None if text == "/quit" else text
+
+
+def _show(conversation: Conversation, text: str, console: Console) -> None:
+    try:
+        for part in conversation.say(text):
+            if isinstance(part, Cost):
+                console.print(f"\n[dim]{part.line()}[/]")
+            else:
+                console.print(part, end="", markup=False, highlight=False)
+    except KeyboardInterrupt:
+        console.print("\n[dim]stopped[/]")
+    except ChatFailed as error:
+        console.print(f"[bold red]error:[/] {error}")

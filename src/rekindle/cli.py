@@ -1,0 +1,156 @@
+"""The command line: serve, pull, chat, bench."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rekindle import __version__
+from rekindle.config import load_config
+from rekindle.errors import RekindleError
+
+app = typer.Typer(
+    name="rekindle",
+    help="An OpenAI-compatible server that never computes the same prompt twice.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+console = Console(stderr=True)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="Settings file [default: rekindle.yaml if there]")
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rekindle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Serve models, fetch them, talk to them, measure them."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable"),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on [8080]")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Accept this key; repeatable, each its own cache")
+    ] = None,
+    no_auth: Annotated[
+        bool | None, typer.Option("--no-auth", help="Allow a public address without a key")
+    ] = None,
+    exact: Annotated[
+        bool | None, typer.Option("--exact", help="Warm answers bit-identical to cold ones")
+    ] = None,
+    parallel: Annotated[int | None, typer.Option(help="Turns computed at once [16]")] = None,
+    queue: Annotated[int | None, typer.Option(help="Turns that may wait [256]")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Context in tokens [the model's, if memory allows]")
+    ] = None,
+    kv_fraction: Annotated[
+        float | None, typer.Option(help="Share of free memory for the KV pool [0.3]")
+    ] = None,
+    ram_cache: Annotated[str | None, typer.Option(help="RAM for cached state [2GiB]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads [all cores, to 16]")] = None,
+    gpu_layers: Annotated[
+        int | None, typer.Option(help="Layers on the GPU [all when the library has one]")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
+    from rekindle.serve import serve as run_server
+
+    flags = {name: value for name, value in locals().items() if name != "run_server"}
+    flags.pop("config")
+    run_server(load_config(flags, file=config), console)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="Catalogue name or hub id org/repo[:quant-or-file]")],
+    config: ConfigFile = None,
+) -> None:
+    """Fetch a model, check it, and print where it is."""
+    from rekindle.models.progress import progress_on
+    from rekindle.models.pull import pull as fetch
+
+    settings = load_config({}, file=config)
+    typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
+
+
+@app.command()
+def chat(
+    base_url: Annotated[str, typer.Option(help="A running server")] = "http://127.0.0.1:8080/v1",
+    model: Annotated[str, typer.Option(help="Which of its models")] = "default",
+    system: Annotated[str | None, typer.Option(help="System prompt")] = None,
+    api_key: Annotated[str, typer.Option(envvar="REKINDLE_API_KEY")] = "none",
+    max_tokens: Annotated[int, typer.Option(help="Longest reply")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+) -> None:
+    """Talk to a running server; each turn shows what was reused and how fast it began."""
+    from rekindle.chat import Conversation, converse
+
+    conversation = Conversation(
+        base_url=base_url,
+        model=model,
+        api_key=api_key,
+        options={"max_tokens": max_tokens, "temperature": temperature},
+        system=system,
+    )
+    converse(conversation, Console())
+
+
+@app.command()
+def bench(
+    base_url: Annotated[
+        str, typer.Option(help="Any OpenAI-compatible server")
+    ] = "http://127.0.0.1:8080/v1",
+    model: Annotated[str | None, typer.Option(help="Which of its models")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats")] = False,
+) -> None:
+    """Measure a server: cold turn, turns two and three, questions at once, decode speed."""
+    from rekindle.bench import BenchOptions, plot, print_table, run, save_json
+
+    given: dict[str, Any] = {"model": model, "api_key": api_key, "repeats": 1 if quick else None}
+    options = BenchOptions(
+        base_url=base_url, **{name: value for name, value in given.items() if value is not None}
+    )
+    out = Console()
+    results = run(options, console)
+    print_table(results, out)
+    output.mkdir(parents=True, exist_ok=True)
+    save_json(results, output / "bench.json")
+    plot([results], output / "bench.png")
+
+
+def main() -> None:
+    """Run; an error of ours is one sentence, never a traceback."""
+    try:
+        app()
+    except RekindleError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

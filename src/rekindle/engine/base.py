@@ -1,0 +1,96 @@
+"""The engine protocol: tokens and KV state in, tokens and KV state out.
+
+An engine knows no text, no paths and no tiers. One thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from rekindle.engine.sampling import Sampled, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What an engine can do with its loaded model."""
+
+    block_tokens: int  # tokens of a full block
+    step_tokens: int  # canonical prefill step of exact sequences, a multiple of block_tokens
+    context_tokens: int  # the longest sequence
+    batch_tokens: int  # the most rows of one step
+    pool_tokens: int  # KV cells that all shared sequences have together
+    sequences: int  # how many shared sequences may be open at once
+    exact_sequences: int  # how many exact ones
+    can_cut: bool  # state can be cut, shared and stored at any position
+    vocabulary: int
+    fingerprint: bytes  # states are interchangeable only between equal fingerprints
+
+
+class Sequence:
+    """One run of tokens in the engine's memory. `length` is what has been computed or restored."""
+
+    __slots__ = ("exact", "length", "slot")
+
+    def __init__(self, slot: int, *, exact: bool) -> None:
+        self.slot = slot
+        self.exact = exact
+        self.length = 0
+
+
+class Sampler(Protocol):
+    """The state behind one reply's choices: seed, penalties, bias."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens to append to a sequence; with a sampler, the token after them is chosen."""
+
+    sequence: Sequence
+    tokens: Seq[int]
+    sampler: Sampler | None
+
+
+class Engine(Protocol):
+    """Calls that change nothing: `abilities`, `free_tokens`, `export`. All others do.
+
+    Any call may raise EngineBroken: the native memory was undefined, has been rebuilt, and every
+    sequence is gone. Callers drop their handles and start again from tokens.
+    """
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+    @property
+    def free_tokens(self) -> int:
+        """Cells of the pool that no sequence holds."""
+
+    def open(self, *, exact: bool) -> Sequence:
+        """An empty sequence; raises PoolFull when none is left."""
+
+    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        """Give the empty `into` the first `tokens` of `source` without copying."""
+
+    def restore(self, into: Sequence, blob: bytes, tokens: int) -> None:
+        """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours."""
+
+    def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
+        """The state of positions [start, stop) as one block."""
+
+    def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler: ...
+
+    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+        """Do all the work, or none of it and raise PoolFull; one result a piece of work."""
+
+    def cut(self, sequence: Sequence, tokens: int) -> None:
+        """Forget everything after the first `tokens`."""
+
+    def reset(self) -> None:
+        """Forget every sequence and start with an empty memory."""
+
+    def close_sequence(self, sequence: Sequence) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,76 @@
+"""Who holds which cells of a pool whose sequences share prefixes."""
+
+from __future__ import annotations
+
+
+class _Run:
+    """Consecutive cells held by the same sequences."""
+
+    __slots__ = ("holders", "tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.holders = 1
+
+
+class Cells:
+    """Counts the cells in use; a cell shared by several sequences counts once."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._runs: dict[int, list[_Run]] = {}
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def append(self, slot: int, tokens: int) -> None:
+        if tokens:
+            self._runs.setdefault(slot, []).append(_Run(tokens))
+            self.used += tokens
+
+    def share(self, source: int, tokens: int, into: int) -> None:
+        shared = self._split(source, tokens)
+        for run in shared:
+            run.holders += 1
+        self._runs[into] = list(shared)
+
+    def cut(self, slot: int, tokens: int) -> None:
+        kept = self._split(slot, tokens)
+        for run in self._runs.get(slot, [])[len(kept) :]:
+            self._drop(run)
+        self._runs[slot] = kept
+
+    def close(self, slot: int) -> None:
+        for run in self._runs.pop(slot, []):
+            self._drop(run)
+
+    def clear(self) -> None:
+        self._runs.clear()
+        self.used = 0
+
+    def _drop(self, run: _Run) -> None:
+        run.holders -= 1
+        if not run.holders:
+            self.used -= run.tokens  # the only line that subtracts
+
+    def _split(self, slot: int, tokens: int) -> list[_Run]:
+        """The runs that are exactly the first `tokens` of a sequence, cutting one when needed."""
+        first: list[_Run] = []
+        for run in list(self._runs.get(slot, [])):
+            if tokens <= 0:
+                break
+            if run.tokens > tokens:
+                self._halve(run, tokens)
+            first.append(run)
+            tokens -= run.tokens
+        return first
+
+    def _halve(self, run: _Run, tokens: int) -> None:
+        rest = _Run(run.tokens - tokens)
+        rest.holders = run.holders
+        run.tokens = tokens
+        for runs in self._runs.values():
+            if run in runs:
+                runs.insert(runs.index(run) + 1, rest)

@@ -1,0 +1,298 @@
+"""llama.cpp's C interface: structure layouts, signatures, and the check that they fit the library.
+
+Layouts follow `llama.h` as shipped in xllamacpp 2026.10.11549 and change between versions, so a
+library whose default parameters do not read back with that version's values is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rekindle.errors import LibraryMismatch
+
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws its own seed
+
+FLASH_ATTENTION_ENABLED = 1
+DECODE_OK, DECODE_NO_ROOM, DECODE_ABORTED = 0, 1, 2
+TOKEN_CONTROL = 1 << 3
+DEVICE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+
+GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+
+
+class ModelParams(Structure):
+    _fields_: ClassVar = [
+        ("devices", c_void_p),
+        ("tensor_buft_overrides", c_void_p),
+        ("n_gpu_layers", c_int32),
+        ("split_mode", c_int),
+        ("load_mode", c_int),
+        ("lazy_mode", c_int),
+        ("main_gpu", c_int32),
+        ("tensor_split", c_void_p),
+        ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p),
+        ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool),
+        ("check_tensors", c_bool),
+        ("use_extra_bufts", c_bool),
+        ("no_host", c_bool),
+        ("no_alloc", c_bool),
+        ("load_mtp", c_bool),
+    ]
+
+
+class ContextParams(Structure):
+    _fields_: ClassVar = [
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("n_rs_seq", c_uint32),
+        ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("ctx_type", c_int),
+        ("rope_scaling_type", c_int),
+        ("pooling_type", c_int),
+        ("attention_type", c_int),
+        ("flash_attn_type", c_int),
+        ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float),
+        ("yarn_ext_factor", c_float),
+        ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float),
+        ("yarn_beta_slow", c_float),
+        ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float),
+        ("cb_eval", c_void_p),
+        ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int),
+        ("type_v", c_int),
+        ("moe_cache_size", c_size_t),
+        ("abort_callback", c_void_p),
+        ("abort_callback_data", c_void_p),
+        ("embeddings", c_bool),
+        ("offload_kqv", c_bool),
+        ("no_perf", c_bool),
+        ("op_offload", c_bool),
+        ("swa_full", c_bool),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p),
+        ("n_samplers", c_size_t),
+        ("ctx_other", c_void_p),
+    ]
+
+
+class Batch(Structure):
+    _fields_: ClassVar = [
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    ]
+
+
+class LogitBias(Structure):
+    _fields_: ClassVar = [("token", c_int32), ("bias", c_float)]
+
+
+class SamplerChainParams(Structure):
+    _fields_: ClassVar = [("no_perf", c_bool)]
+
+
+LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
+ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
+
+_P = c_void_p  # every llama.cpp object is handled as an opaque pointer
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llama_version": (c_char_p, []),
+    "llama_backend_init": (None, []),
+    "llama_log_set": (None, [LogCallback, _P]),
+    "llama_supports_gpu_offload": (c_bool, []),
+    "llama_model_default_params": (ModelParams, []),
+    "llama_context_default_params": (ContextParams, []),
+    "llama_sampler_chain_default_params": (SamplerChainParams, []),
+    "llama_model_load_from_file": (_P, [c_char_p, ModelParams]),
+    "llama_model_free": (None, [_P]),
+    "llama_model_get_vocab": (_P, [_P]),
+    "llama_model_n_ctx_train": (c_int32, [_P]),
+    "llama_model_n_embd": (c_int32, [_P]),
+    "llama_model_n_layer": (c_int32, [_P]),
+    "llama_model_n_swa": (c_int32, [_P]),
+    "llama_model_size": (c_uint64, [_P]),
+    "llama_model_is_recurrent": (c_bool, [_P]),
+    "llama_model_is_hybrid": (c_bool, [_P]),
+    "llama_model_has_encoder": (c_bool, [_P]),
+    "llama_model_desc": (c_int32, [_P, c_char_p, c_size_t]),
+    "llama_model_chat_template": (c_char_p, [_P, c_char_p]),
+    "llama_model_meta_val_str": (c_int32, [_P, c_char_p, c_char_p, c_size_t]),
+    "llama_init_from_model": (_P, [_P, ContextParams]),
+    "llama_free": (None, [_P]),
+    "llama_n_ctx": (c_uint32, [_P]),
+    "llama_get_memory": (_P, [_P]),
+    "llama_memory_clear": (None, [_P, c_bool]),
+    "llama_memory_seq_rm": (c_bool, [_P, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_cp": (None, [_P, c_int32, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_pos_min": (c_int32, [_P, c_int32]),
+    "llama_memory_seq_pos_max": (c_int32, [_P, c_int32]),
+    "llama_state_seq_get_size": (c_size_t, [_P, c_int32]),
+    "llama_state_seq_get_data": (c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
+    "llama_state_seq_set_data": (c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
+    "llama_decode": (c_int32, [_P, Batch]),
+    "llama_get_logits_ith": (POINTER(c_float), [_P, c_int32]),
+    "llama_vocab_n_tokens": (c_int32, [_P]),
+    "llama_vocab_type": (c_int, [_P]),
+    "llama_vocab_get_text": (c_char_p, [_P, c_int32]),
+    "llama_vocab_get_attr": (c_int, [_P, c_int32]),
+    "llama_vocab_is_eog": (c_bool, [_P, c_int32]),
+    "llama_vocab_bos": (c_int32, [_P]),
+    "llama_vocab_eos": (c_int32, [_P]),
+    "llama_vocab_get_add_bos": (c_bool, [_P]),
+    "llama_tokenize": (
+        c_int32,
+        [_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool],
+    ),
+    "llama_token_to_piece": (c_int32, [_P, c_int32, c_char_p, c_int32, c_int32, c_bool]),
+    "llama_sampler_chain_init": (_P, [SamplerChainParams]),
+    "llama_sampler_chain_add": (None, [_P, _P]),
+    "llama_sampler_accept": (None, [_P, c_int32]),
+    "llama_sampler_free": (None, [_P]),
+    "llama_sampler_sample": (c_int32, [_P, _P, c_int32]),
+    "llama_sampler_init_greedy": (_P, []),
+    "llama_sampler_init_dist": (_P, [c_uint32]),
+    "llama_sampler_init_top_k": (_P, [c_int32]),
+    "llama_sampler_init_top_p": (_P, [c_float, c_size_t]),
+    "llama_sampler_init_min_p": (_P, [c_float, c_size_t]),
+    "llama_sampler_init_temp": (_P, [c_float]),
+    "llama_sampler_init_penalties": (_P, [c_int32, c_int32, c_float, c_float, c_float]),
+    "llama_sampler_init_logit_bias": (_P, [c_int32, c_int32, POINTER(LogitBias)]),
+    "ggml_backend_dev_count": (c_size_t, []),
+    "ggml_backend_dev_get": (_P, [c_size_t]),
+    "ggml_backend_dev_type": (c_int, [_P]),
+    "ggml_backend_dev_memory": (None, [_P, POINTER(c_size_t), POINTER(c_size_t)]),
+}
+
+# What llama_*_default_params() of the supported version answers, field by field.
+_KNOWN_CONTEXT = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "n_threads": 4,
+    "n_threads_batch": 4,
+    "rope_scaling_type": -1,
+    "pooling_type": -1,
+    "attention_type": -1,
+    "flash_attn_type": -1,
+    "yarn_ext_factor": -1.0,
+    "yarn_beta_fast": -1.0,
+    "defrag_thold": -1.0,
+    "type_k": GGML_TYPES["f16"],
+    "type_v": GGML_TYPES["f16"],
+    "moe_cache_size": 0,
+    "embeddings": False,
+    "offload_kqv": True,
+    "no_perf": True,
+    "op_offload": True,
+    "swa_full": True,
+    "kv_unified": False,
+    "n_samplers": 0,
+    "ctx_other": None,
+}
+_KNOWN_MODEL = {
+    "n_gpu_layers": -1,
+    "split_mode": 1,
+    "main_gpu": 0,
+    "vocab_only": False,
+    "check_tensors": False,
+    "use_extra_bufts": True,
+    "no_host": False,
+}
+
+
+def library_path() -> Path:
+    """The shared library to load: `REKINDLE_LLAMA_LIB`, or the one inside the xllamacpp package."""
+    if chosen := os.environ.get("REKINDLE_LLAMA_LIB"):
+        return Path(chosen)
+    spec = importlib.util.find_spec("xllamacpp")  # found, not imported: we want its file alone
+    if spec is None or spec.origin is None:
+        raise LibraryMismatch("the xllamacpp package is not installed; run `make install`")
+    found = sorted(Path(spec.origin).parent.glob("xllamacpp*.so"))
+    if not found:
+        raise LibraryMismatch("the xllamacpp package holds no shared library for this system")
+    return found[0]
+
+
+@cache
+def load_library() -> Any:
+    """The library with every signature declared, checked against the known layout."""
+    path = library_path()
+    if sys.platform == "linux":
+        # A CUDA build carries its own copies of libstdc++ symbols; the system's must come first.
+        ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryMismatch(f"cannot load the llama.cpp library: {error}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise LibraryMismatch(f"the llama.cpp library lacks `{name}`; use the pinned version")
+        function.restype, function.argtypes = result, arguments
+    _check_layout("context", library.llama_context_default_params(), _KNOWN_CONTEXT)
+    _check_layout("model", library.llama_model_default_params(), _KNOWN_MODEL)
+    _silence(library)
+    library.llama_backend_init()
+    return library
+
+
+def _check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
+    wrong = {
+        name: read for name, value in known.items() if (read := getattr(defaults, name)) != value
+    }
+    if wrong:
+        raise LibraryMismatch(
+            f"the llama.cpp library's default {what} parameters read back wrong ({wrong}): "
+            "its structure layout is not that of the pinned version"
+        )
+
+
+def _silence(library: Any) -> None:
+    """Keep llama.cpp's chatter off stderr, errors excepted."""
+    error_level = 4
+
+    def on_log(level: int, text: bytes, _data: object) -> None:
+        if level == error_level:
+            sys.stderr.write(f"llama.cpp: {text.decode(errors='replace')}")
+
+    library._on_log = LogCallback(on_log)  # kept alive as long as the library
+    library.llama_log_set(library._on_log, None)

@@ -1,0 +1,178 @@
+"""One llama.cpp context: a memory of cells, and the native calls on it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rekindle.engine.llamacpp import bindings
+from rekindle.errors import EngineBroken, ModelError, PoolFull
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive tokens of one sequence; `wanted` asks for the last one's logits."""
+
+    slot: int
+    start: int
+    tokens: Seq[int]
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a context is built with."""
+
+    cells: int
+    sequences: int
+    threads: int
+    batch: int  # the most rows of one native call
+
+
+class Context:
+    """Owns a native context; slot `scratch` is for moving blocks.
+
+    After EngineBroken the memory is undefined (part of a batch may be in it, a rejected restore can
+    spoil it): the owner rebuilds the context and never goes on with the old one.
+    """
+
+    def __init__(self, library: Any, model: int, shape: Shape) -> None:
+        self._library = library
+        self._model = model
+        self.shape = shape
+        self.scratch = shape.sequences  # one slot more than is handed out
+        self._batch = _BatchArrays(shape.batch)
+        self._native: int | None = None
+        self._build()
+
+    def _build(self) -> None:
+        params = self._library.llama_context_default_params()
+        params.n_ctx = self.shape.cells
+        params.n_batch = params.n_ubatch = self.shape.batch
+        params.n_seq_max = self.shape.sequences + 1
+        params.n_threads = params.n_threads_batch = self.shape.threads
+        params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
+        params.kv_unified = True
+        native = self._library.llama_init_from_model(self._model, params)
+        if not native:
+            raise ModelError(
+                f"llama.cpp could not build a context of {self.shape.cells} tokens; "
+                "lower --max-model-len, --parallel or --kv-fraction"
+            )
+        self._native = native
+        self._memory = self._library.llama_get_memory(native)
+
+    def rebuild(self) -> None:
+        """Throw the native context away, with all its cells, and build it again."""
+        self.close()
+        self._build()
+
+    def close(self) -> None:
+        if self._native:
+            self._library.llama_free(self._native)
+            self._native = None
+
+    @property
+    def native(self) -> int:
+        assert self._native is not None, "context is closed"
+        return self._native
+
+    def decode(self, rows: Seq[Rows]) -> list[int]:
+        """Compute all rows in one native call; the batch index of each run's last row."""
+        batch, last = self._batch.fill(rows)
+        status = self._library.llama_decode(self.native, batch)
+        if status == bindings.DECODE_NO_ROOM:
+            raise PoolFull("no free cells for this step")
+        if status != bindings.DECODE_OK:
+            raise EngineBroken(f"llama_decode failed with status {status}")
+        return last
+
+    def clear(self) -> None:
+        self._library.llama_memory_clear(self._memory, False)
+
+    def share(self, source: int, into: int, tokens: int) -> None:
+        self._library.llama_memory_seq_cp(self._memory, source, into, 0, tokens)
+
+    def remove(self, slot: int, start: int = 0) -> None:
+        if not self._library.llama_memory_seq_rm(self._memory, slot, start, -1):
+            raise EngineBroken("llama.cpp refused to cut a sequence")
+
+    def length(self, slot: int) -> int:
+        return int(self._library.llama_memory_seq_pos_max(self._memory, slot)) + 1
+
+    def export(self, slot: int, start: int, stop: int) -> bytes:
+        """Tag the range with the scratch slot, read that slot's state, untag it."""
+        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, start, stop)
+        try:
+            size = self._library.llama_state_seq_get_size(self.native, self.scratch)
+            blob = (ctypes.c_uint8 * size)()
+            written = self._library.llama_state_seq_get_data(self.native, blob, size, self.scratch)
+        finally:
+            self.remove(self.scratch)
+        if written != size:
+            raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
+        return bytes(blob)
+
+    def restore(self, slot: int, start: int, stop: int, blob: bytes) -> None:
+        """Read the state into the scratch slot (reading wipes its target), then tag it over."""
+        source = ctypes.cast(ctypes.c_char_p(blob), ctypes.POINTER(ctypes.c_uint8))
+        read = self._library.llama_state_seq_set_data(self.native, source, len(blob), self.scratch)
+        if read != len(blob) or self._scratch_range() != (start, stop - 1):
+            raise EngineBroken("llama.cpp rejected a block")
+        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, start, stop)
+        self.remove(self.scratch)
+
+    def _scratch_range(self) -> tuple[int, int]:
+        return (
+            self._library.llama_memory_seq_pos_min(self._memory, self.scratch),
+            self._library.llama_memory_seq_pos_max(self._memory, self.scratch),
+        )
+
+    def logits(self, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A view on one row's logits, valid until the next native call."""
+        pointer = self._library.llama_get_logits_ith(self.native, index)
+        return np.ctypeslib.as_array(pointer, shape=(vocabulary,))
+
+
+class _BatchArrays:
+    """Batch arrays allocated once; filling them is what Python does in every step."""
+
+    def __init__(self, rows: int) -> None:
+        self._tokens = np.zeros(rows, np.int32)
+        self._positions = np.zeros(rows, np.int32)
+        self._slots = np.zeros(rows, np.int32)
+        self._wanted = np.zeros(rows, np.int8)
+        self._ones = np.ones(rows, np.int32)
+        int_pointer = ctypes.POINTER(ctypes.c_int32)
+        base = self._slots.ctypes.data
+        self._slot_pointers = (int_pointer * rows)(
+            *(ctypes.cast(base + 4 * row, int_pointer) for row in range(rows))
+        )
+        self._native = bindings.Batch(
+            0,
+            self._tokens.ctypes.data_as(int_pointer),
+            None,
+            self._positions.ctypes.data_as(int_pointer),
+            self._ones.ctypes.data_as(int_pointer),
+            self._slot_pointers,
+            self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, rows: Seq[Rows]) -> tuple[bindings.Batch, list[int]]:
+        filled = 0
+        last = []
+        for run in rows:
+            stop = filled + len(run.tokens)
+            self._tokens[filled:stop] = run.tokens
+            self._positions[filled:stop] = np.arange(run.start, run.start + len(run.tokens))
+            self._slots[filled:stop] = run.slot
+            self._wanted[filled:stop] = 0
+            self._wanted[stop - 1] = run.wanted
+            last.append(stop - 1)
+            filled = stop
+        self._native.n_tokens = filled
+        return self._native, last

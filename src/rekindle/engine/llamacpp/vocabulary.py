@@ -1,0 +1,86 @@
+"""The model's vocabulary: text to tokens and back."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from typing import Any
+
+from rekindle.engine.llamacpp import bindings
+from rekindle.errors import BadRequest
+
+NO_TOKEN = -1
+NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+
+
+class Vocabulary:
+    """Thread-safe: llama.cpp's tokeniser keeps no state between calls."""
+
+    def __init__(self, library: Any, model: int) -> None:
+        self._library = library
+        self._vocab = library.llama_model_get_vocab(model)
+        self.size = int(library.llama_vocab_n_tokens(self._vocab))
+        bos = int(library.llama_vocab_bos(self._vocab))
+        self.bos: int | None = None if bos == NO_TOKEN else bos
+        eos = int(library.llama_vocab_eos(self._vocab))
+        self.eos: int | None = None if eos == NO_TOKEN else eos
+        self.add_bos = bool(library.llama_vocab_get_add_bos(self._vocab)) and bos != NO_TOKEN
+        self._has_text = library.llama_vocab_type(self._vocab) != NO_VOCABULARY
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+
+    @cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens by which the model ends its turn."""
+        if not self._has_text:
+            return frozenset()
+        is_end = self._library.llama_vocab_is_eog
+        return frozenset(token for token in range(self.size) if is_end(self._vocab, token))
+
+    @cached_property
+    def control_texts(self) -> dict[str, int]:
+        if not self._has_text:
+            return {}
+        attribute = self._library.llama_vocab_get_attr
+        control = (
+            t for t in range(self.size) if attribute(self._vocab, t) & bindings.TOKEN_CONTROL
+        )
+        return {self.text(t): t for t in control if self.text(t)}
+
+    def text(self, token: int | None) -> str:
+        """The token as the vocabulary spells it; empty for none."""
+        if token is None or not self._has_text:
+            return ""
+        raw: bytes = self._library.llama_vocab_get_text(self._vocab, token)
+        return raw.decode(errors="replace")
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Tokens of the text; `special` lets control-token text become control tokens."""
+        if not self._has_text:
+            raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
+        raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
+        room = len(raw) + 8  # never more tokens than bytes, plus what a tokenizer puts in front
+        tokens = (ctypes.c_int32 * room)()
+        count = self._library.llama_tokenize(
+            self._vocab, raw, len(raw), tokens, room, False, special
+        )
+        if count < 0:
+            raise BadRequest("the tokenizer cannot take this text", param="messages")
+        return list(tokens[:count])
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """A token's bytes; a control token has none unless `special`."""
+        known = self._pieces.get((token, special))
+        if known is None:
+            known = self._pieces[token, special] = self._read_piece(token, special)
+        return known
+
+    def _read_piece(self, token: int, special: bool) -> bytes:
+        if not self._has_text:
+            return b""
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = self._library.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if size >= 0:
+                return buffer.raw[:size]
+            room = -size

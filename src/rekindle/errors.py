@@ -1,0 +1,104 @@
+"""Every error Rekindle raises on purpose, split by whose fault it is.
+
+`api.app` alone turns a ServerError into JSON, `api.sse` into an error event once bytes were sent,
+and the command line into one sentence.
+"""
+
+from __future__ import annotations
+
+
+class RekindleError(Exception):
+    """An error with a sentence for a person."""
+
+
+class ConfigError(RekindleError):
+    """A setting is wrong; the message says which and what it takes."""
+
+
+class ModelError(RekindleError):
+    """A model cannot be found, fetched or loaded; the message says what to do."""
+
+
+class LibraryMismatch(RekindleError):
+    """The llama.cpp library is missing or not of the supported version."""
+
+
+class CorruptBlock(RekindleError):
+    """Stored bytes are not what was stored; treated as a miss."""
+
+
+class EngineBroken(RekindleError):
+    """The native context is undefined and has been rebuilt; its sequences are gone."""
+
+
+class PoolFull(RekindleError):
+    """The engine's KV pool has no room for this step."""
+
+
+class ServerError(RekindleError):
+    """An error answered to a client in OpenAI's shape."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class BadRequest(ServerError):
+    status, kind, code = 400, "invalid_request_error", "invalid_value"
+
+
+class Unsupported(BadRequest):
+    code = "unsupported_parameter"
+
+
+class TemplateFailed(BadRequest):
+    code = "template_error"
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"The prompt has {tokens} tokens; this model's context holds {limit} including at "
+            "least one generated token. Shorten the prompt or raise --max-model-len.",
+            param="messages",
+        )
+
+
+class Unauthorized(ServerError):
+    status, kind, code = 401, "invalid_request_error", "invalid_api_key"
+
+
+class ModelNotFound(ServerError):
+    status, kind, code = 404, "invalid_request_error", "model_not_found"
+
+
+class NotFound(ServerError):
+    status, kind, code = 404, "invalid_request_error", "not_found"
+
+
+class TooManyRequests(ServerError):
+    status, kind, code = 429, "rate_limit_error", "queue_full"
+
+
+class RuntimeDied(ServerError):
+    status, kind, code = 503, "server_error", "model_restarting"
+
+
+class Unavailable(ServerError):
+    status, kind, code = 503, "server_error", "unavailable"

@@ -1,0 +1,80 @@
+"""What a turn tells its client, from arrival to exactly one terminal event.
+
+They cross the socket between runtime and front, so each is a msgspec structure.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLog(Struct, array_like=True):
+    """One sampled token with its log probability and the best alternatives."""
+
+    piece: bytes
+    logprob: float
+    top: list[tuple[bytes, float]]
+
+
+class CacheReport(Struct):
+    """What was really reused, and why not more. `reused_tokens` were not computed."""
+
+    status: Literal["hit", "partial_hit", "miss"]
+    reason: str
+    reused_tokens: int
+    cached_tokens: int  # tokens of this turn that are now kept for a later one
+    tier: str | None  # where the reused state came from: "device", "ram", or none
+
+
+class Started(Struct, tag=True):
+    """The prompt is tokenised and what can be reused is in place; computing begins."""
+
+    turn: int
+    prompt_tokens: int
+    reused_tokens: int
+
+
+class Prefill(Struct, tag=True):
+    """Progress through the prompt, reused tokens included."""
+
+    turn: int
+    done_tokens: int
+    prompt_tokens: int
+
+
+class Text(Struct, tag=True):
+    """Text that is final: whole characters, no part of a stop string."""
+
+    turn: int
+    text: str
+    logs: list[TokenLog] | None = None
+
+
+class Finished(Struct, tag=True):
+    turn: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_eval_s: float
+    cache: CacheReport
+
+
+class Failed(Struct, tag=True):
+    turn: int
+    status: int
+    kind: str
+    code: str | None
+    message: str
+    param: str | None
+
+
+class Cancelled(Struct, tag=True):
+    turn: int
+
+
+Event = Started | Prefill | Text | Finished | Failed | Cancelled
+TERMINAL = (Finished, Failed, Cancelled)

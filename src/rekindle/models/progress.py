@@ -1,0 +1,128 @@
+"""What a person sees while a model is fetched: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bars
+
+LINES_PER_TASK = 10
+LINE_BYTES = 100_000_000  # between lines when the total is unknown
+
+
+class Progress(Protocol):
+    """One task at a time: start, advance any number of times, done on every way out."""
+
+    def start(self, total_bytes: int | None, description: str) -> None: ...
+    def advance(self, size_bytes: int) -> None: ...
+    def done(self) -> None: ...
+
+
+@contextmanager
+def task(
+    progress: Progress, total_bytes: int | None, description: str
+) -> Iterator[Callable[[int], None]]:
+    """Run one task of `progress`; yields what to call with each run of bytes."""
+    progress.start(total_bytes, description)
+    try:
+        yield progress.advance
+    finally:
+        progress.done()
+
+
+def progress_on(console: Console) -> Progress:
+    """The progress display that suits where `console` writes."""
+    return BarProgress(console) if console.is_terminal else LineProgress(console)
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def start(self, total_bytes: int | None, description: str) -> None:
+        pass
+
+    def advance(self, size_bytes: int) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+
+class BarProgress:
+    """A bar that redraws itself."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bars: Bars | None = None
+        self._task = TaskID(0)
+
+    def start(self, total_bytes: int | None, description: str) -> None:
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bars.add_task(description, total=total_bytes)
+        self._bars.start()
+
+    def advance(self, size_bytes: int) -> None:
+        if self._bars:
+            self._bars.advance(self._task, size_bytes)
+
+    def done(self) -> None:
+        if self._bars:
+            self._bars.stop()
+        self._bars = None
+
+
+class LineProgress:
+    """A line at the start, at each tenth, and nothing that a log file cannot hold."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._total: int | None = None
+        self._description = ""
+        self._done_bytes = 0
+        self._lines = 0
+
+    def start(self, total_bytes: int | None, description: str) -> None:
+        self._total, self._description = total_bytes, description
+        self._done_bytes = self._lines = 0
+        self._print(f"{description} ({decimal(total_bytes)})" if total_bytes else description)
+
+    def advance(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        lines = self._done_bytes // self._step_bytes()
+        if lines > self._lines:
+            self._lines = lines
+            self._print(f"{self._description}: {self._reached()}")
+
+    def done(self) -> None:
+        pass
+
+    def _step_bytes(self) -> int:
+        return max(1, self._total // LINES_PER_TASK) if self._total else LINE_BYTES
+
+    def _reached(self) -> str:
+        if not self._total:
+            return decimal(self._done_bytes)
+        share = min(100, 100 * self._done_bytes // self._total)
+        return f"{share}% of {decimal(self._total)}"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,87 @@
+"""Chooses which of a repository's GGUF files make up the model that was asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TypeAlias
+
+PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0", "F16")
+NOT_MODELS = ("mmproj", "imatrix")  # GGUF files that accompany a model
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The files of one model: one, or every file of a split, in order."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    reason: str
+    choices: tuple[str, ...]
+
+
+Choice: TypeAlias = Chosen | Unclear
+
+
+def choose(names: Collection[str], wanted: str | None) -> Choice:
+    """The model among `names` that is `wanted`: a file, a quantisation, or None for the best."""
+    if wanted is not None and wanted.endswith(".gguf"):
+        return _choose_file(names, wanted)
+    models = _models(names)
+    if not models:
+        return Unclear("holds no whole GGUF model", ())
+    if wanted is not None:
+        return _only(_of_quant(models, wanted), models, f"with {wanted}")
+    for quant in PREFERRED:
+        if matching := _of_quant(models, quant):
+            return _only(matching, models, f"with {quant}")
+    return _only(models, models, "of a preferred kind")
+
+
+def split_names(name: str) -> tuple[str, ...]:
+    """Every file of the split that `name` is part of, in order; just `name` when it is whole."""
+    match = SHARD.fullmatch(name)
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
+        return (name,)
+    stem, count = match["stem"], match["count"]
+    return tuple(f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1))
+
+
+def _choose_file(names: Collection[str], wanted: str) -> Choice:
+    exact = [name for name in names if name == wanted]
+    found = exact or [name for name in names if PurePosixPath(name).name == wanted]
+    sets = {split_names(name) for name in found}
+    whole = [files for files in sets if set(files) <= set(names)]
+    return _only(whole, _models(names), f"called {wanted}")
+
+
+def _models(names: Collection[str]) -> list[tuple[str, ...]]:
+    """The whole models among `names`; a split with a file missing is none."""
+    present = set(names)
+    candidates = (name for name in sorted(present) if _may_be_model(name))
+    sets = dict.fromkeys(split_names(name) for name in candidates)
+    return [files for files in sets if present.issuperset(files)]
+
+
+def _may_be_model(name: str) -> bool:
+    base = PurePosixPath(name).name.lower()
+    return base.endswith(".gguf") and not any(word in base for word in NOT_MODELS)
+
+
+def _of_quant(models: list[tuple[str, ...]], quant: str) -> list[tuple[str, ...]]:
+    # Whole words only: Q4_0 is not in Q4_0_4_4, and F16 is not in BF16.
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(quant)}(?![a-z0-9_])", re.IGNORECASE)
+    return [files for files in models if word.search(files[0])]
+
+
+def _only(found: list[tuple[str, ...]], models: list[tuple[str, ...]], what: str) -> Choice:
+    if len(found) == 1:
+        return Chosen(found[0])
+    choices = tuple(files[0] for files in found or models)
+    return Unclear(f"has {'several files' if found else 'no file'} {what}", choices)

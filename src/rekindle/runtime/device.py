@@ -1,0 +1,227 @@
+"""The engine's own memory as a tier: who lives there, who is kept, who makes room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rekindle.cache.key import TOKEN_BYTES, chain_key
+from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
+from rekindle.cache.store import Store
+from rekindle.engine.base import Engine, Sequence
+from rekindle.errors import CorruptBlock, PoolFull
+from rekindle.runtime.turn import Turn, explain
+
+HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
+
+
+@dataclass(slots=True)
+class Counts:
+    """What reuse has saved and cost, in tokens and bytes."""
+
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    restored_bytes: int = 0
+    exported_bytes: int = 0
+    preemptions: int = 0
+    rebuilds: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A finished sequence that stays in the pool until room is needed."""
+
+    sequence: Sequence
+    packed: bytes
+    namespace: bytes
+    exact_tokens: int  # up to here it was computed in canonical steps
+    kept_tokens: int = 0  # up to here its blocks are in the store
+    parent: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parent = self.namespace
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+
+class Device:
+    """Starts turns from whatever can be reused, and keeps what they leave behind."""
+
+    def __init__(self, engine: Engine, store: Store, *, resident_tokens: int) -> None:
+        self._engine = engine
+        self._store = store
+        self._abilities = engine.abilities
+        self._most_resident_tokens = resident_tokens
+        self._most_residents = self._abilities.sequences - self._abilities.exact_sequences
+        self._residents: list[Resident] = []  # least recently used first
+        self.counts = Counts()
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def start(self, turn: Turn, active: list[Turn]) -> bool:
+        """Give the turn a sequence with all that can be reused in it; False: no room yet."""
+        plan = self._plan(turn, active)
+        if not turn.ask.exact and not self._reserve(turn, plan, active):
+            if active:
+                return False
+            self.make_room(len(turn.tokens) + HEADROOM_TOKENS)
+            plan = self._plan(turn, active)  # without the resident it had counted on
+        sequence = self._engine.open(exact=turn.ask.exact)
+        turn.sequence = sequence
+        self._apply(plan, sequence)
+        if turn.report is None:
+            turn.report = explain(turn, plan, sequence.length)
+            self.counts.reused_tokens += sequence.length
+        return True
+
+    def _plan(self, turn: Turn, active: list[Turn]) -> Plan[Sequence]:
+        if not turn.ask.reuse or not self._abilities.can_cut:
+            return Plan.nothing()
+        usable = bytes(turn.packed[:-TOKEN_BYTES])  # the last token is always computed
+        stored = self._store.match(turn.namespace, usable)
+        if turn.ask.exact:
+            return resolve_exact(stored, step_tokens=self._abilities.step_tokens)
+        live = self._live(turn.namespace, active)
+        return resolve(usable, stored, live, block_tokens=self._abilities.block_tokens)
+
+    def _live(self, namespace: bytes, active: list[Turn]) -> Iterator[Live[Sequence]]:
+        for resident in self._residents:
+            if resident.namespace == namespace:
+                yield Live(resident.sequence, resident.packed)
+        for turn in active:
+            if turn.shares and turn.namespace == namespace and turn.sequence:
+                yield Live(turn.sequence, turn.packed[: turn.held_tokens * TOKEN_BYTES])
+
+    def _reserve(self, turn: Turn, plan: Plan[Sequence], active: list[Turn]) -> bool:
+        """Make sure that this turn and those already running can finish their prompts."""
+        needed = len(turn.tokens) - plan.shared_tokens + min(turn.remaining_tokens, HEADROOM_TOKENS)
+        promised = sum(
+            other.pending_tokens + min(other.remaining_tokens, HEADROOM_TOKENS)
+            for other in active
+            if not other.ask.exact
+        )
+        return self.make_room(needed + promised, spared=plan.share)
+
+    def _apply(self, plan: Plan[Sequence], sequence: Sequence) -> None:
+        if plan.share is not None:
+            self._engine.share(plan.share, plan.shared_tokens, sequence)
+            self._supersede(plan.share, plan.shared_tokens)
+        restored = []
+        for block in plan.blocks:
+            blob = self._store.get(block)
+            try:
+                if blob is None:
+                    break
+                self._engine.restore(sequence, blob, block.tokens)
+            except PoolFull:
+                break  # what is in place stays; the rest is computed
+            except CorruptBlock:
+                self._store.drop(block)
+                break
+            self.counts.restored_bytes += len(blob)
+            restored.append(block)
+        self._store.use(restored)
+        self._engine.cut(sequence, plan.reused_tokens)
+
+    def _supersede(self, source: Sequence, shared_tokens: int) -> None:
+        """A resident that was shared to its end lives on in the new sequence."""
+        for resident in self._residents:
+            if resident.sequence is source:
+                self._residents.remove(resident)
+                if shared_tokens >= resident.tokens:
+                    self._engine.close_sequence(source)
+                else:
+                    self._residents.append(resident)  # used just now
+                return
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def retire(self, turn: Turn) -> None:
+        """Take the sequence off a turn, however it ended, and keep what it computed."""
+        sequence, turn.sequence = turn.sequence, None
+        if sequence is None:
+            return
+        keeps = turn.ask.reuse and self._abilities.can_cut and sequence.length > 0
+        if not keeps:
+            self._engine.close_sequence(sequence)
+            return
+        resident = _resident(turn, sequence)
+        if sequence.exact:
+            self._keep_all(resident)  # its lane is wanted by the next exact turn
+            self._engine.close_sequence(sequence)
+            return
+        self._residents.append(resident)
+        self._trim()
+
+    def keep_prompt(self, turn: Turn) -> None:
+        """Keep the prompt of an exact turn while it goes on."""
+        if turn.sequence is not None and turn.ask.reuse and self._abilities.can_cut:
+            self._keep_all(_resident(turn, turn.sequence))
+
+    def keep_one(self) -> bool:
+        """Export one block of a resident; False when all are kept. For idle moments."""
+        for resident in reversed(self._residents):  # the newest is the likeliest to be asked for
+            if resident.kept_tokens < resident.tokens:
+                self._keep_next(resident)
+                return True
+        return False
+
+    def _keep_all(self, resident: Resident) -> None:
+        while resident.kept_tokens < resident.tokens:
+            self._keep_next(resident)
+
+    def _keep_next(self, resident: Resident) -> None:
+        start = resident.kept_tokens
+        stop = min(start + self._abilities.block_tokens, resident.tokens)
+        packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        full = stop - start == self._abilities.block_tokens
+        exact = full and stop <= resident.exact_tokens - resident.exact_tokens % (
+            self._abilities.step_tokens
+        )
+        kept = True
+        if self._store.wants(resident.parent, packed, exact=exact):
+            blob = self._engine.export(resident.sequence, start, stop)
+            self.counts.exported_bytes += len(blob)
+            kept = self._store.put(resident.namespace, resident.parent, packed, blob, exact=exact)
+        resident.parent = chain_key(resident.parent, packed)
+        resident.kept_tokens = stop if kept else resident.tokens  # no room: nothing more fits
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def make_room(self, tokens: int, *, spared: Sequence | None = None) -> bool:
+        """Move idle residents down to the store until so many cells are free."""
+        while self._engine.free_tokens < tokens:
+            victim = next((r for r in self._residents if r.sequence is not spared), None)
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
+
+    def _trim(self) -> None:
+        """Idle state in the pool slows every step down a little; keep it within its share."""
+        while (
+            len(self._residents) > self._most_residents
+            or sum(resident.tokens for resident in self._residents) > self._most_resident_tokens
+        ):
+            self._evict(self._residents[0])
+
+    def _evict(self, resident: Resident) -> None:
+        self._keep_all(resident)
+        self._residents.remove(resident)
+        self._engine.close_sequence(resident.sequence)
+
+    def lose_everything(self) -> None:
+        """The engine was rebuilt: nothing lives there any more."""
+        self._residents.clear()
+        self.counts.rebuilds += 1
+
+
+def _resident(turn: Turn, sequence: Sequence) -> Resident:
+    return Resident(
+        sequence,
+        bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
+        turn.namespace,
+        exact_tokens=turn.prompt_tokens if sequence.exact else 0,
+    )

