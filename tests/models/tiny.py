@@ -66,7 +66,7 @@ def write_wheel(folder: Path, content: bytes, *, member: str = MEMBER) -> Catalo
 
 
 class RecordedProgress:
-    """Remembers every task as [description, total, bytes advanced, whether it was closed]."""
+    """Remembers every task, the bytes each advanced by, and how many are still open."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int | None]] = []

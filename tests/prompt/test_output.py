@@ -69,4 +69,4 @@ def test_long_outputs_are_quick() -> None:
     tokens = list(("lorem ipsum <|" * 8000).encode())
     started = time.monotonic()
     assert len("".join(shown(tokens, ("<|end|>", "never", "zzz")))) == len(tokens)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 2

@@ -186,8 +186,8 @@ def test_long_conversations_stay_within_the_limits() -> None:
 
 def test_a_stopped_render_leaves_the_template_and_its_thread_usable() -> None:
     source = "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}done"
-    template = ChatTemplate(source, time_limit_s=0.05)
-    for _ in range(3):
+    template = ChatTemplate(source, time_limit_s=0.3)
+    for _ in range(2):
         with pytest.raises(TemplateFailed):
             template.render([USER], n=100_000)
         assert template.render([USER], n=2) == "done"
@@ -195,7 +195,7 @@ def test_a_stopped_render_leaves_the_template_and_its_thread_usable() -> None:
 
 def test_one_thread_running_out_of_time_does_not_stop_another() -> None:
     source = "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}done"
-    template = ChatTemplate(source, time_limit_s=0.2)
+    template = ChatTemplate(source, time_limit_s=0.5)
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(template.render, [USER], n=99_999)
         texts = []

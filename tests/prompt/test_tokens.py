@@ -247,7 +247,7 @@ def test_long_conversations_are_encoded_quickly() -> None:
     encoder.chat(messages, template_kwargs={})
     started = time.monotonic()
     prompt = encoder.chat(messages, template_kwargs={})
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 2
     assert len(prompt.tokens) > 40_000
     assert len(prompt.boundaries) == 200
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import BinaryIO
 
 WINDOW_BYTES = 1 << 20
-MAX_HEADER_BYTES = (
-    256 << 20
-)  # ten times the largest vocabulary seen; bounds the time a bad file costs
+MAX_HEADER_BYTES = 256 << 20  # ten times the largest seen
+MAX_ITEMS = 4_000_000  # likewise; bounds the seconds that a malicious file can cost
 
 
 class BrokenHeader(Exception):

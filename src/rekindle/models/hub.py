@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import http_get
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
 
 from rekindle.errors import ModelError
@@ -75,21 +76,30 @@ def _choose_files(source: HubModel) -> list[HubFile]:
             raise ModelError(_unclear(source.repo, reason, choices))
 
 
-def _list_files(repo: str) -> Iterator[HubFile]:
+def _list_files(repo: str) -> list[HubFile]:
+    api = HfApi(endpoint=_endpoint())
     try:
-        info = HfApi(endpoint=_endpoint()).model_info(
-            repo, files_metadata=True, timeout=LIST_TIMEOUT_S
-        )
+        info = api.model_info(repo, files_metadata=True, timeout=LIST_TIMEOUT_S)
+        files = [_hub_file(repo, info.sha, sibling) for sibling in info.siblings or ()]
     except (HFValidationError, HfHubHTTPError):
         raise
     except (TypeError, KeyError, ValueError) as error:  # JSON of another shape, or none
-        raise ModelError(_no_hub(repo)) from error
-    if not info.sha:
-        raise ModelError(_no_hub(repo))
-    for sibling in info.siblings or ():
-        if _is_safe(sibling.rfilename):
-            digest = sibling.lfs.sha256 if sibling.lfs else None
-            yield HubFile(repo, info.sha, sibling.rfilename, sibling.size, digest)
+        raise ModelError(
+            f"What answered for {repo} is not a model hub. Check HF_ENDPOINT and any proxy."
+        ) from error
+    return [file for file in files if _is_safe(file.name)]
+
+
+def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
+    """What the hub says of one file, or TypeError: huggingface_hub does not check its types."""
+    digest = sibling.lfs.sha256 if sibling.lfs else ""
+    size_bytes = sibling.size or 0
+    for text in (commit, sibling.rfilename, digest):
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, got {text!r}")
+    if not isinstance(size_bytes, int):
+        raise TypeError(f"expected a size, got {size_bytes!r}")
+    return HubFile(repo, commit or "", sibling.rfilename, size_bytes or None, digest or None)
 
 
 def _is_safe(name: str) -> bool:
@@ -107,11 +117,16 @@ def _fetch_file(
     with workspace(final, models_dir, progress) as folder:
         if final.is_file():  # a shard of an earlier pull, or another process was quicker
             return
-        part = folder / f"{file.sha256 or file.commit}.part"  # other content is never appended to
+        part = folder / _part_name(file)
         with task(progress, file.size_bytes, f"Downloading {title}") as advance:
             _download(file, part, advance)
         _verify(file, part)
         publish(part, final)
+
+
+def _part_name(file: HubFile) -> str:
+    # Of the content, so that other content is never appended to; hashed, as a hub chose the words.
+    return sha256((file.sha256 or file.commit).encode()).hexdigest() + ".part"
 
 
 def _download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
@@ -119,7 +134,8 @@ def _download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None
     url = hf_hub_url(file.repo, file.name, revision=file.commit, endpoint=_endpoint())
     with part.open("ab") as output:
         if file.size_bytes is not None and output.tell() > file.size_bytes:
-            output.truncate(0)
+            output.seek(0)
+            output.truncate()
         have_bytes = output.tell()
         require_room(part.parent, (file.size_bytes or 0) - have_bytes)
         advance(have_bytes)
@@ -135,9 +151,11 @@ def _download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None
 
 
 def _verify(file: HubFile, part: Path) -> None:
+    if file.sha256 is None:
+        return
     with part.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
-    if file.sha256 is not None and digest != file.sha256:
+    if digest != file.sha256:
         part.unlink()
         raise ModelError(
             f"{file.name} from {file.repo} arrived damaged (SHA-256 {digest}, expected "
@@ -197,10 +215,6 @@ def _no_repo(repo: str) -> str:
         f"The hub has no repository {repo}, or it is private. Check the spelling; for a private "
         "one set HF_TOKEN."
     )
-
-
-def _no_hub(repo: str) -> str:
-    return f"What answered for {repo} is not a model hub. Check HF_ENDPOINT and any proxy."
 
 
 def _refused(repo: str, status: int) -> str:

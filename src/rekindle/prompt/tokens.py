@@ -110,8 +110,9 @@ class Encoder:
     def _bos(self, tokens: Sequence[int]) -> list[int]:
         """What goes in front of `tokens`; nothing when the template wrote it already."""
         bos = self._tokenizer.bos
-        wanted = self._tokenizer.add_bos and bos is not None and bos not in tokens[:1]
-        return [bos] if wanted and bos is not None else []
+        if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
+            return []
+        return [bos]
 
 
 def _utf8(text: str) -> bytes:

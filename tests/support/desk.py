@@ -1,0 +1,140 @@
+"""A runtime without processes: scheduler, device, store and engine, driven step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from rekindle.cache.key import namespace
+from rekindle.cache.store import Store
+from rekindle.engine.base import Engine
+from rekindle.engine.sampling import Sampling
+from rekindle.events import TERMINAL, Event, Finished, Started, Text
+from rekindle.prompt.tokens import Prompt
+from rekindle.runtime.device import Device
+from rekindle.runtime.scheduler import Scheduler
+from rekindle.runtime.turn import Turn
+from rekindle.runtime.wire import Ask
+
+GREEDY = Sampling(temperature=0)
+
+
+class NumberTokenizer:
+    """Writes a token as its number; enough where no text matters."""
+
+    bos: int | None = None
+    add_bos = False
+    control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        return f"{token} ".encode()
+
+
+@dataclass
+class Reply:
+    """Everything one turn said."""
+
+    turn: Turn
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], TERMINAL)
+
+    @property
+    def finished(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished), last
+        return last
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Text))
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.turn.tokens[self.turn.prompt_tokens :]
+
+    @property
+    def reused(self) -> int:
+        return self.finished.cache.reused_tokens
+
+    @property
+    def started(self) -> bool:
+        return any(isinstance(event, Started) for event in self.events)
+
+
+class Desk:
+    """Submit turns, step, look at what came out."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        ram_bytes: int = 1 << 30,
+        parallel: int = 4,
+        resident_tokens: int = 1 << 20,
+        tokenizer: Any = None,
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.engine = engine
+        self.abilities = engine.abilities
+        self.store = Store(block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes)
+        self.device = Device(engine, self.store, resident_tokens=resident_tokens)
+        self.scheduler = Scheduler(engine, self.device, self._emit, parallel=parallel)
+        self.replies: dict[int, Reply] = {}
+        self._ids = itertools.count(1)
+        self._tokenizer = tokenizer or NumberTokenizer()
+        self._end_tokens = end_tokens
+
+    def _emit(self, events: list[Event]) -> None:
+        for event in events:
+            reply = self.replies[event.turn]
+            assert not reply.ended, "nothing comes after a terminal event"
+            reply.events.append(event)
+
+    def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **ask: Any) -> Reply:
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tuple(tokens), ())
+        request = Ask(
+            turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **ask, "salt": salt}
+        )
+        turn = Turn(
+            request,
+            prompt,
+            namespace=namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens),
+            tokenizer=self._tokenizer,
+            end_tokens=self._end_tokens,
+            context_tokens=self.abilities.context_tokens,
+        )
+        reply = self.replies[turn.id] = Reply(turn)
+        self.scheduler.submit(turn)
+        return reply
+
+    def run(self, *replies: Reply) -> None:
+        """Step until these turns (or all of them) have ended."""
+        wanted = replies or tuple(self.replies.values())
+        for _ in range(100_000):
+            if all(reply.ended for reply in wanted):
+                return
+            assert self.scheduler.step(), "work is left but the scheduler is idle"
+        raise AssertionError("the turns do not end")
+
+    def settle(self) -> None:
+        """Use idle time until nothing is left to keep."""
+        for _ in range(100_000):
+            if not self.scheduler.step():
+                return
+        raise AssertionError("the scheduler never comes to rest")
+
+    def ask(self, tokens: Seq[int] | Prompt, **ask: Any) -> Reply:
+        reply = self.submit(tokens, **ask)
+        self.run(reply)
+        return reply
+
+    def cancel(self, reply: Reply) -> None:
+        self.scheduler.cancel(reply.turn.id)

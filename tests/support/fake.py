@@ -1,0 +1,169 @@
+"""An engine without a model that keeps the contract: its state is a chain of hashes, so any token,
+order or position restored wrongly changes every later choice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from rekindle.engine.base import Abilities, Sampler, Sequence, Work
+from rekindle.engine.cells import Cells
+from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
+
+CELL_BYTES = 16
+VOCABULARY = 1000
+
+
+@dataclass
+class FakeSampler:
+    sampling: Sampling
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeCounts:
+    computed_tokens: int = 0
+    restored_tokens: int = 0
+    exported_tokens: int = 0
+    steps: int = 0
+    resets: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """`break_steps` holds step numbers that end in EngineBroken; `script` overrides choices."""
+
+    block_tokens: int = 8
+    context_tokens: int = 512
+    pool_tokens: int = 1024
+    sequences: int = 12
+    exact_sequences: int = 4
+    batch_tokens: int = 128
+    can_cut: bool = True
+    break_steps: set[int] = field(default_factory=set)
+    break_restores: int = 0
+
+    def __post_init__(self) -> None:
+        self.counts = FakeCounts()
+        self._empty()
+
+    def _empty(self) -> None:
+        self._cells = Cells(self.pool_tokens)
+        self._states: dict[tuple[bool, int], list[bytes]] = {}
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            block_tokens=self.block_tokens,
+            step_tokens=self.block_tokens * 2,
+            context_tokens=self.context_tokens,
+            batch_tokens=self.batch_tokens,
+            pool_tokens=self.pool_tokens,
+            sequences=self.sequences,
+            exact_sequences=self.exact_sequences,
+            can_cut=self.can_cut,
+            vocabulary=VOCABULARY,
+            fingerprint=b"fake",
+        )
+
+    @property
+    def free_tokens(self) -> int:
+        return self._cells.free
+
+    @property
+    def open_sequences(self) -> int:
+        return len(self._states)
+
+    def open(self, *, exact: bool) -> Sequence:
+        most = self.exact_sequences if exact else self.sequences
+        slot = next((n for n in range(most) if (exact, n) not in self._states), None)
+        if slot is None:
+            raise PoolFull("all sequences are open")
+        self._states[exact, slot] = []
+        return Sequence(slot, exact=exact)
+
+    def _state(self, sequence: Sequence) -> list[bytes]:
+        return self._states[sequence.exact, sequence.slot]
+
+    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        if into.length or source.exact or into.exact:
+            raise ValueError("only shared sequences share, and only into an empty one")
+        self._state(into)[:] = self._state(source)[:tokens]
+        self._cells.share(source.slot, tokens, into.slot)
+        into.length = tokens
+
+    def restore(self, into: Sequence, blob: bytes, tokens: int) -> None:
+        if len(blob) != tokens * CELL_BYTES:
+            raise CorruptBlock("wrong length")
+        if self.break_restores:
+            self.break_restores -= 1
+            self.reset()
+            raise EngineBroken("restore failed half-way")
+        self._grow(into, tokens)
+        cells = [blob[at : at + CELL_BYTES] for at in range(0, len(blob), CELL_BYTES)]
+        self._state(into).extend(cells)
+        into.length += tokens
+        self.counts.restored_tokens += tokens
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        if not sequence.exact:
+            if self._cells.free < tokens:
+                raise PoolFull("no free cells")
+            self._cells.append(sequence.slot, tokens)
+
+    def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
+        self.counts.exported_tokens += stop - start
+        return b"".join(self._state(sequence)[start:stop])
+
+    def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler:
+        return FakeSampler(sampling)
+
+    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+        self.counts.steps += 1
+        if self.counts.steps in self.break_steps:
+            self.reset()
+            raise EngineBroken("step failed")
+        rows = sum(len(item.tokens) for item in work if not item.sequence.exact)
+        if rows > self._cells.free:
+            raise PoolFull("no free cells")
+        assert rows <= self.batch_tokens
+        return [self._compute(item) for item in work]
+
+    def _compute(self, item: Work) -> Sampled | None:
+        self._grow(item.sequence, len(item.tokens))
+        state = self._state(item.sequence)
+        for token in item.tokens:
+            before = state[-1] if state else b"start"
+            state.append(hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=16).digest())
+        item.sequence.length += len(item.tokens)
+        self.counts.computed_tokens += len(item.tokens)
+        if item.sampler is None:
+            return None
+        assert isinstance(item.sampler, FakeSampler)
+        assert not item.sampler.closed
+        return Sampled(int.from_bytes(state[-1][:4], "big") % (VOCABULARY - 10) + 10)
+
+    def cut(self, sequence: Sequence, tokens: int) -> None:
+        if tokens < sequence.length:
+            del self._state(sequence)[tokens:]
+            if not sequence.exact:
+                self._cells.cut(sequence.slot, tokens)
+            sequence.length = tokens
+
+    def reset(self) -> None:
+        self.counts.resets += 1
+        self._empty()
+
+    def close_sequence(self, sequence: Sequence) -> None:
+        del self._states[sequence.exact, sequence.slot]
+        if not sequence.exact:
+            self._cells.close(sequence.slot)
+        sequence.length = 0
+
+    def close(self) -> None:
+        self._empty()
