@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from random import Random
 from typing import cast
 
 import in_place
+from machine import Load, load_between, read
 from rich.progress import Progress, TaskID
 from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
@@ -50,7 +50,7 @@ class Duel:
     ours: dict[str, list[Round]] = field(default_factory=dict)
     theirs: dict[str, list[Round]] = field(default_factory=dict)
     in_place_s: list[float] = field(default_factory=list)
-    idle_cpu: list[float] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     ignores_eos: list[bool] = field(default_factory=list)
 
     async def fight(self, scenario: str, repeats: int) -> None:
@@ -86,13 +86,14 @@ class Duel:
             await self._reference(theirs.server)
 
     async def _alone(self, active: Corner, idle: Corner, scenario: str, seed: str) -> Round:
-        """Measure one server, and how busy the other is meanwhile."""
+        """Measure one server, and who else used the processor meanwhile."""
         await asyncio.sleep(SETTLE_S)
-        start_s, before_s = time.monotonic(), idle.server.cpu_s()
+        processes = active.server.process_id, idle.server.process_id
+        before = read(*processes)
         measured = await active.measure(scenario, seed)
-        after_s = idle.server.cpu_s()
-        if before_s is not None and after_s is not None:
-            self.idle_cpu.append((after_s - before_s) / (time.monotonic() - start_s))
+        after = read(*processes)
+        if before and after:
+            self.loads.append(load_between(before, after, scenario, active.server.label))
         return measured
 
     async def _reference(self, server: Server) -> None:
@@ -113,5 +114,5 @@ class Duel:
             ours=Results("Rekindle", model, self.ignores_eos[0], self.ours),
             theirs=Results("llama.cpp", model, self.ignores_eos[1], self.theirs),
             in_place_s=self.in_place_s,
-            idle_cpu=max(self.idle_cpu, default=None),
+            loads=self.loads,
         )

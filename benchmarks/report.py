@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
+from machine import Load
 from rich.console import Console
 from rich.table import Table
 from targets import Comparison, Target, reached_by
@@ -13,16 +16,16 @@ from rekindle.bench import plot
 from rekindle.bench.figures import FIGURES, Figure
 from rekindle.bench.results import write_json
 
-IN_PLACE = Figure("article: just turn 2's new tokens, context in place", "s")
-BUSY_IDLE = 0.05  # of a core
+IN_PLACE = Figure("article: first token, only new tokens, context in place", "s")
+BUSY = 0.1  # of a core; above it a round counts as disturbed
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Both servers' figures, then each target with what was reached."""
     console.print(_figures(comparison))
     console.print(_targets(comparison))
-    if comparison.idle_cpu is not None and comparison.idle_cpu > BUSY_IDLE:
-        console.print(f"A server took {comparison.idle_cpu:.0%} of a core while it had no work.")
+    for warning in _warnings(comparison.loads):
+        console.print(warning)
 
 
 def save(comparison: Comparison, folder: Path) -> None:
@@ -31,7 +34,7 @@ def save(comparison: Comparison, folder: Path) -> None:
         "ours": comparison.ours.as_json(),
         "theirs": comparison.theirs.as_json(),
         "in_place_s": comparison.in_place_s,
-        "idle_cpu": comparison.idle_cpu,
+        "loads": [asdict(load) for load in comparison.loads],
         "targets": [_as_json(target, comparison) for target in reached_by(comparison)],
     }
     write_json(content, folder / "peers.json")
@@ -67,6 +70,19 @@ def _targets(comparison: Comparison) -> Table:
             "[green]met[/]" if target.is_met(comparison) else "[red]missed[/]",
         )
     return table
+
+
+def _warnings(loads: Sequence[Load]) -> Iterator[str]:
+    disturbed = [load for load in loads if load.foreign_cpu > BUSY]
+    if disturbed:
+        worst = max(load.foreign_cpu for load in disturbed)
+        yield (
+            f"Other programs disturbed {len(disturbed)} of {len(loads)} rounds, with up to "
+            f"{worst:.0%} of a core: measure again on a quiet machine."
+        )
+    idle = max((load.idle_cpu for load in loads), default=0)
+    if idle > BUSY:
+        yield f"A server took {idle:.0%} of a core while it had no work."
 
 
 def _as_json(target: Target, comparison: Comparison) -> dict[str, object]:

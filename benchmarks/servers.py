@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -37,14 +36,6 @@ class Server:
     label: str
     url: str
     process_id: int
-
-    def cpu_s(self) -> float | None:
-        """CPU time of the process and its children so far; None where /proc does not say."""
-        try:
-            ticks = sum(_ticks(process_id) for process_id in _family(self.process_id))
-        except OSError:
-            return None
-        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -114,15 +105,3 @@ def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return str(probe.getsockname()[1])
-
-
-def _family(process_id: int) -> Iterator[int]:
-    yield process_id
-    for children in Path(f"/proc/{process_id}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from _family(int(child))
-
-
-def _ticks(process_id: int) -> int:
-    after_name = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[11]) + int(after_name[12])  # user and system time

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from machine import Load
+
 from rekindle.bench import Results
 
 COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
@@ -19,7 +21,7 @@ class Comparison:
     ours: Results
     theirs: Results
     in_place_s: Sequence[float]  # one for each round of the article
-    idle_cpu: float | None  # the largest share of a core an idle server took
+    loads: Sequence[Load]
 
 
 @dataclass(frozen=True, slots=True)

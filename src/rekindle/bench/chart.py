@@ -10,7 +10,7 @@ from rekindle.bench.figures import FIGURES, Unit
 from rekindle.bench.results import Results
 from rekindle.bench.stream import BenchFailed
 
-PANELS: dict[Unit, str] = {
+TITLES: dict[Unit, str] = {
     "s": "seconds, shorter is better (logarithmic)",
     "tokens/s": "tokens a second, longer is better",
 }
@@ -22,26 +22,34 @@ def plot(results: Sequence[Results], path: Path) -> None:
         from matplotlib.figure import Figure  # not needed to serve or measure, and slow to import
     except ImportError as error:
         raise BenchFailed("a plot needs matplotlib: pip install matplotlib") from error
+    panels = {unit: names for unit in TITLES if (names := _measured(results, unit))}
     figure = Figure(figsize=(10, 7), layout="constrained")
-    panels = figure.subplots(len(PANELS), 1, height_ratios=(3, 1))
-    for axes, (unit, title) in zip(panels, PANELS.items(), strict=True):
-        _draw(axes, results, unit)
-        axes.set_title(title, loc="left")
-    panels[0].set_xscale("log")
-    panels[0].legend()
+    heights = [len(names) for names in panels.values()]
+    rows = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (unit, names) in zip(rows, panels.items(), strict=True):
+        axes.set_title(TITLES[unit], loc="left")
+        axes.set_xscale("log" if unit == "s" else "linear")
+        _draw(axes, results, names)
+    rows[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def _draw(axes: Any, results: Sequence[Results], unit: Unit) -> None:
-    measured = [server.figures() for server in results]
-    names = [
-        n for n in FIGURES if FIGURES[n].unit == unit and any(n in found for found in measured)
-    ]
+def _measured(results: Sequence[Results], unit: Unit) -> list[str]:
+    """The figures of this unit that every server has."""
+    found = [server.figures() for server in results]
+    return [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
+
+
+def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
     height = 0.8 / len(results)
-    for number, (server, found) in enumerate(zip(results, measured, strict=True)):
-        rows = [row + number * height for row in range(len(names))]
-        axes.barh(rows, [found.get(name, 0) for name in names], height, label=server.label)
+    for number, server in enumerate(results):
+        places = [row + number * height for row in range(len(names))]
+        values = [server.figures()[name] for name in names]
+        bars = axes.barh(places, values, height, label=server.label)
+        shown = [FIGURES[name].show(value) for name, value in zip(names, values, strict=True)]
+        axes.bar_label(bars, shown, padding=3)
     middle = 0.4 - height / 2
     axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
+    axes.margins(x=0.15)  # room for the last bar's number
     axes.invert_yaxis()

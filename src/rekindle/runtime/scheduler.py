@@ -99,16 +99,17 @@ class Scheduler:
     def _follows(self, turn: Turn) -> bool:
         """Whether a running prefill is about to compute a prefix this turn needs: then it waits,
         and the prefix is computed once."""
-        if not turn.ask.reuse:
+        return any(self._leads(leader, turn) for leader in self._prefilling())
+
+    @staticmethod
+    def _leads(leader: Turn, turn: Turn) -> bool:
+        together = leader.ask.reuse and turn.ask.reuse and leader.ask.exact == turn.ask.exact
+        if not together or leader.namespace != turn.namespace:
             return False
-        for leader in self._prefilling():
-            if leader.namespace != turn.namespace or not leader.ask.reuse:
-                continue
-            if leader.ask.exact == turn.ask.exact:
-                common = shared_prefix(leader.packed, turn.packed)
-                if common - leader.held_tokens >= FOLLOW_TOKENS:
-                    return True
-        return False
+        common = shared_prefix(leader.packed, turn.packed)
+        # An exact prefix can be had when the leader's whole prompt is in the store, not before.
+        ahead = turn.ask.exact or common > leader.held_tokens
+        return common >= FOLLOW_TOKENS and ahead
 
     def _prefilling(self) -> list[Turn]:
         return [turn for turn in self._active if turn.pending_tokens > 1]
@@ -239,4 +240,5 @@ class SliceSize:
 
     def tokens(self, allowed_s: float) -> int:
         wished = int(self._tokens_per_s * allowed_s)
-        return max(LEAST_SLICE_TOKENS, min(wished - wished % LEAST_SLICE_TOKENS, self._most))
+        whole = max(wished - wished % LEAST_SLICE_TOKENS, LEAST_SLICE_TOKENS)
+        return min(whole, self._most)

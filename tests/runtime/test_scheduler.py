@@ -1,0 +1,314 @@
+"""Who goes next, and that every turn ends exactly once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.errors import ContextTooLong
+from rekindle.events import Cancelled, Failed, Finished, Prefill
+from tests.support.desk import Desk
+from tests.support.fake import FakeEngine
+
+PROMPT = list(range(100, 160))
+
+
+def cold(tokens: list[int], **ask: object) -> list[int]:
+    return Desk(FakeEngine()).ask(tokens, **ask).tokens
+
+
+def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
+    desk = Desk(FakeEngine())
+    reply = desk.ask(PROMPT, max_tokens=5)
+    desk.settle()
+    assert [type(event) for event in reply.events].count(Finished) == 1
+    assert len(reply.tokens) == 5
+    assert reply.finished.reason == "length"
+
+
+def test_the_end_token_ends_a_turn_and_is_not_text() -> None:
+    said = cold(PROMPT, max_tokens=6)
+    desk = Desk(FakeEngine(), end_tokens=frozenset({said[3]}))
+    reply = desk.ask(PROMPT, max_tokens=6)
+    assert reply.tokens == said[:3]
+    assert reply.finished.reason == "stop"
+
+
+def test_ignoring_the_end_goes_on_to_the_limit() -> None:
+    said = cold(PROMPT, max_tokens=6)
+    desk = Desk(FakeEngine(), end_tokens=frozenset({said[3]}))
+    assert desk.ask(PROMPT, max_tokens=6, ignore_eos=True).tokens == said
+
+
+def test_a_stop_string_ends_a_turn_and_never_leaks() -> None:
+    said = cold(PROMPT, max_tokens=6)
+    desk = Desk(FakeEngine())
+    reply = desk.ask(PROMPT, max_tokens=6, stop=[f"{said[2]} {said[3]}"])
+    assert reply.text == f"{said[0]} {said[1]} "
+    assert reply.finished.reason == "stop"
+
+
+def test_a_reply_ends_where_the_context_ends() -> None:
+    engine = FakeEngine(context_tokens=64)
+    reply = Desk(engine).ask(PROMPT, max_tokens=None)
+    assert len(reply.tokens) == 64 - len(PROMPT)
+    assert reply.finished.reason == "length"
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
+    desk = Desk(FakeEngine(context_tokens=60))
+    with pytest.raises(ContextTooLong, match=r"60 tokens.*60"):
+        desk.submit(PROMPT)
+
+
+def test_many_turns_are_batched_in_one_step() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, parallel=4)
+    replies = [desk.submit([n, n + 1, n + 2], max_tokens=20) for n in range(100, 500, 100)]
+    desk.run()
+    assert engine.counts.steps < 30
+    assert [reply.tokens for reply in replies] == [
+        cold(list(reply.turn.prompt.tokens), max_tokens=20) for reply in replies
+    ]
+
+
+def test_more_turns_than_sequences_all_finish() -> None:
+    desk = Desk(FakeEngine(), parallel=2)
+    replies = [desk.submit([n] * 20, max_tokens=4) for n in range(100, 130)]
+    desk.run()
+    assert all(isinstance(reply.events[-1], Finished) for reply in replies)
+
+
+def test_a_long_prompt_does_not_keep_a_short_one_waiting() -> None:
+    desk = Desk(FakeEngine(context_tokens=4096, pool_tokens=8192))
+    long = desk.submit(list(range(100, 3900)), max_tokens=1)
+    short = desk.submit([1, 2, 3], max_tokens=1)
+    desk.run(short)
+    assert not long.ended
+    desk.run(long)
+
+
+def test_replies_go_on_while_a_long_prompt_is_read() -> None:
+    desk = Desk(FakeEngine(context_tokens=4096, pool_tokens=8192))
+    talker = desk.submit([1, 2, 3], max_tokens=30)
+    desk.scheduler.step()
+    long = desk.submit(list(range(100, 3900)), max_tokens=1)
+    desk.run(talker)
+    assert not long.ended
+    desk.run(long)
+
+
+def test_turns_with_a_common_prefix_compute_it_once_even_when_they_come_together() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, parallel=10, resident_tokens=0)
+    document = list(range(200, 360))
+    replies = [desk.submit([*document, 500 + n, 600 + n], max_tokens=1) for n in range(10)]
+    desk.run()
+    assert engine.counts.computed_tokens == len(document) + 10 * 2
+    assert [reply.tokens for reply in replies] == [
+        cold([*document, 500 + n, 600 + n], max_tokens=1) for n in range(10)
+    ]
+
+
+def test_a_prefix_is_shared_while_its_first_user_is_still_generating() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine)
+    first = desk.submit(PROMPT, max_tokens=50)
+    while not first.text:
+        desk.scheduler.step()
+    computed = engine.counts.computed_tokens
+    second = desk.ask([*PROMPT, 7, 8], max_tokens=1)
+    assert not first.ended
+    assert second.reused == len(PROMPT)
+    assert second.finished.cache.tier == "device"
+    assert engine.counts.exported_tokens == engine.counts.restored_tokens == 0
+    assert engine.counts.computed_tokens - computed <= 2 + 5  # the new tokens, and first's own
+    desk.run(first)
+    assert first.tokens == cold(PROMPT, max_tokens=50)
+
+
+def test_identical_cold_requests_cost_one_prefill() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, parallel=4)
+    for _ in range(50):
+        desk.submit(PROMPT, max_tokens=1)
+    desk.run()
+    assert engine.counts.computed_tokens == len(PROMPT) + 49
+
+
+def test_followers_go_on_when_the_leader_is_cancelled() -> None:
+    engine = FakeEngine(batch_tokens=24)
+    desk = Desk(engine)
+    leader = desk.submit(PROMPT, max_tokens=1)
+    follower = desk.submit([*PROMPT, 9], max_tokens=1)
+    desk.scheduler.step()
+    assert 0 < leader.turn.held_tokens < len(PROMPT)
+    desk.cancel(leader)
+    desk.run(follower)
+    assert isinstance(leader.events[-1], Cancelled)
+    assert engine.counts.computed_tokens == len(PROMPT) + 1
+    assert follower.tokens == cold([*PROMPT, 9], max_tokens=1)
+
+
+def test_a_cancelled_prefill_keeps_its_blocks() -> None:
+    engine = FakeEngine(batch_tokens=24)
+    desk = Desk(engine, resident_tokens=0)
+    for _ in range(2):
+        reply = desk.submit(PROMPT, max_tokens=1)
+        desk.scheduler.step()
+        desk.cancel(reply)
+    desk.ask(PROMPT, max_tokens=1)
+    assert engine.counts.computed_tokens == len(PROMPT)
+
+
+def test_a_cancelled_turn_is_gone_wherever_it_was() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, parallel=1)
+    running = desk.submit(PROMPT, max_tokens=100)
+    waiting = desk.submit([5, 6, 7], max_tokens=100)
+    desk.scheduler.step()
+    desk.cancel(waiting)
+    desk.cancel(running)
+    assert isinstance(running.events[-1], Cancelled)
+    assert isinstance(waiting.events[-1], Cancelled)
+    assert desk.scheduler.turns == 0
+    assert not desk.scheduler.cancel(99)
+
+
+def test_opting_out_neither_reuses_nor_keeps() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine)
+    desk.ask(PROMPT, reuse=False)
+    desk.settle()
+    assert len(desk.store) == 0
+    assert engine.open_sequences == 0
+    desk.ask(PROMPT)
+    refused = desk.ask(PROMPT, reuse=False)
+    assert refused.reused == 0
+    assert refused.finished.cache.reason == "opted_out"
+
+
+def test_another_salt_shares_nothing_in_any_tier() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine)
+    desk.ask(PROMPT, salt=b"a")
+    assert desk.ask(PROMPT, salt=b"b").reused == 0  # still in the pool
+    desk.settle()
+    assert desk.device.make_room(engine.pool_tokens)
+    assert desk.ask(PROMPT, salt=b"c").reused == 0  # in RAM
+    assert desk.ask(PROMPT, salt=b"a").reused == len(PROMPT) - 1
+
+
+def test_a_turn_waits_rather_than_fails_when_the_pool_is_full() -> None:
+    engine = FakeEngine(pool_tokens=200, context_tokens=200)
+    desk = Desk(engine, parallel=4)
+    replies = [desk.submit([n] * 120, max_tokens=30) for n in range(100, 106)]
+    desk.run()
+    for number, reply in zip(range(100, 106), replies, strict=True):
+        assert reply.tokens == cold([number] * 120, max_tokens=30)
+
+
+def test_replies_that_outgrow_the_pool_are_preempted_and_still_right() -> None:
+    engine = FakeEngine(pool_tokens=256, context_tokens=256)
+    desk = Desk(engine, parallel=4)
+    replies = [desk.submit([n, n], max_tokens=200) for n in range(100, 103)]
+    desk.run()
+    assert desk.device.counts.preemptions > 0
+    for number, reply in zip(range(100, 103), replies, strict=True):
+        assert reply.tokens == cold([number, number], max_tokens=200)
+
+
+def test_a_broken_step_loses_no_turn() -> None:
+    engine = FakeEngine(break_steps={3, 9, 10})
+    desk = Desk(engine, parallel=3)
+    replies = [desk.submit([n] * 40, max_tokens=20) for n in range(100, 103)]
+    desk.run()
+    assert engine.counts.resets == 3
+    for number, reply in zip(range(100, 103), replies, strict=True):
+        assert reply.tokens == cold([number] * 40, max_tokens=20)
+
+
+def test_a_restore_that_breaks_the_engine_is_computed_instead() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, resident_tokens=0)
+    desk.ask(PROMPT)
+    engine.break_restores = 1
+    again = desk.ask([*PROMPT, 5])
+    assert engine.counts.resets == 1
+    assert again.tokens == cold([*PROMPT, 5])
+
+
+def test_an_engine_that_always_breaks_fails_its_turns_with_a_message() -> None:
+    engine = FakeEngine(break_steps=set(range(1, 100)))
+    desk = Desk(engine)
+    reply = desk.ask(PROMPT)
+    failed = reply.events[-1]
+    assert isinstance(failed, Failed)
+    assert failed.status == 500
+    assert "engine failed repeatedly" in failed.message
+    assert engine.open_sequences == 0
+
+
+def test_progress_is_told_when_asked_for() -> None:
+    desk = Desk(FakeEngine(batch_tokens=24))
+    reply = desk.ask(PROMPT, progress=True)
+    progress = [event.done_tokens for event in reply.events if isinstance(event, Prefill)]
+    assert progress == sorted(progress)
+    assert progress[-1] == len(PROMPT)
+
+
+def test_memory_that_cannot_be_cut_is_never_reused() -> None:
+    engine = FakeEngine(can_cut=False)
+    desk = Desk(engine)
+    first = desk.ask(PROMPT)
+    second = desk.ask([*PROMPT, *first.tokens, 5])
+    assert second.reused == 0
+    assert engine.open_sequences == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(0, 90), st.integers(0, 3), st.integers(1, 12), st.booleans()),
+        min_size=1,
+        max_size=12,
+    ),
+    pool=st.sampled_from([128, 160, 1024]),
+    ram=st.sampled_from([0, 20_000, 1 << 20]),
+    resident=st.sampled_from([0, 64, 1 << 20]),
+    breaks=st.sets(st.integers(1, 60), max_size=2),
+    steps=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+    cancels=st.sets(st.integers(0, 11), max_size=3),
+)
+def test_whatever_happens_every_answer_is_the_cold_one(
+    prompts: list[tuple[int, int, int, bool]],
+    pool: int,
+    ram: int,
+    resident: int,
+    breaks: set[int],
+    steps: list[int],
+    cancels: set[int],
+) -> None:
+    """Overlapping prompts, tiny budgets, breakage and cancellations, in any order."""
+    engine = FakeEngine(pool_tokens=pool, context_tokens=128, break_steps=breaks)
+    desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
+    submitted = []
+    for number, (length, branch, limit, exact) in enumerate(prompts):
+        tokens = [*range(100, 100 + length), *([branch] * 5)]
+        submitted.append((desk.submit(tokens, max_tokens=limit, exact=exact), tokens, limit))
+        for _ in range(steps[number]):
+            desk.scheduler.step()
+        if number in cancels:
+            desk.cancel(submitted[-1][0])
+    desk.run()
+    desk.settle()
+    for reply, tokens, limit in submitted:
+        if isinstance(reply.events[-1], Finished):
+            assert reply.tokens == cold(tokens, max_tokens=limit)
+        else:
+            assert isinstance(reply.events[-1], Cancelled)
+    assert desk.store.used_bytes <= ram
+    assert desk.scheduler.turns == 0
+    assert desk.device.make_room(pool)
+    assert engine.open_sequences == 0
