@@ -8,6 +8,7 @@ same client clock as the turn itself.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from random import Random
 from statistics import median
 from typing import Any
@@ -18,19 +19,27 @@ import orjson
 from rekindle.bench import BenchFailed, text
 
 REPEATS = 5
+TIMEOUT_S = 600
 
 
 def measure(url: str, context_tokens: int, new_tokens: int, chance: Random) -> float:
     """Median time to first token of so many new tokens after a context held by a slot."""
-    with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
-        context = _token_ids(http, chance, context_tokens)
-        _complete(http, context)
-        times_s = []
-        for _ in range(REPEATS):
-            ttft_s, timings = _complete(http, context + _token_ids(http, chance, new_tokens))
-            _check(timings, context_tokens, new_tokens)
-            times_s.append(ttft_s)
-    return median(times_s)
+    try:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
+            return median(_times_s(http, context_tokens, new_tokens, chance))
+    except httpx.HTTPError as error:
+        raise BenchFailed(f"llama.cpp's server failed the reference: {error}") from error
+
+
+def _times_s(
+    http: httpx.Client, context_tokens: int, new_tokens: int, chance: Random
+) -> Iterator[float]:
+    context = _token_ids(http, chance, context_tokens)
+    _complete(http, context)
+    for _ in range(REPEATS):
+        ttft_s, timings = _complete(http, context + _token_ids(http, chance, new_tokens))
+        _check(timings, context_tokens, new_tokens)
+        yield ttft_s
 
 
 def _token_ids(http: httpx.Client, chance: Random, tokens: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.console import Console
 from targets import Comparison
 
 from rekindle.bench.session import progress_bar
+from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
@@ -35,7 +35,8 @@ def main(
     if only is not None and only not in repeats:
         raise typer.BadParameter(f"there is no scenario {only}; there are {', '.join(repeats)}")
     try:
-        path = model or pull("smollm2", models_dir=_models_dir(), progress=progress_on(console))
+        models_dir = load_config({}).models_dir
+        path = model or pull("smollm2", models_dir=models_dir, progress=progress_on(console))
         chosen = {only: repeats[only]} if only else repeats
         comparison = compare(path, chosen, console)
         print_comparison(comparison, console)
@@ -55,11 +56,6 @@ def compare(model: Path, repeats: dict[str, int], console: Console) -> Compariso
 
     with progress_bar(console) as progress:
         return asyncio.run(fight(Duel(model, FOLDER, secrets.token_hex(4), progress)))
-
-
-def _models_dir() -> Path:
-    default = Path.home() / ".cache" / "rekindle" / "models"
-    return Path(os.environ.get("REKINDLE_MODELS_DIR", default))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rekindle.bench import plot
 from rekindle.bench.figures import FIGURES, Figure
 from rekindle.bench.results import write_json
 
-IN_PLACE = Figure("article: first token, only new tokens, context in place", "s")
+IN_PLACE = Figure("article: first token, context in place", "s")
 BUSY = 0.1  # of a core; above it a round counts as disturbed
 
 

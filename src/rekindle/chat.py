@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from rekindle.errors import RekindleError
 
@@ -64,8 +65,8 @@ class Conversation:
         for chunk in self._chunks(messages):
             if chunk.get("usage"):
                 cost.usage = chunk["usage"]
-            for choice in chunk.get("choices", []):
-                if piece := choice.get("delta", {}).get("content"):
+            for choice in chunk["choices"]:
+                if piece := (choice.get("delta") or {}).get("content"):
                     if cost.first_token_s is None:
                         cost.first_token_s = time.perf_counter() - started
                     reply += piece
@@ -92,7 +93,7 @@ class Conversation:
                     response.read()
                     raise ChatFailed(_message(response))
                 yield from _parse(response.iter_lines())
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChatFailed(
                 f"cannot talk to {self.base_url} ({error}); is a server running? "
                 "start one with `rekindle serve`"
@@ -100,12 +101,28 @@ class Conversation:
 
 
 def _parse(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The chunks of a stream; one that does not end as a stream should is a failure."""
     for line in lines:
-        if line.startswith("data: ") and line != "data: [DONE]":
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise ChatFailed(chunk["error"]["message"])
-            yield chunk
+        if not line.startswith("data:"):
+            continue
+        payload = line.removeprefix("data:").strip()
+        if payload == "[DONE]":
+            return
+        yield _chunk(payload)
+    raise ChatFailed("the reply broke off, or this is not an OpenAI-compatible server")
+
+
+def _chunk(payload: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(payload)
+    except ValueError:
+        chunk = None
+    match chunk:
+        case {"error": {"message": message}}:
+            raise ChatFailed(str(message))
+        case {"choices": list()}:
+            return dict(chunk)
+    raise ChatFailed(f"the server sent something that is no part of a reply: {payload[:80]}")
 
 
 def _message(response: httpx.Response) -> str:
@@ -141,8 +158,8 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
             if isinstance(part, Cost):
                 console.print(f"\n[dim]{part.line()}[/]")
             else:
-                console.print(part, end="", markup=False, highlight=False)
+                console.print(part, end="", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/]")
     except ChatFailed as error:
-        console.print(f"[bold red]error:[/] {error}")
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)

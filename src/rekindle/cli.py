@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rekindle import __version__
 from rekindle.config import load_config
@@ -23,7 +24,8 @@ app = typer.Typer(
 console = Console(stderr=True)
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="Settings file [default: rekindle.yaml if there]")
+    Path | None,
+    typer.Option("--config", help="Settings file", show_default="rekindle.yaml if there"),
 ]
 
 
@@ -46,10 +48,17 @@ def options(
 def serve(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable"),
+        typer.Option(
+            help="Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable",
+            show_default="smollm2",
+        ),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [8080]")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 for any free one", show_default="8080")
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Accept this key; repeatable, each its own cache")
     ] = None,
@@ -59,20 +68,32 @@ def serve(
     exact: Annotated[
         bool | None, typer.Option("--exact", help="Warm answers bit-identical to cold ones")
     ] = None,
-    parallel: Annotated[int | None, typer.Option(help="Turns computed at once [16]")] = None,
-    queue: Annotated[int | None, typer.Option(help="Turns that may wait [256]")] = None,
+    parallel: Annotated[
+        int | None, typer.Option(help="Turns computed at once", show_default="16")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Turns that may wait", show_default="256")
+    ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Context in tokens [the model's, if memory allows]")
+        int | None,
+        typer.Option(help="Context in tokens", show_default="the model's, if memory allows"),
     ] = None,
     kv_fraction: Annotated[
-        float | None, typer.Option(help="Share of free memory for the KV pool [0.3]")
+        float | None, typer.Option(help="Share of free memory for the KV pool", show_default="0.3")
     ] = None,
-    ram_cache: Annotated[str | None, typer.Option(help="RAM for cached state [2GiB]")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [all cores, to 16]")] = None,
+    ram_cache: Annotated[
+        str | None, typer.Option(help="RAM for cached state: 512MiB, 4GB …", show_default="2GiB")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads", show_default="all cores, to 16")
+    ] = None,
     gpu_layers: Annotated[
-        int | None, typer.Option(help="Layers on the GPU [all when the library has one]")
+        int | None,
+        typer.Option(help="Layers on the GPU", show_default="all when the library has one"),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error", show_default="info")
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
@@ -101,9 +122,11 @@ def chat(
     base_url: Annotated[str, typer.Option(help="A running server")] = "http://127.0.0.1:8080/v1",
     model: Annotated[str, typer.Option(help="Which of its models")] = "default",
     system: Annotated[str | None, typer.Option(help="System prompt")] = None,
-    api_key: Annotated[str, typer.Option(envvar="REKINDLE_API_KEY")] = "none",
-    max_tokens: Annotated[int, typer.Option(help="Longest reply")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+    api_key: Annotated[
+        str, typer.Option(envvar="REKINDLE_API_KEY", help="The server's key, if it needs one")
+    ] = "none",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
 ) -> None:
     """Talk to a running server; each turn shows what was reused and how fast it began."""
     from rekindle.chat import Conversation, converse
@@ -124,7 +147,9 @@ def bench(
         str, typer.Option(help="Any OpenAI-compatible server")
     ] = "http://127.0.0.1:8080/v1",
     model: Annotated[str | None, typer.Option(help="Which of its models")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="REKINDLE_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Its key, if it needs one")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats")] = False,
 ) -> None:
@@ -148,7 +173,7 @@ def main() -> None:
     try:
         app()
     except RekindleError as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -16,11 +18,14 @@ from rekindle.errors import ConfigError
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
-OUTSIDE_SETTINGS = {"llama_lib", "config"}  # REKINDLE_ variables read elsewhere
+# REKINDLE_ variables read elsewhere, and the one for state on disk, of which there is none yet.
+OUTSIDE_SETTINGS = {"llama_lib", "config", "cache_dir"}
+SECRETS = {"api_key"}
+MOST = 10_000_000  # of anything countable: what lies above is a slip of the keyboard
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
 def parse_size(value: object) -> object:
@@ -31,44 +36,57 @@ def parse_size(value: object) -> object:
     if found is None:
         raise ValueError("takes a size such as 2GB, 512MiB or a number of bytes")
     number, unit = found.groups()
-    return int(float(number) * {**_UNITS, **_BINARY_UNITS}[unit.lower()])
+    return int(Fraction(number) * {**_UNITS, **_BINARY_UNITS}[unit.lower()])
 
 
 def _listed(value: object) -> object:
     """One value, or several separated by commas, as a list."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 60)]
+Name = Annotated[str, Field(min_length=1)]  # an empty key would be one that anybody has
+Names = Annotated[tuple[Name, ...], BeforeValidator(_listed)]
 
 
 class Config(BaseModel):
     """Everything a server is started with."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     model: Names = ()
-    host: str = "127.0.0.1"
+    host: Name = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     api_key: Names = ()
     no_auth: bool = False
     exact: bool = False
     parallel: int = Field(16, ge=1, le=128)
-    queue: int = Field(256, ge=0)
-    max_model_len: int | None = Field(None, ge=16)
+    queue: int = Field(256, ge=0, le=MOST)
+    max_model_len: int | None = Field(None, ge=16, le=MOST)
     kv_fraction: float = Field(0.3, gt=0, lt=1)
     ram_cache: Size = 2 << 30
-    threads: int | None = Field(None, ge=1)
-    gpu_layers: int | None = Field(None, ge=0)
+    threads: int | None = Field(None, ge=1, le=1024)
+    gpu_layers: int | None = Field(None, ge=0, le=MOST)
     models_dir: Path = Path("~/.cache/rekindle/models")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     # What a request gets that does not say.
-    max_tokens: int | None = Field(100, ge=1)
-    temperature: float = Field(0.7, ge=0)
+    max_tokens: int | None = Field(100, ge=1, le=MOST)
+    temperature: float = Field(0.7, ge=0, le=100)
     top_p: float = Field(0.9, gt=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
-    repetition_context_size: int = Field(20, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_context_size: int = Field(20, ge=0, le=MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Settings from one place, and how a setting is spelled there."""
+
+    settings: Mapping[str, Any]
+    spell: Callable[[str], str]
 
 
 def load_config(
@@ -76,16 +94,26 @@ def load_config(
 ) -> Config:
     """Merge the three sources; raises ConfigError that names the setting and where it came from."""
     environment = os.environ if environment is None else environment
+    sources = [
+        _from_file(file or _default_file(environment)),
+        _from_environment(environment),
+        _from_flags(flags),
+    ]
     merged = {
-        **_from_file(file or _default_file(environment)),
-        **_from_environment(environment),
-        **{name: value for name, value in flags.items() if value not in (None, (), [])},
+        name: value
+        for source in sources
+        for name, value in source.settings.items()
+        if value is not None or _takes_null(name)
     }
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(dict(e)) for e in error.errors())) from None
+        raise ConfigError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
     return config.model_copy(update={"models_dir": config.models_dir.expanduser()})
+
+
+def _takes_null(name: str) -> bool:
+    return type(None) in get_args(Config.model_fields[name].annotation)
 
 
 def _default_file(environment: Mapping[str, str]) -> Path | None:
@@ -94,48 +122,56 @@ def _default_file(environment: Mapping[str, str]) -> Path | None:
     return CONFIG_FILE if CONFIG_FILE.exists() else None
 
 
-def _from_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+def _from_file(path: Path | None) -> Source:
+    raw = _read(path) if path else None
     if raw is None:
-        return {}
+        return Source({}, str)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold settings, one `name: value` a line")
     settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
-    _refuse_unknown(settings, f"in {path}")
-    return settings
+    return _known(Source(settings, lambda name: f"`{name}` in {path}"))
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {problem}") from None
+
+
+def _from_environment(environment: Mapping[str, str]) -> Source:
+    """An empty variable is one that is not set."""
     settings = {
-        name.removeprefix(ENV_PREFIX).lower(): value
+        name.removeprefix(ENV_PREFIX).lower(): None if value.lower() in ("null", "none") else value
         for name, value in environment.items()
-        if name.startswith(ENV_PREFIX)
+        if name.startswith(ENV_PREFIX) and value
     }
-    settings = {name: value for name, value in settings.items() if name not in OUTSIDE_SETTINGS}
-    _refuse_unknown(settings, "in the environment", spell=lambda n: ENV_PREFIX + n.upper())
-    return {
-        name: None if value.lower() in ("null", "none") else value
-        for name, value in settings.items()
-    }
+    ours = {name: value for name, value in settings.items() if name not in OUTSIDE_SETTINGS}
+    return _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
 
 
-def _refuse_unknown(
-    settings: Mapping[str, Any], where: str, spell: Any = lambda name: name
-) -> None:
-    for name in settings:
+def _from_flags(flags: Mapping[str, Any]) -> Source:
+    given = {name: value for name, value in flags.items() if value not in (None, (), [])}
+    return Source(given, lambda name: f"`--{name.replace('_', '-')}`")
+
+
+def _known(source: Source) -> Source:
+    """Refuse a setting that does not exist: a typo is never silence."""
+    for name in source.settings:
         if name not in Config.model_fields:
             close = difflib.get_close_matches(name, Config.model_fields, 1)
-            hint = f"; did you mean `{spell(close[0])}`?" if close else ""
-            raise ConfigError(f"unknown setting `{spell(name)}` {where}{hint}")
+            hint = f"; did you mean {source.spell(close[0])}?" if close else ""
+            raise ConfigError(f"unknown setting {source.spell(name)}{hint}")
+    return source
 
 
-def _sentence(error: dict[str, Any]) -> str:
-    name = str(error["loc"][0]) if error["loc"] else "settings"
-    return f"`{name}`: {error['msg']} (got {error['input']!r})"
+def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
+    name = str(error["loc"][0])
+    spell = next(source.spell for source in reversed(sources) if name in source.settings)
+    got = "" if name in SECRETS else f" (got {error['input']!r})"
+    return f"{spell(name)}: {error['msg'].removeprefix('Value error, ')}{got}"

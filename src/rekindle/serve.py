@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvicorn
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rekindle.api.app import build_app
@@ -40,11 +43,36 @@ def serve(config: Config, console: Console) -> None:
         datefmt="%H:%M:%S",
         handlers=[RichHandler(console=console, show_path=False)],
     )
-    models = {
-        _served_name(name): pull(name, models_dir=config.models_dir, progress=progress_on(console))
-        for name in config.model or (DEFAULT_MODEL,)
-    }
-    asyncio.run(_serve(config, models, console))
+    with _bind(config) as door:  # before anything slow: a taken port is known at once
+        models = {
+            served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
+            for served, name in _served_names(config).items()
+        }
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(config, models, door, console))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def _bind(config: Config) -> socket.socket:
+    """Take the port; nobody is let in before the models are loaded."""
+    door = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((config.host, config.port))
+    except OSError as error:
+        door.close()
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror}; "
+            "choose others with --host and --port"
+        ) from None
+    return door
 
 
 def _refuse_open_door(config: Config) -> None:
@@ -55,13 +83,27 @@ def _refuse_open_door(config: Config) -> None:
         )
 
 
+def _served_names(config: Config) -> dict[str, str]:
+    """The models by what clients call them, in the order they were asked for."""
+    named: dict[str, str] = {}
+    for name in config.model or (DEFAULT_MODEL,):
+        served = _served_name(name)
+        if named.setdefault(served, name) != name:
+            raise ConfigError(
+                f"{named[served]} and {name} would both be called {served}: rename one of the files"
+            )
+    return named
+
+
 def _served_name(name: str) -> str:
-    """What clients call the model: the name it was asked for by, or its file's stem."""
+    """The name it was asked for by, or its file's stem."""
     path = Path(name)
     return path.stem if path.suffix == ".gguf" and path.exists() else name
 
 
-async def _serve(config: Config, models: dict[str, Path], console: Console) -> None:
+async def _serve(
+    config: Config, models: dict[str, Path], door: socket.socket, console: Console
+) -> None:
     runtimes = [
         Runtime(name, _load(config, path), queue=config.queue) for name, path in models.items()
     ]
@@ -78,16 +120,27 @@ async def _serve(config: Config, models: dict[str, Path], console: Console) -> N
         server = uvicorn.Server(
             uvicorn.Config(
                 build_app(config, open_service),
-                host=config.host,
-                port=config.port,
                 log_config=None,
                 log_level="warning" if config.log_level == "info" else config.log_level,
                 timeout_graceful_shutdown=DRAIN_S,
                 lifespan="on",
             )
         )
-        _announce(config, runtimes, console)
-        await server.serve()
+        door.listen(server.config.backlog)
+        _announce(config, runtimes, door, console)
+        with _signals_kept_quiet():
+            await server.serve(sockets=[door])
+
+
+@contextlib.contextmanager
+def _signals_kept_quiet() -> Iterator[None]:
+    """Uvicorn repeats the signal that stopped it; by then there is nothing left to stop."""
+    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def _load(config: Config, path: Path) -> Load:
@@ -115,15 +168,19 @@ async def _start(runtime: Runtime, console: Console) -> None:
         await runtime.start(lambda fraction: bars.update(task, completed=fraction))
 
 
-def _announce(config: Config, runtimes: list[Runtime], console: Console) -> None:
+def _announce(
+    config: Config, runtimes: list[Runtime], door: socket.socket, console: Console
+) -> None:
     for runtime in runtimes:
         assert runtime.ready is not None
+        context = f"context {runtime.ready.context_tokens} tokens"
         console.print(
-            f"[bold]{runtime.name}[/] is loaded: context {runtime.ready.context_tokens} tokens, "
-            f"up to {config.parallel} turns at once" + (", exact mode" if config.exact else "")
+            f"[bold]{escape(runtime.name)}[/] is loaded: {context}, "
+            f"up to {config.parallel} turns at once" + (", exact mode" if config.exact else ""),
+            soft_wrap=True,
         )
     host = f"[{config.host}]" if ":" in config.host else config.host
+    url = escape(f"http://{host}:{door.getsockname()[1]}")
     console.print(
-        f"Serving on [bold]http://{host}:{config.port}/v1[/] "
-        f"(interface: http://{host}:{config.port}/docs). Stop with Ctrl-C."
+        f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C.", soft_wrap=True
     )

@@ -20,7 +20,7 @@ def build(name: str, folder: Path) -> Engine:
     if name == "fake":
         return FakeEngine()
     path = WRITERS[name](folder / f"{name}.gguf")
-    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=2))
+    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1))
 
 
 every_engine = pytest.mark.parametrize("engine", ENGINES, indirect=True)

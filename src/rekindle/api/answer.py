@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,9 +15,10 @@ from starlette.responses import Response
 from rekindle import __version__
 from rekindle.api import sse
 from rekindle.api.json import JsonResponse
+from rekindle.api.report import usage, x_cache
 from rekindle.api.schema import Request
 from rekindle.api.turns import Turns, while_connected
-from rekindle.events import CacheReport, Event, Finished, Prefill, Started, Text, TokenLog
+from rekindle.events import Event, Finished, Prefill, Started, Text, TokenLog
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
 
@@ -42,17 +44,21 @@ class Shape(Protocol):
 class Choice:
     """One turn's answer as it grows."""
 
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     logs: list[TokenLog] = field(default_factory=list)
     finished: Finished | None = None
 
     def add(self, event: Event) -> None:
         match event:
             case Text(_, text, logs):
-                self.text += text
+                self.pieces.append(text)
                 self.logs += logs or []
             case Finished():
                 self.finished = event
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Answer:
@@ -63,6 +69,7 @@ class Answer:
         self._asks = asks
         self._request = request
         self._shape = shape
+        self._per_prompt = request.n or 1
         self._choices = [Choice() for _ in asks]
         self._head = {
             "id": f"{shape.id_prefix}-{secrets.token_hex(12)}",
@@ -72,53 +79,58 @@ class Answer:
         }
 
     async def respond(self, http: HttpRequest) -> Response:
-        if not self._request.stream:
-            return JsonResponse(await while_connected(http, self._whole()))
+        return await (self._streamed(http) if self._request.stream else self._whole(http))
+
+    async def _whole(self, http: HttpRequest) -> Response:
+        async with contextlib.aclosing(Turns(self._runtime, self._asks)) as turns:
+            await while_connected(http, self._collect(turns))
+        return JsonResponse(
+            {
+                **self._head,
+                "object": self._shape.whole,
+                "choices": [
+                    self._shape.choice(index, choice) for index, choice in enumerate(self._choices)
+                ],
+                "usage": usage(self._finished(), self._per_prompt),
+                "x_cache": x_cache(self._finished(), self._per_prompt),
+            }
+        )
+
+    async def _collect(self, turns: Turns) -> None:
+        while turns.open:
+            index, event = await turns.next()
+            self._choices[index].add(event)
+
+    async def _streamed(self, http: HttpRequest) -> Response:
         turns = Turns(self._runtime, self._asks)
-        await turns.__aenter__()
         try:
-            begun = await while_connected(http, turns.started())
+            begun = await while_connected(http, turns.begun())
         except BaseException:
-            await turns.__aexit__(None, None, None)
+            await turns.aclose()
             raise
-        return sse.EventStream(self._stream(turns, begun))
+        return sse.EventStream(self._stream(turns, begun), turns.aclose)
 
-    async def _whole(self) -> dict[str, Any]:
-        async with Turns(self._runtime, self._asks) as turns:
-            async for index, event in turns.events():
-                self._choices[index].add(event)
-        return {
-            **self._head,
-            "object": self._shape.whole,
-            "choices": [
-                self._shape.choice(index, choice) for index, choice in enumerate(self._choices)
-            ],
-            "usage": self._usage(),
-            "x_cache": self._x_cache(),
-        }
-
-    async def _stream(self, turns: Turns, begun: list[tuple[int, Event]]) -> AsyncIterator[bytes]:
-        try:
-            for index in range(len(self._asks)):
-                if opening := self._shape.opening(index):
-                    yield self._chunk([opening])
-            for index, event in begun:
-                for chunk in self._chunks(index, event):
-                    yield chunk
-            async for index, event in turns.events():
-                for chunk in self._chunks(index, event):
-                    yield chunk
-            for chunk in self._ending():
+    async def _stream(
+        self, turns: Turns, begun: list[tuple[int, Event]]
+    ) -> AsyncGenerator[bytes, None]:
+        for index in range(len(self._asks)):
+            if opening := self._shape.opening(index):
+                yield self._chunk([opening])
+        for index, event in begun:
+            for chunk in self._chunks(index, event):
                 yield chunk
-        finally:
-            await turns.__aexit__(None, None, None)
+        while turns.open:
+            for chunk in self._chunks(*await turns.next()):
+                yield chunk
+        for chunk in self._ending():
+            yield chunk
 
     def _chunks(self, index: int, event: Event) -> list[bytes]:
-        self._choices[index].add(event)
         match event:
             case Text(_, text, logs):
                 return [self._chunk([self._shape.delta(index, text, logs)])]
             case Finished():
+                self._choices[index].finished = event
                 return [self._chunk([self._shape.closing(index, event.reason)])]
             case Started() | Prefill() if self._asks[index].progress:
                 return [self._chunk([], prefill_progress=_progress(event))]
@@ -127,11 +139,12 @@ class Answer:
     def _ending(self) -> list[bytes]:
         chunks = []
         if self._request.includes_usage:
-            chunks.append(self._chunk([], usage=self._usage()))
+            chunks.append(self._chunk([], usage=usage(self._finished(), self._per_prompt)))
         if self._request.asks_about_cache:
             # Shaped as a chunk too: OpenAI's Python client yields named events as chunks.
-            body = {**self._head, "object": self._shape.chunk, "choices": [], **self._x_cache()}
-            chunks.append(sse.named("x_cache", body))
+            body = {**self._head, "object": self._shape.chunk, "choices": []}
+            report = x_cache(self._finished(), self._per_prompt)
+            chunks.append(sse.named("x_cache", {**body, **report}))
         return [*chunks, sse.DONE]
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -143,35 +156,12 @@ class Answer:
     def _finished(self) -> list[Finished]:
         return [choice.finished for choice in self._choices if choice.finished]
 
-    def _usage(self) -> dict[str, Any]:
-        """A prompt asked for several choices counts once."""
-        finished = self._finished()
-        prompts = finished[:: self._request.n or 1]
-        prompt_tokens = sum(turn.prompt_tokens for turn in prompts)
-        completion_tokens = sum(turn.completion_tokens for turn in finished)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(turn.cache.reused_tokens for turn in prompts)
-            },
-            "prompt_eval_time": round(sum(turn.prompt_eval_s for turn in prompts), 6),
-        }
-
-    def _x_cache(self) -> dict[str, Any]:
-        """The first choice's report; the others share its prompt."""
-        report: CacheReport = self._finished()[0].cache
-        return {
-            "hit": report.status != "miss",
-            "status": report.status,
-            "reused_tokens": report.reused_tokens,
-            "cached_tokens": report.cached_tokens,
-            "reason": report.reason,
-            "tier": report.tier,
-        }
-
 
 def _progress(event: Started | Prefill) -> dict[str, int]:
     done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
     return {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; this is OpenAI's own stand-in."""
+    return max(logprob, -9999.0)

@@ -10,23 +10,22 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rekindle import __version__
-from rekindle.api import chat, completions, models
+from rekindle.api import chat, completions, invalid, models
 from rekindle.api.auth import Keys
+from rekindle.api.error import ErrorBody, ErrorResponse
 from rekindle.api.guard import Guard
-from rekindle.api.json import JsonResponse
 from rekindle.api.service import Service
 from rekindle.api.turns import ClientGone
 from rekindle.config import Config
-from rekindle.errors import BadRequest, NotFound, ServerError
+from rekindle.errors import NotFound, ServerError
 
 log = logging.getLogger("rekindle.api")
 
 CLIENT_CLOSED_REQUEST = 499
-RETRY_AFTER_S = "1"
 
 OpenService = Callable[[], AbstractAsyncContextManager[Service]]
 
@@ -42,6 +41,7 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
         lifespan=lifespan,
+        responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
     )
     for part in (chat, completions, models):
         app.include_router(part.router)
@@ -49,37 +49,33 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
     return Guard(app, Keys(config.api_key), config.host)
 
 
-def _error(error: ServerError) -> Response:
-    headers = {"retry-after": RETRY_AFTER_S} if error.status in (429, 503) else None
-    return JsonResponse(error.body(), status_code=error.status, headers=headers)
+class MethodNotAllowed(NotFound):
+    status, code = 405, "method_not_allowed"
 
 
 async def _on_server_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ServerError)
-    return _error(error)
+    return ErrorResponse(error)
 
 
 async def _on_invalid_request(_request: Request, error: Exception) -> Response:
-    """The first thing that is wrong, with the field's name as the client wrote it."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return _error(BadRequest(f"The body is not valid JSON: {first['ctx']['error']}"))
-    path = [str(part) for part in first["loc"] if part != "body"]
-    field = path[0] if path else None
-    where = f"`{'.'.join(path)}`" if path else "The body"
-    return _error(BadRequest(f"{where}: {first['msg']}", param=field))
+    return ErrorResponse(invalid.explain(error.errors()))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The router's own refusals: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    problem = NotFound(f"{request.method} {request.url.path} is not served: {error.detail}")
-    problem.status = error.status_code
-    return _error(problem)
+    kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
+    path = request.scope["path"][:128]  # not request.url: an odd Host makes that raise
+    response = ErrorResponse(kind(f"{request.method} {path} is not served here; see /docs."))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
@@ -87,5 +83,7 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    log.exception("unexpected error on %s", request.url.path, exc_info=error)
-    return _error(ServerError("an unexpected error happened; the server's log has the details"))
+    log.exception("unexpected error on %s", request.scope["path"], exc_info=error)
+    return ErrorResponse(
+        ServerError("an unexpected error happened; the server's log has the details")
+    )

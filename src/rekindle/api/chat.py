@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.answer import Answer, Choice
+from rekindle.api.answer import Answer, Choice, finite
 from rekindle.api.auth import salt_of
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
@@ -69,7 +69,7 @@ class ChatShape:
         assert answer.finished is not None
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text},
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "logprobs": _logprobs(answer.logs) if answer.logs else None,
             "finish_reason": answer.finished.reason,
         }
@@ -87,13 +87,14 @@ def _logprobs(logs: list[TokenLog]) -> dict[str, Any]:
                 "top_logprobs": [_token(piece, logprob) for piece, logprob in log.top],
             }
             for log in logs
-        ]
+        ],
+        "refusal": None,
     }
 
 
 def _token(piece: bytes, logprob: float) -> dict[str, Any]:
     return {
         "token": piece.decode(errors="replace"),
-        "logprob": max(logprob, -9999.0),  # JSON has no infinity; OpenAI's own stand-in
+        "logprob": finite(logprob),
         "bytes": list(piece),
     }

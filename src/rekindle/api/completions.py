@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+from collections import defaultdict
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.answer import Answer, Choice
+from rekindle.api.answer import Answer, Choice, finite
 from rekindle.api.auth import salt_of
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
@@ -43,41 +45,53 @@ class CompletionShape:
     whole = "text_completion"
     chunk = "text_completion"
 
+    def __init__(self) -> None:
+        self._offsets: dict[int, Offset] = defaultdict(Offset)
+
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]:
-        return _choice(index, text, logs, None)
+        return self._choice(index, text, logs, None)
 
     def closing(self, index: int, reason: str) -> dict[str, Any]:
-        return _choice(index, "", None, reason)
+        return self._choice(index, "", None, reason)
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]:
         assert answer.finished is not None
-        return _choice(index, answer.text, answer.logs or None, answer.finished.reason)
+        return self._choice(index, answer.text, answer.logs, answer.finished.reason)
+
+    def _choice(
+        self, index: int, text: str, logs: list[TokenLog] | None, reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _logprobs(logs, self._offsets[index]) if logs else None,
+            "finish_reason": reason,
+        }
 
 
-def _choice(
-    index: int, text: str, logs: list[TokenLog] | None, reason: str | None
-) -> dict[str, Any]:
+class Offset:
+    """Where in the text the next token begins; a character split over tokens counts at its end."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def advance(self, piece: bytes) -> int:
+        """The offset of this token."""
+        start = self._characters
+        self._characters += len(self._decoder.decode(piece))
+        return start
+
+
+def _logprobs(logs: list[TokenLog], offset: Offset) -> dict[str, Any]:
     return {
-        "index": index,
-        "text": text,
-        "logprobs": _logprobs(logs) if logs else None,
-        "finish_reason": reason,
-    }
-
-
-def _logprobs(logs: list[TokenLog]) -> dict[str, Any]:
-    pieces = [_text(log.piece) for log in logs]
-    offsets = [0]
-    for piece in pieces:
-        offsets.append(offsets[-1] + len(piece))
-    return {
-        "tokens": pieces,
-        "token_logprobs": [log.logprob for log in logs],
-        "top_logprobs": [{_text(piece): score for piece, score in log.top} for log in logs],
-        "text_offset": offsets[:-1],
+        "tokens": [_text(log.piece) for log in logs],
+        "token_logprobs": [finite(log.logprob) for log in logs],
+        "top_logprobs": [{_text(piece): finite(score) for piece, score in log.top} for log in logs],
+        "text_offset": [offset.advance(log.piece) for log in logs],
     }
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rekindle.api import body
 from rekindle.api.auth import LOOPBACK, Keys
-from rekindle.api.json import JsonResponse
+from rekindle.api.body import Body, BodyTooLarge
+from rekindle.api.error import ErrorResponse
 from rekindle.errors import BadRequest, ServerError
 
-MOST_BODY_BYTES = 64 << 20
+MOST_HEADER_BYTES = 64 << 10
 OPEN_PATHS = {"/health"}
 
 
-class BodyTooLarge(BadRequest):
-    status, code = 413, "body_too_large"
+class HeadersTooLarge(BadRequest):
+    status, code = 431, "headers_too_large"
 
 
 class WrongContentType(BadRequest):
@@ -35,17 +37,25 @@ class Guard:
         self._hosts = LOOPBACK if host in LOOPBACK else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        match scope["type"]:
+            case "http":
+                await self._pass(scope, receive, send)
+            case "lifespan":
+                await self._app(scope, receive, send)
+            case _:  # nothing is served over websockets
+                await send({"type": "websocket.close", "code": 1008})
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
         except ServerError as error:
-            await JsonResponse(error.body(), status_code=error.status)(scope, receive, send)
-            return
-        await self._app(scope, _bounded(receive), send)
+            await ErrorResponse(error)(scope, receive, send)
+        else:
+            await self._app(scope, Body(receive).receive, send)
 
     def _check(self, scope: Scope) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
+            raise HeadersTooLarge(f"Headers may have at most {MOST_HEADER_BYTES} bytes together.")
         headers = Headers(scope=scope)
         if self._hosts is not None and _hostname(headers.get("host", "")) not in self._hosts:
             raise WrongHost("This server listens on this machine alone; ask for localhost.")
@@ -53,33 +63,16 @@ class Guard:
         if scope["path"] not in OPEN_PATHS:
             scope["rekindle.salt"] = self._keys.salt(headers.get("authorization"))
         if scope["method"] == "POST":
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise WrongContentType(
-                    "Send JSON with the header `Content-Type: application/json`."
-                )
-            length = headers.get("content-length", "0")
-            if length.isdecimal() and int(length) > MOST_BODY_BYTES:
-                raise _too_large()
+            _check_content(headers)
 
 
-def _bounded(receive: Receive) -> Receive:
-    """A body without a declared length is counted as it comes."""
-    seen = 0
-
-    async def counted() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > MOST_BODY_BYTES:
-            raise _too_large()
-        return message
-
-    return counted
-
-
-def _too_large() -> BodyTooLarge:
-    return BodyTooLarge(f"A request may have at most {MOST_BODY_BYTES} bytes.")
+def _check_content(headers: Headers) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > body.MOST_BODY_BYTES:
+        raise BodyTooLarge
 
 
 def _hostname(host: str) -> str:

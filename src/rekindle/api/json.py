@@ -29,7 +29,9 @@ class OrjsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            response: Response = await handler(_OrjsonRequest(request.scope, request.receive))
+            request = _OrjsonRequest(request.scope, request.receive)
+            await request.body()  # here its errors keep their status; FastAPI makes them all 400
+            response: Response = await handler(request)
             return response
 
         return handle

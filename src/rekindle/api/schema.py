@@ -6,17 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from rekindle.api.fields import FreeObject, LogitBias, PromptInput, Stop, shallow, takes
 from rekindle.errors import Unsupported
 
 MOST_CHOICES = 32
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1024
+MOST_TURNS = 128
 MOST_TOKENS = 10_000_000
 MOST_MESSAGES = 100_000
-MOST_BIASES = 1024
 SEED_LIMIT = 1 << 63
-
-Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 # Fields of the interface that this version does not serve: refused, never silently ignored.
 NOT_SERVED = {
@@ -65,9 +62,9 @@ class Request(BaseModel):
     repetition_context_size: int | None = Field(None, ge=0, le=MOST_TOKENS)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=MOST_BIASES)
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -89,23 +86,6 @@ class Request(BaseModel):
                     "tool calling is not supported: remove `tool_choice`", param="tool_choice"
                 )
         return data
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MOST_STOPS:
-            raise ValueError(f"takes at most {MOST_STOPS} strings")
-        return value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _sane_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for token, bias in (value or {}).items():
-            if not token.isdecimal():
-                raise ValueError(f"takes token ids as keys, not {token[:32]!r}")
-            if not -100 <= bias <= 100:
-                raise ValueError("takes biases from -100 to 100")
-        return value
 
     @property
     def stops(self) -> list[str]:
@@ -129,13 +109,19 @@ class TextPart(BaseModel):
     text: str
 
 
+Content = Annotated[
+    str | Annotated[list[TextPart], Field(fail_fast=True)],
+    takes('a string, or a list of parts with `"type": "text"` and a `text`'),
+]
+
+
 class Message(BaseModel):
     """One message; fields the template may know are passed on as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Content | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -153,18 +139,21 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"a {self.role} message needs `content`")
+            raise ValueError(f"needs `content`, as every {self.role} message does")
+        shallow(self.model_extra)
         return self
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=64)
+    chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     prefill_progress: bool | None = None
 
@@ -178,7 +167,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: PromptInput
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -187,9 +176,16 @@ class CompletionRequest(Request):
     def _some_prompts(cls, value: Any) -> Any:
         if value == []:
             raise ValueError("takes at least one prompt")
-        if isinstance(value, list) and not isinstance(value[0], int) and len(value) > 128:
-            raise ValueError("takes at most 128 prompts")
         return value
+
+    @model_validator(mode="after")
+    def _few_turns(self) -> CompletionRequest:
+        if len(self.prompts) * (self.n or 1) > MOST_TURNS:
+            raise Unsupported(
+                f"one request may ask for at most {MOST_TURNS} answers (prompts times `n`)",
+                param="prompt",
+            )
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

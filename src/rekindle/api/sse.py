@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from rekindle.errors import ServerError
+from rekindle.errors import ServerError, Unavailable
+
+log = logging.getLogger("rekindle.api")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,50 +27,56 @@ def named(event: str, payload: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Streams chunks until they end or the client leaves; either way the chunks are closed."""
+    """Streams chunks until they end or the client leaves; `close` runs either way."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server stops, and this stream had its time to finish
+            await _end(sending)
+            await _send_error(send, Unavailable("the server is stopping; send the request again"))
         finally:
-            leaving.cancel()
-            sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await sending
+            await _end(sending, leaving)
+            await self._chunks.aclose()
+            await self._close()  # not left to the chunks: they may never have been asked for
 
     async def _send(self, send: Send) -> None:
+        headers = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **headers})
         try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            async for chunk in _with_errors(self._chunks):
+            async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ServerError as error:
+            await _send_error(send, error)
+        except Exception:
+            log.exception("unexpected error in a stream")
+            await _send_error(send, ServerError("an unexpected error ended this stream"))
+        else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await self._chunks.aclose()  # type: ignore[attr-defined]
 
 
-async def _with_errors(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _send_error(send: Send, error: ServerError) -> None:
     """Once bytes were sent, an error is an event, and then the end."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except ServerError as error:
-        yield data(error.body())
-        yield DONE
+    body = data(error.body()) + DONE
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
-from types import TracebackType
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from rekindle.errors import ServerError, Unavailable
-from rekindle.events import Event, Failed, Finished, Started
+from rekindle.events import TERMINAL, Event, Failed, Finished, Started, Text
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
 
@@ -31,73 +30,78 @@ class FailedTurn(ServerError):
 
 
 class Turns:
-    """Runs turns side by side and merges their events. Leaving the `with` cancels the rest."""
+    """Runs turns side by side and merges their events. Closing it cancels those still open."""
 
     def __init__(self, runtime: Runtime, asks: list[Ask]) -> None:
         self._runtime = runtime
         self._asks = asks
-        self._merged: asyncio.Queue[tuple[int, Event | ServerError]] = asyncio.Queue()
-        self._pumps: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Turns:
+        self._open = len(asks)
+        self._merged: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._pumps = [
-            asyncio.create_task(self._pump(index, ask)) for index, ask in enumerate(self._asks)
+            asyncio.create_task(self._pump(index, ask)) for index, ask in enumerate(asks)
         ]
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def aclose(self) -> None:
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _pump(self, index: int, ask: Ask) -> None:
+        """Whatever ends a turn, the reader hears of it: nobody waits for a turn that is gone."""
+        ended = False
         try:
             async with contextlib.aclosing(self._runtime.ask(ask)) as events:
                 async for event in events:
                     self._merged.put_nowait((index, event))
-        except ServerError as error:
+                    ended = isinstance(event, TERMINAL)
+            if not ended:
+                raise Unavailable("the turn ended without an answer; send the request again")
+        except Exception as error:
             self._merged.put_nowait((index, error))
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events with their turn's index, until every turn finished; a failure raises."""
-        open_turns = len(self._asks)
-        while open_turns:
-            index, event = await self._merged.get()
-            if isinstance(event, ServerError):
-                raise event
-            if isinstance(event, Failed):
-                raise FailedTurn(event)
-            yield index, event
-            open_turns -= isinstance(event, Finished)
+    @property
+    def open(self) -> bool:
+        """Whether a turn has not finished yet."""
+        return self._open > 0
 
-    async def started(self) -> list[tuple[int, Event]]:
-        """Wait until one turn has begun to compute, so that its refusal can still be a status."""
+    async def next(self) -> tuple[int, Event]:
+        """The next event with its turn's index; a failure raises."""
+        index, event = await self._merged.get()
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, Failed):
+            raise FailedTurn(event)
+        self._open -= isinstance(event, Finished)
+        return index, event
+
+    async def begun(self) -> list[tuple[int, Event]]:
+        """The events up to the first to be shown: until then a failure can still be a status."""
         seen = []
-        async for index, event in self.events():
+        while self.open:
+            index, event = await self.next()
             seen.append((index, event))
-            if isinstance(event, Started | Finished):
-                return seen
-        raise Unavailable("the turn ended before it began")
+            if isinstance(event, Text | Finished):
+                break
+            if isinstance(event, Started) and self._asks[index].progress:
+                break
+        return seen
 
 
-async def while_connected(request: Request, answer: Awaitable[T]) -> T:
+async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
     """Await the answer, or give it up as soon as the client has gone."""
-    work = asyncio.ensure_future(answer)
+    work = asyncio.create_task(answer)
     leaving = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientGone
         return work.result()
+    except asyncio.CancelledError:
+        raise Unavailable("the server is stopping; send the request again") from None
     finally:
         leaving.cancel()
         work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        await asyncio.gather(work, leaving, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:

@@ -51,5 +51,5 @@ def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
         axes.bar_label(bars, shown, padding=3)
     middle = 0.4 - height / 2
     axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
-    axes.margins(x=0.15)  # room for the last bar's number
+    axes.margins(x=0.2)  # room for the last bar's number
     axes.invert_yaxis()

@@ -19,7 +19,7 @@ class Figure:
     def show(self, value: float) -> str:
         match self.unit:
             case "s":
-                return f"{value * 1000:.0f} ms" if value < 10 else f"{value:.1f} s"
+                return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
             case "x":
                 return f"{value:.2f}x"
             case "tokens":

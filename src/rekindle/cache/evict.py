@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from itertools import count
 
 Rank = tuple[int, int]  # worth, then the tick of the last use
+
+
+class _Place:
+    """Where a key stands in the ranking and in the tree."""
+
+    __slots__ = ("children", "parent", "rank")
+
+    def __init__(self, parent: bytes | None) -> None:
+        self.parent = parent
+        self.children = 0
+        self.rank: Rank = (0, 0)
 
 
 class Ranking:
@@ -13,55 +25,66 @@ class Ranking:
     the floor, and the floor rises to the worth of whatever was evicted last, so old fame fades.
     Plain LRU was rejected: one long scan would throw out the system prompt everybody shares.
 
-    A parent never ranks below its child, so the lowest key is always a leaf.
+    Only leaves are evicted; a parent, whatever its rank, stays as long as it has a child. (Lifting
+    every ancestor above its children was rejected: each new block cost its whole chain.)
     """
 
     def __init__(self) -> None:
-        self._ranks: dict[bytes, Rank] = {}
-        self._heap: list[tuple[Rank, bytes]] = []
+        self._places: dict[bytes, _Place] = {}
+        self._leaves: list[tuple[Rank, bytes]] = []  # a heap; what is out of date dies on top
         self._floor = 0
         self._ticks = count()
 
-    def use(self, chain: list[bytes]) -> None:
-        """Count one use of every key; the chain runs from the oldest ancestor to the leaf."""
-        for key in reversed(chain):  # the leaf first: on a tie the parent is the younger
-            self._set(key, max(self._worth(key), self._floor) + 1)
+    def enter(self, key: bytes, parent: bytes | None) -> None:
+        """Rank a new key; its parent is no leaf from now on."""
+        place = self._places[key] = _Place(parent)
+        if above := self._above(place):
+            above.children += 1
+        self._lift(key, place, self._floor + 1)
 
-    def enter(self, key: bytes, ancestors: list[bytes]) -> None:
-        """Rank a new key, and lift its ancestors (oldest first) to at least its worth."""
-        worth = self._floor + 1
-        self._set(key, worth)
-        for ancestor in reversed(ancestors):
-            self._set(ancestor, max(self._worth(ancestor), worth))
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Count one use of every key; those that have left stay away."""
+        for key in keys:
+            if place := self._places.get(key):
+                self._lift(key, place, max(place.rank[0], self._floor) + 1)
 
     def leave(self, key: bytes) -> None:
-        self._ranks.pop(key, None)  # its heap entries die when they surface
+        """Take a leaf off the ranking; the last child makes its parent a leaf."""
+        place = self._places.pop(key, None)
+        if place and place.parent and (above := self._above(place)):
+            above.children -= 1
+            self._offer(place.parent, above)
 
     def evict(self, spared: set[bytes]) -> bytes | None:
-        """Take the lowest key off the ranking; those spared stay."""
+        """Take the lowest leaf off the ranking; those spared stay."""
         aside = []
         victim = None
-        while victim is None and self._heap:
-            entry = heapq.heappop(self._heap)
-            rank, key = entry
-            if self._ranks.get(key) != rank:
+        while victim is None and self._leaves:
+            rank, key = heapq.heappop(self._leaves)
+            place = self._places.get(key)
+            if place is None or place.children or place.rank != rank:
                 continue
             if key in spared:
-                aside.append(entry)
+                aside.append((rank, key))
                 continue
             self._floor = max(self._floor, rank[0])
-            del self._ranks[key]
+            self.leave(key)
             victim = key
         for entry in aside:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self._leaves, entry)
         return victim
 
-    def _worth(self, key: bytes) -> int:
-        return self._ranks.get(key, (0, 0))[0]
+    def _above(self, place: _Place) -> _Place | None:
+        return self._places.get(place.parent) if place.parent else None
 
-    def _set(self, key: bytes, worth: int) -> None:
-        self._ranks[key] = (worth, next(self._ticks))
-        heapq.heappush(self._heap, (self._ranks[key], key))
-        if len(self._heap) > 64 + 4 * len(self._ranks):
-            self._heap = [(rank, key) for key, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
+    def _lift(self, key: bytes, place: _Place, worth: int) -> None:
+        place.rank = (worth, next(self._ticks))
+        self._offer(key, place)
+
+    def _offer(self, key: bytes, place: _Place) -> None:
+        if place.children:
+            return
+        heapq.heappush(self._leaves, (place.rank, key))
+        if len(self._leaves) > 64 + 2 * len(self._places):
+            self._leaves = [(p.rank, k) for k, p in self._places.items() if not p.children]
+            heapq.heapify(self._leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Block:
         self.size_bytes = size_bytes
         self.exact = exact
         self.start: int = parent.stop if parent else 0
-        self.children: dict[bytes, Block] = {}
+        self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
         self.order: list[bytes] = []  # the children's packed tokens, sorted
 
     @property
@@ -37,6 +37,10 @@ class Block:
     @property
     def is_root(self) -> bool:
         return self.parent is None
+
+    def holds(self, parent: bytes, packed: bytes) -> bool:
+        """Whether it is the block of these tokens: an equal key is a hint, tokens decide."""
+        return self.packed == packed and self.parent is not None and self.parent.key == parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +69,48 @@ class Index:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
+    def is_full(self, block: Block) -> bool:
+        """Whether others may follow it; nothing is ever found after a tail."""
+        return len(block.packed) == self._block_bytes
+
     def match(self, root: bytes, packed: bytes) -> Match:
-        """Walk full blocks by key, comparing tokens; then take what fits of the best child."""
+        """Walk full blocks by their tokens; then take what fits of the best child."""
         node = self._roots.get(root)
         if node is None:
             return Match((), 0, diverged=False)
         found: list[Block] = []
         offset = 0
         while len(chunk := packed[offset : offset + self._block_bytes]) == self._block_bytes:
-            child = node.children.get(chain_key(node.key, chunk))
-            if child is None or child.packed != chunk:  # a key is a hint, tokens decide
+            child = node.children.get(chunk)
+            if child is None:
                 break
             found.append(child)
             node, offset = child, offset + len(chunk)
         return self._match_part(node, found, chunk, offset // TOKEN_BYTES)
 
-    def _match_part(self, node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
-        child, shared = self._closest(node, chunk)
-        if child is None or not shared:
-            return Match(tuple(found), tokens, diverged=bool(chunk and node.children))
-        diverged = shared < min(child.tokens, len(chunk) // TOKEN_BYTES)
-        return Match((*found, child), tokens + shared, diverged)
-
     @staticmethod
-    def _closest(node: Block, chunk: bytes) -> tuple[Block | None, int]:
+    def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
         """The child sharing most with the chunk: in sorted order it is a neighbour of it."""
         at = bisect_left(node.order, chunk)
-        best: tuple[Block | None, int] = (None, 0)
-        for packed in node.order[max(at - 1, 0) : at + 1]:
-            shared = shared_prefix(packed, chunk)
-            if shared > best[1]:
-                best = (node.children[chain_key(node.key, packed)], shared)
-        return best
+        near = node.order[max(at - 1, 0) : at + 1]
+        shared = [shared_prefix(packed, chunk) for packed in near]
+        most = max(shared, default=0)
+        best = [packed for packed, count in zip(near, shared, strict=True) if count == most]
+        cut = most * TOKEN_BYTES
+        diverged = len(chunk) > cut and any(len(packed) > cut for packed in best)
+        if most:
+            found.append(node.children[best[0]])
+        return Match(tuple(found), tokens + most, diverged)
 
     def add(
         self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
     ) -> Block:
         """Put a block under its parent; without one, under the root."""
         above = parent or self._roots.setdefault(root, Block(root, None, b"", 0, exact=True))
+        assert packed not in above.children, "one block for the same tokens"
+        assert 0 < len(packed) <= self._block_bytes, "a full block or a tail"
         block = Block(chain_key(above.key, packed), above, packed, size_bytes, exact=exact)
-        above.children[block.key] = self._blocks[block.key] = block
+        above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
         return block
 
@@ -113,7 +119,9 @@ class Index:
         assert not block.children, "leaves go first"
         above = block.parent
         assert above is not None
-        del self._blocks[block.key], above.children[block.key]
+        if self._blocks.get(block.key) is block:
+            del self._blocks[block.key]
+        del above.children[block.packed]
         above.order.pop(bisect_left(above.order, block.packed))
         if above.is_root and not above.children:
             del self._roots[above.key]
@@ -122,9 +130,20 @@ class Index:
         """Siblings whose tokens are the beginning of this block's: it covers them."""
         above = block.parent
         assert above is not None
-        at = bisect_left(above.order, block.packed)
         covered = []
-        while at and block.packed.startswith(above.order[at - 1]):
-            covered.append(above.children[chain_key(above.key, above.order[at - 1])])
-            at -= 1
+        packed = block.packed
+        while at := bisect_left(above.order, packed):
+            packed = packed[: shared_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
+            if found := above.children.get(packed):
+                covered.append(found)
         return covered
+
+    def longer(self, parent: bytes, packed: bytes) -> Iterator[Block]:
+        """Blocks under this parent, or root, that begin with these tokens and go on."""
+        above = self._blocks.get(parent) or self._roots.get(parent)
+        if above is None:
+            return
+        at = bisect_right(above.order, packed)
+        while at < len(above.order) and above.order[at].startswith(packed):
+            yield above.children[above.order[at]]
+            at += 1

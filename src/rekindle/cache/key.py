@@ -42,17 +42,9 @@ def _digest(*parts: bytes) -> bytes:
 
 def shared_prefix(one: bytes | bytearray, other: bytes | bytearray) -> int:
     """How many leading tokens two packed runs have in common."""
-    left, right = memoryview(one), memoryview(other)
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    if left[: high * TOKEN_BYTES] == right[: high * TOKEN_BYTES]:
-        return high
-    while high - low > 1:  # invariant: equal up to low, different somewhere before high
-        middle = (low + high) // 2
-        if (
-            left[low * TOKEN_BYTES : middle * TOKEN_BYTES]
-            == (right[low * TOKEN_BYTES : middle * TOKEN_BYTES])
-        ):
-            low = middle
-        else:
-            high = middle
-    return low
+    most = min(len(one), len(other)) // TOKEN_BYTES
+    if not most:
+        return 0
+    differ = np.frombuffer(one, np.uint32, most) != np.frombuffer(other, np.uint32, most)
+    first = int(differ.argmax())  # 0 also when nothing differs
+    return first if differ[first] else most

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-OVERHEAD_BYTES = 1024  # what a block's key, node and table entries cost beside its state
+OVERHEAD_BYTES = 1536  # a block's key, node and table entries, and a share of its namespace's root
 
 
 def cost_bytes(blob: bytes, packed: bytes) -> int:
     """What keeping a block really takes."""
-    return len(blob) + 2 * len(packed) + OVERHEAD_BYTES
+    return len(blob) + len(packed) + OVERHEAD_BYTES
 
 
 class RamTier:
@@ -24,9 +24,10 @@ class RamTier:
         return self.used_bytes + cost <= self.limit_bytes
 
     def put(self, key: bytes, blob: bytes, cost: int) -> None:
-        self.drop(key)
-        if not self.fits(cost):
+        _, freed = self._blobs.get(key, (b"", 0))
+        if not self.fits(cost - freed):
             raise MemoryError("make room before putting")
+        self.drop(key)
         self._blobs[key] = (blob, cost)
         self.used_bytes += cost
 

@@ -26,9 +26,12 @@ class Cells:
         return self.total - self.used
 
     def append(self, slot: int, tokens: int) -> None:
-        if tokens:
-            self._runs.setdefault(slot, []).append(_Run(tokens))
-            self.used += tokens
+        runs = self._runs.setdefault(slot, [])
+        if runs and runs[-1].holders == 1:  # its own: a reply is one run, not one a token
+            runs[-1].tokens += tokens
+        elif tokens:
+            runs.append(_Run(tokens))
+        self.used += tokens
 
     def share(self, source: int, tokens: int, into: int) -> None:
         shared = self._split(source, tokens)

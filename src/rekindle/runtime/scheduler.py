@@ -99,7 +99,7 @@ class Scheduler:
     def _follows(self, turn: Turn) -> bool:
         """Whether a running prefill is about to compute a prefix this turn needs: then it waits,
         and the prefix is computed once."""
-        return any(self._leads(leader, turn) for leader in self._prefilling())
+        return any(self._leads(leader, turn) for leader in self._active if leader.is_reading)
 
     @staticmethod
     def _leads(leader: Turn, turn: Turn) -> bool:

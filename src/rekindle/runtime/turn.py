@@ -82,6 +82,11 @@ class Turn:
         return len(self.tokens) - self.held_tokens
 
     @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is still being computed."""
+        return self.pending_tokens > 1 or not self.generated_tokens
+
+    @property
     def shares(self) -> bool:
         """Whether other turns may use this one's state while it lives."""
         return self.ask.reuse and not self.ask.exact

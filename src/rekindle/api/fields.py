@@ -1,0 +1,89 @@
+"""Types of request fields whose faults pydantic would not put into one sentence, or not at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1024
+MOST_BIASES = 1024
+MOST_BIAS = 100
+MOST_DIGITS = 10  # of a token id
+MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand would exhaust the stack on its way
+
+
+def takes(what: str) -> WrapValidator:
+    """One sentence for a whole union, whichever of its branches came closest."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("takes", "takes {what}", {"what": what}) from None
+
+    return WrapValidator(check)
+
+
+def _few(value: Any) -> Any:
+    """Counted first: a million wrong values are one error, not a million."""
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"takes at most {MOST_BIASES} tokens")
+    return value
+
+
+def _sane(biases: dict[str, float]) -> dict[str, float]:
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= MOST_DIGITS):
+            raise ValueError(f"takes token ids as keys, not {token[:32]!r}")
+        if not -MOST_BIAS <= bias <= MOST_BIAS:
+            raise ValueError(f"takes biases from -{MOST_BIAS} to {MOST_BIAS}")
+    return biases
+
+
+def shallow(value: Any) -> Any:
+    """JSON of the client's own choosing, not nested deeper than anybody needs."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return value
+    raise ValueError(f"may be nested at most {MOST_DEPTH} deep")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)],
+    takes(
+        f"a string of 1 to {MOST_STOP_CHARACTERS} characters, or a list of at most {MOST_STOPS} "
+        "such strings"
+    ),
+]
+LogitBias = Annotated[
+    dict[str, float],
+    Field(max_length=MOST_BIASES),
+    AfterValidator(_sane),
+    BeforeValidator(_few),
+]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+PromptInput = Annotated[
+    str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
+    takes("a string, a list of strings, a list of token ids, or a list of such lists"),
+]
+FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]

@@ -1,0 +1,76 @@
+"""An OpenAI-compatible server that counts words as tokens and remembers every prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+TEMPLATE_TOKENS = 4
+MOST_REPLY_TOKENS = 5  # unless told to ignore the end
+
+
+@dataclass(slots=True)
+class FakeOpenAI:
+    """Behaves well unless told otherwise; `bodies` holds every request it was sent."""
+
+    takes_ignore_eos: bool = True
+    reports_cached_tokens: bool = True
+    failure: str | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    _seen: list[list[str]] = field(default_factory=list)
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.get("/v1/models")(self._models)
+        app.post("/v1/chat/completions")(self._chat)
+        return app
+
+    async def _models(self) -> dict[str, Any]:
+        return {"data": [{"id": "fake-model"}, {"id": "other-model"}]}
+
+    async def _chat(self, request: Request) -> Response:
+        body = orjson.loads(await request.body())
+        self.bodies.append(body)
+        if "ignore_eos" in body and not self.takes_ignore_eos:
+            return _error(400, "unknown field ignore_eos")
+        if self.failure and len(self.bodies) > 3:  # not before the bench is calibrated
+            return _error(503, self.failure)
+        return StreamingResponse(self._events(body), media_type="text/event-stream")
+
+    def _events(self, body: dict[str, Any]) -> Iterator[bytes]:
+        words = " ".join(message["content"] for message in body["messages"]).split()
+        cached = max((_shared(old, words) for old in self._seen), default=0)
+        self._seen.append(words)
+        most = body["max_tokens"] if "ignore_eos" in body else MOST_REPLY_TOKENS
+        tokens = min(most, body["max_tokens"])
+        yield _event({"choices": [{"delta": {"role": "assistant", "content": None}}]})
+        for number in range(tokens):
+            yield _event({"choices": [{"delta": {"content": f"word{number} "}}]})
+        usage = self._usage(len(words) + TEMPLATE_TOKENS, tokens, cached)
+        yield _event({"choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    def _usage(self, prompt_tokens: int, tokens: int, cached: int) -> dict[str, Any]:
+        usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
+        if self.reports_cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+
+def _shared(old: list[str], new: list[str]) -> int:
+    pairs = zip(old, new, strict=False)  # one may be the beginning of the other
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status_code=status)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from rekindle.bench import BenchOptions
+from rekindle.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "address", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"]
+)
+def test_an_address_is_taken_with_or_without_its_version(address: str) -> None:
+    assert BenchOptions(base_url=address).api_url == "http://a:1/v1"
+
+
+def test_an_unknown_scenario_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"novel.*article"):
+        BenchOptions(base_url="http://a", scenarios=("novel",))
+
+
+def test_agents_need_a_round_after_the_cold_one() -> None:
+    with pytest.raises(ConfigError, match="two rounds"):
+        BenchOptions(base_url="http://a", agent_rounds=1)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import orjson
+import pytest
+from rich.console import Console
+
+from rekindle.bench import BenchFailed, BenchOptions, Results, plot, print_table, run, save_json
+from rekindle.bench.article import Article
+from rekindle.bench.document import Document
+from rekindle.bench.figures import FIGURES
+from tests.bench.fake_openai import FakeOpenAI
+
+Serve = Callable[[FakeOpenAI], str]
+
+
+def small(base_url: str, *scenarios: str) -> BenchOptions:
+    """All that a full bench does, on texts of a few words."""
+    return BenchOptions(
+        base_url=base_url,
+        label="fake",
+        scenarios=scenarios or ("article", "document", "agents", "decode"),
+        repeats=2,
+        seed="the same words every time",
+        article_tokens=60,
+        document_tokens=40,
+        questions=3,
+        agents=2,
+        agent_tokens=30,
+        agent_rounds=2,
+        single_stream_tokens=8,
+        streams=2,
+        stream_tokens=4,
+    )
+
+
+def measure(options: BenchOptions) -> Results:
+    return run(options, Console(file=StringIO()))
+
+
+def test_every_scenario_is_measured_as_often_as_asked(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI())))
+    assert {name: len(rounds) for name, rounds in results.rounds.items()} == {
+        "article": 2,
+        "document": 2,
+        "agents": 2,
+        "decode": 2,
+    }
+    assert list(results.figures()) == list(FIGURES)
+    assert (results.label, results.model) == ("fake", "fake-model")
+
+
+def test_turn_two_brings_the_real_reply_and_reuses_turn_one(serve: Serve) -> None:
+    fake = FakeOpenAI()
+    article = measure(small(serve(fake), "article")).rounds["article"][0]
+    assert isinstance(article, Article)
+    histories = [body["messages"] for body in fake.bodies]
+    second = next(history for history in histories if len(history) == 4)
+    assert second[2] == {"role": "assistant", "content": "word0 word1 word2 word3 word4 "}
+    assert article.first.cached_tokens == 0
+    assert article.second.cached_tokens == article.first.prompt_tokens - 4  # all but its template
+
+
+def test_the_reference_computes_as_many_tokens_as_turn_two(serve: Serve) -> None:
+    article = measure(small(serve(FakeOpenAI()), "article")).rounds["article"][0]
+    assert isinstance(article, Article)
+    assert abs(article.reference.computed_tokens - article.second.computed_tokens) <= 1
+    assert article.reference.prompt_tokens < article.first.prompt_tokens
+
+
+def test_no_article_shares_a_beginning_with_an_earlier_one(serve: Serve) -> None:
+    rounds = measure(small(serve(FakeOpenAI()), "article", "document")).rounds
+    for article in rounds["article"]:
+        assert isinstance(article, Article)
+        assert article.first.cached_tokens in (0, 1)  # one word may repeat by chance
+    for document in rounds["document"]:
+        assert isinstance(document, Document)
+        assert any(answer.cached_tokens in (0, 1) for answer in document.answers)
+
+
+def test_texts_have_the_length_asked_for_in_the_servers_own_tokens(serve: Serve) -> None:
+    document = measure(small(serve(FakeOpenAI()), "document")).rounds["document"][0]
+    assert isinstance(document, Document)
+    assert 40 <= document.answers[0].prompt_tokens < 100
+
+
+def test_a_server_without_ignore_eos_is_measured_and_the_table_says_so(serve: Serve) -> None:
+    fake = FakeOpenAI(takes_ignore_eos=False)
+    results = measure(small(serve(fake), "document", "decode"))
+    assert not results.ignores_eos
+    assert ["ignore_eos" in body for body in fake.bodies].count(True) == 1
+    assert "no ignore_eos" in printed(results)
+
+
+def test_a_server_that_reports_no_cached_tokens_is_measured(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI(reports_cached_tokens=False))))
+    assert "document_computed_tokens" not in results.figures()
+    assert "article_turn2_computed_tokens" in results.figures()
+
+
+def test_an_error_of_the_server_ends_the_bench_with_its_message(serve: Serve) -> None:
+    fake = FakeOpenAI(failure="the model is restarting")
+    with pytest.raises(BenchFailed, match="503: the model is restarting"):
+        measure(small(serve(fake)))
+
+
+def test_the_table_has_a_row_for_every_figure(serve: Serve) -> None:
+    shown = printed(measure(small(serve(FakeOpenAI()))))
+    for figure in FIGURES.values():
+        assert figure.label in shown
+    assert "fake · fake-model" in shown
+
+
+def test_the_json_file_holds_figures_and_rounds(serve: Serve, tmp_path: Path) -> None:
+    results = measure(small(serve(FakeOpenAI())))
+    save_json(results, tmp_path / "new" / "bench.json")
+    saved = orjson.loads((tmp_path / "new" / "bench.json").read_bytes())
+    assert saved["figures"] == results.figures()
+    assert saved["rounds"]["article"][0]["first"]["cached_tokens"] == 0
+    assert len(saved["rounds"]["agents"][1]["rounds"][1]) == 2
+
+
+@pytest.mark.parametrize("scenarios", [(), ("decode",)])
+def test_a_plot_is_drawn_for_any_choice_of_scenarios(
+    serve: Serve, tmp_path: Path, scenarios: tuple[str, ...]
+) -> None:
+    results = measure(small(serve(FakeOpenAI()), *scenarios))
+    plot([results, results], tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_plotting_library_is_told_with_the_command_that_brings_it(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = measure(small(serve(FakeOpenAI()), "decode"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BenchFailed, match="pip install matplotlib"):
+        plot([results], tmp_path / "bench.png")
+
+
+def printed(results: Results) -> str:
+    output = StringIO()
+    print_table(results, Console(file=output, width=120))
+    return output.getvalue()

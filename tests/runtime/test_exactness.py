@@ -1,0 +1,149 @@
+"""The test that must never go red: an answer with reuse equals the answer without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.prompt.tokens import Prompt
+from tests.support.talk import Answered, Talker
+from tests.support.tiny import write_gemma3, write_llama
+
+WORDS = "the sea has many ships and every ship a name that nobody remembers twice".split()
+CONVERSATIONS = 24
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def talker(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Talker]:
+    write = {"llama": write_llama, "gemma3": write_gemma3}[request.param]
+    built = Talker(write(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+    yield built
+    built.close()
+
+
+def sentence(choose: random.Random, words: int) -> str:
+    return " ".join(choose.choice(WORDS) for _ in range(words))
+
+
+def conversation(seed: int) -> list[list[dict[str, str]]]:
+    """User messages of 2 to 5 turns; half of the conversations share a system prompt."""
+    choose = random.Random(seed)
+    system = sentence(random.Random(seed % 2), 20 + 30 * (seed % 2))
+    start = [{"role": "system", "content": system}]
+    turns = choose.randint(2, 5)
+    return [
+        *[start + [{"role": "user", "content": sentence(choose, choose.randint(1, 25))}]],
+        *[
+            [{"role": "user", "content": sentence(choose, choose.randint(1, 25))}]
+            for _ in range(turns - 1)
+        ],
+    ]
+
+
+def play(talker: Talker, seed: int, *, disturb: bool, **ask: bool) -> list[tuple[Prompt, Answered]]:
+    """Talk through a conversation on a warm server, with things happening in between."""
+    choose = random.Random(seed * 7 + 1)
+    messages: list[dict[str, str]] = []
+    said = []
+    for turn in conversation(seed):
+        messages += turn
+        prompt = talker.prompt(messages)
+        answered = talker.answer(prompt, max_tokens=choose.randint(3, 20), **ask)
+        said.append((prompt, answered))
+        messages.append({"role": "assistant", "content": answered.reply.text})
+        if disturb:
+            happen(talker, choose, messages)
+    return said
+
+
+def happen(talker: Talker, choose: random.Random, messages: list[dict[str, str]]) -> None:
+    """Something that moves state about: eviction, sharing, cutting, idling, cancelling."""
+    desk = talker.desk
+    match choose.randrange(5):
+        case 0:
+            desk.settle()
+            desk.device.make_room(talker.engine.abilities.pool_tokens)
+        case 1:
+            side = [*messages, {"role": "user", "content": "another branch"}]
+            desk.ask(talker.prompt(side), max_tokens=4, exact=choose.random() < 0.5)
+        case 2:
+            desk.ask(talker.prompt(messages[:1] + messages[2:]), max_tokens=2)
+        case 3:
+            gone = desk.submit(talker.prompt([*messages, *messages]), exact=True)
+            desk.scheduler.step()
+            desk.cancel(gone)
+        case 4:
+            desk.settle()
+
+
+def replay_cold(talker: Talker, prompt: Prompt, warm: Answered, **ask: bool) -> Answered:
+    talker.forget()
+    return talker.answer(prompt, max_tokens=len(warm.reply.tokens) or 1, reuse=False, **ask)
+
+
+@pytest.mark.parametrize("seed", range(CONVERSATIONS))
+def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int) -> None:
+    """Logits and tokens of every turn, whatever was evicted, shared or cut in between."""
+    talker.forget(ram_bytes=1 << 30 if seed % 3 else 300_000)
+    played = play(talker, seed, disturb=True, exact=True)
+    if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.abilities.step_tokens:
+        assert any(answered.reply.reused for _, answered in played)
+    for prompt, warm in played:
+        cold = replay_cold(talker, prompt, warm, exact=True)
+        assert cold.reply.reused == 0
+        assert cold.logits[0].shape == warm.logits[0].shape
+        compared = len(warm.reply.tokens)
+        assert cold.reply.tokens[:compared] == warm.reply.tokens
+        for mine, theirs in zip(warm.logits, cold.logits, strict=False):
+            assert (mine == theirs).all()
+
+
+@pytest.mark.parametrize("seed", range(CONVERSATIONS))
+def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> None:
+    """Small float weights keep their choices apart by far more than the last bits."""
+    talker.forget()
+    for prompt, warm in play(talker, seed, disturb=True):
+        cold = replay_cold(talker, prompt, warm)
+        assert cold.reply.tokens[: len(warm.reply.tokens)] == warm.reply.tokens
+
+
+def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:
+    messages = [{"role": "user", "content": sentence(random.Random(5), 40)}]
+    prompt = talker.prompt(messages)
+    talker.forget()
+    alone = talker.answer(prompt, exact=True, max_tokens=20)
+    talker.forget()
+    for number in range(3):
+        talker.desk.submit([10 + number] * 90, max_tokens=30)
+    crowded = talker.desk.submit(prompt, exact=True, max_tokens=20)
+    talker.desk.run()
+    assert crowded.tokens == alone.reply.tokens
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_prompts_around_a_block_boundary_are_exact(
+    talker: Talker, blocks: int, offset: int
+) -> None:
+    size = talker.engine.abilities.block_tokens
+    tokens = tuple(random.Random(blocks).choices(range(3, 259), k=blocks * size + offset))
+    prompt = Prompt(tokens, ())
+    talker.forget()
+    first = talker.answer(prompt, exact=True)
+    talker.desk.settle()
+    second = talker.answer(prompt, exact=True)
+    assert second.reply.reused == (len(tokens) - 1) // size * size
+    assert first.same_bits(second)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prompt_of_one_token_is_answered(talker: Talker, exact: bool) -> None:
+    talker.forget()
+    prompt = Prompt((77,), ())
+    first = talker.answer(prompt, exact=exact)
+    assert talker.answer(prompt, exact=exact).reply.tokens == first.reply.tokens

@@ -1,0 +1,76 @@
+"""Conversations on a real engine, in process, with every wanted logit recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle.engine.base import Sequence
+from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.prompt.template import ChatTemplate
+from rekindle.prompt.tokens import Encoder, Prompt
+from tests.support.desk import Desk, Reply
+
+
+@dataclass
+class Answered:
+    """One turn's answer with the logits behind each of its tokens."""
+
+    reply: Reply
+    logits: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    def same_bits(self, other: Answered) -> bool:
+        return (
+            self.reply.tokens == other.reply.tokens
+            and len(self.logits) == len(other.logits)
+            and all(
+                np.array_equal(mine, theirs)
+                for mine, theirs in zip(self.logits, other.logits, strict=True)
+            )
+        )
+
+
+class Talker:
+    """A desk on a GGUF model; `forget` makes it as cold as on its first day."""
+
+    def __init__(
+        self, path: Path, *, parallel: int = 4, context: int = 2048, threads: int = 1
+    ) -> None:
+        options = LlamaCppOptions(path=path, parallel=parallel, threads=threads, context_tokens=context)
+        self.engine = LlamaCppEngine(options)
+        vocabulary = self.engine.vocabulary
+        template = ChatTemplate(self.engine.chat_template or "")
+        self.encoder = Encoder(vocabulary, template)
+        self._parallel = parallel
+        self.forget()
+
+    def forget(self, **limits: Any) -> None:
+        self.engine.reset()
+        self.desk = Desk(
+            self.engine,
+            parallel=self._parallel,
+            tokenizer=self.engine.vocabulary,
+            end_tokens=self.engine.vocabulary.end_tokens,
+            **limits,
+        )
+
+    def prompt(self, messages: list[dict[str, str]]) -> Prompt:
+        return self.encoder.chat(messages, template_kwargs={})
+
+    def answer(self, prompt: Prompt, **ask: Any) -> Answered:
+        """Run one turn alone and record its logits."""
+        recorded: list[np.ndarray[Any, Any]] = []
+
+        def observe(_sequence: Sequence, logits: np.ndarray[Any, Any]) -> None:
+            recorded.append(logits.copy())
+
+        self.engine.observe = observe
+        reply = self.desk.ask(prompt, **ask)
+        self.engine.observe = None
+        return Answered(reply, recorded)
+
+    def close(self) -> None:
+        self.engine.close()
