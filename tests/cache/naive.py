@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import strategies as st
 
-from rekindle.cache import index, store
+from rekindle.cache import index, key, store
 from rekindle.cache.index import Block, Index
 from rekindle.cache.key import pack
 
@@ -85,6 +85,6 @@ class Tree:
 def hashing(stub: Callable[[bytes, bytes], bytes]) -> Iterator[None]:
     """Name blocks with another hash."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "chain_key", stub)
-        patch.setattr(store, "chain_key", stub)
+        for module in (key, index, store):
+            patch.setattr(module, "chain_key", stub)
         yield

@@ -132,7 +132,7 @@ def test_closing_gives_all_cells_back(engine: Engine) -> None:
     one, two = engine.open(exact=False), engine.open(exact=False)
     prefill(engine, one, PROMPT)
     engine.share(one, 77, two)
-    prefill(engine, two, PROMPT[:77] + [5, 6, 7])
+    prefill(engine, two, [*PROMPT[:77], 5, 6, 7])
     assert engine.free_tokens == before - len(PROMPT) - 3
     engine.close_sequence(one)
     assert engine.free_tokens == before - 80

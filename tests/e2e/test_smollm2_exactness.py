@@ -15,15 +15,19 @@ from tests.support.talk import Answered, Talker
 
 CONVERSATIONS = 30
 REPLY_TOKENS = 6
-# A last bit moves a logit of this model by up to 0.9 (SmolLM2 Q4_1 on a CPU): a choice closer than
-# twice that may fall the other way when state was computed in other company.
-CLOSE_CALL = 1.8
+# Last bits move a logit of this model by 0.4 to 0.9 (SmolLM2 Q4_1 on a CPU): a choice closer than
+# that may fall the other way when state was computed in other company.
+CLOSE_CALL = 0.9
 
+MANNERS = (
+    "Answer in one short sentence and never repeat a question. When you do not know, say so "
+    "plainly; when a list is asked for, give three items at most; when somebody is sad, be kind "
+    "before you are right. "
+)
 SYSTEMS = [
-    "You are a helpful assistant who answers in one short sentence and never repeats a question. "
-    "When you do not know, say so plainly, and when a list is asked for, give three items at most.",
-    "You are a ship's cook. Talk about food and the sea, nothing else, and be brief about it.",
-    "Answer like a patient teacher of young children.",
+    MANNERS + "You are a helpful assistant.",
+    MANNERS + "You are a ship's cook who talks about food and the sea, and nothing else at all.",
+    "You are a patient teacher of young children. " + MANNERS,
 ]
 TOPICS = [
     "the moon", "bread", "trains", "rain", "bees", "copper", "chess", "rivers", "wool", "salt",
@@ -42,9 +46,7 @@ def talker(smollm2_path: Path) -> Iterator[Talker]:
 def conversation(seed: int) -> list[dict[str, str]]:
     """A system prompt and the user's messages, 2 to 5 of them."""
     choose = random.Random(seed)
-    users = [
-        choose.choice(QUESTIONS).format(choose.choice(TOPICS)) for _ in range(2 + seed % 4)
-    ]
+    users = [choose.choice(QUESTIONS).format(choose.choice(TOPICS)) for _ in range(2 + seed % 4)]
     return [
         {"role": "system", "content": SYSTEMS[seed % len(SYSTEMS)]},
         *[{"role": "user", "content": text} for text in users],
@@ -123,9 +125,7 @@ def margin(cold: Answered, warm: Answered) -> float:
     at = next(
         (
             number
-            for number, pair in enumerate(
-                zip(cold.reply.tokens, warm.reply.tokens, strict=False)
-            )
+            for number, pair in enumerate(zip(cold.reply.tokens, warm.reply.tokens, strict=False))
             if pair[0] != pair[1]
         ),
         min(len(cold.reply.tokens), len(warm.reply.tokens)),

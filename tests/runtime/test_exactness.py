@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,22 @@ from rekindle.prompt.tokens import Prompt
 from tests.support.talk import Answered, Talker
 from tests.support.tiny import write_gemma3, write_llama
 
-WORDS = "the sea has many ships and every ship a name that nobody remembers twice".split()
+WORDS = [
+    "the",
+    "sea",
+    "has",
+    "many",
+    "ships",
+    "and",
+    "every",
+    "ship",
+    "a",
+    "name",
+    "that",
+    "nobody",
+    "remembers",
+    "twice",
+]
 CONVERSATIONS = 24
 
 
@@ -31,18 +45,14 @@ def sentence(choose: random.Random, words: int) -> str:
 
 
 def conversation(seed: int) -> list[list[dict[str, str]]]:
-    """User messages of 2 to 5 turns; half of the conversations share a system prompt."""
+    """What is added before each of 2 to 5 turns; half of all conversations share a system prompt."""
     choose = random.Random(seed)
     system = sentence(random.Random(seed % 2), 20 + 30 * (seed % 2))
-    start = [{"role": "system", "content": system}]
-    turns = choose.randint(2, 5)
-    return [
-        *[start + [{"role": "user", "content": sentence(choose, choose.randint(1, 25))}]],
-        *[
-            [{"role": "user", "content": sentence(choose, choose.randint(1, 25))}]
-            for _ in range(turns - 1)
-        ],
+    users = [
+        {"role": "user", "content": sentence(choose, choose.randint(1, 25))}
+        for _ in range(choose.randint(2, 5))
     ]
+    return [[{"role": "system", "content": system}, users[0]], *([user] for user in users[1:])]
 
 
 def play(talker: Talker, seed: int, *, disturb: bool, **ask: bool) -> list[tuple[Prompt, Answered]]:

@@ -139,7 +139,9 @@ class FakeEngine:
         state = self._state(item.sequence)
         for token in item.tokens:
             before = state[-1] if state else b"start"
-            state.append(hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=16).digest())
+            state.append(
+                hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=16).digest()
+            )
         item.sequence.length += len(item.tokens)
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:

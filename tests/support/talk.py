@@ -39,7 +39,9 @@ class Talker:
     def __init__(
         self, path: Path, *, parallel: int = 4, context: int = 2048, threads: int = 1
     ) -> None:
-        options = LlamaCppOptions(path=path, parallel=parallel, threads=threads, context_tokens=context)
+        options = LlamaCppOptions(
+            path=path, parallel=parallel, threads=threads, context_tokens=context
+        )
         self.engine = LlamaCppEngine(options)
         vocabulary = self.engine.vocabulary
         template = ChatTemplate(self.engine.chat_template or "")

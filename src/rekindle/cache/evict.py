@@ -38,8 +38,8 @@ class Ranking:
     def enter(self, key: bytes, parent: bytes | None) -> None:
         """Rank a new key; its parent is no leaf from now on."""
         place = self._places[key] = _Place(parent)
-        if above := self._above(place):
-            above.children += 1
+        if parent is not None:
+            self._places[parent].children += 1
         self._lift(key, place, self._floor + 1)
 
     def use(self, keys: Iterable[bytes]) -> None:
@@ -51,7 +51,8 @@ class Ranking:
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
         place = self._places.pop(key, None)
-        if place and place.parent and (above := self._above(place)):
+        if place is not None and place.parent is not None:
+            above = self._places[place.parent]
             above.children -= 1
             self._offer(place.parent, above)
 
@@ -73,9 +74,6 @@ class Ranking:
         for entry in aside:
             heapq.heappush(self._leaves, entry)
         return victim
-
-    def _above(self, place: _Place) -> _Place | None:
-        return self._places.get(place.parent) if place.parent else None
 
     def _lift(self, key: bytes, place: _Place, worth: int) -> None:
         place.rank = (worth, next(self._ticks))

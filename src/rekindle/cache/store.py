@@ -118,7 +118,7 @@ class Store:
             self._remove(each)
 
     def _make_room(self, cost: int, last: Block | None) -> bool:
-        """Evict leaves, though none of the chain that ends in `last`; nothing when that won't do."""
+        """Evict leaves outside the chain that ends in `last`, or none when that would not do."""
         if self._ram.fits(cost):
             return True
         if cost + sum(block.size_bytes for block in _chain(last)) > self._ram.limit_bytes:
@@ -127,7 +127,7 @@ class Store:
         spared = {last.key} if last else set()  # and with it all above it: only leaves go
         while not self._ram.fits(cost):
             key = self._ranking.evict(spared)
-            block = self._index.get(key) if key else None
+            block = self._index.get(key) if key is not None else None
             assert block is not None, "what is not of the chain can be evicted"
             self._remove(block)
             self.counts.evicted_blocks += 1

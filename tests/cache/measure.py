@@ -1,0 +1,19 @@
+"""How much memory something takes."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+
+
+def allocated_bytes(work: Callable[[], object]) -> int:
+    """What the work has allocated and not given back."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,128 @@
+"""The server when things go wrong around it; a tiny model makes it quick."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.server import Server, running
+from tests.support.tiny import write_llama
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model = write_llama(folder / "tiny.gguf", context=8192)
+    with running(model, folder, "--threads", "1", "--parallel", "4", "--queue", "4") as started:
+        yield started
+
+
+def body(**more: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, **more}
+
+
+def await_calm(server: Server) -> None:
+    """Until a small question is answered at once, which a leaked turn would forbid."""
+    with server.client() as client:
+        for _ in range(200):
+            if client.post("/v1/chat/completions", json=body(max_tokens=1)).is_success:
+                return
+            time.sleep(0.05)
+    raise AssertionError("the server does not calm down")
+
+
+def test_a_client_that_hangs_up_frees_its_turn(server: Server) -> None:
+    """Eight turns fill the server; after all clients left, it has room at once."""
+    for _ in range(3):
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(server.client())
+            for _ in range(4):
+                stream = client.stream(
+                    "POST",
+                    "/v1/chat/completions",
+                    json=body(stream=True, max_tokens=8000, ignore_eos=True),
+                )
+                response = stack.enter_context(stream)
+                assert next(response.iter_lines())
+        await_calm(server)
+
+
+def test_overload_is_refused_at_once_and_the_admitted_finish(server: Server) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answer = client.post("/v1/chat/completions", json=body(max_tokens=600, ignore_eos=True))
+            statuses.append(answer.status_code)
+            if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                assert answer.headers["retry-after"]
+                assert answer.json()["error"]["code"] == "queue_full"
+
+    threads = [threading.Thread(target=ask) for _ in range(28)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses.count(200) >= 8
+    assert statuses.count(429) >= 1
+    assert set(statuses) == {200, 429}
+    await_calm(server)
+
+
+def test_a_killed_runtime_is_a_clear_error_and_comes_back(server: Server) -> None:
+    [worker] = server.worker_pids()
+    with server.client() as client:
+        with client.stream(
+            "POST",
+            "/v1/chat/completions",
+            json=body(stream=True, max_tokens=8000, ignore_eos=True),
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(worker, signal.SIGKILL)
+            rest = "\n".join(lines)
+        assert '"code":"model_restarting"' in rest
+        assert rest.rstrip().endswith("data: [DONE]")
+        deadline = time.monotonic() + 30
+        while client.get("/health").status_code != httpx.codes.OK:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert client.post("/v1/chat/completions", json=body(max_tokens=3)).is_success
+    assert server.worker_pids() != [worker]
+
+
+def test_a_server_told_to_stop_ends_cleanly_with_its_children(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    with running(model, tmp_path, "--threads", "1") as server:
+        children = server.worker_pids()
+        assert children
+    assert server.process.returncode == 0
+    for pid in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_damaged_model_is_one_sentence_and_no_traceback(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    model.write_bytes(model.read_bytes()[:-5000])
+    with pytest.raises(RuntimeError, match="error:") as failure, running(model, tmp_path):
+        pass
+    assert "Traceback" not in str(failure.value)
+
+
+def test_exact_mode_serves_and_reuses(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    question = body(max_tokens=5, logprobs=True)
+    question["messages"] = [{"role": "user", "content": "a long question " * 20}]
+    with running(model, tmp_path, "--threads", "1", "--exact") as server, server.client() as client:
+        cold, warm = (client.post("/v1/chat/completions", json=question).json() for _ in range(2))
+    assert warm["x_cache"]["reused_tokens"] >= 256
+    assert warm["choices"] == cold["choices"]

@@ -1,0 +1,81 @@
+"""The real server as a person starts it: the command, a port, and an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+START_S = 120
+STOP_S = 30
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=300)
+
+    def worker_pids(self) -> list[int]:
+        """The runtimes: children of the server."""
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+        )
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+@contextlib.contextmanager
+def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
+    """`rekindle serve`, ready to answer; ended on the way out."""
+    port = _free_port()
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "rekindle.cli", "serve"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--model", str(model), "--port", str(port), *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _await_health(server)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_health(server: Server) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended: {server.log.read_text()}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health").status_code == httpx.codes.OK:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"the server did not come up: {server.log.read_text()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
