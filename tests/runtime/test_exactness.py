@@ -45,7 +45,7 @@ def sentence(choose: random.Random, words: int) -> str:
 
 
 def conversation(seed: int) -> list[list[dict[str, str]]]:
-    """What is added before each of 2 to 5 turns; half of all conversations share a system prompt."""
+    """What is added before each of 2 to 5 turns; every second one shares its system prompt."""
     choose = random.Random(seed)
     system = sentence(random.Random(seed % 2), 20 + 30 * (seed % 2))
     users = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -21,6 +22,8 @@ from rekindle.api.turns import Turns, while_connected
 from rekindle.events import Event, Finished, Prefill, Started, Text, TokenLog
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
+
+log = logging.getLogger("rekindle.turn")
 
 
 class Shape(Protocol):
@@ -55,6 +58,7 @@ class Choice:
                 self.logs += logs or []
             case Finished():
                 self.finished = event
+                log.info("%s", _line(event))
 
     @property
     def text(self) -> str:
@@ -165,3 +169,14 @@ def _progress(event: Started | Prefill) -> dict[str, int]:
 def finite(logprob: float) -> float:
     """JSON has no infinity; this is OpenAI's own stand-in."""
     return max(logprob, -9999.0)
+
+
+def _line(turn: Finished) -> str:
+    """A finished turn in one line of the log."""
+    cache = turn.cache
+    source = f" from {cache.tier}" if cache.tier else ""
+    return (
+        f"{turn.prompt_tokens} prompt tokens: {cache.reused_tokens} reused{source} "
+        f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
+        f"{turn.completion_tokens} generated ({turn.reason})"
+    )
