@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +32,7 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A GGUF file; smollm2 otherwise.")] = None,
 ) -> None:
     """Compare the two servers; a missed target is shown, only an error fails."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # both servers must end with us
     console = Console()
     repeats = QUICK if quick else REPEATS
     if only is not None and only not in repeats:

@@ -34,7 +34,7 @@ JSON_NAMES = {
     str: "a string",
     bool: "a boolean",
     int: "a number",
-    float: "a number",
+    float: "a decimal number",
     type(None): "null",
 }
 
@@ -58,7 +58,12 @@ def _fault(error: Mapping[str, Any]) -> str:
         return str(context["error"])
     if kind not in TAKES:
         return str(error["msg"])
-    takes = f"takes {TAKES[kind].format_map(context)}"
+    takes = "takes " + TAKES[kind].format_map({name: _plain(context[name]) for name in context})
     if kind in WRONG_TYPE and (name := JSON_NAMES.get(type(error["input"]))):
         return f"{takes}, not {name}"
     return takes
+
+
+def _plain(value: Any) -> Any:
+    """0.0 as 0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -22,6 +22,8 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> Response:
     """One of them."""
+    if not model:  # a slash at the end of the list's path
+        return await list_models(request)
     service: Service = request.state.service
     name = service.runtime(model).name
     return JsonResponse(next(entry for entry in service.models() if entry["id"] == name))

@@ -174,8 +174,8 @@ class CompletionRequest(Request):
     @field_validator("prompt")
     @classmethod
     def _some_prompts(cls, value: Any) -> Any:
-        if value == []:
-            raise ValueError("takes at least one prompt")
+        if value == [] or (isinstance(value, list) and [] in value):
+            raise ValueError("takes at least one prompt, and of tokens at least one in each")
         return value
 
     @model_validator(mode="after")

@@ -1,0 +1,197 @@
+"""A stand-in for a runtime that says what a script tells it, and the real application before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rekindle.api.app import build_app
+from rekindle.api.service import Service
+from rekindle.config import Config
+from rekindle.events import CacheReport, Event, Finished, FinishReason, Started, Text, TokenLog
+from rekindle.runtime.process import Runtime
+from rekindle.runtime.wire import Ask, Ready
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+class Pause:
+    """A step that lasts until the turn is cancelled."""
+
+
+Step = Event | Exception | Pause
+Script = Sequence[Step]
+
+MISS = CacheReport("miss", "not_cached", 0, 12, None)
+
+
+def finished(
+    reason: FinishReason = "stop",
+    *,
+    prompt_tokens: int = 10,
+    completion_tokens: int = 2,
+    cache: CacheReport = MISS,
+    prompt_eval_s: float = 0.25,
+) -> Finished:
+    return Finished(0, reason, prompt_tokens, completion_tokens, prompt_eval_s, cache)
+
+
+def hit(reused_tokens: int, tier: str = "ram") -> CacheReport:
+    return CacheReport("hit", "full_match", reused_tokens, 12, tier)
+
+
+def reply(
+    *texts: str, logs: Sequence[list[TokenLog]] | None = None, end: Step | None = None
+) -> list[Step]:
+    """A turn that begins, says these texts and ends."""
+    said = [Text(0, text, logs[i] if logs else None) for i, text in enumerate(texts)]
+    return [Started(0, 10, 0), *said, end or finished(completion_tokens=len(texts))]
+
+
+class ScriptedRuntime(Runtime):
+    """Answers the nth turn with the nth script; the last script goes on for ever."""
+
+    def __init__(self, *scripts: Script, name: str = "tiny") -> None:
+        self.name = name
+        self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
+        self.asks: list[Ask] = []
+        self.open_turns = 0
+        self.cancelled_turns = 0
+        self._scripts = scripts or (reply("Hel", "lo"),)
+
+    async def ask(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        script = self._scripts[min(len(self.asks), len(self._scripts) - 1)]
+        self.asks.append(ask)
+        self.open_turns += 1
+        ended = False
+        try:
+            for step in script:
+                if isinstance(step, Pause):
+                    await asyncio.Event().wait()
+                elif isinstance(step, Exception):
+                    ended = True
+                    raise step
+                else:
+                    ended = isinstance(step, Finished)
+                    yield step
+                    await asyncio.sleep(0)
+        finally:
+            self.open_turns -= 1
+            self.cancelled_turns += not ended
+
+    @property
+    def asked(self) -> Ask:
+        [only] = self.asks
+        return only
+
+
+@asynccontextmanager
+async def lifespan(app: ASGIApp) -> AsyncIterator[ASGIApp]:
+    """The application as a server runs it: started, with its state in every scope, shut down."""
+    state: dict[str, Any] = {}
+    said: asyncio.Queue[Any] = asyncio.Queue()
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": state}
+    life = asyncio.create_task(_call(app, scope, said.get, heard.put))
+    await said.put({"type": "lifespan.startup"})
+    assert (await heard.get())["type"] == "lifespan.startup.complete"
+
+    async def started(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": dict(state)}, receive, send)
+
+    yield started
+    await said.put({"type": "lifespan.shutdown"})
+    assert (await heard.get())["type"] == "lifespan.shutdown.complete"
+    await life
+
+
+async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+class Front:
+    """The real application over scripted runtimes. Every request is checked for leaks."""
+
+    def __init__(self, *runtimes: ScriptedRuntime, **settings: Any) -> None:
+        self.runtimes = list(runtimes) or [ScriptedRuntime()]
+        self.runtime = self.runtimes[0]
+        self.config = Config(**settings)
+
+    def app(self) -> ASGIApp:
+        @asynccontextmanager
+        async def open_service() -> AsyncIterator[Service]:
+            yield Service(self.config, [*self.runtimes])
+
+        return build_app(self.config, open_service)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return asyncio.run(self._request(method, path, options))
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.request("POST", path, json=body, **options)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {**HELLO, **fields})
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "hello", **fields})
+
+    async def _request(self, method: str, path: str, options: dict[str, Any]) -> httpx.Response:
+        async with lifespan(self.app()) as app:
+            before = asyncio.all_tasks()
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                response = await http.request(method, path, **options)
+            assert asyncio.all_tasks() == before, "a request left tasks behind"
+        assert all(runtime.open_turns == 0 for runtime in self.runtimes)
+        return response
+
+
+@dataclass(frozen=True)
+class ServerEvent:
+    name: str | None
+    data: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return dict(json.loads(self.data))
+
+
+def events(text: str) -> list[ServerEvent]:
+    """A stream's events, parsed strictly."""
+    found = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        *named, data = block.split("\n")
+        name = named[0].removeprefix("event: ") if named else None
+        assert data.startswith("data: ")
+        assert len(named) <= 1
+        found.append(ServerEvent(name, data.removeprefix("data: ")))
+    return found
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended well."""
+    assert response.status_code == httpx.codes.OK, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *parts, done = events(response.text)
+    assert done.data == "[DONE]"
+    return [part.json for part in parts]
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    """The error of a refusal, its shape checked."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return dict(body["error"])

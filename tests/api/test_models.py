@@ -1,0 +1,94 @@
+"""GET /v1/models, GET /health, and the interface's own description."""
+
+from __future__ import annotations
+
+import pytest
+from openai.types import Model
+
+from tests.api.scripted import Front, ScriptedRuntime, error
+
+
+@pytest.fixture
+def front() -> Front:
+    return Front(ScriptedRuntime(name="tiny"), ScriptedRuntime(name="org/repo:q4"))
+
+
+def test_the_models_are_listed_with_their_context(front: Front) -> None:
+    listed = front.get("/v1/models").json()
+    assert listed["object"] == "list"
+    models = [Model.model_validate(entry) for entry in listed["data"]]
+    assert [model.id for model in models] == ["tiny", "org/repo:q4"]
+    assert {model.object for model in models} == {"model"}
+    assert listed["data"][0]["max_model_len"] == 4096
+    assert front.get("/v1/models/").json() == listed
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("tiny", "tiny"),
+        ("org/repo:q4", "org/repo:q4"),
+        ("org%2Frepo:q4", "org/repo:q4"),
+        ("default", "tiny"),
+    ],
+)
+def test_one_model_is_found_by_its_name(front: Front, path: str, name: str) -> None:
+    assert front.get(f"/v1/models/{path}").json()["id"] == name
+
+
+def test_an_unknown_model_is_not_found(front: Front) -> None:
+    answer = front.get("/v1/models/none")
+    assert answer.status_code == 404
+    assert error(answer)["code"] == "model_not_found"
+
+
+def test_health_is_good_once_the_startup_model_answers() -> None:
+    answer = Front().get("/health")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_health_is_bad_while_the_startup_model_is_away(front: Front) -> None:
+    front.runtime.ready = None
+    answer = front.get("/health")
+    assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
+    assert answer.headers["retry-after"]
+    assert front.get("/v1/models").json()["data"][0]["max_model_len"] is None
+
+
+def test_another_model_being_away_does_not_make_the_server_ill(front: Front) -> None:
+    front.runtimes[1].ready = None
+    assert front.get("/health").status_code == 200
+
+
+def test_the_interface_has_a_page(front: Front) -> None:
+    answer = front.get("/docs")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+
+
+def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> None:
+    schema = front.get("/openapi.json").json()
+    assert set(schema["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/health",
+    }
+    bodies = {
+        path: schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path in ("/v1/chat/completions", "/v1/completions")
+    }
+    assert bodies["/v1/chat/completions"] == {"$ref": "#/components/schemas/ChatRequest"}
+    assert bodies["/v1/completions"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    chat = schema["components"]["schemas"]["ChatRequest"]
+    assert chat["required"] == ["messages"]
+    assert {"temperature", "stop", "logit_bias", "cache_exact"} <= set(chat["properties"])
+
+
+def test_the_schema_describes_errors_as_they_are(front: Front) -> None:
+    schema = front.get("/openapi.json").json()
+    responses = schema["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert "422" not in responses
+    found = responses["default"]["content"]["application/json"]["schema"]
+    assert found == {"$ref": "#/components/schemas/ErrorBody"}
