@@ -31,6 +31,7 @@ from rekindle.runtime.wire import Load
 
 log = logging.getLogger("rekindle")
 
+GOODBYE_S = 1
 DRAIN_S = 10  # what streams in flight get to finish after a request to stop
 
 
@@ -130,6 +131,13 @@ async def _serve(
         _announce(config, runtimes, door, console)
         with _signals_kept_quiet():
             await server.serve(sockets=[door])
+        await say_goodbye(server)
+
+
+async def say_goodbye(server: uvicorn.Server) -> None:
+    """Uvicorn cancels what did not finish in time, and does not wait for its last words."""
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=GOODBYE_S)
 
 
 @contextlib.contextmanager

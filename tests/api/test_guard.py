@@ -210,6 +210,8 @@ def test_large_headers_are_refused() -> None:
     [
         ("GET", "/", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", f"{CHAT}/", 404, "not_found"),
+        ("POST", f"/{CHAT}", 404, "not_found"),
         ("POST", "/v1/embeddings", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
@@ -220,7 +222,7 @@ def test_large_headers_are_refused() -> None:
 def test_a_wrong_path_or_method_is_told_in_the_same_shape(
     method: str, path: str, status: int, code: str
 ) -> None:
-    answer = Front().request(method, path, json={})
+    answer = Front().request(method, f"http://localhost{path}", json={})
     assert answer.status_code == status
     found = error(answer)
     assert found["code"] == code

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
-from tests.api.scripted import Front, error
+from rekindle.api.schema import ChatRequest
+from tests.api.scripted import HELLO, Front, error
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -283,18 +284,18 @@ def test_json_of_the_clients_own_is_bounded_in_depth(fields: dict[str, Any]) -> 
     ],
     ids=["biases", "digits", "stops", "bad stops", "messages", "bad messages", "parts", "kwargs"],
 )
-def test_a_flood_is_refused_at_once(fields: dict[str, Any]) -> None:
-    """Generous bounds: without a stop at the first fault these take many seconds."""
-    started = time.perf_counter()
+def test_a_flood_of_faults_is_one_fault(fields: dict[str, Any]) -> None:
+    """Checking ends at the first: collecting a million faults would take seconds."""
     refused(Front().chat(**fields))
-    assert time.perf_counter() - started < 5
+    with pytest.raises(ValidationError) as fault:
+        ChatRequest.model_validate({**HELLO, **fields})
+    assert fault.value.error_count() == 1
 
 
-def test_a_flood_of_prompts_is_refused_at_once() -> None:
-    started = time.perf_counter()
+def test_a_flood_of_prompts_is_refused() -> None:
     refused(Front().complete(prompt=[5] * 300_000 + ["x"]))
+    refused(Front().complete(prompt=["x"] * 300_000 + [5]))
     refused(Front().complete(prompt=[[5]] * 300_000), "unsupported_parameter")
-    assert time.perf_counter() - started < 5
 
 
 def test_an_unknown_model_says_which_are_served() -> None:

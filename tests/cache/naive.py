@@ -82,8 +82,13 @@ class Tree:
 
 
 @contextmanager
-def hashing(stub: Callable[[bytes, bytes], bytes]) -> Iterator[None]:
-    """Name blocks with another hash."""
+def few_names(names: int) -> Iterator[None]:
+    """Let blocks have so many different keys only; with one, all of them collide."""
+    real = key.chain_key
+
+    def stub(parent: bytes, packed: bytes) -> bytes:
+        return bytes([real(parent, packed)[0] % names])
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (key, index, store):
             patch.setattr(module, "chain_key", stub)

@@ -70,6 +70,17 @@ def test_of_equals_the_oldest_goes_first() -> None:
     assert [ranking.evict(set()) for _ in range(4)] == [b"a", b"b", b"c", None]
 
 
+def test_a_use_lifts_what_had_fallen_behind_above_all_newcomers() -> None:
+    ranking = Ranking()
+    ranking.enter(b"behind", None)
+    for number in range(5):
+        ranking.enter(b"%d" % number, None)
+        ranking.evict({b"behind"})
+    ranking.enter(b"newcomer", None)
+    ranking.use([b"behind"])
+    assert [ranking.evict(set()), ranking.evict(set())] == [b"newcomer", b"behind"]
+
+
 def test_a_key_that_has_left_is_not_brought_back_by_a_use() -> None:
     ranking = Ranking()
     ranking.enter(b"a", None)

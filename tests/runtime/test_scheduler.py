@@ -239,6 +239,21 @@ def test_a_restore_that_breaks_the_engine_is_computed_instead() -> None:
     assert again.tokens == cold([*PROMPT, 5])
 
 
+def test_a_block_that_breaks_the_engine_is_tried_only_once() -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, resident_tokens=0)
+    desk.ask(PROMPT)
+    blocks = len(desk.store)
+    engine.break_restores = 1
+    waiting = desk.submit([*PROMPT, 5], max_tokens=50)
+    desk.scheduler.step()
+    assert len(desk.store) < blocks
+    desk.cancel(waiting)  # between breaking and starting again it holds nothing
+    desk.settle()
+    assert desk.device.make_room(engine.pool_tokens)
+    assert engine.open_sequences == 0
+
+
 def test_an_engine_that_always_breaks_fails_its_turns_with_a_message() -> None:
     engine = FakeEngine(break_steps=set(range(1, 100)))
     desk = Desk(engine)
@@ -291,7 +306,9 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     cancels: set[int],
 ) -> None:
     """Overlapping prompts, tiny budgets, breakage and cancellations, in any order."""
-    engine = FakeEngine(pool_tokens=pool, context_tokens=128, break_steps=breaks)
+    engine = FakeEngine(
+        pool_tokens=pool, context_tokens=128, break_steps=breaks, break_restores=len(breaks)
+    )
     desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
     submitted = []
     for number, (length, branch, limit, exact) in enumerate(prompts):

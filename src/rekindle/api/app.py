@@ -41,6 +41,7 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
         lifespan=lifespan,
+        redirect_slashes=False,  # a redirect would repeat whatever Host the client made up
         responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
     )
     for part in (chat, completions, models):

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.error import RETRY_SOON
 from rekindle.api.json import JsonResponse
 from rekindle.api.service import Service
 
@@ -33,7 +34,6 @@ async def retrieve_model(model: str, request: Request) -> Response:
 async def health(request: Request) -> Response:
     """200 once the startup model answers, 503 while it does not."""
     service: Service = request.state.service
-    well = service.is_ready()
-    return JsonResponse(
-        {"status": "ok" if well else "unavailable"}, status_code=200 if well else 503
-    )
+    if service.is_ready():
+        return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": "unavailable"}, status_code=503, headers=RETRY_SOON)

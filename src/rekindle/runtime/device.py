@@ -9,7 +9,7 @@ from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
 from rekindle.cache.store import Store
 from rekindle.engine.base import Engine, Sequence
-from rekindle.errors import CorruptBlock, PoolFull
+from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 from rekindle.runtime.turn import Turn, explain
 
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
@@ -69,9 +69,9 @@ class Device:
             self.make_room(len(turn.tokens) + HEADROOM_TOKENS)
             plan = self._plan(turn, active)  # without the resident it had counted on
         sequence = self._engine.open(exact=turn.ask.exact)
-        turn.sequence = sequence
         self._apply(plan, sequence)
-        if turn.report is None:
+        turn.sequence = sequence
+        if not turn.generated_tokens:  # a turn that starts again in mid-reply has reported
             turn.report = explain(turn, plan, sequence.length)
             self.counts.reused_tokens += sequence.length
         return True
@@ -120,6 +120,9 @@ class Device:
             except CorruptBlock:
                 self._store.drop(block)
                 break
+            except EngineBroken:
+                self._store.drop(block)  # or the next turn would break it again
+                raise
             self.counts.restored_bytes += len(blob)
             restored.append(block)
         self._store.use(restored)

@@ -217,7 +217,8 @@ def _options(load: wire.Load) -> LlamaCppOptions:
 
 def main() -> None:
     """Entry point of the child process; its one argument is the socket's descriptor."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when we end
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the front decides when we end: when it says
+        signal.signal(stop, signal.SIG_IGN)  # so, or by hanging up
     sock = socket.socket(fileno=int(sys.argv[1]))
     messages = wire.receive(sock)
     load = next(messages)

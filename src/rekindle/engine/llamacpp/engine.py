@@ -106,7 +106,8 @@ class LlamaCppEngine:
         return gpu_free_bytes(self._library) if self._on_gpu else host_free_bytes()
 
     def _build_pool(self, cells: int) -> Context:
-        sequences = min(self._parallel + RESIDENT_SEQUENCES, bindings.MAX_SEQUENCES - 1)
+        residents = RESIDENT_SEQUENCES if self._can_cut else 0
+        sequences = min(self._parallel + residents, bindings.MAX_SEQUENCES - 1)
         batch = (2048 if self._on_gpu else 512) + self._parallel
         return Context(
             self._library,
@@ -133,8 +134,6 @@ class LlamaCppEngine:
 
     @property
     def abilities(self) -> Abilities:
-        recurrent = self._library.llama_model_is_recurrent(self._model)
-        hybrid = self._library.llama_model_is_hybrid(self._model)
         return Abilities(
             block_tokens=256 if self._on_gpu else 64,
             step_tokens=self._step_tokens,
@@ -143,10 +142,16 @@ class LlamaCppEngine:
             pool_tokens=self._pool.shape.cells,
             sequences=self._pool.shape.sequences,
             exact_sequences=self._parallel,
-            can_cut=not (recurrent or hybrid),
+            can_cut=self._can_cut,
             vocabulary=self.vocabulary.size,
             fingerprint=self._fingerprint,
         )
+
+    @property
+    def _can_cut(self) -> bool:
+        """Recurrent state is of one position and cannot be taken apart."""
+        recurrent = self._library.llama_model_is_recurrent(self._model)
+        return not (recurrent or self._library.llama_model_is_hybrid(self._model))
 
     @property
     def on_gpu(self) -> bool:

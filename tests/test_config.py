@@ -1,0 +1,289 @@
+"""Settings from a file, the environment and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rekindle.config import Config, load_config
+from rekindle.errors import ConfigError
+
+GIB = 1 << 30
+
+#: Every setting with a value that is not its default: as written, and as read.
+EVERY: dict[str, tuple[str, Any]] = {
+    "model": ("smollm2,org/repo:q4", ("smollm2", "org/repo:q4")),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("9000", 9000),
+    "api_key": ("alpha, beta", ("alpha", "beta")),
+    "no_auth": ("true", True),
+    "exact": ("1", True),
+    "parallel": ("4", 4),
+    "queue": ("8", 8),
+    "max_model_len": ("2048", 2048),
+    "kv_fraction": ("0.5", 0.5),
+    "ram_cache": ("512MiB", 512 << 20),
+    "threads": ("3", 3),
+    "gpu_layers": ("0", 0),
+    "models_dir": ("/models", Path("/models")),
+    "log_level": ("debug", "debug"),
+    "max_tokens": ("null", None),
+    "temperature": ("0", 0.0),
+    "top_p": ("1", 1.0),
+    "repetition_penalty": ("1.1", 1.1),
+    "repetition_context_size": ("64", 64),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> Config:
+    file = None
+    if text is not None:
+        file = Path("settings.yaml")
+        file.write_text(text)
+    return load_config(flags or {}, environment or {}, file)
+
+
+def refusal(**sources: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(**sources)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    config = load()
+    assert (config.host, config.port, config.model) == ("127.0.0.1", 8080, ())
+    assert (config.max_tokens, config.temperature, config.top_p) == (100, 0.7, 0.9)
+    assert (config.repetition_penalty, config.repetition_context_size) == (1.0, 20)
+    assert config.ram_cache == 2 * GIB
+    assert config.models_dir == Path("~/.cache/rekindle/models").expanduser()
+
+
+def test_every_setting_is_tried_below() -> None:
+    assert set(EVERY) == set(Config.model_fields)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_setting_can_come_from_the_file(name: str) -> None:
+    written, value = EVERY[name]
+    assert getattr(load(text=f"{name}: {written}"), name) == value
+    assert getattr(load(text=f"{name.replace('_', '-')}: {written}"), name) == value
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_setting_can_come_from_the_environment(name: str) -> None:
+    written, value = EVERY[name]
+    assert getattr(load(environment={f"REKINDLE_{name.upper()}": written}), name) == value
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "max_tokens"])
+def test_a_setting_can_come_from_a_flag(name: str) -> None:
+    written, value = EVERY[name]
+    assert getattr(load({name: written}), name) == value
+    assert getattr(load({name: value}), name) == value
+
+
+def test_the_environment_wins_over_the_file_and_flags_over_both() -> None:
+    text = "port: 1\nparallel: 1\nqueue: 1"
+    environment = {"REKINDLE_PARALLEL": "2", "REKINDLE_QUEUE": "2"}
+    config = load({"queue": 3}, environment, text)
+    assert (config.port, config.parallel, config.queue) == (1, 2, 3)
+
+
+def test_a_flag_that_was_not_given_changes_nothing() -> None:
+    flags = {"port": None, "model": None, "api_key": [], "exact": None}
+    config = load(flags, {"REKINDLE_EXACT": "true"}, "port: 5\nmodel: [a, b]")
+    assert (config.port, config.model, config.exact) == (5, ("a", "b"), True)
+
+
+def test_a_flag_of_zero_is_given() -> None:
+    assert load({"port": 0, "gpu_layers": 0}, text="port: 5").port == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("0", 0),
+        ("1024", 1024),
+        ("100b", 100),
+        ("5k", 5_000),
+        ("2GB", 2 * 10**9),
+        ("2gb", 2 * 10**9),
+        ("2 GB", 2 * 10**9),
+        ("1.5g", 1_500_000_000),
+        ("512MiB", 512 << 20),
+        ("512mi", 512 << 20),
+        ("0.5TiB", 1 << 39),
+        ("3t", 3 * 10**12),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(written: str, size: int) -> None:
+    assert load({"ram_cache": written}).ram_cache == size
+
+
+def test_a_size_may_be_a_plain_number_in_the_file() -> None:
+    assert load(text="ram_cache: 1000000").ram_cache == 1_000_000
+
+
+@pytest.mark.parametrize("written", ["2XB", "-1", "5i", "GB", "1.2.3g", "9" * 400, "2e9", "9" * 18])
+def test_what_is_no_size_is_refused_by_name(written: str) -> None:
+    assert "`--ram-cache`" in refusal(flags={"ram_cache": written})
+
+
+def test_lists_may_be_lists_or_separated_by_commas() -> None:
+    assert load(text="api_key: [a, b]").api_key == ("a", "b")
+    assert load(text="api_key: a, b").api_key == ("a", "b")
+    assert load(text="api_key:\n  - a,b").api_key == ("a,b",)
+    assert load({"api_key": ["a,b", "c"]}).api_key == ("a,b", "c")
+
+
+@pytest.mark.parametrize("written", ["", ",", " , "])
+def test_an_empty_key_is_no_key(written: str) -> None:
+    """Else anybody could send it."""
+    assert load(environment={"REKINDLE_API_KEY": written}).api_key == ()
+    assert "`--api-key`" in refusal(flags={"api_key": [""]})
+
+
+def test_null_lifts_a_limit_that_may_be_lifted() -> None:
+    assert load(text="max_tokens: null").max_tokens is None
+    assert (
+        load(environment={"REKINDLE_MAX_TOKENS": "none"}, text="max_tokens: 5").max_tokens is None
+    )
+    assert load(text="max_tokens: null", flags={"max_tokens": 7}).max_tokens == 7
+
+
+def test_null_leaves_any_other_setting_as_it_was() -> None:
+    assert load(text="port: null\nmodel: null\napi_key:").port == 8080
+    assert load(environment={"REKINDLE_PORT": "null"}, text="port: 5").port == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "high"),
+        ("port", 70000),
+        ("parallel", 0),
+        ("parallel", 1000),
+        ("queue", -1),
+        ("max_model_len", 3),
+        ("kv_fraction", 1.5),
+        ("kv_fraction", "nan"),
+        ("ram_cache", "plenty"),
+        ("threads", 0),
+        ("log_level", "loud"),
+        ("max_tokens", 0),
+        ("max_tokens", 2**70),
+        ("temperature", -1),
+        ("temperature", "inf"),
+        ("top_p", 0),
+        ("repetition_penalty", 0),
+        ("repetition_context_size", -1),
+        ("exact", "perhaps"),
+        ("host", ["a"]),
+    ],
+)
+def test_a_bad_value_names_the_setting_as_it_was_spelled(name: str, value: Any) -> None:
+    assert f"`--{name.replace('_', '-')}`" in refusal(flags={name: value})
+    text = yaml.safe_dump({name: value})
+    assert f"`{name}` in settings.yaml" in refusal(text=text)
+    if not isinstance(value, list):
+        assert f"`REKINDLE_{name.upper()}`" in refusal(
+            environment={f"REKINDLE_{name.upper()}": str(value)}
+        )
+
+
+def test_a_bad_value_is_blamed_on_where_it_came_from() -> None:
+    found = refusal(flags={"parallel": 3}, environment={"REKINDLE_PORT": "x"}, text="port: 5")
+    assert "`REKINDLE_PORT`" in found
+    assert "'x'" in found
+
+
+def test_several_bad_values_are_all_named() -> None:
+    found = refusal(flags={"port": -1, "parallel": 0})
+    assert "`--port`" in found
+    assert "`--parallel`" in found
+
+
+def test_a_bad_key_is_not_repeated() -> None:
+    assert "canary" not in refusal(text="api_key: {canary: 1}")
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ({"text": "prot: 1"}, "unknown setting `prot` in settings.yaml; did you mean `port` in"),
+        ({"text": "ram-cach: 1"}, "did you mean `ram_cache` in settings.yaml?"),
+        ({"text": "xyzzy: 1"}, "unknown setting `xyzzy` in settings.yaml"),
+        ({"text": "3: 1"}, "unknown setting `3`"),
+        (
+            {"environment": {"REKINDLE_PARALEL": "1"}},
+            "unknown setting `REKINDLE_PARALEL`; did you mean `REKINDLE_PARALLEL`?",
+        ),
+    ],
+)
+def test_an_unknown_setting_suggests_the_right_one(sources: dict[str, Any], said: str) -> None:
+    assert said in refusal(**sources)
+
+
+@pytest.mark.parametrize("name", ["REKINDLE_LLAMA_LIB", "REKINDLE_CACHE_DIR"])
+def test_variables_read_elsewhere_are_not_unknown(name: str) -> None:
+    assert load(environment={name: "/somewhere", "PATH": "/bin"}) == load()
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("port: 7")
+    assert load(environment={"REKINDLE_CONFIG": "mine.yaml"}).port == 7
+
+
+def test_a_file_of_the_usual_name_is_found() -> None:
+    Path("rekindle.yaml").write_text("port: 7")
+    assert load().port == 7
+    assert load(text="port: 8").port == 8
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_sets_nothing(text: str) -> None:
+    assert load(text=text) == load()
+
+
+@pytest.mark.parametrize("text", ["- a\n- b", "just text", "port: [1", "a: b: c", "\x00"])
+def test_a_file_that_is_no_settings_is_refused(text: str) -> None:
+    assert "settings.yaml" in refusal(text=text)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read missing.yaml: No such file"):
+        load_config({}, {}, Path("missing.yaml"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config({}, {}, tmp_path)
+    Path("latin.yaml").write_bytes("host: caf\xe9".encode("latin-1"))
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_config({}, {}, Path("latin.yaml"))
+
+
+def test_a_file_runs_nothing() -> None:
+    assert refusal(text="port: !!python/object/apply:os.getpid []")
+
+
+def test_the_home_folder_may_be_written_short() -> None:
+    config = load(environment={"REKINDLE_MODELS_DIR": "~/models"})
+    assert config.models_dir == Path.home() / "models"
+
+
+def test_settings_do_not_change_once_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().port = 5  # type: ignore[misc]
