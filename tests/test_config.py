@@ -105,7 +105,7 @@ def test_the_environment_wins_over_the_file_and_flags_over_both() -> None:
 
 
 def test_a_flag_that_was_not_given_changes_nothing() -> None:
-    flags = {"port": None, "model": None, "api_key": [], "exact": None}
+    flags: dict[str, Any] = {"port": None, "model": None, "api_key": [], "exact": None}
     config = load(flags, {"REKINDLE_EXACT": "true"}, "port: 5\nmodel: [a, b]")
     assert (config.port, config.model, config.exact) == (5, ("a", "b"), True)
 
@@ -139,7 +139,9 @@ def test_a_size_may_be_a_plain_number_in_the_file() -> None:
     assert load(text="ram_cache: 1000000").ram_cache == 1_000_000
 
 
-@pytest.mark.parametrize("written", ["2XB", "-1", "5i", "GB", "1.2.3g", "9" * 400, "2e9", "9" * 18])
+@pytest.mark.parametrize(
+    "written", ["2XB", "-1", "5i", "GB", "1.2.3g", "9" * 400, "2e9", "2000000t"]
+)
 def test_what_is_no_size_is_refused_by_name(written: str) -> None:
     assert "`--ram-cache`" in refusal(flags={"ram_cache": written})
 
@@ -266,7 +268,7 @@ def test_a_file_that_is_no_settings_is_refused(text: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read missing.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read missing\.yaml: No such file"):
         load_config({}, {}, Path("missing.yaml"))
     with pytest.raises(ConfigError, match="cannot read"):
         load_config({}, {}, tmp_path)
@@ -286,4 +288,4 @@ def test_the_home_folder_may_be_written_short() -> None:
 
 def test_settings_do_not_change_once_read() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load().port = 5  # type: ignore[misc]
+        load().port = 5

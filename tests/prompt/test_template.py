@@ -203,3 +203,13 @@ def test_one_thread_running_out_of_time_does_not_stop_another() -> None:
             texts.append(template.render([USER], n=3))
     assert isinstance(slow.exception(), TemplateFailed)
     assert set(texts) == {"done"}
+
+
+def test_developer_messages_are_system_messages_to_templates_that_know_no_developer() -> None:
+    developer = {"role": "developer", "content": "Be brief."}
+    system = {"role": "system", "content": "Be brief."}
+    assert ChatTemplate(CHATML).render([developer, USER]) == (
+        ChatTemplate(CHATML).render([system, USER])
+    )
+    aware = CHATML + "{# knows developer #}"
+    assert "<|im_start|>developer" in ChatTemplate(aware).render([developer, USER])

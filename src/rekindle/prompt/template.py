@@ -12,6 +12,7 @@ from rekindle.prompt.content import Message, probe
 from rekindle.prompt.sandbox import Sandbox
 
 RENDER_LIMIT_S = 10.0
+DEVELOPER = "developer"
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -30,6 +31,7 @@ class ChatTemplate:
         self._reserved = OWN_VARIABLES | self._sandbox.globals.keys()
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = self._compile(source)
+        self._knows_developers = DEVELOPER in source
         self._forms = probe(lambda messages: self._run(messages, add_generation_prompt=True))
 
     def render(
@@ -44,11 +46,17 @@ class ChatTemplate:
         """The text of a conversation, each message's content in a form the template takes."""
         self.check(kwargs)
         return self._run(
-            [self._forms.fit(message) for message in messages],
+            [self._forms.fit(self._addressed(message)) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tools=list(tools) if tools else None,  # templates ask `tools is not none`
             **kwargs,
         )
+
+    def _addressed(self, message: Message) -> Message:
+        """OpenAI's newer name for the system role, in the word the template knows."""
+        if message.get("role") == DEVELOPER and not self._knows_developers:
+            return {**message, "role": "system"}
+        return message
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse a client's kwargs that would replace what the server or Jinja gives."""

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from rekindle.cache.key import namespace
 from rekindle.cache.store import Store
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.errors import BadRequest, RekindleError, ServerError
+from rekindle.errors import BadRequest, RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Encoder, Prompt
@@ -60,17 +60,7 @@ class Worker:
         abilities = self._engine.abilities
         self._abilities = abilities
         vocabulary = self._engine.vocabulary
-        source = self._engine.chat_template
-        template = (
-            ChatTemplate(
-                source,
-                bos_token=vocabulary.text(vocabulary.bos),
-                eos_token=vocabulary.text(vocabulary.eos),
-            )
-            if source
-            else None
-        )
-        self._encoder = Encoder(vocabulary, template)
+        self._encoder = Encoder(vocabulary, _template(self._engine))
         self.store = Store(block_tokens=abilities.block_tokens, ram_bytes=load.ram_bytes)
         on_gpu = self._engine.on_gpu
         device = Device(
@@ -202,6 +192,22 @@ class Worker:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
+    """The model's own template; one that does not compile leaves completions to be served."""
+    vocabulary = engine.vocabulary
+    if engine.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(
+            engine.chat_template,
+            bos_token=vocabulary.text(vocabulary.bos),
+            eos_token=vocabulary.text(vocabulary.eos),
+        )
+    except TemplateFailed as error:
+        print(f"chat is not served: {error}", file=sys.stderr)
+        return None
 
 
 def _options(load: wire.Load) -> LlamaCppOptions:
