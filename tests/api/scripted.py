@@ -19,6 +19,7 @@ from rekindle.events import CacheReport, Event, Finished, FinishReason, Started,
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask, Ready
 
+PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -150,7 +151,8 @@ class Front:
         async with lifespan(self.app()) as app:
             before = asyncio.all_tasks()
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+            async with asyncio.timeout(PATIENCE_S), client as http:
                 response = await http.request(method, path, **options)
             assert asyncio.all_tasks() == before, "a request left tasks behind"
         assert all(runtime.open_turns == 0 for runtime in self.runtimes)

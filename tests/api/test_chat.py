@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -206,3 +207,16 @@ def test_a_finish_without_text_ends_the_stream_at_once() -> None:
     """The only event may be the last one."""
     _, last = parsed_chunks(Front(ScriptedRuntime([finished(completion_tokens=0)])))
     assert last.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_finished_turn_is_one_line_of_the_log(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = ScriptedRuntime(reply("Hel", "lo", end=finished(prompt_tokens=50, cache=hit(40))))
+    with caplog.at_level(logging.INFO, "rekindle.turn"):
+        Front(runtime).chat(stream=stream)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "rekindle.turn"]
+    assert "50 prompt tokens: 40 reused from ram (hit, full_match)" in line
+    assert "Hello" not in line
+    assert "hello" not in line

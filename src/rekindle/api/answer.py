@@ -134,7 +134,7 @@ class Answer:
             case Text(_, text, logs):
                 return [self._chunk([self._shape.delta(index, text, logs)])]
             case Finished():
-                self._choices[index].finished = event
+                self._choices[index].add(event)
                 return [self._chunk([self._shape.closing(index, event.reason)])]
             case Started() | Prefill() if self._asks[index].progress:
                 return [self._chunk([], prefill_progress=_progress(event))]

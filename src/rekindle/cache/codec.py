@@ -42,7 +42,7 @@ def decode(raw: bytes, secret: bytes) -> Record:
     """The record, or CorruptBlock; never anything in between."""
     if len(raw) < _HEADER.size + _MAC_BYTES:
         raise CorruptBlock("shorter than its header")
-    body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+    body, mac = memoryview(raw)[:-_MAC_BYTES], raw[-_MAC_BYTES:]  # the state is copied once
     magic, blob_bytes, parent, root, exact, tokens = _HEADER.unpack_from(body)
     if magic != MAGIC:
         raise CorruptBlock("not a block record")
@@ -51,4 +51,4 @@ def decode(raw: bytes, secret: bytes) -> Record:
     if not hmac.compare_digest(blake3(body, key=secret).digest(), mac):
         raise CorruptBlock("its checksum disagrees with its content")
     split = _HEADER.size + tokens * TOKEN_BYTES
-    return Record(root, parent, body[_HEADER.size : split], body[split:], exact)
+    return Record(root, parent, bytes(body[_HEADER.size : split]), bytes(body[split:]), exact)
