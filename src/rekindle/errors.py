@@ -72,11 +72,11 @@ class TemplateFailed(BadRequest):
 class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, tokens: int, limit: int) -> None:
+    def __init__(self, tokens: str, limit: int, *, param: str) -> None:
         super().__init__(
             f"The prompt has {tokens} tokens; this model's context holds {limit} including at "
             "least one generated token. Shorten the prompt or raise --max-model-len.",
-            param="messages",
+            param=param,
         )
 
 

@@ -52,25 +52,9 @@ def endless() -> Ask:
     return ask(max_tokens=None, ignore_eos=True)
 
 
-class Tidy(Runtime):
-    """Closes the sockets that a Runtime leaves to the garbage collector."""
-
-    async def _spawn(self) -> asyncio.StreamReader:
-        self._hang_up()
-        return await super()._spawn()
-
-    async def stop(self) -> None:
-        await super().stop()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
 @asynccontextmanager
 async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIterator[Runtime]:
-    runtime = Tidy("tiny", load(path, parallel), queue=queue)
+    runtime = Runtime("tiny", load(path, parallel), queue=queue)
     try:
         await runtime.start()
         yield runtime
@@ -107,7 +91,7 @@ def is_alive(pid: int) -> bool:
 def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
     async def scene() -> None:
         loaded: list[float] = []
-        runtime = Tidy("tiny", load(model), queue=0)
+        runtime = Runtime("tiny", load(model), queue=0)
         assert runtime.ready is None
         await runtime.start(loaded.append)
         assert runtime.ready is not None
@@ -155,7 +139,7 @@ def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "code", "param"),
     [
-        (ask([5] * CONTEXT), "context_length_exceeded", "messages"),
+        (ask([5] * CONTEXT), "context_length_exceeded", "prompt"),
         (ask([VOCABULARY]), "invalid_value", "prompt"),
         (ask([2**63]), "invalid_value", "prompt"),
         (ask(sampling=Sampling(logit_bias={10**9: 1.0})), "invalid_value", "logit_bias"),
@@ -295,3 +279,38 @@ def test_a_process_does_not_outlive_a_front_that_was_killed(model: Path) -> None
         await soon(lambda: not is_alive(pid))
 
     run(scene)
+
+
+async def _stopped_in_mid_turn(model: Path) -> Event:
+    async with running(model) as runtime:
+        events = runtime.ask(endless())
+        await anext(events)
+        await runtime.stop()
+        return [event async for event in events][-1]
+
+
+def test_turns_in_flight_are_told_when_the_runtime_is_stopped(model: Path) -> None:
+    last = asyncio.run(asyncio.wait_for(_stopped_in_mid_turn(model), PATIENCE_S))
+    assert isinstance(last, Failed)
+    assert last.status == 503
+    assert "stopping" in last.message
+
+
+async def _last_event(model: Path, question: Ask) -> Event:
+    async with running(model) as runtime:
+        return [event async for event in runtime.ask(question)][-1]
+
+
+def test_an_empty_prompt_begins_with_the_models_own_beginning(model: Path) -> None:
+    last = asyncio.run(asyncio.wait_for(_last_event(model, ask("")), PATIENCE_S))
+    assert isinstance(last, Finished)
+    assert last.prompt_tokens == 1
+
+
+def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(model: Path) -> None:
+    question = ask("x" * (CONTEXT * 1000))
+    last = asyncio.run(asyncio.wait_for(_last_event(model, question), PATIENCE_S))
+    assert isinstance(last, Failed)
+    assert last.code == "context_length_exceeded"
+    assert last.param == "prompt"
+    assert "at least" in last.message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -14,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from msgspec import structs
 
-from rekindle.errors import ModelError, RuntimeDied, TooManyRequests, Unavailable
+from rekindle.errors import ModelError, RuntimeDied, ServerError, TooManyRequests, Unavailable
 from rekindle.events import TERMINAL, Cancelled, Event
 from rekindle.runtime import wire
 from rekindle.runtime.turn import failure
@@ -42,7 +41,6 @@ class Runtime:
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._stopping = False
         self.ready: wire.Ready | None = None
         self.restarts = 0
 
@@ -61,19 +59,20 @@ class Runtime:
         self._watcher = asyncio.create_task(self._watch(reader))
 
     async def stop(self) -> None:
-        """End the process: kindly first, then for certain."""
-        self._stopping = True
+        """End the process: kindly first, then for certain. Turns in flight are told."""
+        self.ready = None
         if self._watcher:
             self._watcher.cancel()
+        self._fail_turns(Unavailable("the server is stopping"))
         if self._process is None:
             return
-        with contextlib.suppress(ConnectionError):
-            self._send(wire.Stop())
+        self._send(wire.Stop())
         try:
             await asyncio.wait_for(self._process.wait(), STOP_S)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        self._hang_up()
 
     async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
         """Events of one turn, up to its terminal one; leaving early cancels the turn."""
@@ -98,11 +97,16 @@ class Runtime:
             if not ended and self.ready is not None:
                 self._send(wire.Cancel(ask.turn))
 
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
     def _send(self, message: wire.ToRuntime) -> None:
         assert self._writer is not None
         self._writer.write(wire.frame(message))
 
     async def _spawn(self) -> asyncio.StreamReader:
+        self._hang_up()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -158,6 +162,9 @@ class Runtime:
             f"the process running model {self.name} died (exit status {status}) and is being "
             "restarted; send the request again"
         )
+        self._fail_turns(error)
+
+    def _fail_turns(self, error: ServerError) -> None:
         for turn, queue in self._turns.items():
             queue.put_nowait(failure(turn, error))
 

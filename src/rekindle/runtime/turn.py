@@ -41,7 +41,7 @@ class Turn:
         context_tokens: int,
     ) -> None:
         if len(prompt.tokens) >= context_tokens:
-            raise ContextTooLong(len(prompt.tokens), context_tokens)
+            raise ContextTooLong(str(len(prompt.tokens)), context_tokens, param=ask.source)
         self.ask = ask
         self.id = ask.turn
         self.prompt = prompt

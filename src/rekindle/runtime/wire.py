@@ -45,6 +45,11 @@ class Ask(Struct, tag=True, kw_only=True):
     salt: bytes = b""
     progress: bool = False
 
+    @property
+    def source(self) -> str:
+        """The request's field that the prompt comes from."""
+        return "messages" if self.prompt is None else "prompt"
+
 
 class Cancel(Struct, tag=True):
     turn: int

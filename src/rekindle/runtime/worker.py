@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from rekindle.cache.key import namespace
 from rekindle.cache.store import Store
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.errors import BadRequest, RekindleError, ServerError, TemplateFailed
+from rekindle.errors import BadRequest, ContextTooLong, RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Encoder, Prompt
@@ -94,14 +94,16 @@ class Worker:
 
     def read(self, messages: Iterator[wire.ToRuntime]) -> None:
         """The reader thread."""
-        with ThreadPoolExecutor(ENCODER_THREADS, "encoder") as encoders:
+        encoders = ThreadPoolExecutor(ENCODER_THREADS, "encoder")
+        try:
             for message in messages:
                 if isinstance(message, wire.Ask):
                     self._inbox.put(_Arrived(message.turn))
                     encoders.submit(self._encode, message)
                 elif isinstance(message, wire.Cancel | wire.Stop):
                     self._inbox.put(message)
-        self._inbox.put(wire.Stop())
+        finally:
+            self._inbox.put(wire.Stop())  # a runtime that cannot hear must not go on
 
     def _encode(self, ask: wire.Ask) -> None:
         """An encoder thread: the request as a turn, or its refusal."""
@@ -139,11 +141,29 @@ class Worker:
 
     def _prompt(self, ask: wire.Ask) -> Prompt:
         if ask.messages is not None:
+            self._check_size(ask, ask.messages)
             return self._encoder.chat(ask.messages, template_kwargs=ask.template_kwargs)
         assert ask.prompt is not None
+        if not ask.prompt:
+            return self._beginning()
         if isinstance(ask.prompt, str):
+            self._check_size(ask, ask.prompt)
             return self._encoder.text(ask.prompt)
         return self._given(ask.prompt)
+
+    def _check_size(self, ask: wire.Ask, text: object) -> None:
+        """Tokenising takes its time: refuse what cannot fit before trying."""
+        least = _characters(text) // self._engine.vocabulary.longest_bytes
+        if least >= self._abilities.context_tokens:
+            limit = self._abilities.context_tokens
+            raise ContextTooLong(f"at least {least}", limit, param=ask.source)
+
+    def _beginning(self) -> Prompt:
+        """An empty prompt: the model's own beginning of a text."""
+        bos = self._engine.vocabulary.bos
+        if bos is None:
+            raise BadRequest("the prompt is empty; send at least one token", param="prompt")
+        return Prompt((bos,), boundaries=())
 
     def _given(self, tokens: list[int]) -> Prompt:
         """A prompt that came as token ids."""
@@ -192,6 +212,17 @@ class Worker:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _characters(value: object) -> int:
+    """Characters in all strings of a JSON value, a lower bound of their bytes."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_characters(each) for each in value.values())
+    if isinstance(value, list):
+        return sum(_characters(each) for each in value)
+    return 0
 
 
 def _template(engine: LlamaCppEngine) -> ChatTemplate | None:

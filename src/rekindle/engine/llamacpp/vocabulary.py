@@ -46,6 +46,11 @@ class Vocabulary:
         )
         return {self.text(t): t for t in control if self.text(t)}
 
+    @cached_property
+    def longest_bytes(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        return max((len(self.text(token).encode()) for token in range(self.size)), default=1) or 1
+
     def text(self, token: int | None) -> str:
         """The token as the vocabulary spells it; empty for none."""
         if token is None or not self._has_text:
