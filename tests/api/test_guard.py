@@ -212,7 +212,6 @@ def test_large_headers_are_refused() -> None:
         ("GET", "/v1/nothing", 404, "not_found"),
         ("POST", f"{CHAT}/", 404, "not_found"),
         ("POST", f"/{CHAT}", 404, "not_found"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
@@ -244,3 +243,10 @@ def test_nothing_is_served_over_a_websocket() -> None:
     with pytest.raises(StopIteration):
         coroutine.send(None)
     assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+def test_embeddings_are_refused_in_so_many_words() -> None:
+    answer = Front().request("POST", "http://localhost/v1/embeddings", json={"input": "x"})
+    assert answer.status_code == 400
+    assert error(answer)["code"] == "unsupported_parameter"
+    assert "embeddings are not supported" in error(answer)["message"]

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rekindle import __version__
-from rekindle.api import chat, completions, invalid, models
+from rekindle.api import chat, completions, embeddings, invalid, models
 from rekindle.api.auth import Keys
 from rekindle.api.error import ErrorBody, ErrorResponse
 from rekindle.api.guard import Guard
@@ -44,7 +44,7 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
         redirect_slashes=False,  # a redirect would repeat whatever Host the client made up
         responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
     )
-    for part in (chat, completions, models):
+    for part in (chat, completions, embeddings, models):
         app.include_router(part.router)
     app.add_exception_handler(ServerError, _on_server_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)

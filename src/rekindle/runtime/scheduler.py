@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from rekindle.events import TERMINAL, Event, Prefill, Started
 from rekindle.runtime.device import Device
 from rekindle.runtime.turn import Turn
 
-ALONE_S, SHARED_S = 0.75, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+ALONE_S, SHARED_S = 1.5, 0.25  # how long a prefill slice may hold up a cancel, or other replies
 LEAST_SLICE_TOKENS = 64
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
@@ -130,7 +131,7 @@ class Scheduler:
             for turn in self._active
             if turn.pending_tokens == 1
         ]
-        room = self._slice_tokens()
+        room = self._even_slice(sum(turn.pending_tokens for turn in self._prefilling()))
         for turn in self._prefilling():
             if room <= 0:
                 break
@@ -138,6 +139,11 @@ class Scheduler:
             work.append((turn, self._work(turn, tokens)))
             room -= len(tokens)
         return work
+
+    def _even_slice(self, pending: int) -> int:
+        """As many slices as it takes anyway, but of one size: a short last one is a slow one."""
+        slices = max(1, math.ceil(pending / self._slice_tokens()))
+        return math.ceil(pending / slices)
 
     @staticmethod
     def _work(turn: Turn, tokens: list[int]) -> Work:
@@ -239,6 +245,5 @@ class SliceSize:
             self._tokens_per_s = 0.7 * (self._tokens_per_s or speed) + 0.3 * speed
 
     def tokens(self, allowed_s: float) -> int:
-        wished = int(self._tokens_per_s * allowed_s)
-        whole = max(wished - wished % LEAST_SLICE_TOKENS, LEAST_SLICE_TOKENS)
-        return min(whole, self._most)
+        wished = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
+        return min(max(wished, LEAST_SLICE_TOKENS), self._most)
