@@ -23,8 +23,10 @@ from rekindle.bench.session import SCENARIOS
 
 SETTLE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
 
-# llama.cpp's own default is four slots. Eight streams need eight: with four, half would only wait.
-SLOTS = {"article": 4, "document": 4, "agents": 4, "decode": 8}
+# Turns at once, ours and theirs: each server's own default, but for the agents, who share four, and
+# for eight streams, which need eight: with four, half would only wait.
+OUR_SLOTS = {"article": 16, "document": 16, "agents": 4, "decode": 8}
+THEIR_SLOTS = {"article": 4, "document": 4, "agents": 4, "decode": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,16 @@ class Duel:
         """Start both servers afresh and measure them round by round."""
         task = self.progress.add_task(scenario, total=2 * repeats)
         async with AsyncExitStack() as stack:
-            ours, theirs = await self._enter(stack, SLOTS[scenario])
+            ours, theirs = await self._enter(stack, scenario)
             for number in range(repeats):
                 await self._round(scenario, number, ours, theirs, task)
 
-    async def _enter(self, stack: AsyncExitStack, slots: int) -> tuple[Corner, Corner]:
-        setup = Setup(model=self.model, slots=slots)
+    async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Corner, Corner]:
+        ours = Setup(model=self.model, slots=OUR_SLOTS[scenario])
+        theirs = Setup(model=self.model, slots=THEIR_SLOTS[scenario])
         servers = (
-            stack.enter_context(rekindle(setup, self.folder / "rekindle.log")),
-            stack.enter_context(llamacpp(setup, self.folder / "llamacpp.log")),
+            stack.enter_context(rekindle(ours, self.folder / "rekindle.log")),
+            stack.enter_context(llamacpp(theirs, self.folder / "llamacpp.log")),
         )
         corners = []
         for server in servers:

@@ -137,6 +137,11 @@ def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
+def test_a_record_of_another_format_is_refused_though_it_is_sealed() -> None:
+    body = encode(RECORD, SECRET)[:-MAC_BYTES]
+    refuse(sealed(b"RKB2" + body[len(MAGIC) :]))
+
+
 def test_a_state_moved_under_other_tokens_is_refused() -> None:
     raw = encode(RECORD, SECRET)
     other = encode(Record(RECORD.root, RECORD.parent, pack(range(1, 65)), b"", True), SECRET)

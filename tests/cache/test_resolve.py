@@ -120,8 +120,8 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
 ) -> None:
     step_tokens = block_tokens * blocks_a_step
     paths = {run[:stop] for run in stored for stop in range(1, len(run) + 1)}
-    exact = data.draw(st.sets(st.sampled_from(sorted(paths)))) if paths else set()
-    tree = tree_of(stored, block_tokens, exact)
+    decoded = data.draw(st.sets(st.sampled_from(sorted(paths)))) if paths else set()
+    tree = tree_of(stored, block_tokens, paths - decoded)
     match = tree.index.match(ROOT, pack(request))
     plan: Plan[object] = resolve_exact(match, step_tokens=step_tokens)
     usable = [
@@ -138,6 +138,14 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
         assert plan.blocks[-1].stop == plan.reused_tokens
     else:
         assert plan.reused_tokens == 0
+
+
+def test_an_exact_block_of_which_only_a_part_matches_is_not_reused() -> None:
+    tree = tree_of([(1, 2, 3, 4)], 2, {(1, 2), (1, 2, 3, 4)})
+    for request in ((1, 2, 3), (1, 2, 3, 9), (1, 2, 9, 9)):
+        match = tree.index.match(ROOT, pack(request))
+        assert resolve_exact(match, step_tokens=2).reused_tokens == 2
+        assert resolve_exact(match, step_tokens=4).reused_tokens == 0
 
 
 def is_exact(tree: Tree, path: Tokens) -> bool:

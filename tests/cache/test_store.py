@@ -165,7 +165,8 @@ class StoreMachine(RuleBasedStateMachine):
         was_there = self.store.get(block) is not None
         self.store.drop(block)
         if was_there:
-            self.kept = {end: kept for end, kept in self.kept.items() if not starts(end, path)}
+            for other in [other for other in self.kept if path in ends(other, BLOCK_TOKENS)]:
+                del self.kept[other]
 
     @invariant()
     def everything_kept_is_there_and_nothing_else(self) -> None:
