@@ -307,7 +307,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
 ) -> None:
     """Overlapping prompts, tiny budgets, breakage and cancellations, in any order."""
     engine = FakeEngine(
-        pool_tokens=pool, context_tokens=128, break_steps=breaks, break_restores=len(breaks)
+        pool_tokens=pool, context_tokens=128, break_steps=breaks, break_restores=min(len(breaks), 1)
     )
     desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
     submitted = []
