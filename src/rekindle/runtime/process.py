@@ -22,11 +22,13 @@ log = logging.getLogger("rekindle.runtime")
 
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
 STOP_S = 5.0
-# How long OpenMP threads spin at a barrier before they sleep. The default is hundreds of times more
-# and wins nothing on an idle machine; on one with other work it nearly halves prefill.
-SPIN = {"GOMP_SPINCOUNT": "10000"}
+# How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
+# steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
+# prefill by 40 % as soon as another program wants a core.
+SPIN = {"GOMP_SPINCOUNT": "100000"}
 
 OnLoading = Callable[[float], None]
+News = asyncio.Queue[wire.ToFront | None]  # of a runtime's life; None: it is gone
 
 
 class Runtime:
@@ -39,7 +41,7 @@ class Runtime:
         self._turns: dict[int, asyncio.Queue[Event]] = {}
         self._ids = itertools.count(1)
         self._process: Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._watcher: asyncio.Task[None] | None = None
         self.ready: wire.Ready | None = None
         self.restarts = 0
@@ -54,9 +56,9 @@ class Runtime:
 
     async def start(self, on_loading: OnLoading = lambda _fraction: None) -> None:
         """Load the model; raises ModelError when it cannot be loaded."""
-        reader = await self._spawn()
-        await self._await_ready(reader, on_loading)
-        self._watcher = asyncio.create_task(self._watch(reader))
+        news = await self._spawn()
+        await self._await_ready(news, on_loading)
+        self._watcher = asyncio.create_task(self._watch(news))
 
     async def stop(self) -> None:
         """End the process: kindly first, then for certain. Turns in flight are told."""
@@ -98,14 +100,14 @@ class Runtime:
                 self._send(wire.Cancel(ask.turn))
 
     def _hang_up(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _send(self, message: wire.ToRuntime) -> None:
-        assert self._writer is not None
-        self._writer.write(wire.frame(message))
+        assert self._transport is not None
+        self._transport.write(wire.frame(message))
 
-    async def _spawn(self) -> asyncio.StreamReader:
+    async def _spawn(self) -> News:
         self._hang_up()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -117,13 +119,22 @@ class Runtime:
                 pass_fds=[theirs.fileno()],
                 env=SPIN | os.environ,
             )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._send(self._load)
-        return reader
+        news: News = asyncio.Queue()
 
-    async def _await_ready(self, reader: asyncio.StreamReader, on_loading: OnLoading) -> None:
+        def hear(message: wire.ToFront | None) -> None:
+            if isinstance(message, wire.Events):
+                self._deliver(message.events)
+            else:
+                news.put_nowait(message)
+
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: wire.FrameReader(hear), sock=ours)
+        self._send(self._load)
+        return news
+
+    async def _await_ready(self, news: News, on_loading: OnLoading) -> None:
         while True:
-            match await wire.read_message(reader):
+            match await news.get():
                 case wire.Loading(fraction):
                     on_loading(fraction)
                 case wire.Ready() as ready:
@@ -139,16 +150,15 @@ class Runtime:
                         "the model file may be damaged, or memory too small"
                     )
 
-    async def _watch(self, reader: asyncio.StreamReader) -> None:
-        """Deliver events; when the process dies, say so to every turn and start it again."""
+    async def _watch(self, news: News) -> None:
+        """When the process dies, say so to every turn and start it again."""
         while True:
-            while (message := await wire.read_message(reader)) is not None:
-                if isinstance(message, wire.Events):
-                    self._deliver(message.events)
+            while await news.get() is not None:
+                pass
             assert self._process is not None
             status = await self._process.wait()
             self._abandon(status)
-            reader = await self._restart()
+            news = await self._restart()
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -168,16 +178,16 @@ class Runtime:
         for turn, queue in self._turns.items():
             queue.put_nowait(failure(turn, error))
 
-    async def _restart(self) -> asyncio.StreamReader:
+    async def _restart(self) -> News:
         for attempt in itertools.count():
             await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
             try:
-                reader = await self._spawn()
-                await self._await_ready(reader, lambda _fraction: None)
+                news = await self._spawn()
+                await self._await_ready(news, lambda _fraction: None)
             except (ModelError, OSError) as error:
                 log.error("restarting %s failed: %s", self.name, error)
             else:
                 self.restarts += 1
                 log.warning("runtime of %s is back", self.name)
-                return reader
+                return news
         raise AssertionError("unreachable")

@@ -23,7 +23,7 @@ from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
-from rekindle.engine.llamacpp.sampler import ChainSampler
+from rekindle.engine.llamacpp.sampler import ChainSampler, GreedySampler, build_sampler
 from rekindle.engine.llamacpp.vocabulary import Vocabulary
 from rekindle.engine.sampling import Sampled, Sampling
 from rekindle.errors import CorruptBlock, EngineBroken, ModelError, PoolFull
@@ -264,7 +264,7 @@ class LlamaCppEngine:
     # -- computing -----------------------------------------------------------------------------
 
     def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler:
-        return ChainSampler(self._library, self.vocabulary.size, sampling, prompt)
+        return build_sampler(self._library, self.vocabulary.size, sampling, prompt)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         results: dict[int, Sampled | None] = {}
@@ -301,7 +301,7 @@ class LlamaCppEngine:
             return None
         if self.observe is not None:
             self.observe(item.sequence, context.logits(index, self.vocabulary.size))
-        assert isinstance(item.sampler, ChainSampler)
+        assert isinstance(item.sampler, ChainSampler | GreedySampler)
         return item.sampler.sample(
             context.native, index, lambda: context.logits(index, self.vocabulary.size)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,7 +12,30 @@ import numpy as np
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.sampling import Sampled, Sampling
 
+Logits = Callable[[], Any]  # one row, read when asked for
+
 WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows
+
+
+class GreedySampler:
+    """The likeliest token, biases added: one scan of the row, where a chain would copy it."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._top_logprobs = sampling.top_logprobs
+        self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+
+    def sample(self, _context: int, _index: int, logits: Logits) -> Sampled:
+        row = logits()
+        if len(self._biased):
+            row = row.copy()
+            row[self._biased] += self._bias
+        token = int(row.argmax())
+        if self._top_logprobs is None:
+            return Sampled(token)
+        return _with_logprobs(token, _log_softmax(logits()), self._top_logprobs)
+
+    def close(self) -> None: ...
 
 
 class ChainSampler:
@@ -65,19 +89,32 @@ class ChainSampler:
             self._add(library.llama_sampler_init_temp(sampling.temperature))
         self._add(library.llama_sampler_init_dist(_seed(sampling.seed)))
 
-    def sample(self, context: int, index: int, logits: Any) -> Sampled:
+    def sample(self, context: int, index: int, logits: Logits) -> Sampled:
         """Choose from one row; `logits()` is asked for only when log probabilities are."""
-        wanted = self._top_logprobs
-        scores = _log_softmax(logits()) if wanted is not None else None  # before the chain: it may
-        token = int(self._library.llama_sampler_sample(self._chain, context, index))  # not copy
-        if wanted is None or scores is None:
+        token = int(self._library.llama_sampler_sample(self._chain, context, index))
+        if self._top_logprobs is None:
             return Sampled(token)
-        return Sampled(token, float(scores[token]), _top(scores, wanted))
+        return _with_logprobs(token, _log_softmax(logits()), self._top_logprobs)
 
     def close(self) -> None:
         if self._chain:
             self._library.llama_sampler_free(self._chain)
             self._chain = None
+
+
+def build_sampler(
+    library: Any, vocabulary: int, sampling: Sampling, prompt: Seq[int]
+) -> GreedySampler | ChainSampler:
+    penalised = (
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
+    if sampling.temperature == 0 and not penalised:
+        return GreedySampler(sampling)
+    return ChainSampler(library, vocabulary, sampling, prompt)
+
+
+def _with_logprobs(token: int, scores: Any, top: int) -> Sampled:
+    return Sampled(token, float(scores[token]), _top(scores, top))
 
 
 def _seed(seed: int | None) -> int:
