@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rekindle.api.app import build_app
 from rekindle.api.service import Service
 from rekindle.config import Config
-from rekindle.events import CacheReport, Event, Finished, FinishReason, Started, Text, TokenLog
-from rekindle.runtime.process import Runtime
+from rekindle.errors import ServerError
+from rekindle.events import (
+    TERMINAL,
+    CacheReport,
+    Event,
+    Finished,
+    FinishReason,
+    Started,
+    Text,
+    TokenLog,
+)
+from rekindle.runtime.process import Deliver, Runtime
 from rekindle.runtime.wire import Ask, Ready
 
 PATIENCE_S = 30.0
@@ -27,7 +37,7 @@ class Pause:
     """A step that lasts until the turn is cancelled."""
 
 
-Step = Event | Exception | Pause
+Step = Event | ServerError | Pause
 Script = Sequence[Step]
 
 MISS = CacheReport("miss", "not_cached", 0, 12, None)
@@ -65,27 +75,40 @@ class ScriptedRuntime(Runtime):
         self.asks: list[Ask] = []
         self.open_turns = 0
         self.cancelled_turns = 0
+        self.scripts: list[asyncio.Task[None]] = []
+        self._playing: dict[int, asyncio.Task[None]] = {}
         self._scripts = scripts or (reply("Hel", "lo"),)
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    def submit(self, ask: Ask, deliver: Deliver) -> int:
         script = self._scripts[min(len(self.asks), len(self._scripts) - 1)]
         self.asks.append(ask)
+        if isinstance(script[0], ServerError):
+            raise script[0]
         self.open_turns += 1
-        ended = False
-        try:
-            for step in script:
-                if isinstance(step, Pause):
-                    await asyncio.Event().wait()
-                elif isinstance(step, Exception):
-                    ended = True
-                    raise step
-                else:
-                    ended = isinstance(step, Finished)
-                    yield step
-                    await asyncio.sleep(0)
-        finally:
+        turn = len(self.asks)
+        playing = self._playing[turn] = asyncio.create_task(self._play(turn, script, deliver))
+        self.scripts.append(playing)
+        return turn
+
+    def leave(self, turn: int) -> None:
+        if playing := self._playing.pop(turn, None):
+            playing.cancel()
             self.open_turns -= 1
-            self.cancelled_turns += not ended
+            self.cancelled_turns += 1
+
+    async def _play(self, turn: int, script: Script, deliver: Deliver) -> None:
+        for step in script:
+            if isinstance(step, Pause):
+                await asyncio.Event().wait()
+            elif isinstance(step, TERMINAL):
+                del self._playing[turn]
+                self.open_turns -= 1
+                deliver(step)
+                return
+            else:
+                assert not isinstance(step, ServerError), "a refusal comes first"
+                deliver(step)
+            await asyncio.sleep(0)
 
     @property
     def asked(self) -> Ask:
@@ -154,7 +177,8 @@ class Front:
             client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
             async with asyncio.timeout(PATIENCE_S), client as http:
                 response = await http.request(method, path, **options)
-            assert asyncio.all_tasks() == before, "a request left tasks behind"
+            scripts = {task for runtime in self.runtimes for task in runtime.scripts}
+            assert asyncio.all_tasks() - scripts == before, "a request left tasks behind"
         assert all(runtime.open_turns == 0 for runtime in self.runtimes)
         return response
 

@@ -86,7 +86,7 @@ class Answer:
         return await (self._streamed(http) if self._request.stream else self._whole(http))
 
     async def _whole(self, http: HttpRequest) -> Response:
-        async with contextlib.aclosing(Turns(self._runtime, self._asks)) as turns:
+        with contextlib.closing(Turns(self._runtime, self._asks)) as turns:
             await while_connected(http, self._collect(turns))
         return JsonResponse(
             {
@@ -110,9 +110,9 @@ class Answer:
         try:
             begun = await while_connected(http, turns.begun())
         except BaseException:
-            await turns.aclose()
+            turns.close()
             raise
-        return sse.EventStream(self._stream(turns, begun), turns.aclose)
+        return sse.EventStream(self._stream(turns, begun), turns.close)
 
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -31,9 +31,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, chunks: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -50,7 +48,7 @@ class EventStream(Response):
         finally:
             await _end(sending, leaving)
             await self._chunks.aclose()
-            await self._close()  # not left to the chunks: they may never have been asked for
+            self._close()  # not left to the chunks: they may never have been asked for
 
     async def _send(self, send: Send) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from rekindle.errors import ServerError, Unavailable
-from rekindle.events import TERMINAL, Event, Failed, Finished, Started, Text
+from rekindle.events import Event, Failed, Finished, Started, Text
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
 
@@ -35,43 +35,34 @@ class Turns:
     def __init__(self, runtime: Runtime, asks: list[Ask]) -> None:
         self._runtime = runtime
         self._asks = asks
-        self._open = len(asks)
-        self._merged: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
-        self._pumps = [
-            asyncio.create_task(self._pump(index, ask)) for index, ask in enumerate(asks)
-        ]
-
-    async def aclose(self) -> None:
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    async def _pump(self, index: int, ask: Ask) -> None:
-        """Whatever ends a turn, the reader hears of it: nobody waits for a turn that is gone."""
-        ended = False
+        self._unfinished = len(asks)
+        self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._turns: list[int] = []
         try:
-            async with contextlib.aclosing(self._runtime.ask(ask)) as events:
-                async for event in events:
-                    self._merged.put_nowait((index, event))
-                    ended = isinstance(event, TERMINAL)
-            if not ended:
-                raise Unavailable("the turn ended without an answer; send the request again")
-        except Exception as error:
-            self._merged.put_nowait((index, error))
+            for index, ask in enumerate(asks):
+                self._turns.append(runtime.submit(ask, partial(self._deliver, index)))
+        except ServerError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for turn in self._turns:
+            self._runtime.leave(turn)
+
+    def _deliver(self, index: int, event: Event) -> None:
+        self._merged.put_nowait((index, event))
 
     @property
     def open(self) -> bool:
         """Whether a turn has not finished yet."""
-        return self._open > 0
+        return self._unfinished > 0
 
     async def next(self) -> tuple[int, Event]:
         """The next event with its turn's index; a failure raises."""
         index, event = await self._merged.get()
-        if isinstance(event, Exception):
-            raise event
         if isinstance(event, Failed):
             raise FailedTurn(event)
-        self._open -= isinstance(event, Finished)
+        self._unfinished -= isinstance(event, Finished)
         return index, event
 
     async def begun(self) -> list[tuple[int, Event]]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from msgspec import structs
 
 from rekindle.errors import ModelError, RuntimeDied, ServerError, TooManyRequests, Unavailable
-from rekindle.events import TERMINAL, Cancelled, Event
+from rekindle.events import TERMINAL, Event
 from rekindle.runtime import wire
 from rekindle.runtime.turn import failure
 
@@ -28,6 +28,7 @@ STOP_S = 5.0
 SPIN = {"GOMP_SPINCOUNT": "100000"}
 
 OnLoading = Callable[[float], None]
+Deliver = Callable[[Event], None]
 News = asyncio.Queue[wire.ToFront | None]  # of a runtime's life; None: it is gone
 
 
@@ -38,7 +39,7 @@ class Runtime:
         self.name = name
         self._load = load
         self._most_turns = load.parallel + queue
-        self._turns: dict[int, asyncio.Queue[Event]] = {}
+        self._turns: dict[int, Deliver] = {}
         self._ids = itertools.count(1)
         self._process: Process | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -76,28 +77,36 @@ class Runtime:
             await self._process.wait()
         self._hang_up()
 
-    async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
-        """Events of one turn, up to its terminal one; leaving early cancels the turn."""
+    def submit(self, ask: wire.Ask, deliver: Deliver) -> int:
+        """Begin a turn: `deliver` is called with its events, up to its terminal one."""
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading; try again in a moment")
         if len(self._turns) >= self._most_turns:
             raise TooManyRequests(
                 f"{len(self._turns)} requests are already queued or running; try again later"
             )
-        ask = structs.replace(ask, turn=next(self._ids))
-        queue = self._turns[ask.turn] = asyncio.Queue()
-        ended = False
+        turn = next(self._ids)
+        self._turns[turn] = deliver
+        self._send(structs.replace(ask, turn=turn))
+        return turn
+
+    def leave(self, turn: int) -> None:
+        """Nobody listens any more: cancel the turn, unless it has ended."""
+        if self._turns.pop(turn, None) is not None and self.ready is not None:
+            self._send(wire.Cancel(turn))
+
+    async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
+        """Events of one turn, up to its terminal one; leaving early cancels the turn."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        turn = self.submit(ask, events.put_nowait)
         try:
-            self._send(ask)
+            ended = False
             while not ended:
-                event = await queue.get()
+                event = await events.get()
                 ended = isinstance(event, TERMINAL)
-                if not isinstance(event, Cancelled):
-                    yield event
+                yield event
         finally:
-            self._turns.pop(ask.turn, None)
-            if not ended and self.ready is not None:
-                self._send(wire.Cancel(ask.turn))
+            self.leave(turn)
 
     def _hang_up(self) -> None:
         if self._transport is not None:
@@ -162,8 +171,10 @@ class Runtime:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            if queue := self._turns.get(event.turn):
-                queue.put_nowait(event)
+            if deliver := self._turns.get(event.turn):
+                if isinstance(event, TERMINAL):
+                    del self._turns[event.turn]
+                deliver(event)
 
     def _abandon(self, status: int) -> None:
         self.ready = None
@@ -175,8 +186,7 @@ class Runtime:
         self._fail_turns(error)
 
     def _fail_turns(self, error: ServerError) -> None:
-        for turn, queue in self._turns.items():
-            queue.put_nowait(failure(turn, error))
+        self._deliver([failure(turn, error) for turn in self._turns])
 
     async def _restart(self) -> News:
         for attempt in itertools.count():
