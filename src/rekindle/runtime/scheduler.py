@@ -15,8 +15,9 @@ from rekindle.events import TERMINAL, Event, Prefill, Started
 from rekindle.runtime.device import Device
 from rekindle.runtime.turn import Turn
 
-ALONE_S, SHARED_S = 1.5, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies
 LEAST_SLICE_TOKENS = 64
+UNKNOWN_SLICE_TOKENS = 256  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
 MOST_RESTARTS = 3
@@ -81,7 +82,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting turns, oldest first, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
-        while len(self._active) < self._parallel and self._has_appetite():
+        while self._waiting and len(self._active) < self._parallel and self._has_appetite():
             turn = next((t for t in self._waiting if not self._follows(t)), None)
             if turn is None or not self._device.start(turn, self._active):
                 return
@@ -131,8 +132,15 @@ class Scheduler:
             for turn in self._active
             if turn.pending_tokens == 1
         ]
-        room = self._even_slice(sum(turn.pending_tokens for turn in self._prefilling()))
-        for turn in self._prefilling():
+        if len(work) < len(self._active):
+            work += self._compose_prefill()
+        return work
+
+    def _compose_prefill(self) -> list[tuple[Turn, Work]]:
+        prefilling = self._prefilling()
+        room = self._even_slice(sum(turn.pending_tokens for turn in prefilling))
+        work = []
+        for turn in prefilling:
             if room <= 0:
                 break
             tokens = turn.next_tokens(room, self._step_tokens)
@@ -184,7 +192,7 @@ class Scheduler:
 
     def _rotate(self) -> None:
         """A prompt that has had its quantum goes behind the others."""
-        prefilling = self._prefilling()
+        prefilling = self._prefilling() if len(self._active) > 1 else []
         if len(prefilling) > 1 and prefilling[0].slice_tokens >= self._quantum():
             prefilling[0].slice_tokens = 0
             self._active.remove(prefilling[0])
@@ -245,5 +253,7 @@ class SliceSize:
             self._tokens_per_s = 0.7 * (self._tokens_per_s or speed) + 0.3 * speed
 
     def tokens(self, allowed_s: float) -> int:
+        if not self._tokens_per_s:
+            return min(UNKNOWN_SLICE_TOKENS, self._most)
         wished = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
         return min(max(wished, LEAST_SLICE_TOKENS), self._most)

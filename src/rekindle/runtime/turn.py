@@ -79,7 +79,7 @@ class Turn:
 
     @property
     def pending_tokens(self) -> int:
-        return len(self.tokens) - self.held_tokens
+        return len(self.tokens) - (self.sequence.length if self.sequence else 0)
 
     @property
     def is_reading(self) -> bool:

@@ -22,12 +22,13 @@ class GreedySampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._top_logprobs = sampling.top_logprobs
+        self._is_biased = bool(sampling.logit_bias)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
 
     def sample(self, _context: int, _index: int, logits: Logits) -> Sampled:
         row = logits()
-        if len(self._biased):
+        if self._is_biased:
             row = row.copy()
             row[self._biased] += self._bias
         token = int(row.argmax())
