@@ -31,7 +31,7 @@ from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.turn import Turn, failure
 
 ENCODER_THREADS = 2
-CPU_RESIDENT_TOKENS = 2048  # idle cells slow every step on a CPU; RAM gives them back in no time
+CPU_RESIDENT_TOKENS = 512  # idle cells slow every step on a CPU; RAM gives them back in no time
 
 
 @dataclass(frozen=True, slots=True)
