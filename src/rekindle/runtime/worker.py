@@ -1,7 +1,7 @@
 """The runtime process: one loaded model with its prompt, cache and engine.
 
-Three kinds of thread: a reader takes messages off the socket, a few encoders turn requests into
-tokens, and the main thread alone owns the engine.
+Four kinds of thread: a reader and a writer at the socket, a few encoders that turn requests into
+tokens, and the main thread, which alone owns the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.turn import Turn, failure
 
 ENCODER_THREADS = 2
-CPU_RESIDENT_TOKENS = 512  # idle cells slow every step on a CPU; RAM gives them back in no time
+CPU_RESIDENT_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Worker:
 
     def __init__(self, load: wire.Load, sock: socket.socket) -> None:
         self._sock = sock
-        self._send_lock = threading.Lock()
+        self._outbox: SimpleQueue[wire.ToFront | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._encoding: set[int] = set()  # turns between arrival and the scheduler
         self._doomed: set[int] = set()  # of those, the ones cancelled meanwhile
@@ -80,9 +82,15 @@ class Worker:
     # -- out -----------------------------------------------------------------------------------
 
     def send(self, message: wire.ToFront) -> None:
-        data = wire.frame(message)
-        with self._send_lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._sock.sendall(data)  # a front that is gone is noticed by the reader
+        """Leave the message to the writer. Sending it here would wake the front, which then takes
+        the core from us between two steps; the writer runs while the engine computes."""
+        self._outbox.put(message)
+
+    def _write(self) -> None:
+        """The writer thread; a front that is gone is noticed by the reader."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while (message := self._outbox.get()) is not None:
+                self._sock.sendall(wire.frame(message))
 
     def _emit(self, events: list[Event]) -> None:
         self.send(wire.Events(events))
@@ -211,6 +219,8 @@ class Worker:
                     self._scheduler.cancel(message.id)
 
     def close(self) -> None:
+        self._outbox.put(None)
+        self._writer.join()
         self._engine.close()
 
 
