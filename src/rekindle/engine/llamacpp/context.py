@@ -101,9 +101,6 @@ class Context:
         if not self._library.llama_memory_seq_rm(self._memory, slot, start, -1):
             raise EngineBroken("llama.cpp refused to cut a sequence")
 
-    def length(self, slot: int) -> int:
-        return int(self._library.llama_memory_seq_pos_max(self._memory, slot)) + 1
-
     def export(self, slot: int, start: int, stop: int) -> bytes:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
         self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, start, stop)
