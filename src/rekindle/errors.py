@@ -92,6 +92,17 @@ class NotFound(ServerError):
     status, kind, code = 404, "invalid_request_error", "not_found"
 
 
+class CacheKeyNotFound(NotFound):
+    code = "cache_key_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("No such cache key; GET /v1/cache lists those you have.")
+
+
+class NoRoomForPins(ServerError):
+    status, kind, code = 507, "insufficient_storage_error", "pins_exceed_budget"
+
+
 class TooManyRequests(ServerError):
     status, kind, code = 429, "rate_limit_error", "queue_full"
 

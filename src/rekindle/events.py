@@ -20,14 +20,29 @@ class TokenLog(Struct, array_like=True):
     top: list[tuple[bytes, float]]
 
 
+class Divergence(Struct):
+    """Where a request leaves the state it was compared with, in words of both sides."""
+
+    message: int | None  # of the request; None where messages cannot be told apart
+    role: str | None
+    stored: str  # the first words that differ, as the stored state has them
+    sent: str  # and as the request has them
+
+
+Status = Literal["hit", "partial_hit", "miss"]
+
+
 class CacheReport(Struct):
     """What was really reused, and why not more. `reused_tokens` were not computed."""
 
-    status: Literal["hit", "partial_hit", "miss"]
+    status: Status
     reason: str
     reused_tokens: int
     cached_tokens: int  # tokens of this turn that are now kept for a later one
-    tier: str | None  # where the reused state came from: "device", "ram", or none
+    tier: str | None  # the slowest the reused state came from: "device", "ram", "disk", or none
+    cache_key: str | None = None  # of the entry that a name in the request stands for
+    new_cache_key: str | None = None  # of this turn's own entry, when it was asked for
+    diverged_at: Divergence | None = None
 
 
 class Started(Struct, tag=True):
@@ -61,6 +76,7 @@ class Finished(Struct, tag=True):
     completion_tokens: int
     prompt_eval_s: float
     cache: CacheReport
+    message_id: str | None = None  # by which the reply can be named later, when asked for
 
 
 class Failed(Struct, tag=True):

@@ -32,6 +32,14 @@ Deliver = Callable[[Event], None]
 News = asyncio.Queue[wire.ToFront | None]  # of a runtime's life; None: it is gone
 
 
+class RefusedQuery(ServerError):
+    """A runtime's refusal as it told it."""
+
+    def __init__(self, refused: wire.Refused) -> None:
+        super().__init__(refused.message, param=refused.param)
+        self.status, self.kind, self.code = refused.status, refused.kind, refused.code
+
+
 class Runtime:
     """One model in a process of its own. A death costs the turns in flight, never the server."""
 
@@ -40,6 +48,7 @@ class Runtime:
         self._load = load
         self._most_turns = load.parallel + queue
         self._turns: dict[int, Deliver] = {}
+        self._queries: dict[int, asyncio.Future[wire.CacheAnswer]] = {}
         self._ids = itertools.count(1)
         self._process: Process | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -108,6 +117,28 @@ class Runtime:
         finally:
             self.leave(turn)
 
+    async def query(
+        self, op: wire.CacheOp, *, salt: bytes, admin: bool = False
+    ) -> wire.CacheAnswer:
+        """Ask about the cache; an answer that is a refusal raises."""
+        if self.ready is None:
+            raise Unavailable(f"model {self.name} is loading; try again in a moment")
+        number = next(self._ids)
+        asked = self._queries[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(wire.Query(id=number, salt=salt, admin=admin, op=op))
+            answer = await asked
+        finally:
+            del self._queries[number]
+        if isinstance(answer, wire.Refused):
+            raise RefusedQuery(answer)
+        return answer
+
+    def _settle(self, number: int, answer: wire.CacheAnswer) -> None:
+        asked = self._queries.get(number)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -131,10 +162,15 @@ class Runtime:
         news: News = asyncio.Queue()
 
         def hear(message: wire.ToFront | None) -> None:
-            if isinstance(message, wire.Events):
-                self._deliver(message.events)
-            else:
-                news.put_nowait(message)
+            match message:
+                case wire.Events(events):
+                    self._deliver(events)
+                case wire.Answer(id, answer):
+                    self._settle(id, answer)
+                case wire.Note(level, text):
+                    log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+                case _:
+                    news.put_nowait(message)
 
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: wire.FrameReader(hear), sock=ours)
@@ -187,6 +223,9 @@ class Runtime:
 
     def _fail_turns(self, error: ServerError) -> None:
         self._deliver([failure(turn, error) for turn in self._turns])
+        for asked in self._queries.values():
+            if not asked.done():
+                asked.set_exception(error)
 
     async def _restart(self) -> News:
         for attempt in itertools.count():

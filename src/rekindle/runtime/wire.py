@@ -6,15 +6,18 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from rekindle.engine.sampling import Sampling
-from rekindle.events import Event
+from rekindle.events import Divergence, Event, Status
 
 _LENGTH = struct.Struct(">I")
+
+
+WritePolicy = Literal["always", "named", "on-evict"]
 
 
 class Load(Struct, tag=True, kw_only=True):
@@ -27,6 +30,35 @@ class Load(Struct, tag=True, kw_only=True):
     threads: int
     gpu_layers: int | None
     ram_bytes: int
+    kv_type: str = "f16"  # of the engine's KV cells: "f16" or "q8_0"
+    disk_bytes: int = 0  # 0: nothing is kept on disk
+    disk_floor_bytes: int = 0  # free space that is left to others
+    cache_dir: str = ""
+    write_policy: WritePolicy = "always"
+    key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
+
+
+class Naming(Struct, kw_only=True):
+    """What a request calls the state it goes on from, and what its own is to be called."""
+
+    cache_key: str | None = None
+    return_cache_key: bool = False
+    session_id: str | None = None
+    session_number: int | None = None  # `kv_cache_session_id`
+    message_ids: list[str] = []  # newest first
+    wants_message_id: bool = False
+    prompt_cache_key: str | None = None
+    by_fingerprint: bool = False  # `--force-cache`: a conversation without a name gets one
+    ttl_s: float | None = None  # None: the default of its kind
+    in_memory: bool = False  # never written to disk
+
+
+class Preparing(Struct, kw_only=True):
+    """Compute the prompt, sample nothing, and keep its state as an entry."""
+
+    pinned: bool = False
+    ttl_s: float | None = 1800.0
+    shared: bool = False  # for every tenant; the operator's own prompts only
 
 
 class Ask(Struct, tag=True, kw_only=True):
@@ -34,6 +66,9 @@ class Ask(Struct, tag=True, kw_only=True):
 
     turn: int
     messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    naming: Naming | None = None
+    preparing: Preparing | None = None
     prompt: str | list[int] | None = None
     template_kwargs: dict[str, Any] = {}
     sampling: Sampling
@@ -56,7 +91,198 @@ class Cancel(Struct, tag=True):
 
 
 class Stop(Struct, tag=True):
-    """Finish nothing more; end the process."""
+    """Finish nothing more, keep what there is, end the process."""
+
+
+# -- questions about the cache -------------------------------------------------------------------
+
+
+class ListEntries(Struct, tag=True):
+    """Answered with Listing."""
+
+
+class ShowEntry(Struct, tag=True):
+    """Answered with EntryInfo."""
+
+    cache_key: str
+
+
+class GetStats(Struct, tag=True):
+    """Answered with Stats."""
+
+
+class Validate(Struct, tag=True, kw_only=True):
+    """Would this request hit this entry? Answered with Validity; changes nothing."""
+
+    cache_key: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = {}
+
+
+class IndexPrompt(Struct, tag=True, kw_only=True):
+    """`prepare` without computing: an entry that knows its tokens. Answered with EntryInfo."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    preparing: Preparing
+
+
+class Settle(Struct, tag=True):
+    """Answered with EntryInfo when the entry is stored as safely as this server can."""
+
+    cache_key: str
+
+
+class DeleteEntry(Struct, tag=True):
+    """Answered with Removed."""
+
+    cache_key: str
+
+
+class PinEntry(Struct, tag=True):
+    """Pin or unpin. Answered with EntryInfo."""
+
+    cache_key: str
+    pinned: bool
+
+
+class Collect(Struct, tag=True):
+    """Remove what has expired now. Answered with Removed."""
+
+
+class RemoveSession(Struct, tag=True):
+    """Remove the entry of a numbered session, a session or a message. Answered with Removed."""
+
+    session_id: int | str
+
+
+class RemoveOld(Struct, tag=True):
+    """Remove unpinned entries not used for so long. Answered with Removed."""
+
+    seconds: float
+
+
+CacheOp = (
+    ListEntries
+    | ShowEntry
+    | GetStats
+    | Validate
+    | IndexPrompt
+    | Settle
+    | DeleteEntry
+    | PinEntry
+    | Collect
+    | RemoveSession
+    | RemoveOld
+)
+
+
+class Query(Struct, tag=True, kw_only=True):
+    """A question about the cache, as one tenant sees it; an admin sees every tenant's."""
+
+    id: int
+    salt: bytes
+    admin: bool = False
+    op: CacheOp
+
+
+class Segment(Struct, array_like=True):
+    """A part of a conversation that explains a decision: "system", "tools" or "turn"."""
+
+    type: str
+    hash: str
+
+
+class NameInfo(Struct):
+    kind: str  # "session_id", "kv_cache_session_id", "message_id", "prompt_cache_key", …
+    name: str
+
+
+class EntryInfo(Struct, tag=True, kw_only=True):
+    cache_key: str
+    segments: list[Segment]
+    token_count: int
+    tier: str | None  # the slowest of those that hold its state; None: nothing is held
+    size_bytes: int  # of its state, whoever else shares it
+    stored_tokens: int  # that would survive the end of this process
+    hit_count: int
+    pinned: bool
+    ttl: float | None
+    created_at: float
+    last_used: float
+    expires_at: float | None
+    names: list[NameInfo]
+    tenant: str  # a digest of who owns it
+
+
+class Listing(Struct, tag=True):
+    entries: list[EntryInfo]
+
+
+class Stats(Struct, tag=True, kw_only=True):
+    """One tenant's view, or the sum of all for an admin."""
+
+    entries: int
+    pinned_entries: int
+    by_tier: dict[str, int]
+    ram_bytes: int
+    disk_bytes: int
+    unique_bytes: int  # of state, each block once
+    logical_bytes: int  # what the entries would take if they shared nothing
+    hits: int
+    partial_hits: int
+    misses: int
+    evictions: int  # blocks forgotten to make room
+    # Of the whole runtime; zero for a tenant that is not the admin.
+    ram_limit_bytes: int = 0
+    disk_limit_bytes: int = 0
+    disk_state: str = "off"  # "ok", "off", or why nothing is written: "full", "failing", "locked"
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    corrupt_blocks: int = 0
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    turns: int = 0  # waiting and running
+
+
+class Validity(Struct, tag=True, kw_only=True):
+    status: Status
+    reusable_tokens: int
+    invalidated_at: str | None  # "system", "tools" or "turn N"
+    reason: str
+    diverged_at: Divergence | None = None
+
+
+class Removed(Struct, tag=True):
+    entries: int
+    freed_bytes: int
+
+
+class Refused(Struct, tag=True):
+    """A question that has no answer, as an error in OpenAI's shape."""
+
+    status: int
+    kind: str
+    code: str | None
+    message: str
+    param: str | None
+
+
+CacheAnswer = EntryInfo | Listing | Stats | Validity | Removed | Refused
+
+
+class Answer(Struct, tag=True):
+    id: int
+    answer: CacheAnswer
+
+
+class Note(Struct, tag=True):
+    """A line for the server's log."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
 
 
 class Loading(Struct, tag=True):
@@ -79,8 +305,8 @@ class Events(Struct, tag=True):
     events: list[Event]
 
 
-ToRuntime = Load | Ask | Cancel | Stop
-ToFront = Loading | Ready | LoadFailed | Events
+ToRuntime = Load | Ask | Cancel | Query | Stop
+ToFront = Loading | Ready | LoadFailed | Events | Answer | Note
 
 _encoder = msgspec.msgpack.Encoder()
 _to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(ToRuntime)
