@@ -15,15 +15,20 @@ import rekindle
 import rekindle.chat
 import rekindle.serve
 from rekindle import cli
+from rekindle.api import keyfile
+from rekindle.api.auth import Keys
 from rekindle.chat import Conversation
 from rekindle.config import Config
 from rekindle.errors import RekindleError
 
-COMMANDS = ("serve", "pull", "chat", "bench")
+COMMANDS = ("serve", "pull", "chat", "bench", "key")
+CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
 #: What scripts rely on, as far as it is served.
 SERVE_FLAGS = (
     "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",
     "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
+    "--disk-cache", "--cache-dir", "--cache-write", "--force-cache", "--context-cache",
+    "--admin-key", "--api-keys-file", "--fp8-kvcache", "--disk-floor",
 )  # fmt: skip
 
 
@@ -33,7 +38,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("REKINDLE_MODELS_DIR", str(tmp_path / "models"))
-    monkeypatch.delenv("REKINDLE_API_KEY", raising=False)
+    for name in ("REKINDLE_API_KEY", "REKINDLE_CACHE_DIR", "MAX_KV_SIZE_GB"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def shown(*arguments: str) -> str:
@@ -56,19 +62,24 @@ def failure(
     return said
 
 
-def flags_of(command: str) -> list[str]:
-    group: Any = typer.main.get_command(cli.app)
-    return [flag for option in group.commands[command].params for flag in option.opts]
+def flags_of(*path: str) -> list[str]:
+    command: Any = typer.main.get_command(cli.app)
+    for name in path:
+        command = command.commands[name]
+    return [flag for option in command.params for flag in option.opts]
 
 
 def test_help_lists_the_commands() -> None:
-    assert all(command in shown("--help") for command in COMMANDS)
+    assert all(command in shown("--help") for command in (*COMMANDS, "cache"))
+    assert all(f" {command} " in shown("cache", "--help") for command in CACHE_COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_mentions_and_explains_every_flag(command: str) -> None:
-    text = shown(command, "--help")
-    for flag in flags_of(command):
+@pytest.mark.parametrize(
+    "command", [(name,) for name in COMMANDS] + [("cache", name) for name in CACHE_COMMANDS]
+)
+def test_the_help_of_a_command_mentions_and_explains_every_flag(command: tuple[str, ...]) -> None:
+    text = shown(*command, "--help")
+    for flag in flags_of(*command):
         if flag.startswith("--") and flag != "--help":
             [line] = [line for line in text.splitlines() if f" {flag} " in line]
             assert len(line.strip(" │").split(">", 1)[1].strip()) > 4, f"{flag} is not explained"
@@ -106,15 +117,51 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "serve", "--model", "smollm2", "--model", "other", "--host", "::1", "--port", "0",
         "--api-key", "a,b", "--api-key", "c", "--exact", "--parallel", "3", "--queue", "4",
         "--max-model-len", "512", "--kv-fraction", "0.4", "--ram-cache", "1GiB", "--threads", "2",
-        "--gpu-layers", "0", "--log-level", "debug", "--no-auth",
+        "--gpu-layers", "0", "--log-level", "debug", "--no-auth", "--disk-cache", "5GB",
+        "--disk-floor", "2GB", "--cache-dir", "/kv", "--cache-write", "named", "--force-cache",
+        "--no-context-cache", "--admin-key", "root", "--api-keys-file", "/keys", "--fp8-kvcache",
     )  # fmt: skip
     [config] = served
     given = {
         "model": ("smollm2", "other"), "host": "::1", "port": 0, "api_key": ("a,b", "c"),
         "exact": True, "parallel": 3, "queue": 4, "max_model_len": 512, "kv_fraction": 0.4,
         "ram_cache": 1 << 30, "threads": 2, "gpu_layers": 0, "log_level": "debug", "no_auth": True,
+        "disk_cache": 5 * 10**9, "disk_floor": 2 * 10**9, "cache_dir": Path("/kv"),
+        "cache_write": "named", "force_cache": True, "context_cache": False,
+        "admin_key": ("root",), "api_keys_file": Path("/keys"), "fp8_kvcache": True,
     }  # fmt: skip
     assert {**config.model_dump(), **given} == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--server --m M --context-cache", "serve --model M --context-cache"),
+        ("--m M --server --port 1", "serve --model M --port 1"),
+        ("--server --m=M", "serve --model=M"),
+        ("serve --m X --m Y", "serve --model X --model Y"),
+        ("serve --max-model-len 5 --model X", "serve --max-model-len 5 --model X"),
+        ("--server", "serve"),
+        ("chat --m X", "chat --m X"),
+        ("chat --server", "chat --server"),
+        ("--version", "--version"),
+        ("", ""),
+    ],
+)
+def test_other_spellings_mean_serve_and_model(given: str, meant: str) -> None:
+    assert cli.respelled(given.split()) == meant.split()
+
+
+def test_the_other_spellings_reach_the_server(
+    served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--server", "--m", "org/repo", "--context-cache", "--force-cache"]
+    monkeypatch.setattr(sys, "argv", ["rekindle", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    [config] = served
+    assert (config.model, config.context_cache, config.force_cache) == (("org/repo",), True, True)
 
 
 def test_flags_win_over_the_environment_and_the_file(
@@ -144,6 +191,98 @@ def test_an_empty_key_does_not_open_a_public_address(
     assert "`--api-key`" in failure(
         monkeypatch, capsys, "serve", "--host", "0.0.0.0", "--api-key", ""
     )
+
+
+@pytest.fixture
+def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hosts that a server was about to listen on."""
+    opened: list[str] = []
+
+    def stop_here(config: Config) -> socket.socket:
+        opened.append(config.host)
+        raise RekindleError("far enough")
+
+    monkeypatch.setattr(rekindle.serve, "bind", stop_here)
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["--api-key", "--admin-key", "--api-keys-file"])
+def test_any_kind_of_key_opens_a_public_address(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    doors: list[str],
+    kind: str,
+) -> None:
+    Path("keys").touch(mode=0o600)
+    assert "far enough" in failure(monkeypatch, capsys, "serve", "--host", "0.0.0.0", kind, "keys")
+    assert doors == ["0.0.0.0"]
+
+
+def test_a_missing_file_of_keys_is_known_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], doors: list[str]
+) -> None:
+    said = failure(monkeypatch, capsys, "serve", "--api-keys-file", "nowhere")
+    assert "cannot read the keys in nowhere" in said
+    assert doors == []
+
+
+@pytest.mark.parametrize(
+    ("project", "flags", "said"),
+    [
+        ("model: other", (), "project a wants the model other, which is not served"),
+        ("cache: {warm_on_startup: true}", ("--api-key", "k"), "`shared: true`"),
+        ("cache: {warm_on_startup: true}", ("--admin-key", "k"), "`shared: true`"),
+        ("cache: {warm_on_startup: true}\n    shared: true", ("--api-key", "k"), "far enough"),
+        ("cache: {warm_on_startup: true}", (), "far enough"),
+        ("model: smollm2", ("--api-key", "k"), "far enough"),
+    ],
+)
+def test_a_project_that_cannot_be_is_refused_before_anything_slow(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    doors: list[str],
+    project: str,
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    text = f"projects:\n  a:\n    system_prompt: x\n    {project}\n"
+    Path("rekindle.yaml").write_text(text)
+    assert said in failure(monkeypatch, capsys, "serve", *flags)
+    assert bool(doors) == (said == "far enough")
+
+
+def test_a_new_key_is_shown_once_with_its_line() -> None:
+    key, line = shown("key", "bob").splitlines()[-2:]
+    name, digest = line.split()
+    assert key.startswith("rk-")
+    assert len(key) >= 3 + 43  # 256 bits in base64
+    assert (name, digest) == ("bob", f"blake3:{keyfile.digest_of(key).hex()}")
+    assert shown("key", "bob").splitlines()[-2] != key
+
+
+def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
+    file = Path("keys")
+    bob = shown("key", "bob", "--file", "keys").strip()
+    root = shown("key", "root", "--file", "keys", "--admin").strip()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert bob not in file.read_text()
+    keys = Keys(file=keyfile.KeyFile(file))
+    assert keys.caller(f"Bearer {bob}").admin is False
+    assert keys.caller(f"Bearer {root}").admin is True
+
+
+def test_a_new_key_does_not_join_a_line_without_an_end() -> None:
+    Path("keys").write_text("# keys of the house")
+    shown("key", "bob", "--file", "keys")
+    assert len(Path("keys").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["two words", "", "#", "x" * 65])
+def test_a_name_that_would_break_the_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert "cannot name a key" in failure(monkeypatch, capsys, "key", name, "--file", "keys")
+    assert not Path("keys").exists()
 
 
 def test_a_taken_port_is_known_before_anything_slow(

@@ -11,8 +11,10 @@ import yaml
 
 from rekindle.config import Config, load_config
 from rekindle.errors import ConfigError
+from rekindle.project import Project
 
 GIB = 1 << 30
+GB = 10**9
 
 #: Every setting with a value that is not its default: as written, and as read.
 EVERY: dict[str, tuple[str, Any]] = {
@@ -20,13 +22,24 @@ EVERY: dict[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
     "api_key": ("alpha, beta", ("alpha", "beta")),
+    "admin_key": ("root", ("root",)),
+    "api_keys_file": ("/keys", Path("/keys")),
     "no_auth": ("true", True),
     "exact": ("1", True),
     "parallel": ("4", 4),
     "queue": ("8", 8),
     "max_model_len": ("2048", 2048),
     "kv_fraction": ("0.5", 0.5),
+    "fp8_kvcache": ("true", True),
     "ram_cache": ("512MiB", 512 << 20),
+    "disk_cache": ("0", 0),
+    "disk_floor": ("5GB", 5 * 10**9),
+    "cache_dir": ("/kv", Path("/kv")),
+    "cache_write": ("on-evict", "on-evict"),
+    "context_cache": ("false", False),
+    "force_cache": ("true", True),
+    "key_ttl": ("60", 60.0),
+    "projects": ("{a: {system_prompt: x}}", {"a": Project(system_prompt="x")}),
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
@@ -69,7 +82,11 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.host, config.port, config.model) == ("127.0.0.1", 8080, ())
     assert (config.max_tokens, config.temperature, config.top_p) == (100, 0.7, 0.9)
     assert (config.repetition_penalty, config.repetition_context_size) == (1.0, 20)
-    assert config.ram_cache == 2 * GIB
+    assert (config.ram_cache, config.disk_cache, config.disk_floor) == (2 * GIB, 10 * GB, GIB)
+    assert config.cache_dir == Path("~/.cache/rekindle/kv").expanduser()
+    assert (config.cache_write, config.key_ttl) == ("always", 1800)
+    assert (config.context_cache, config.force_cache, config.fp8_kvcache) == (True, False, False)
+    assert (config.api_keys_file, config.projects) == (None, {})
     assert config.models_dir == Path("~/.cache/rekindle/models").expanduser()
 
 
@@ -196,6 +213,10 @@ def test_null_leaves_any_other_setting_as_it_was() -> None:
         ("repetition_context_size", -1),
         ("exact", "perhaps"),
         ("host", ["a"]),
+        ("disk_cache", "much"),
+        ("cache_write", "never"),
+        ("key_ttl", 0),
+        ("fp8_kvcache", "perhaps"),
     ],
 )
 def test_a_bad_value_names_the_setting_as_it_was_spelled(name: str, value: Any) -> None:
@@ -220,8 +241,9 @@ def test_several_bad_values_are_all_named() -> None:
     assert "`--parallel`" in found
 
 
-def test_a_bad_key_is_not_repeated() -> None:
-    assert "canary" not in refusal(text="api_key: {canary: 1}")
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+def test_a_bad_key_is_not_repeated(name: str) -> None:
+    assert "canary" not in refusal(text=f"{name}: {{canary: 1}}")
 
 
 @pytest.mark.parametrize(
@@ -241,9 +263,84 @@ def test_an_unknown_setting_suggests_the_right_one(sources: dict[str, Any], said
     assert said in refusal(**sources)
 
 
-@pytest.mark.parametrize("name", ["REKINDLE_LLAMA_LIB", "REKINDLE_CACHE_DIR"])
-def test_variables_read_elsewhere_are_not_unknown(name: str) -> None:
-    assert load(environment={name: "/somewhere", "PATH": "/bin"}) == load()
+def test_variables_read_elsewhere_are_not_unknown() -> None:
+    assert load(environment={"REKINDLE_LLAMA_LIB": "/somewhere", "PATH": "/bin"}) == load()
+
+
+def test_the_folder_for_state_is_a_setting_like_any_other() -> None:
+    environment = {"REKINDLE_CACHE_DIR": "~/state"}
+    assert load(environment=environment, text="cache_dir: /a").cache_dir == Path.home() / "state"
+
+
+@pytest.mark.parametrize(("written", "size"), [("20", 20 * GB), ("0.5", GB // 2), (" 1 ", GB)])
+def test_the_disk_budget_may_be_a_number_of_gigabytes(written: str, size: int) -> None:
+    assert load(environment={"MAX_KV_SIZE_GB": written}).disk_cache == size
+
+
+def test_the_number_of_gigabytes_stands_between_the_file_and_the_other_variable() -> None:
+    assert load(environment={"MAX_KV_SIZE_GB": "2"}, text="disk_cache: 1GB").disk_cache == 2 * GB
+    both = {"MAX_KV_SIZE_GB": "2", "REKINDLE_DISK_CACHE": "3GB"}
+    assert load(environment=both, text="disk_cache: 1GB").disk_cache == 3 * GB
+    assert load({"disk_cache": "4GB"}, both).disk_cache == 4 * GB
+    assert load(environment={"MAX_KV_SIZE_GB": ""}, text="disk_cache: 1GB").disk_cache == GB
+
+
+@pytest.mark.parametrize("written", ["0", "-1", "nan", "inf", "1e3", "2GB", "lots", "9" * 17])
+def test_what_is_no_number_of_gigabytes_is_refused_by_name(written: str) -> None:
+    assert "`MAX_KV_SIZE_GB`" in refusal(environment={"MAX_KV_SIZE_GB": written})
+
+
+PROJECT = """
+projects:
+  financial-agent:
+    provider: universal
+    model: Qwen/Qwen3-8B-GGUF
+    system_prompt: "You are a financial analyst..."
+    tools:
+      - get_portfolio
+      - {type: function, function: {name: get_market_data, parameters: {type: object}}}
+    cache:
+      warm_on_startup: true
+      pinned: true
+"""
+
+
+def test_a_project_is_read_as_it_is_documented() -> None:
+    project = load(text=PROJECT).projects["financial-agent"]
+    assert project.model == "Qwen/Qwen3-8B-GGUF"
+    assert project.system_prompt == "You are a financial analyst..."
+    assert (project.cache.warm_on_startup, project.cache.pinned) == (True, True)
+    assert (project.cache.ttl, project.shared) == (1800, False)
+
+
+def test_a_tool_that_is_only_named_becomes_a_function() -> None:
+    named, described = load(text=PROJECT).projects["financial-agent"].tools
+    assert named == {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
+    assert described["function"]["name"] == "get_market_data"
+
+
+@pytest.mark.parametrize(
+    ("project", "said"),
+    [
+        ("{}", "`a.system_prompt`"),
+        ("{system_prompt: ''}", "`a.system_prompt`"),
+        ("{system_prompt: x, sistem: y}", "unknown setting `sistem`"),
+        ("{system_prompt: x, pinned: true}", "unknown setting `pinned`"),
+        ("{system_prompt: x, cache: {pined: true}}", "did you mean `pinned`?"),
+        ("{system_prompt: x, cache: {ttl: -1}}", "`a.cache.ttl`"),
+        ("{system_prompt: x, tools: [1]}", "`a.tools.0`"),
+        ("just text", "`a`"),
+    ],
+)
+def test_a_wrong_project_is_refused_with_its_place(project: str, said: str) -> None:
+    found = refusal(text=f"projects: {{a: {project}}}")
+    assert "`projects` in settings.yaml" in found
+    assert said in found
+
+
+def test_a_project_that_never_expires_says_null() -> None:
+    text = "projects: {a: {system_prompt: x, cache: {ttl: null}}}"
+    assert load(text=text).projects["a"].cache.ttl is None
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""The command line: serve, pull, chat, bench."""
+"""The command line: serve, pull, chat, bench, key, cache."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rekindle import __version__
+from rekindle import __version__, cache_cli
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 
@@ -21,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+app.add_typer(cache_cli.app)
 console = Console(stderr=True)
 
 ConfigFile = Annotated[
@@ -62,6 +65,12 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Accept this key; repeatable, each its own cache")
     ] = None,
+    admin_key: Annotated[
+        list[str] | None, typer.Option(help="Accept this key and let it see every cache")
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="File of keys from `rekindle key`; may change any time")
+    ] = None,
     no_auth: Annotated[
         bool | None, typer.Option("--no-auth", help="Allow a public address without a key")
     ] = None,
@@ -83,6 +92,32 @@ def serve(
     ] = None,
     ram_cache: Annotated[
         str | None, typer.Option(help="RAM for cached state: 512MiB, 4GB …", show_default="2GiB")
+    ] = None,
+    disk_cache: Annotated[
+        str | None, typer.Option(help="Disk for cached state; 0 for none", show_default="10GB")
+    ] = None,
+    disk_floor: Annotated[
+        str | None, typer.Option(help="Free disk space left to others", show_default="1GiB")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder for it", show_default="~/.cache/rekindle/kv")
+    ] = None,
+    cache_write: Annotated[
+        str | None,
+        typer.Option(help="Write to disk always, named (only) or on-evict", show_default="always"),
+    ] = None,
+    context_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--context-cache/--no-context-cache", help="Reuse state", show_default="reuse"
+        ),
+    ] = None,
+    force_cache: Annotated[
+        bool | None,
+        typer.Option("--force-cache", help="Name conversations that have no name of their own"),
+    ] = None,
+    fp8_kvcache: Annotated[
+        bool | None, typer.Option("--fp8-kvcache", help="8-bit KV cells: q8_0, groups of 32")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads", show_default="all cores, to 16")
@@ -168,10 +203,43 @@ def bench(
     plot([results], output / "bench.png")
 
 
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose key it is")],
+    file: Annotated[
+        Path | None, typer.Option(help="Append it to this file of --api-keys-file")
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Let it see every cache")] = False,
+) -> None:
+    """Make an API key. It is shown once; the file holds its digest alone."""
+    from rekindle.api import keyfile
+
+    secret = keyfile.new_key()
+    line = keyfile.line_for(name, secret, admin=admin)
+    if file is None:
+        console.print("The key, then its line for the file of --api-keys-file:")
+    else:
+        keyfile.append(file, line)
+    typer.echo(secret)
+    if file is None:
+        typer.echo(line)
+
+
+def respelled(arguments: Sequence[str]) -> list[str]:
+    """`--server --m MODEL …` as `serve --model MODEL …`; anything else as it is."""
+    given = list(arguments)
+    if "--server" in given and given[0].startswith("-"):
+        given.remove("--server")
+        given.insert(0, "serve")
+    if given[:1] != ["serve"]:
+        return given
+    return [re.sub(r"^--m(?==|$)", "--model", argument) for argument in given]
+
+
 def main() -> None:
     """Run; an error of ours is one sentence, never a traceback."""
     try:
-        app()
+        app(respelled(sys.argv[1:]))
     except RekindleError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)

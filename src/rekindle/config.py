@@ -1,4 +1,4 @@
-"""Settings: `rekindle.yaml`, then `REKINDLE_*`, then flags. The later one wins."""
+"""Settings: `rekindle.yaml`, `MAX_KV_SIZE_GB`, `REKINDLE_*`, then flags. The later one wins."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rekindle.errors import ConfigError
+from rekindle.project import Projects
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
-# REKINDLE_ variables read elsewhere, and the one for state on disk, of which there is none yet.
-OUTSIDE_SETTINGS = {"llama_lib", "config", "cache_dir"}
-SECRETS = {"api_key"}
+OUTSIDE_SETTINGS = {"llama_lib", "config"}  # REKINDLE_ variables read elsewhere
+SECRETS = {"api_key", "admin_key"}
+FOLDERS = ("models_dir", "cache_dir", "api_keys_file")  # where `~` is the home folder
+DISK_VARIABLE = "MAX_KV_SIZE_GB"
+GB, GIB = 10**9, 1 << 30
 MOST = 10_000_000  # of anything countable: what lies above is a slip of the keyboard
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
@@ -62,13 +66,24 @@ class Config(BaseModel):
     host: Name = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     api_key: Names = ()
+    admin_key: Names = ()
+    api_keys_file: Path | None = None
     no_auth: bool = False
     exact: bool = False
     parallel: int = Field(16, ge=1, le=128)
     queue: int = Field(256, ge=0, le=MOST)
     max_model_len: int | None = Field(None, ge=16, le=MOST)
     kv_fraction: float = Field(0.3, gt=0, lt=1)
-    ram_cache: Size = 2 << 30
+    fp8_kvcache: bool = False
+    ram_cache: Size = 2 * GIB
+    disk_cache: Size = 10 * GB
+    disk_floor: Size = 1 * GIB  # free space on the disk that is left to others
+    cache_dir: Path = Path("~/.cache/rekindle/kv")
+    cache_write: Literal["always", "named", "on-evict"] = "always"
+    context_cache: bool = True
+    force_cache: bool = False
+    key_ttl: float | None = Field(1800, gt=0)
+    projects: Projects = {}
     threads: int | None = Field(None, ge=1, le=1024)
     gpu_layers: int | None = Field(None, ge=0, le=MOST)
     models_dir: Path = Path("~/.cache/rekindle/models")
@@ -89,15 +104,24 @@ class Source:
     spell: Callable[[str], str]
 
 
+def as_flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
 def load_config(
-    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, file: Path | None = None
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    *,
+    spell: Callable[[str], str] = as_flag,
 ) -> Config:
-    """Merge the three sources; raises ConfigError that names the setting and where it came from."""
+    """Merge the sources; raises ConfigError that names the setting and where it came from."""
     environment = os.environ if environment is None else environment
     sources = [
         _from_file(file or _default_file(environment)),
+        _from_disk_variable(environment),
         _from_environment(environment),
-        _from_flags(flags),
+        _from_flags(flags, spell),
     ]
     merged = {
         name: value
@@ -109,7 +133,8 @@ def load_config(
         config = Config.model_validate(merged)
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
-    return config.model_copy(update={"models_dir": config.models_dir.expanduser()})
+    folders = {name: path for name in FOLDERS if (path := getattr(config, name)) is not None}
+    return config.model_copy(update={name: path.expanduser() for name, path in folders.items()})
 
 
 def _takes_null(name: str) -> bool:
@@ -144,6 +169,16 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {problem}") from None
 
 
+def _from_disk_variable(environment: Mapping[str, str]) -> Source:
+    """The disk budget as programs of the same kind have it: in gigabytes."""
+    written = environment.get(DISK_VARIABLE, "").strip()
+    if not written:
+        return Source({}, str)
+    if not _NUMBER.fullmatch(written) or not (size := int(Fraction(written) * GB)):
+        raise ConfigError(f"`{DISK_VARIABLE}`: takes a positive number of GB (got {written!r})")
+    return Source({"disk_cache": size}, lambda _name: f"`{DISK_VARIABLE}`")
+
+
 def _from_environment(environment: Mapping[str, str]) -> Source:
     """An empty variable is one that is not set."""
     settings = {
@@ -155,9 +190,9 @@ def _from_environment(environment: Mapping[str, str]) -> Source:
     return _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
 
 
-def _from_flags(flags: Mapping[str, Any]) -> Source:
+def _from_flags(flags: Mapping[str, Any], spell: Callable[[str], str]) -> Source:
     given = {name: value for name, value in flags.items() if value not in (None, (), [])}
-    return Source(given, lambda name: f"`--{name.replace('_', '-')}`")
+    return _known(Source(given, spell))
 
 
 def _known(source: Source) -> Source:
@@ -173,5 +208,8 @@ def _known(source: Source) -> Source:
 def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
     name = str(error["loc"][0])
     spell = next(source.spell for source in reversed(sources) if name in source.settings)
-    got = "" if name in SECRETS else f" (got {error['input']!r})"
-    return f"{spell(name)}: {error['msg'].removeprefix('Value error, ')}{got}"
+    path = error["loc"][1:] if name == "projects" else ()
+    inside = f", `{'.'.join(map(str, path))}`" if path else ""
+    secret = name in SECRETS or (inside and isinstance(error["input"], dict))
+    got = "" if secret else f" (got {error['input']!r})"
+    return f"{spell(name)}{inside}: {error['msg'].removeprefix('Value error, ')}{got}"

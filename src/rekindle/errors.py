@@ -35,6 +35,14 @@ class PoolFull(RekindleError):
     """The engine's KV pool has no room for this step."""
 
 
+class FolderLocked(RekindleError):
+    """Another process owns this cache folder; the message says what to do."""
+
+
+class LedgerDamaged(RekindleError):
+    """The index on disk is not one of ours, or not whole; it is rebuilt from the files."""
+
+
 class ServerError(RekindleError):
     """An error answered to a client in OpenAI's shape."""
 
@@ -82,6 +90,10 @@ class ContextTooLong(BadRequest):
 
 class Unauthorized(ServerError):
     status, kind, code = 401, "invalid_request_error", "invalid_api_key"
+
+
+class Forbidden(ServerError):
+    status, kind, code = 403, "invalid_request_error", "admin_key_required"
 
 
 class ModelNotFound(ServerError):

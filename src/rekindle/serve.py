@@ -11,23 +11,25 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rekindle import roster
 from rekindle.api.app import build_app
-from rekindle.api.auth import LOOPBACK
+from rekindle.api.auth import Keys
 from rekindle.api.service import Service
+from rekindle.bar import progress_bar
 from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
-from rekindle.models.registry import DEFAULT_MODEL
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Load
+from rekindle.warm import warm
 
 log = logging.getLogger("rekindle")
 
@@ -37,20 +39,26 @@ DRAIN_S = 10  # what streams in flight get to finish after a request to stop
 
 def serve(config: Config, console: Console) -> None:
     """Run until a signal says stop."""
-    _refuse_open_door(config)
+    roster.refuse_contradictions(config)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(message)s",
         datefmt="%H:%M:%S",
         handlers=[RichHandler(console=console, show_path=False)],
     )
-    with _bind(config) as door:  # before anything slow: a taken port is known at once
-        models = {
-            served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
-            for served, name in _served_names(config).items()
-        }
+    keys = Keys.of(config)
+    with bind(config) as door:  # before anything slow: a taken port is known at once
+        models = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, models, door, console))
+            runner.run(_serve(config, models, keys, door, console))
+
+
+def fetch(config: Config, console: Console) -> dict[str, Path]:
+    """The models' files by what clients call them; those that are missing are pulled."""
+    return {
+        served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
+        for served, name in roster.served_names(config).items()
+    }
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -61,7 +69,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _bind(config: Config) -> socket.socket:
+def bind(config: Config) -> socket.socket:
     """Take the port; nobody is let in before the models are loaded."""
     door = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
@@ -76,62 +84,68 @@ def _bind(config: Config) -> socket.socket:
     return door
 
 
-def _refuse_open_door(config: Config) -> None:
-    if config.host not in LOOPBACK and not config.api_key and not config.no_auth:
-        raise ConfigError(
-            f"listening on {config.host} without an API key would let anybody on the network in: "
-            "give --api-key KEY, or say --no-auth if that is what you want"
-        )
-
-
-def _served_names(config: Config) -> dict[str, str]:
-    """The models by what clients call them, in the order they were asked for."""
-    named: dict[str, str] = {}
-    for name in config.model or (DEFAULT_MODEL,):
-        served = _served_name(name)
-        if named.setdefault(served, name) != name:
-            raise ConfigError(
-                f"{named[served]} and {name} would both be called {served}: rename one of the files"
-            )
-    return named
-
-
-def _served_name(name: str) -> str:
-    """The name it was asked for by, or its file's stem."""
-    path = Path(name)
-    return path.stem if path.suffix == ".gguf" and path.exists() else name
-
-
 async def _serve(
-    config: Config, models: dict[str, Path], door: socket.socket, console: Console
+    config: Config, models: dict[str, Path], keys: Keys, door: socket.socket, console: Console
 ) -> None:
+    async with open_service(config, models, console) as service:
+        server = build_server(config, service, keys)
+        door.listen(server.config.backlog)
+        _announce(config, service, door, console)
+        with _signals_kept_quiet():
+            await answer(server, door)
+
+
+@asynccontextmanager
+async def open_service(
+    config: Config, models: dict[str, Path], console: Console
+) -> AsyncIterator[Service]:
+    """The models loaded and the projects warm; all of it ended on every way out."""
+    if config.fp8_kvcache:
+        log.info("KV cells are q8_0 (8 bits, groups of 32)")
     runtimes = [
-        Runtime(name, _load(config, path), queue=config.queue) for name, path in models.items()
+        Runtime(name, _load(config, path, len(models)), queue=config.queue)
+        for name, path in models.items()
     ]
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes:
             stack.push_async_callback(runtime.stop)
             await _start(runtime, console)
         service = Service(config, runtimes)
+        models_of = roster.project_models(config)
+        await warm(config.projects, lambda name: service.runtime(models_of[name]), console)
+        yield service
 
-        @asynccontextmanager
-        async def open_service() -> AsyncIterator[Service]:
-            yield service
 
-        server = uvicorn.Server(
-            uvicorn.Config(
-                build_app(config, open_service),
-                log_config=None,
-                log_level="warning" if config.log_level == "info" else config.log_level,
-                timeout_graceful_shutdown=DRAIN_S,
-                lifespan="on",
-            )
+class Server(uvicorn.Server):
+    """Drains when told to stop; told twice, it ends at once."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # the runtimes see that we are gone, and end by themselves
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+
+def build_server(config: Config, service: Service, keys: Keys) -> Server:
+    @asynccontextmanager
+    async def already_open() -> AsyncIterator[Service]:
+        yield service
+
+    return Server(
+        uvicorn.Config(
+            build_app(config, already_open, keys),
+            log_config=None,
+            log_level="warning" if config.log_level == "info" else config.log_level,
+            timeout_graceful_shutdown=DRAIN_S,
+            lifespan="on",
         )
-        door.listen(server.config.backlog)
-        _announce(config, runtimes, door, console)
-        with _signals_kept_quiet():
-            await server.serve(sockets=[door])
-        await say_goodbye(server)
+    )
+
+
+async def answer(server: Server, door: socket.socket) -> None:
+    """Answer at the door until the server is told to stop, then see everybody out."""
+    await server.serve(sockets=[door])
+    await say_goodbye(server)
 
 
 async def say_goodbye(server: uvicorn.Server) -> None:
@@ -151,7 +165,7 @@ def _signals_kept_quiet() -> Iterator[None]:
             signal.signal(sig, handler)
 
 
-def _load(config: Config, path: Path) -> Load:
+def _load(config: Config, path: Path, models: int) -> Load:
     return Load(
         path=str(path),
         parallel=config.parallel,
@@ -160,6 +174,13 @@ def _load(config: Config, path: Path) -> Load:
         threads=config.threads or default_threads(),
         gpu_layers=config.gpu_layers,
         ram_bytes=config.ram_cache,
+        kv_type="q8_0" if config.fp8_kvcache else "f16",
+        disk_bytes=config.disk_cache,
+        disk_floor_bytes=config.disk_floor,
+        cache_dir=str(config.cache_dir),
+        write_policy=config.cache_write,
+        key_ttl_s=config.key_ttl,
+        models=models,
     )
 
 
@@ -170,16 +191,12 @@ def default_threads() -> int:
 
 
 async def _start(runtime: Runtime, console: Console) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task(f"loading {runtime.name}", total=1.0)
-        await runtime.start(lambda fraction: bars.update(task, completed=fraction))
+    with progress_bar(f"loading {runtime.name}", console) as on_progress:
+        await runtime.start(lambda fraction: on_progress(fraction, 1))
 
 
-def _announce(
-    config: Config, runtimes: list[Runtime], door: socket.socket, console: Console
-) -> None:
-    for runtime in runtimes:
+def _announce(config: Config, service: Service, door: socket.socket, console: Console) -> None:
+    for runtime in service.runtimes:
         assert runtime.ready is not None
         context = f"context {runtime.ready.context_tokens} tokens"
         console.print(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rekindle.api.app import build_app
 from rekindle.api.service import Service
 from rekindle.config import Config
-from rekindle.errors import ServerError
+from rekindle.errors import ServerError, Unavailable
 from rekindle.events import (
     TERMINAL,
     CacheReport,
@@ -26,7 +26,8 @@ from rekindle.events import (
     Text,
     TokenLog,
 )
-from rekindle.runtime.process import Deliver, Runtime
+from rekindle.runtime import wire
+from rekindle.runtime.process import Deliver, RefusedQuery, Runtime
 from rekindle.runtime.wire import Ask, Ready
 
 PATIENCE_S = 30.0
@@ -50,8 +51,11 @@ def finished(
     completion_tokens: int = 2,
     cache: CacheReport = MISS,
     prompt_eval_s: float = 0.25,
+    message_id: str | None = None,
 ) -> Finished:
-    return Finished(0, reason, prompt_tokens, completion_tokens, prompt_eval_s, cache)
+    return Finished(
+        0, reason, prompt_tokens, completion_tokens, prompt_eval_s, cache, message_id=message_id
+    )
 
 
 def hit(reused_tokens: int, tier: str = "ram") -> CacheReport:
@@ -66,18 +70,42 @@ def reply(
     return [Started(0, 10, 0), *said, end or finished(completion_tokens=len(texts))]
 
 
-class ScriptedRuntime(Runtime):
-    """Answers the nth turn with the nth script; the last script goes on for ever."""
+@dataclass(frozen=True)
+class Question:
+    """A question about the cache as it reached the runtime."""
 
-    def __init__(self, *scripts: Script, name: str = "tiny") -> None:
+    op: wire.CacheOp
+    salt: bytes
+    admin: bool
+
+
+Answers = Callable[[wire.CacheOp], wire.CacheAnswer]
+UNKNOWN_KEY = wire.Refused(404, "invalid_request_error", "cache_key_not_found", "unknown", None)
+
+
+def refuse(_op: wire.CacheOp) -> wire.CacheAnswer:
+    """A runtime that knows no key."""
+    return UNKNOWN_KEY
+
+
+class ScriptedRuntime(Runtime):
+    """Answers the nth turn with the nth script; the last script goes on for ever.
+
+    Questions about the cache are recorded and left to `answers`.
+    """
+
+    def __init__(self, *scripts: Script, name: str = "tiny", answers: Answers = refuse) -> None:
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
+        self.restarts = 0
         self.asks: list[Ask] = []
+        self.questions: list[Question] = []
         self.open_turns = 0
         self.cancelled_turns = 0
         self.scripts: list[asyncio.Task[None]] = []
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._scripts = scripts or (reply("Hel", "lo"),)
+        self._answers = answers
 
     def submit(self, ask: Ask, deliver: Deliver) -> int:
         script = self._scripts[min(len(self.asks), len(self._scripts) - 1)]
@@ -96,6 +124,18 @@ class ScriptedRuntime(Runtime):
             self.open_turns -= 1
             self.cancelled_turns += 1
 
+    async def query(
+        self, op: wire.CacheOp, *, salt: bytes, admin: bool = False
+    ) -> wire.CacheAnswer:
+        if self.ready is None:
+            raise Unavailable(f"model {self.name} is loading")
+        self.questions.append(Question(op, salt, admin))
+        await asyncio.sleep(0)
+        answer = self._answers(op)
+        if isinstance(answer, wire.Refused):
+            raise RefusedQuery(answer)
+        return answer
+
     async def _play(self, turn: int, script: Script, deliver: Deliver) -> None:
         for step in script:
             if isinstance(step, Pause):
@@ -113,6 +153,11 @@ class ScriptedRuntime(Runtime):
     @property
     def asked(self) -> Ask:
         [only] = self.asks
+        return only
+
+    @property
+    def questioned(self) -> Question:
+        [only] = self.questions
         return only
 
 
@@ -164,11 +209,11 @@ class Front:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.request("POST", path, json=body, **options)
 
-    def chat(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", {**HELLO, **fields})
+    def chat(self, *, headers: Any = None, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {**HELLO, **fields}, headers=headers)
 
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/completions", {"prompt": "hello", **fields})
+    def complete(self, *, headers: Any = None, **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": "hello", **fields}, headers=headers)
 
     async def _request(self, method: str, path: str, options: dict[str, Any]) -> httpx.Response:
         async with lifespan(self.app()) as app:

@@ -154,7 +154,9 @@ def test_x_cache_is_in_every_whole_answer() -> None:
     assert Front(runtime).chat().json()["x_cache"] == {
         "hit": True,
         "status": "partial_hit",
+        "cache_key": None,
         "reused_tokens": 30,
+        "new_cache_key": None,
         "cached_tokens": 42,
         "reason": "turn_changed",
         "tier": "device",
@@ -167,7 +169,8 @@ def test_x_cache_is_in_every_whole_answer() -> None:
 def test_a_stream_tells_about_the_cache_when_a_cache_field_was_sent(
     field: str, value: bool
 ) -> None:
-    answer = Front().chat(stream=True, stream_options={"include_usage": True}, **{field: value})
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True}, field: value}
+    answer = Front().chat(stream=True, **fields)
     *_, usage, told, done = events(answer.text)
     assert usage.json["usage"]
     assert told.name == "x_cache"

@@ -205,8 +205,6 @@ def test_top_logprobs_need_logprobs() -> None:
         ("kv_quantization_start", 0),
         ("quantized_kv_start", 5000),
         ("resize", [224]),
-        ("cache_key", "abc"),
-        ("return_cache_key", True),
         ("audio", {"voice": "x"}),
     ],
 )

@@ -73,6 +73,18 @@ def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> Non
         "/v1/completions",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/cache",
+        "/v1/cache/prepare",
+        "/v1/cache/stats",
+        "/v1/cache/validate",
+        "/v1/cache/gc",
+        "/v1/cache/{key}",
+        "/v1/cache/{key}/pin",
+        "/v1/cache/{key}/unpin",
+        "/v1/internal/model/kv_cache/info",
+        "/v1/internal/model/kv_cache/remove_cache",
+        "/v1/internal/model/kv_cache/remove_old_caches",
+        "/metrics",
         "/health",
     }
     bodies = {
@@ -92,3 +104,20 @@ def test_the_schema_describes_errors_as_they_are(front: Front) -> None:
     assert "422" not in responses
     found = responses["default"]["content"]["application/json"]["schema"]
     assert found == {"$ref": "#/components/schemas/ErrorBody"}
+
+
+def test_the_schema_describes_the_cache_with_its_answers_and_the_model_number(
+    front: Front,
+) -> None:
+    schema = front.get("/openapi.json").json()
+    shown = schema["paths"]["/v1/cache/{key}"]["get"]
+    answer = shown["responses"]["200"]["content"]["application/json"]["schema"]
+    assert answer == {"$ref": "#/components/schemas/EntryBody"}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert operation["tags"], path
+            assert operation["description"], path
+            assert "422" not in operation["responses"], path
+            if path.startswith(("/v1/c", "/v1/internal")):
+                names = [parameter["name"] for parameter in operation["parameters"]]
+                assert "X-Model-Id" in names, path

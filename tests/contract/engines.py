@@ -10,17 +10,41 @@ import pytest
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from tests.support.fake import FakeEngine
-from tests.support.tiny import write_gemma3, write_llama
+from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
 
-ENGINES = ("fake", "llama", "gemma3")
-WRITERS: dict[str, Callable[[Path], Path]] = {"llama": write_llama, "gemma3": write_gemma3}
+LAYERS = 2
+ENGINES = ("fake", "llama", "gemma3", "llama-q8_0")
+
+
+def write_wide_llama(path: Path) -> Path:
+    """Half as many heads, each 32 wide: what 8-bit cells need."""
+    model = TinyModel(path, "llama", LAYERS, seed=0, context=4096)
+    model.number("attention.head_count", 2)
+    model.number("attention.head_count_kv", 1)
+    model.number("rope.dimension_count", WIDTH // 2)
+    model.ones("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        block = f"blk.{layer}."
+        model.ones(block + "attn_norm.weight", WIDTH)
+        model.ones(block + "ffn_norm.weight", WIDTH)
+        model.attention_and_hidden(block)
+    model.finish()
+    return path
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "llama": write_llama,
+    "gemma3": write_gemma3,
+    "llama-q8_0": write_wide_llama,
+}
 
 
 def build(name: str, folder: Path) -> Engine:
     if name == "fake":
         return FakeEngine()
     path = WRITERS[name](folder / f"{name}.gguf")
-    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1))
+    kv_type = "q8_0" if name.endswith("q8_0") else "f16"
+    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
 
 
 every_engine = pytest.mark.parametrize("engine", ENGINES, indirect=True)

@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.errors import BadRequest
-from rekindle.prompt.quote import ControlTexts, Quotes
+from rekindle.prompt.quote import (
+    ControlTexts,
+    Quotes,
+    Span,
+    mark,
+    mark_beginning,
+    spans_from,
+    unmark,
+)
 from rekindle.prompt.sentinel import PRIVATE, Sentinels
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
+spans = st.lists(st.builds(Span, st.text(alphabet="a<é😀", max_size=4), st.booleans()))
 controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=6)
 
 
@@ -72,6 +81,65 @@ def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> Non
     spans = list(control.split("<unused" * 100_000 + "<unused5999>"))
     assert time.monotonic() - started < 2
     assert ("<unused5999>", True) in spans
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(spans)
+def test_marked_bytes_tell_text_and_literals_apart(given: list[Span]) -> None:
+    marked = mark(given)
+    assert unmark(marked).decode() == "".join(span.text for span in given)
+    letters = [(letter, span.literal) for span in given for letter in span.text]
+    found = spans_from(marked, 0)
+    assert [(letter, span.literal) for span in found for letter in span.text] == letters
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(spans, st.data())
+def test_a_beginning_and_what_follows_it_make_up_the_whole(
+    given: list[Span], data: st.DataObject
+) -> None:
+    text = "".join(span.text for span in given)
+    cut = data.draw(st.integers(0, len(text)))
+    marked, beginning = mark(given), mark_beginning(given, len(text[:cut].encode()))
+    assert marked.startswith(beginning)
+    assert unmark(beginning).decode() == text[:cut]
+    letters = [(letter, span.literal) for span in given for letter in span.text]
+    rest = spans_from(marked, len(beginning))
+    assert [(letter, span.literal) for span in rest for letter in span.text] == letters[cut:]
+
+
+def test_a_literal_cut_short_stays_open_and_one_not_begun_is_not_opened() -> None:
+    literal = [Span("a", literal=False), Span("<s>", literal=True)]
+    assert mark_beginning(literal, 1) == b"a"
+    assert mark_beginning(literal, 3) == b"a\xff<s"
+    assert mark_beginning(literal, 4) == mark(literal) == b"a\xff<s>\xfe"
+
+
+def test_neighbouring_literals_are_marked_each_on_its_own() -> None:
+    assert mark(ControlTexts(["<s>"]).split("<s><s><")) == b"\xff<s>\xfe" * 2 + b"\xff<\xfe"
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(texts, texts, controls)
+def test_a_seam_is_seen_where_both_sides_make_up_a_control_text(
+    before: str, after: str, control: list[str]
+) -> None:
+    whole = before + after
+    expected = any(
+        whole.startswith(text, start) and start < len(before) < start + len(text)
+        for text in control
+        for start in range(len(before))
+    )
+    assert ControlTexts(control).across(before, after) == expected
+    marked = whole.encode()
+    assert ControlTexts(control).cut_at(marked, len(before.encode())) == expected
+
+
+def test_a_cut_in_a_literal_cuts_no_control_text() -> None:
+    control = ControlTexts(["<s>"])
+    assert control.cut_at(b"a<s>", 2)
+    assert not control.cut_at(b"a\xff<s>\xfe", 3)
+    assert not control.cut_at(b"a<\xffs>\xfe", 2)
 
 
 def strings(value: object) -> list[str]:

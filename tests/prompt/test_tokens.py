@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.errors import BadRequest, TemplateFailed
+from rekindle.prompt.head import Remembered
+from rekindle.prompt.quote import unmark
 from rekindle.prompt.sentinel import PRIVATE
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Boundary, Encoder, Prompt
@@ -223,6 +225,131 @@ def test_a_vocabulary_that_spells_another_text_gets_no_boundaries() -> None:
             return super().encode(text.lower(), special=special)
 
     assert chat(CHAT, vocabulary=Lower()).boundaries == ()
+
+
+def test_a_prompt_s_marked_bytes_are_its_text_with_the_literals_marked() -> None:
+    prompt = chat([{"role": "system", "content": "a<s>é"}])
+    assert prompt.marked == (
+        b"<|im_start|>system\na\xff<s>\xfe\xc3\xa9<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert Encoder(Vocabulary(), None).text("a<s>").marked == b"a<s>"
+    assert (prompt.remembered_tokens, Prompt((1,), ()).marked) == (0, b"")
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_memory_that_knows_nothing_changes_nothing(source: str, add_bos: bool) -> None:
+    vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
+    asked: list[bytes] = []
+    talk = CHAT[1:]
+    assert chat(talk, source, vocabulary, recall=asked.append) == chat(talk, source, vocabulary)
+    assert asked == [chat(talk, source, vocabulary).marked]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        Remembered(b"", [1]),
+        Remembered(b"other", [1]),
+        Remembered("<s>é".encode()[:-1], [1]),  # in the middle of a character
+        Remembered(b"<", [1]),  # in the middle of a control token
+        Remembered(b"<s", [1]),
+        Remembered(b"<s>", []),
+        Remembered("<s>éb".encode(), [1]),  # longer than the text
+    ],
+)
+def test_a_memory_that_does_not_fit_is_not_used(known: Remembered) -> None:
+    encoder = Encoder(Vocabulary(bos="<s>", add_bos=True), None)
+    assert encoder.text("<s>é", recall=lambda _: known) == encoder.text("<s>é")
+
+
+def test_a_remembered_head_brings_its_own_bos_and_keeps_boundaries_right() -> None:
+    vocabulary = Vocabulary(bos="<s>", add_bos=True)
+    assert vocabulary.bos is not None
+    marked = chat(CHAT, vocabulary=vocabulary).marked
+    head = marked[: marked.index(b"world")]
+    bytewise = [vocabulary.bos]
+    for token in vocabulary.encode(head.decode(), special=True):
+        bytewise += vocabulary.piece(token, special=False) or [token]
+    prompt = chat(CHAT, vocabulary=vocabulary, recall=lambda _: Remembered(head, bytewise))
+    assert prompt.remembered_tokens == len(bytewise)
+    assert vocabulary.spell(prompt.tokens).encode() == b"<s>" + marked
+    assert vocabulary.controls(prompt.tokens).count("<s>") == 1
+    for boundary, message in zip(prompt.boundaries, CHAT, strict=True):
+        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith(message["content"].strip())
+
+
+def test_the_rest_of_a_literal_is_literal() -> None:
+    vocabulary = Vocabulary()
+    encoder = Encoder(vocabulary, ChatTemplate("{{ messages[0].content }}<s>"))
+    known = Remembered(b"a\xff<|im_", list(b"a<|im_"))
+    prompt = encoder.chat(
+        [{"role": "user", "content": "a<|im_end|><s>"}],
+        template_kwargs={},
+        recall=lambda _: known,
+    )
+    assert prompt.remembered_tokens == 6
+    assert vocabulary.spell(prompt.tokens) == "a<|im_end|><s><s>"
+    assert vocabulary.controls(prompt.tokens) == ["<s>"]
+
+
+@pytest.mark.parametrize("source", [CHATML, HEADERS, PARTS])
+@pytest.mark.parametrize("add_bos", [True, False])
+@settings(deadline=None, max_examples=30)  # the machine may be busy
+@given(content=st.text(min_size=1), system=st.text(alphabet="a <s>\n", min_size=1))
+def test_a_prefix_is_shared_by_every_conversation_that_begins_so(
+    source: str, add_bos: bool, content: str, system: str
+) -> None:
+    vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
+    encoder = Encoder(vocabulary, TEMPLATES[source])
+    messages = [{"role": "system", "content": system}]
+    prefix = encoder.prefix(messages, template_kwargs={})
+    later = [*messages, {"role": "user", "content": content}]
+    prompt = encoder.chat(later, template_kwargs={})
+    assert prompt.tokens[: len(prefix.tokens)] == prefix.tokens
+    assert prompt.marked.startswith(prefix.marked)
+    assert unmark(prefix.marked).endswith((b"user\n", b"user<|end_header_id|>\n\n"))
+    known = Remembered(prefix.marked, prefix.tokens)
+    assert encoder.chat(later, template_kwargs={}, recall=lambda _: known).tokens == prompt.tokens
+
+
+def test_a_prefix_has_the_boundaries_of_its_messages_and_holds_the_tools() -> None:
+    vocabulary = Vocabulary()
+    encoder = Encoder(vocabulary, TEMPLATES[HEADERS])
+    prefix = encoder.prefix(CHAT[:3], tools=[{"name": "now"}], template_kwargs={})
+    assert [boundary.index for boundary in prefix.boundaries] == [0, 1, 2]
+    assert "now" in vocabulary.spell(prefix.tokens)
+
+
+def test_a_prefix_that_ends_with_a_question_has_no_generation_prompt() -> None:
+    encoder = Encoder(Vocabulary(), TEMPLATES[CHATML])
+    plain = encoder.chat(CHAT, template_kwargs={}, add_generation_prompt=False)
+    assert encoder.prefix(CHAT, template_kwargs={}) == plain
+    assert plain.marked.endswith(b"Why?<|im_end|>\n")
+
+
+def test_a_prefix_is_rendered_plainly_where_no_user_may_speak_next() -> None:
+    source = "{% for m in messages %}{% if m.role == 'user' %}{{ raise_exception('no') }}"
+    source += "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    encoder = Encoder(Vocabulary(), ChatTemplate(source))
+    assert encoder.prefix(CHAT[:1], template_kwargs={}).marked == b"Be brief."
+
+
+def test_a_prefix_of_a_vocabulary_that_spells_another_text_has_no_marked_bytes() -> None:
+    class Lower(Vocabulary):
+        def encode(self, text: str, *, special: bool) -> list[int]:
+            return super().encode(text.lower(), special=special)
+
+    prefix = Encoder(Lower(), TEMPLATES[CHATML]).prefix(CHAT[:1], template_kwargs={})
+    assert prefix.tokens
+    assert prefix.marked == b""
+
+
+@pytest.mark.parametrize("source", ["{{ messages[-1].content }}", "<s>{{ messages[-1].content }}"])
+def test_a_prefix_of_nothing_is_refused(source: str) -> None:
+    encoder = Encoder(Vocabulary(bos="<s>", add_bos=True), ChatTemplate(source))
+    with pytest.raises(BadRequest, match="nothing before the first user message"):
+        encoder.prefix(CHAT[:1], template_kwargs={})
 
 
 def test_messages_are_rendered_twice_however_many_there_are(

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from rekindle.cache.clock import Clock
+from rekindle.cache.disk import DiskTier, News
+from rekindle.cache.entries import Entries
+from rekindle.cache.folder import open_folder
 from rekindle.cache.key import namespace
 from rekindle.cache.store import Store
 from rekindle.engine.base import Engine
 from rekindle.engine.sampling import Sampling
 from rekindle.events import TERMINAL, Event, Finished, Started, Text
-from rekindle.prompt.tokens import Prompt
+from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime.device import Device
+from rekindle.runtime.names import Names
+from rekindle.runtime.queries import Queries
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.turn import Turn
 from rekindle.runtime.wire import Ask
 
 GREEDY = Sampling(temperature=0)
+SHARED_SALT = b"shared"
+PATIENCE_S = 30.0
+
+
+def _is_shared(ask: Ask) -> bool:
+    return ask.preparing is not None and ask.preparing.shared
 
 
 class NumberTokenizer:
@@ -79,18 +94,83 @@ class Desk:
         ram_bytes: int = 1 << 30,
         parallel: int = 4,
         resident_tokens: int = 1 << 20,
+        encoder: Encoder | None = None,
         tokenizer: Any = None,
         end_tokens: frozenset[int] = frozenset(),
+        folder: Path | None = None,
+        disk_bytes: int = 1 << 30,
+        clock: Clock | None = None,
+        **naming: Any,
     ) -> None:
         self.engine = engine
         self.abilities = engine.abilities
-        self.store = Store(block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes)
-        self.device = Device(engine, self.store, resident_tokens=resident_tokens)
-        self.scheduler = Scheduler(engine, self.device, self._emit, parallel=parallel)
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self.disk = self._open_disk(folder, disk_bytes) if folder else None
+        self.store = Store(
+            block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes, disk=self.disk
+        )
+        self.clock = clock or Clock()
+        self.entries = Entries(self.store, self.clock, self.disk.journal if self.disk else None)
+        if self.disk:
+            self.store.load(self.disk.folder.ledger.blocks())
+            self.entries.load(self.disk.folder.ledger.entries())
+        self.logs: list[str] = []
+        self.names = Names(
+            self.entries,
+            self.store,
+            encoder or Encoder(tokenizer or NumberTokenizer(), None),
+            self.logs.append,
+            token_bytes=self.abilities.token_bytes,
+            **naming,
+        )
+        self.device = Device(
+            engine,
+            self.store,
+            self.names.explain,
+            resident_tokens=resident_tokens,
+            shared=self.root(SHARED_SALT),
+        )
+        self.scheduler = Scheduler(
+            engine, self.device, self._emit, self.names.remember, parallel=parallel
+        )
+        self.queries = Queries(self.entries, self.store, self.device, self.names, self.clock)
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
         self._tokenizer = tokenizer or NumberTokenizer()
         self._end_tokens = end_tokens
+
+    def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
+        identity = self.abilities.fingerprint + b"%d" % self.abilities.block_tokens
+        opened = open_folder(folder, identity, limit_bytes=disk_bytes)
+        return DiskTier(opened, self._news.put)
+
+    def root(self, salt: bytes = b"") -> bytes:
+        return namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens)
+
+    def hear(self, *, wait: bool = False) -> None:
+        """Take in what the disk did; at least one thing when told to wait."""
+        with contextlib.suppress(Empty):
+            while True:
+                self.store.hear(
+                    self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
+                )
+                wait = False
+
+    def flush(self) -> None:
+        """Wait until all that was put is on disk."""
+        assert self.disk is not None
+        done: list[bool] = []
+        self.disk.flush(lambda: done.append(True))
+        while not done:
+            self.hear(wait=True)
+
+    def close(self) -> None:
+        """Stop as a runtime does: keep everything, then let go."""
+        self.scheduler.stop()
+        self.device.keep_everything()
+        if self.disk:
+            self.store.write_everything()
+            self.disk.close()
 
     def _emit(self, events: list[Event]) -> None:
         for event in events:
@@ -106,12 +186,13 @@ class Desk:
         turn = Turn(
             request,
             prompt,
-            namespace=namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens),
+            namespace=self.root(SHARED_SALT if _is_shared(request) else salt),
             tokenizer=self._tokenizer,
             end_tokens=self._end_tokens,
             context_tokens=self.abilities.context_tokens,
         )
         reply = self.replies[turn.id] = Reply(turn)
+        self.names.meet(turn)
         self.scheduler.submit(turn)
         return reply
 
@@ -121,7 +202,10 @@ class Desk:
         for _ in range(100_000):
             if all(reply.ended for reply in wanted):
                 return
-            assert self.scheduler.step(), "work is left but the scheduler is idle"
+            self.hear()
+            if not self.scheduler.step():
+                assert any(reply.turn.is_fetching for reply in wanted), "idle with work left"
+                self.hear(wait=True)
         raise AssertionError("the turns do not end")
 
     def settle(self) -> None:

@@ -68,6 +68,7 @@ class FakeEngine:
             exact_sequences=self.exact_sequences,
             can_cut=self.can_cut,
             vocabulary=VOCABULARY,
+            token_bytes=CELL_BYTES,
             fingerprint=b"fake",
         )
 
@@ -97,7 +98,7 @@ class FakeEngine:
         self._cells.share(source.slot, tokens, into.slot)
         into.length = tokens
 
-    def restore(self, into: Sequence, blob: bytes, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
         if len(blob) != tokens * CELL_BYTES:
             raise CorruptBlock("wrong length")
         if self.break_restores:
@@ -105,7 +106,7 @@ class FakeEngine:
             self.reset()
             raise EngineBroken("restore failed half-way")
         self._grow(into, tokens)
-        cells = [blob[at : at + CELL_BYTES] for at in range(0, len(blob), CELL_BYTES)]
+        cells = [bytes(blob[at : at + CELL_BYTES]) for at in range(0, len(blob), CELL_BYTES)]
         self._state(into).extend(cells)
         into.length += tokens
         self.counts.restored_tokens += tokens

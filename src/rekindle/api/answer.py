@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from rekindle import __version__
 from rekindle.api import sse
 from rekindle.api.json import JsonResponse
+from rekindle.api.mismatch import name_mismatch
 from rekindle.api.report import usage, x_cache
 from rekindle.api.schema import Request
 from rekindle.api.turns import Turns, while_connected
@@ -38,7 +39,7 @@ class Shape(Protocol):
 
     def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]: ...
 
-    def closing(self, index: int, reason: str) -> dict[str, Any]: ...
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]: ...
 
@@ -68,8 +69,17 @@ class Choice:
 class Answer:
     """The answer to one HTTP request."""
 
-    def __init__(self, runtime: Runtime, asks: list[Ask], request: Request, shape: Shape) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        asks: list[Ask],
+        request: Request,
+        shape: Shape,
+        *,
+        others: Sequence[Runtime] = (),
+    ) -> None:
         self._runtime = runtime
+        self._others = others
         self._asks = asks
         self._request = request
         self._shape = shape
@@ -104,6 +114,7 @@ class Answer:
         while turns.open:
             index, event = await turns.next()
             self._choices[index].add(event)
+        await name_mismatch(self._finished(), self._asks[0], self._others)
 
     async def _streamed(self, http: HttpRequest) -> Response:
         turns = Turns(self._runtime, self._asks)
@@ -126,6 +137,7 @@ class Answer:
         while turns.open:
             for chunk in self._chunks(*await turns.next()):
                 yield chunk
+        await name_mismatch(self._finished(), self._asks[0], self._others)
         for chunk in self._ending():
             yield chunk
 
@@ -135,7 +147,7 @@ class Answer:
                 return [self._chunk([self._shape.delta(index, text, logs)])]
             case Finished():
                 self._choices[index].add(event)
-                return [self._chunk([self._shape.closing(index, event.reason)])]
+                return [self._chunk([self._shape.closing(index, event)])]
             case Started() | Prefill() if self._asks[index].progress:
                 return [self._chunk([], prefill_progress=_progress(event))]
         return []

@@ -14,7 +14,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rekindle import __version__
-from rekindle.api import chat, completions, embeddings, invalid, models
+from rekindle.api import (
+    cache,
+    chat,
+    completions,
+    embeddings,
+    internal,
+    invalid,
+    metrics,
+    models,
+    prepare,
+    stats,
+)
 from rekindle.api.auth import Keys
 from rekindle.api.error import ErrorBody, ErrorResponse
 from rekindle.api.guard import Guard
@@ -30,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499
 OpenService = Callable[[], AbstractAsyncContextManager[Service]]
 
 
-def build_app(config: Config, open_service: OpenService) -> Guard:
+def build_app(config: Config, open_service: OpenService, keys: Keys | None = None) -> Guard:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with open_service() as service:
@@ -44,7 +55,8 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
         redirect_slashes=False,  # a redirect would repeat whatever Host the client made up
         responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
     )
-    for part in (chat, completions, embeddings, models):
+    # Statistics before entries: a path of the cache that is nothing else is a key.
+    for part in (chat, completions, embeddings, models, prepare, stats, cache, internal, metrics):
         app.include_router(part.router)
     app.add_exception_handler(ServerError, _on_server_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
@@ -52,7 +64,7 @@ def build_app(config: Config, open_service: OpenService) -> Guard:
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return Guard(app, Keys(config.api_key), config.host)
+    return Guard(app, keys or Keys.of(config), config.host)
 
 
 class MethodNotAllowed(NotFound):

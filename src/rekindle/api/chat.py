@@ -12,25 +12,28 @@ from rekindle.api.answer import Answer, Choice, finite
 from rekindle.api.auth import salt_of
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
+from rekindle.api.message import rendered
 from rekindle.api.schema import ChatRequest
-from rekindle.api.service import Service
-from rekindle.events import TokenLog
+from rekindle.api.service import ModelNumber, Service
+from rekindle.events import Finished, TokenLog
 
 router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
 
 
 @router.post("/v1/chat/completions")
-async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+async def create_chat_completion(
+    body: ChatRequest, request: Request, number: ModelNumber = None
+) -> Response:
     """Answer a conversation; everything computed for an equal prefix before is reused."""
     service: Service = request.state.service
-    runtime = service.runtime(body.model)
+    runtime = service.runtime(body.model, number)
     turns = asks(
         body,
         service.config,
         salt_of(request),
         [
             {
-                "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+                "messages": rendered(body.messages),
                 "template_kwargs": _template_kwargs(body),
                 "progress": bool(body.prefill_progress and body.stream),
             }
@@ -38,7 +41,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return await Answer(runtime, turns, body, ChatShape()).respond(request)
+    answer = Answer(runtime, turns, body, ChatShape(), others=service.others(runtime))
+    return await answer.respond(request)
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
@@ -62,17 +66,26 @@ class ChatShape:
             choice["logprobs"] = _logprobs(logs)
         return choice
 
-    def closing(self, index: int, reason: str) -> dict[str, Any]:
-        return {**_delta(index, {}), "finish_reason": reason}
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]:
+        return {**_delta(index, _message_id(finished)), "finish_reason": finished.reason}
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]:
         assert answer.finished is not None
         return {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": answer.text,
+                "refusal": None,
+                **_message_id(answer.finished),
+            },
             "logprobs": _logprobs(answer.logs) if answer.logs else None,
             "finish_reason": answer.finished.reason,
         }
+
+
+def _message_id(finished: Finished) -> dict[str, str]:
+    return {} if finished.message_id is None else {"message_id": finished.message_id}
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

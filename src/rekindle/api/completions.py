@@ -15,20 +15,22 @@ from rekindle.api.auth import salt_of
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
 from rekindle.api.schema import CompletionRequest
-from rekindle.api.service import Service
+from rekindle.api.service import ModelNumber, Service
 from rekindle.errors import Unsupported
-from rekindle.events import TokenLog
+from rekindle.events import Finished, TokenLog
 
 router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
 
 
 @router.post("/v1/completions")
-async def create_completion(body: CompletionRequest, request: Request) -> Response:
+async def create_completion(
+    body: CompletionRequest, request: Request, number: ModelNumber = None
+) -> Response:
     """Continue a text, or each of a list of texts."""
     if body.echo:
         raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
     service: Service = request.state.service
-    runtime = service.runtime(body.model)
+    runtime = service.runtime(body.model, number)
     turns = asks(
         body,
         service.config,
@@ -37,7 +39,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         max_tokens=body.max_tokens,
         top_logprobs=body.logprobs,
     )
-    return await Answer(runtime, turns, body, CompletionShape()).respond(request)
+    answer = Answer(runtime, turns, body, CompletionShape(), others=service.others(runtime))
+    return await answer.respond(request)
 
 
 class CompletionShape:
@@ -54,8 +57,8 @@ class CompletionShape:
     def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]:
         return self._choice(index, text, logs, None)
 
-    def closing(self, index: int, reason: str) -> dict[str, Any]:
-        return self._choice(index, "", None, reason)
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]:
+        return self._choice(index, "", None, finished.reason)
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]:
         assert answer.finished is not None

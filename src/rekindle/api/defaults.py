@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rekindle.api.naming import naming
 from rekindle.api.schema import Request
 from rekindle.config import Config
 from rekindle.engine.sampling import Sampling
@@ -40,6 +41,7 @@ def asks(
 ) -> list[Ask]:
     """One turn for each choice of each input; choices of one seed get seeds of their own."""
     base = sampling(request, config, top_logprobs=top_logprobs)
+    reuse = config.context_cache and request.use_kv_cache is not False
     return [
         Ask(
             turn=0,
@@ -48,7 +50,8 @@ def asks(
             max_tokens=max_tokens if max_tokens is not None else config.max_tokens,
             stop=request.stops,
             ignore_eos=bool(request.ignore_eos),
-            reuse=request.use_kv_cache is not False,
+            reuse=reuse,
+            naming=naming(request, config, choice) if reuse else None,
             exact=config.exact if request.cache_exact is None else request.cache_exact,
             salt=salt,
         )

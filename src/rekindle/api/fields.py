@@ -19,6 +19,9 @@ MOST_STOP_CHARACTERS = 1024
 MOST_BIASES = 1024
 MOST_BIAS = 100
 MOST_DIGITS = 10  # of a token id
+MOST_TOOLS = 128
+MOST_ID_CHARACTERS = 256
+NUMBER_LIMIT = 1 << 63  # what a 64-bit number holds
 MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand would exhaust the stack on its way
 
 
@@ -66,6 +69,21 @@ def _inside(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def characters(value: Any) -> int:
+    """How much text is in JSON that is shallow, the names of its fields included."""
+    if isinstance(value, str):
+        return len(value)
+    names = sum(map(len, value)) if isinstance(value, dict) else 0
+    return names + sum(map(characters, _inside(value)))
+
+
+# Any characters at all: an id is compared and hashed, never made a part of a path.
+Id = Annotated[
+    str,
+    Field(min_length=1, max_length=MOST_ID_CHARACTERS),
+    takes(f"a string of 1 to {MOST_ID_CHARACTERS} characters"),
+]
+SessionNumber = Annotated[int, Field(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
 StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)],
@@ -87,3 +105,6 @@ PromptInput = Annotated[
     takes("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
+Tools = Annotated[
+    list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(shallow)
+]

@@ -6,13 +6,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.api import body
-from rekindle.api.auth import LOOPBACK, Keys
+from rekindle.api.auth import LOOPBACK, Caller, Keys
 from rekindle.api.body import Body, BodyTooLarge
 from rekindle.api.error import ErrorResponse
 from rekindle.errors import BadRequest, ServerError
 
 MOST_HEADER_BYTES = 64 << 10
 OPEN_PATHS = {"/health"}
+NOBODY = Caller(b"", admin=False)
 
 
 class HeadersTooLarge(BadRequest):
@@ -59,9 +60,10 @@ class Guard:
         headers = Headers(scope=scope)
         if self._hosts is not None and _hostname(headers.get("host", "")) not in self._hosts:
             raise WrongHost("This server listens on this machine alone; ask for localhost.")
-        scope["rekindle.salt"] = b""
+        caller = NOBODY
         if scope["path"] not in OPEN_PATHS:
-            scope["rekindle.salt"] = self._keys.salt(headers.get("authorization"))
+            caller = self._keys.caller(headers.get("authorization"))
+        scope["rekindle.salt"], scope["rekindle.admin"] = caller.salt, caller.admin
         if scope["method"] == "POST":
             _check_content(headers)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from rekindle.events import CacheReport, Finished
 
 
@@ -29,14 +31,19 @@ def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
     reports = [turn.cache for turn in turns[::choices]]
     telling = next((report for report in reports if report.status != "hit"), reports[0])
     status = _status(reports)
-    return {
+    told = {
         "hit": status != "miss",
         "status": status,
+        "cache_key": telling.cache_key,
         "reused_tokens": sum(report.reused_tokens for report in reports),
+        "new_cache_key": telling.new_cache_key,
         "cached_tokens": sum(report.cached_tokens for report in reports),
         "reason": telling.reason,
         "tier": next((report.tier for report in reports if report.tier), None),
     }
+    if telling.diverged_at is not None:
+        told["diverged_at"] = structs.asdict(telling.diverged_at)
+    return told
 
 
 def _status(reports: Sequence[CacheReport]) -> str:

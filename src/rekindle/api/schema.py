@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rekindle.api.fields import FreeObject, LogitBias, PromptInput, Stop, shallow, takes
+from rekindle.api.fields import FreeObject, Id, LogitBias, PromptInput, SessionNumber, Stop
+from rekindle.api.message import Messages
 from rekindle.errors import Unsupported
 
 MOST_CHOICES = 32
@@ -14,6 +15,18 @@ MOST_TURNS = 128
 MOST_TOKENS = 10_000_000
 MOST_MESSAGES = 100_000
 SEED_LIMIT = 1 << 63
+
+CACHE_FIELDS = (
+    "use_kv_cache",
+    "cache_exact",
+    "cache_key",
+    "return_cache_key",
+    "session_id",
+    "kv_cache_session_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversation
 
 # Fields of the interface that this version does not serve: refused, never silently ignored.
 NOT_SERVED = {
@@ -26,8 +39,6 @@ NOT_SERVED = {
     "quantized_kv_start": "KV quantisation",
     "resize": "image input",
     "audio": "audio",
-    "cache_key": "naming cached state (reuse is automatic without it)",
-    "return_cache_key": "naming cached state (reuse is automatic without it)",
     "suffix": "filling in the middle",
     "best_of": "best_of",
 }
@@ -35,7 +46,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "functions": ([],),
-    "return_cache_key": (False,),
     "suffix": ("",),
     "best_of": (1,),
 }
@@ -72,6 +82,12 @@ class Request(BaseModel):
     user: str | None = None
     use_kv_cache: bool | None = None
     cache_exact: bool | None = None
+    cache_key: Id | None = None
+    return_cache_key: bool | None = None
+    session_id: Id | None = None
+    kv_cache_session_id: SessionNumber | None = None
+    prompt_cache_key: Id | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -99,57 +115,18 @@ class Request(BaseModel):
 
     @property
     def asks_about_cache(self) -> bool:
-        return self.use_kv_cache is not None or self.cache_exact is not None
+        return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
-
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    str | Annotated[list[TextPart], Field(fail_fast=True)],
-    takes('a string, or a list of parts with `"type": "text"` and a `text`'),
-]
-
-
-class Message(BaseModel):
-    """One message; fields the template may know are passed on as they are."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_media(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("content"), list):
-            for part in data["content"]:
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind in ("image", "image_url", "video", "video_url", "input_audio", "file"):
-                    raise Unsupported(
-                        f"content parts of type {kind!r} are not supported: send text",
-                        param="messages",
-                    )
-        return data
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"needs `content`, as every {self.role} message does")
-        shallow(self.model_extra)
-        return self
+    @property
+    def names_state(self) -> bool:
+        """Whether the request says by a name of its own which state it goes on from."""
+        return any(getattr(self, field) is not None for field in NAMES)
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
-        min_length=1, max_length=MOST_MESSAGES
-    )
+    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -162,6 +139,18 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
         return self
+
+    @property
+    def message_ids(self) -> list[str]:
+        """The ids by which messages are looked for, newest first; none unless that is wanted."""
+        if not self.use_kv_cache:
+            return []
+        ids = (message.message_id for message in reversed(self.messages))
+        return [message_id for message_id in ids if message_id is not None]
+
+    @property
+    def names_state(self) -> bool:
+        return super().names_state or bool(self.message_ids)
 
 
 class CompletionRequest(Request):
@@ -185,6 +174,17 @@ class CompletionRequest(Request):
                 f"one request may ask for at most {MOST_TURNS} answers (prompts times `n`)",
                 param="prompt",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_prompt_for_a_name(self) -> CompletionRequest:
+        if len(self.prompts) > 1:
+            for field in (*NAMES, "return_cache_key"):
+                value = getattr(self, field)
+                if value is not None and value is not False:  # session 0 is a name
+                    raise Unsupported(
+                        f"a name goes with one prompt: send one, or remove `{field}`", param=field
+                    )
         return self
 
     @property

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Header
 
 from rekindle.config import Config
-from rekindle.errors import ModelNotFound
+from rekindle.errors import BadRequest, ModelNotFound
 from rekindle.runtime.process import Runtime
 
 DEFAULT = "default"
+ModelNumber = Annotated[
+    str | None,
+    Header(alias="X-Model-Id", description="The number of a loaded model, counted from 0."),
+]
 
 
 class Service:
@@ -21,9 +27,16 @@ class Service:
         self._startup = runtimes[0]
         self._created = int(time.time())
 
-    def runtime(self, model: str | None) -> Runtime:
+    @property
+    def runtimes(self) -> list[Runtime]:
+        """In the order of `--model`, which is how they are numbered."""
+        return list(self._runtimes.values())
+
+    def runtime(self, model: str | None, number: str | None = None) -> Runtime:
+        """The model of this name; without one, the model of this number."""
+        numbered = self._startup if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
-            return self._startup
+            return numbered
         found = self._runtimes.get(model)
         if found is None:
             served = ", ".join(self._runtimes)
@@ -33,6 +46,22 @@ class Service:
                 param="model",
             )
         return found
+
+    def _numbered(self, number: str) -> Runtime:
+        loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
+        if number not in loaded:
+            names = ", ".join(f"{place} ({runtime.name})" for place, runtime in loaded.items())
+            raise BadRequest(
+                f"`X-Model-Id` takes the number of a loaded model: {names}.", param="X-Model-Id"
+            )
+        return loaded[number]
+
+    def chosen(self, number: str | None) -> list[Runtime]:
+        """The model of this number alone; without one, all of them."""
+        return self.runtimes if number is None else [self._numbered(number)]
+
+    def others(self, runtime: Runtime) -> list[Runtime]:
+        return [other for other in self.runtimes if other is not runtime]
 
     def is_ready(self) -> bool:
         return self._startup.ready is not None

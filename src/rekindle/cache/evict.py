@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import count
 
 Rank = tuple[int, int]  # worth, then the tick of the last use
@@ -29,11 +29,19 @@ class Ranking:
     every ancestor above its children was rejected: each new block cost its whole chain.)
     """
 
+    __slots__ = ("_floor", "_leaves", "_places", "_ticks")
+
     def __init__(self) -> None:
         self._places: dict[bytes, _Place] = {}
         self._leaves: list[tuple[Rank, bytes]] = []  # a heap; what is out of date dies on top
         self._floor = 0
         self._ticks = count()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
 
     def enter(self, key: bytes, parent: bytes | None) -> None:
         """Rank a new key; its parent is no leaf from now on."""
@@ -56,8 +64,15 @@ class Ranking:
             above.children -= 1
             self._offer(place.parent, above)
 
-    def evict(self, spared: set[bytes]) -> bytes | None:
+    def evict(self, spared: Container[bytes]) -> bytes | None:
         """Take the lowest leaf off the ranking; those spared stay."""
+        victim = self.lowest(spared)
+        if victim is not None:
+            self.leave(victim)
+        return victim
+
+    def lowest(self, spared: Container[bytes]) -> bytes | None:
+        """The leaf to go next, those spared left out; the floor rises to its worth."""
         aside = []
         victim = None
         while victim is None and self._leaves:
@@ -65,12 +80,10 @@ class Ranking:
             place = self._places.get(key)
             if place is None or place.children or place.rank != rank:
                 continue
-            if key in spared:
-                aside.append((rank, key))
-                continue
-            self._floor = max(self._floor, rank[0])
-            self.leave(key)
-            victim = key
+            aside.append((rank, key))
+            if key not in spared:
+                self._floor = max(self._floor, rank[0])
+                victim = key
         for entry in aside:
             heapq.heappush(self._leaves, entry)
         return victim
@@ -86,3 +99,45 @@ class Ranking:
         if len(self._leaves) > 64 + 2 * len(self._places):
             self._leaves = [(p.rank, k) for k, p in self._places.items() if not p.children]
             heapq.heapify(self._leaves)
+
+
+class Shares:
+    """One ranking for each tenant; room is made by the tenant that holds most. So whatever one of
+    n tenants does, the others keep an n-th of the budget. (Fixed quotas were rejected: they leave
+    room unused, and one tenant alone could never have it all.)
+    """
+
+    def __init__(self) -> None:
+        self._rankings: dict[bytes, Ranking] = {}
+        self._held_bytes: dict[bytes, int] = {}
+
+    def held_bytes(self, root: bytes) -> int:
+        return self._held_bytes.get(root, 0)
+
+    def enter(self, root: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
+        self._rankings.setdefault(root, Ranking()).enter(key, parent)
+        self.resize(root, size_bytes)
+
+    def resize(self, root: bytes, more_bytes: int) -> None:
+        """A key of this tenant takes so much more."""
+        self._held_bytes[root] = self.held_bytes(root) + more_bytes
+
+    def use(self, root: bytes, key: bytes) -> None:
+        if ranking := self._rankings.get(root):
+            ranking.use((key,))
+
+    def leave(self, root: bytes, key: bytes, size_bytes: int) -> None:
+        """Take a leaf off; a tenant that holds nothing is forgotten."""
+        if key not in self._rankings.get(root, ()):
+            return
+        self._rankings[root].leave(key)
+        self._held_bytes[root] -= size_bytes
+        if not self._rankings[root]:
+            del self._rankings[root], self._held_bytes[root]
+
+    def lowest(self, spared: Container[bytes]) -> bytes | None:
+        """The key that makes room next. It stays until it leaves."""
+        for root in sorted(self._held_bytes, key=self._held_bytes.__getitem__, reverse=True):
+            if (key := self._rankings[root].lowest(spared)) is not None:
+                return key
+        return None

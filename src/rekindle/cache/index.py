@@ -5,23 +5,72 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
+
+
+class Head:
+    """The end of a conversation: all its tokens, and the last block that holds state of it."""
+
+    __slots__ = ("block", "packed", "pinned", "root")
+
+    def __init__(self, root: bytes, packed: bytes, *, pinned: bool = False) -> None:
+        self.root = root
+        self.packed = packed
+        self.pinned = pinned
+        self.block: Block | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    def goes_through(self, block: Block) -> bool:
+        """Whether the block, under one it goes through, holds tokens of this conversation."""
+        rest = self.packed[block.start * TOKEN_BYTES : block.stop * TOKEN_BYTES]
+        return bool(rest) and block.packed.startswith(rest)
+
+
+class Wish(IntEnum):
+    """When a block is to be written to disk."""
+
+    NEVER = 0  # it lives and dies in memory
+    LATE = 1  # when memory runs out, or the server stops
+    SOON = 2  # behind the turn that computed it
 
 
 class Block:
     """A node of the tree. `exact` says it was computed in canonical prefill steps."""
 
-    __slots__ = ("children", "exact", "key", "order", "packed", "parent", "size_bytes", "start")
+    __slots__ = (
+        "children",
+        "disk_bytes",
+        "exact",
+        "heads",
+        "key",
+        "order",
+        "packed",
+        "parent",
+        "root",
+        "size_bytes",
+        "start",
+        "stored",
+        "wish",
+    )
 
     def __init__(
         self, key: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
     ) -> None:
         self.key = key
         self.parent = parent
+        self.root: bytes = parent.root if parent else key
         self.packed = packed
-        self.size_bytes = size_bytes
+        self.size_bytes = size_bytes  # of its state
         self.exact = exact
+        self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
+        self.stored = False  # on disk for certain
+        self.wish = Wish.NEVER
+        self.heads: tuple[Head, ...] = ()  # conversations whose state ends here; mostly none
         self.start: int = parent.stop if parent else 0
         self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
         self.order: list[bytes] = []  # the children's packed tokens, sorted
@@ -69,9 +118,17 @@ class Index:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
+    def root(self, root: bytes) -> Block:
+        """The node above the first blocks of a namespace."""
+        return self._roots.setdefault(root, Block(root, None, b"", 0, exact=True))
+
     def is_full(self, block: Block) -> bool:
         """Whether others may follow it; nothing is ever found after a tail."""
         return len(block.packed) == self._block_bytes
+
+    def could_hold(self, packed: bytes) -> bool:
+        """Whether these are the tokens of a full block or a tail."""
+        return 0 < len(packed) <= self._block_bytes and len(packed) % TOKEN_BYTES == 0
 
     def match(self, root: bytes, packed: bytes) -> Match:
         """Walk full blocks by their tokens; then take what fits of the best child."""
@@ -106,9 +163,9 @@ class Index:
         self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
     ) -> Block:
         """Put a block under its parent; without one, under the root."""
-        above = parent or self._roots.setdefault(root, Block(root, None, b"", 0, exact=True))
+        above = parent or self.root(root)
         assert packed not in above.children, "one block for the same tokens"
-        assert 0 < len(packed) <= self._block_bytes, "a full block or a tail"
+        assert self.could_hold(packed), "a full block or a tail"
         block = Block(chain_key(above.key, packed), above, packed, size_bytes, exact=exact)
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
@@ -123,8 +180,12 @@ class Index:
             del self._blocks[block.key]
         del above.children[block.packed]
         above.order.pop(bisect_left(above.order, block.packed))
-        if above.is_root and not above.children:
-            del self._roots[above.key]
+        self.tidy(above)
+
+    def tidy(self, root: Block) -> None:
+        """Forget a root that nothing depends on."""
+        if root.is_root and not root.children and not root.heads:
+            self._roots.pop(root.key, None)
 
     def shorter(self, block: Block) -> list[Block]:
         """Siblings whose tokens are the beginning of this block's: it covers them."""

@@ -21,9 +21,10 @@ def unpack(packed: bytes) -> list[int]:
     return tokens
 
 
-def namespace(fingerprint: bytes, salt: bytes, block_tokens: int) -> bytes:
-    """The root of every chain whose states may stand in for each other."""
-    return _digest(b"namespace", fingerprint, salt, block_tokens.to_bytes(4, "big"))
+def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes = b"") -> bytes:
+    """The root of every chain whose states may stand in for each other. Without the server's
+    secret nobody can tell whose it is."""
+    return _digest(b"namespace", secret, fingerprint, salt, block_tokens.to_bytes(4, "big"))
 
 
 def chain_key(parent: bytes, packed: bytes) -> bytes:

@@ -1,14 +1,18 @@
-"""The store: what has been computed, by the tokens it was computed from."""
+"""The store: what has been computed, by the tokens it was computed from, in RAM and on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from rekindle.cache.evict import Ranking
-from rekindle.cache.index import Block, Index, Match
+from rekindle.cache.codec import record_bytes
+from rekindle.cache.disk import DiskTier, Fetch, Fetched, Flushed, News, Unwritten, Written
+from rekindle.cache.disk import disk_bytes as disk_cost
+from rekindle.cache.index import Block, Head, Index, Match, Wish
 from rekindle.cache.key import chain_key
-from rekindle.cache.ram import RamTier, cost_bytes
+from rekindle.cache.ledger import BlockRow
+from rekindle.cache.ram import Blob, RamTier, cost_bytes
 
 
 @dataclass(slots=True)
@@ -19,19 +23,28 @@ class StoreCounts:
     stored_bytes: int = 0
     evicted_blocks: int = 0
     refused_blocks: int = 0
+    evicted: Counter[bytes] = field(default_factory=Counter)  # blocks, by tenant
 
 
 class Store:
-    """Blocks under a byte budget; leaves go first, so a stored block is always reachable."""
+    """Blocks under byte budgets; leaves go first, so a stored block is always reachable.
 
-    def __init__(self, *, block_tokens: int, ram_bytes: int) -> None:
+    A block is in the tree as long as one tier holds it. The disk is closed under parents: a block
+    is written after its parent and leaves before it. Called by the engine's thread only.
+    """
+
+    def __init__(self, *, block_tokens: int, ram_bytes: int, disk: DiskTier | None = None) -> None:
         self._index = Index(block_tokens)
         self._ram = RamTier(ram_bytes)
-        self._ranking = Ranking()
+        self._disk = disk
+        self._dirty: deque[Block] = deque()  # to be written as soon as the queue has room
         self.counts = StoreCounts()
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._index)
 
     @property
     def used_bytes(self) -> int:
@@ -41,17 +54,44 @@ class Store:
     def limit_bytes(self) -> int:
         return self._ram.limit_bytes
 
+    @property
+    def disk(self) -> DiskTier | None:
+        return self._disk
+
+    def held_bytes(self, root: bytes | None) -> tuple[int, int]:
+        """What a tenant holds of RAM and of disk, or all of them together."""
+        if root is None:
+            return self._ram.used_bytes, self._disk.used_bytes if self._disk else 0
+        return self._ram.held_bytes(root), self._disk.held_bytes(root) if self._disk else 0
+
+    def evictions(self, root: bytes | None) -> int:
+        """Blocks a tenant lost to make room, or all of them together."""
+        return self.counts.evicted_blocks if root is None else self.counts.evicted[root]
+
+    # -- looking -------------------------------------------------------------------------------
+
     def match(self, root: bytes, packed: bytes) -> Match:
         """The longest stored prefix; changes nothing."""
         return self._index.match(root, packed)
 
-    def get(self, block: Block) -> bytes | None:
-        """The block's state, or nothing when it has left since it was matched."""
-        return self._ram.get(block.key) if self._index.get(block.key) is block else None
+    def get(self, block: Block) -> Blob | None:
+        """The block's state if it is at hand; what lies on disk has to be fetched first."""
+        if self._index.get(block.key) is not block:
+            return None
+        blob = self._ram.get(block)
+        return self._disk.queued(block) if blob is None and self._disk else blob
 
-    def use(self, blocks: Iterable[Block]) -> None:
-        """Count a use of these blocks."""
-        self._ranking.use(block.key for block in blocks)
+    def use(self, blocks: Iterable[Block], wish: Wish = Wish.NEVER) -> None:
+        """Count a use of these blocks; one that wishes them kept longer has its way."""
+        for block in blocks:
+            if self._index.get(block.key) is not block:
+                continue
+            self._ram.use(block)
+            if self._disk:
+                self._disk.use(block)
+            if wish > block.wish:
+                self._plan_write(block, wish)
+        self._feed()
 
     def wants(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
         """Whether putting this block would add anything."""
@@ -60,7 +100,22 @@ class Store:
             return exact and not known.exact
         return not self._covers(parent, packed, exact=exact)
 
-    def put(self, root: bytes, parent: bytes, packed: bytes, blob: bytes, *, exact: bool) -> bool:
+    def _covers(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
+        """Whether a longer block holds these tokens too, and as exactly as wanted."""
+        return any(block.exact or not exact for block in self._index.longer(parent, packed))
+
+    # -- putting -------------------------------------------------------------------------------
+
+    def put(
+        self,
+        root: bytes,
+        parent: bytes,
+        packed: bytes,
+        blob: Blob,
+        *,
+        exact: bool,
+        wish: Wish = Wish.NEVER,
+    ) -> bool:
         """Keep a block under its parent. False: the parent is gone, or there is no room for it."""
         if known := self._index.get(chain_key(parent, packed)):
             return known.holds(parent, packed) and self._replace(known, blob, exact=exact)
@@ -69,78 +124,337 @@ class Store:
         above = None if parent == root else self._index.get(parent)
         if parent != root and (above is None or not self._index.is_full(above)):
             return False
-        return self._add(root, above, packed, blob, exact=exact)
-
-    def _covers(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
-        """Whether a longer block holds these tokens too, and as exactly as wanted."""
-        return any(block.exact or not exact for block in self._index.longer(parent, packed))
-
-    def _add(
-        self, root: bytes, above: Block | None, packed: bytes, blob: bytes, *, exact: bool
-    ) -> bool:
-        cost = cost_bytes(blob, packed)
-        if not self._make_room(cost, above):
+        if not self._make_room(cost_bytes(blob, packed), above):
             return False
-        block = self._index.add(root, above, packed, cost, exact=exact)
-        self._ram.put(block.key, blob, cost)
-        self._ranking.enter(block.key, above.key if above else None)
+        block = self._index.add(root, above, packed, len(blob), exact=exact)
+        self._ram.put(block, blob)
         self._settle(block, blob)
+        self._plan_write(block, wish)
+        self._feed()
         return True
 
-    def _replace(self, known: Block, blob: bytes, *, exact: bool) -> bool:
+    def _replace(self, known: Block, blob: Blob, *, exact: bool) -> bool:
         """An exact block takes the place of one that is not; never the other way round."""
         if known.exact or not exact:
             return True
-        cost = cost_bytes(blob, known.packed)
-        if not self._make_room(cost - known.size_bytes, known):
+        if not self._make_room(cost_bytes(blob, known.packed) - self._ram.cost(known), known):
             return False
-        self._ram.put(known.key, blob, cost)
-        known.size_bytes, known.exact = cost, True
+        self._ram.put(known, blob)
+        known.size_bytes, known.exact = len(blob), True
+        if known.disk_bytes and self._disk:
+            self._disk.write(known, blob)
         self._settle(known, blob)
         return True
 
-    def _settle(self, block: Block, blob: bytes) -> None:
-        """Count a block that has just come, and let go of the tails it covers."""
+    def _settle(self, block: Block, blob: Blob) -> None:
+        """Count a block that has just come, let go of the tails it covers, and let the
+        conversations that go through it end there."""
         self.counts.stored_blocks += 1
         self.counts.stored_bytes += len(blob)
         for covered in self._index.shorter(block):
             if block.exact or not covered.exact:
                 self._remove(covered)
+        above = block.parent
+        assert above is not None
+        for head in above.heads:
+            if head.goes_through(block):
+                _end_in(head, block)
 
-    def drop(self, block: Block) -> None:
+    def promote(self, block: Block, blob: Blob) -> None:
+        """Keep in RAM what was fetched from below, if there is room."""
+        if block not in self._ram and self._make_room(cost_bytes(blob, block.packed), block):
+            self._ram.put(block, blob)
+
+    # -- heads ---------------------------------------------------------------------------------
+
+    def attach(self, head: Head) -> None:
+        """Let a conversation's end rest on the last block that holds state of it."""
+        found = self._index.match(head.root, head.packed).blocks
+        _end_in(head, found[-1] if found else self._index.root(head.root))
+
+    def detach(self, head: Head) -> None:
+        """Forget a conversation's end; its state stays until room is needed."""
+        above = head.block
+        _end_in(head, None)
+        if above is not None:
+            self._index.tidy(above)
+
+    def release(self, head: Head) -> int:
+        """Forget a conversation's end and the state that is no other's; the bytes freed."""
+        block = head.block
+        self.detach(head)
+        freed = 0
+        while block is not None and not block.is_root and not block.children and not block.heads:
+            freed += block.size_bytes
+            above = block.parent
+            self._remove(block)
+            block = above
+        return freed
+
+    def pinned_bytes(self) -> int:
+        """What pinned conversations take, what they share counted once."""
+        pinned: dict[bytes, Block] = {}
+        for block in self._index:
+            if any(head.pinned for head in block.heads):
+                pinned.update((each.key, each) for each in chain(block))
+        return sum(self._lasting_cost(block) for block in pinned.values())
+
+    def _lasting_cost(self, block: Block) -> int:
+        return block.disk_bytes or block.size_bytes + len(block.packed)
+
+    @property
+    def pin_limit_bytes(self) -> int:
+        """What pins may take: they rest on the lowest tier there is."""
+        return self._disk.limit_bytes if self._disk else self._ram.limit_bytes
+
+    # -- dropping ------------------------------------------------------------------------------
+
+    def drop(self, block: Block, *, aside: bool = False) -> None:
         """Forget a block that turned out bad, and everything that was computed on top of it."""
         if self._index.get(block.key) is not block:
             return
-        below = [block]
-        for parent in below:  # grows as it is walked: parents first
-            below.extend(parent.children.values())
-        for each in reversed(below):
-            self._remove(each)
+        for each in _below(block):
+            self._remove(each, aside=aside and each is block)
+
+    def _remove(self, block: Block, *, aside: bool = False) -> None:
+        above = block.parent
+        assert above is not None
+        for head in block.heads:
+            _end_in(head, above)
+        self._ram.drop(block)
+        if self._disk:
+            self._disk.remove(block, aside=aside)
+        self._index.remove(block)
+
+    def _evict(self, block: Block) -> None:
+        self.counts.evicted_blocks += 1
+        self.counts.evicted[block.root] += 1
+        self._remove(block)
+
+    # -- making room ---------------------------------------------------------------------------
 
     def _make_room(self, cost: int, last: Block | None) -> bool:
-        """Evict leaves outside the chain that ends in `last`, or none when that would not do."""
+        """Empty RAM of leaves outside the chain that ends in `last`, or of none when that would
+        not do. What may be written goes to disk."""
         if self._ram.fits(cost):
             return True
-        if cost + sum(block.size_bytes for block in _chain(last)) > self._ram.limit_bytes:
+        if cost + sum(self._ram.cost(block) for block in chain(last)) > self._ram.limit_bytes:
             self.counts.refused_blocks += 1
             return False
-        spared = {last.key} if last else set()  # and with it all above it: only leaves go
+        spared = _Spared(self._index, last, pins_on_disk=True)
         while not self._ram.fits(cost):
-            key = self._ranking.evict(spared)
+            key = self._ram.lowest(spared)
             block = self._index.get(key) if key is not None else None
-            assert block is not None, "what is not of the chain can be evicted"
-            self._remove(block)
-            self.counts.evicted_blocks += 1
+            if block is None:  # all that is left is pinned
+                self.counts.refused_blocks += 1
+                return False
+            if block.disk_bytes or self._demote(block, last):
+                self._ram.drop(block)
+            else:
+                self._evict(block)
         return True
 
-    def _remove(self, block: Block) -> None:
-        self._index.remove(block)
-        self._ram.drop(block.key)
-        self._ranking.leave(block.key)
+    def _demote(self, block: Block, last: Block | None) -> bool:
+        """Have it written instead of lost; not when the writer cannot keep up, for what waits for
+        it takes memory too."""
+        return (
+            block.wish > Wish.NEVER
+            and self._disk is not None
+            and self._disk.has_queue_room
+            and self._write(block, last)
+        )
+
+    def _make_disk_room(self, cost: int, last: Block | None) -> bool:
+        assert self._disk is not None
+        if not self._disk.could_fit(cost):
+            return False
+        spared = _Spared(self._index, last, pins_on_disk=False)
+        while not self._disk.fits(cost):
+            key = self._disk.lowest(spared)
+            block = self._index.get(key) if key is not None else None
+            if block is None:
+                return False
+            if block in self._ram:
+                self._disk.remove(block)
+                block.wish = Wish.NEVER  # or it would come straight back
+            else:
+                self._evict(block)
+        return True
+
+    # -- the disk ------------------------------------------------------------------------------
+
+    def load(self, rows: Iterable[BlockRow]) -> None:
+        """Take in what the disk holds, parents first; a row that cannot be right is left out."""
+        assert self._disk is not None
+        for row in rows:
+            above = None if row.parent == row.root else self._index.get(row.parent)
+            state_bytes = row.size_bytes - record_bytes(len(row.packed), 0)
+            if self._is_sound(row, above) and state_bytes >= 0:
+                block = self._index.add(row.root, above, row.packed, state_bytes, exact=row.exact)
+                block.wish = Wish.SOON
+                self._disk.adopt(block, disk_cost(row.packed, state_bytes))
+        self._make_disk_room(0, None)  # the budget may have become smaller
+
+    def _is_sound(self, row: BlockRow, above: Block | None) -> bool:
+        fits_in = above is not None and self._index.is_full(above) and above.root == row.root
+        return (
+            (row.parent == row.root or fits_in)
+            and self._index.could_hold(row.packed)
+            and self._index.get(row.key) is None
+            and chain_key(row.parent, row.packed) == row.key
+        )
+
+    def _plan_write(self, block: Block, wish: Wish) -> None:
+        """Tails are written late: the next turn makes a longer one of most of them."""
+        block.wish = max(block.wish, wish)
+        if self._disk and wish is Wish.SOON and not block.disk_bytes and self._index.is_full(block):
+            self._dirty.append(block)
+
+    def _feed(self) -> None:
+        """Hand the writer as much as it takes."""
+        if self._disk is None or not self._disk.takes_writes:
+            return
+        while self._dirty and self._disk.has_queue_room:
+            block = self._dirty.popleft()
+            if self._index.get(block.key) is block:
+                self._write(block)
+
+    def _write(self, block: Block, last: Block | None = None) -> bool:
+        """Have a block written, after those above it that are not; False: it cannot be. Room for
+        it is not made at the cost of `last`."""
+        if self._disk is None or not self._disk.takes_writes:
+            return False
+        missing = [each for each in chain(block) if not each.disk_bytes]
+        for each in reversed(missing):
+            blob = self._ram.get(each)
+            if blob is None or (each.wish is Wish.NEVER and each is not block):
+                return False
+            if not self._make_disk_room(disk_cost(each.packed, len(blob)), last):
+                return False
+            self._disk.write(each, blob)
+        return True
+
+    def write_chain(self, block: Block) -> None:
+        """Have a conversation written whole, its tail too."""
+        for each in chain(block):
+            each.wish = max(each.wish, Wish.LATE)
+        self._write(block)
+
+    def write_everything(self) -> None:
+        """Have all written that may be; the order of the index is parents first."""
+        for block in list(self._index):
+            if block.wish > Wish.NEVER and self._index.get(block.key) is block:
+                self._write(block)
+
+    def fetch(self, blocks: Sequence[Block]) -> Fetch | None:
+        """Start reading those that are not at hand; None when all are."""
+        missing = [block for block in blocks if block.disk_bytes and self.get(block) is None]
+        return self._disk.read(missing) if missing and self._disk else None
+
+    def hear(self, news: News) -> None:
+        """What the disk has done in the meantime."""
+        match news:
+            case Written():
+                self._on_written(news)
+            case Unwritten():
+                self._on_unwritten(news)
+            case Fetched(fetch):
+                self._on_fetched(fetch)
+            case Flushed(then):
+                then()
+
+    def _on_written(self, news: Written) -> None:
+        assert self._disk is not None
+        self._disk.counts.written_bytes += sum(order.size_bytes for order in news.orders)
+        for key in self._disk.settle(news.orders):
+            if block := self._index.get(key):
+                block.stored = True
+        self._feed()
+
+    def _on_unwritten(self, news: Unwritten) -> None:
+        """These are not on disk, so nothing below them is reachable there either."""
+        assert self._disk is not None
+        for key in self._disk.settle(news.orders):
+            if block := self._index.get(key):
+                self._leave_disk(block)
+        self._disk.shrink(news.state, sum(order.size_bytes for order in news.orders))
+        self._make_disk_room(0, None)
+
+    def _leave_disk(self, block: Block) -> None:
+        assert self._disk is not None
+        for each in _below(block):
+            if each in self._ram:
+                self._disk.remove(each)
+            else:
+                self._remove(each)
+
+    def _on_fetched(self, fetch: Fetch) -> None:
+        assert self._disk is not None
+        for key, record in fetch.records.items():
+            self._disk.counts.read_bytes += len(record.blob)
+            block = self._index.get(key)
+            if block is None:
+                continue
+            if block.packed != record.packed or block.root != record.root:
+                fetch.bad[key] = "it holds other tokens"
+            elif block.exact and not record.exact:
+                fetch.bad[key] = "it is older than its index says"
+            else:
+                self.promote(block, record.blob)
+        for key in fetch.bad:
+            fetch.records.pop(key, None)
+            if block := self._index.get(key):
+                self._disk.counts.corrupt_blocks += 1
+                self.drop(block, aside=True)
+
+    def retry_disk(self) -> None:
+        """Try a disk again that had failed, and write what it missed."""
+        if self._disk is None or self._disk.state == "ok":
+            return
+        self._disk.try_again()
+        for block in list(self._index):
+            if block.wish is Wish.SOON and not block.disk_bytes and self._index.is_full(block):
+                self._dirty.append(block)
+        self._feed()
 
 
-def _chain(block: Block | None) -> Iterator[Block]:
+class _Spared:
+    """What may not go now: the block being added to, and what is pinned."""
+
+    def __init__(self, index: Index, last: Block | None, *, pins_on_disk: bool) -> None:
+        self._index = index
+        self._last = last.key if last else None
+        self._in_ram = pins_on_disk
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        block = self._index.get(key)
+        if block is None or key == self._last:
+            return True
+        if self._in_ram:
+            return any(head.pinned for head in block.heads) and not block.disk_bytes
+        return bool(block.children) or any(head.pinned for head in block.heads)
+
+
+def chain(block: Block | None) -> Iterator[Block]:
     """This block and those above it, the root left out."""
     while block is not None and not block.is_root:
         yield block
         block = block.parent
+
+
+def _below(block: Block) -> list[Block]:
+    """This block and all under it, children first."""
+    found = [block]
+    for parent in found:  # grows as it is walked: parents first
+        found.extend(parent.children.values())
+    return found[::-1]
+
+
+def _end_in(head: Head, block: Block | None) -> None:
+    """The one place where a conversation's end moves."""
+    if head.block is not None:
+        head.block.heads = tuple(each for each in head.block.heads if each is not head)
+    head.block = block
+    if block is not None:
+        block.heads += (head,)

@@ -25,6 +25,7 @@ class Abilities:
     exact_sequences: int  # how many exact ones
     can_cut: bool  # state can be cut, shared and stored at any position
     vocabulary: int
+    token_bytes: int  # state that one token adds to a block
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
 
 
@@ -74,7 +75,7 @@ class Engine(Protocol):
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying."""
 
-    def restore(self, into: Sequence, blob: bytes, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
         """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours."""
 
     def export(self, sequence: Sequence, start: int, stop: int) -> bytes:

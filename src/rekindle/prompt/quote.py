@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -12,6 +12,9 @@ from rekindle.errors import BadRequest
 from rekindle.prompt.sentinel import Sentinels
 
 DEPTH_LIMIT = 100
+OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal in marked bytes; UTF-8 has neither
+MARK = re.compile(b"([\xff\xfe])")
+CHARACTER_BYTES = 4  # of UTF-8, at most
 
 
 class Span(NamedTuple):
@@ -42,6 +45,23 @@ class ControlTexts:
         tail = self._tail(rest)
         yield Span(rest[: len(rest) - len(tail)], literal=False)
         yield Span(tail, literal=True)
+
+    def across(self, before: str, after: str) -> bool:
+        """Whether the two, put side by side, hold a control text that neither holds alone."""
+        seam = min(len(before), self._longest)
+        window = before[len(before) - seam :] + after[: self._longest]
+        starts = (first.start() for first in self._first.finditer(window, 0, seam))
+        whole = (self._whole.match(window, start) for start in starts)
+        return any(match is not None and match.end() > seam for match in whole)
+
+    def cut_at(self, marked: bytes, at: int) -> bool:
+        """Whether `at` is inside a control text that the template wrote."""
+        reach = CHARACTER_BYTES * self._longest
+        before = MARK.split(marked[max(0, at - reach) : at])[-1]
+        after = MARK.split(marked[at : at + reach])[0]
+        return not _is_open(marked, at) and self.across(
+            before.decode(errors="ignore"), after.decode(errors="ignore")
+        )
 
     def _tail(self, text: str) -> str:
         """The end of `text` that begins a control text: the next string may hold the rest."""
@@ -98,19 +118,68 @@ class Quotes:
         return self._sentinels.stand_for(len(self._literals) - 1)
 
 
+def mark(spans: Iterable[Span]) -> bytes:
+    """The text of `spans` as marked bytes, in which a literal differs from what it spells.
+
+    One form for one list of spans: each literal is wrapped on its own, neighbours too, and an
+    empty one leaves nothing. Bytes that begin alike so far mean the same so far.
+    """
+    return b"".join(
+        OPEN + text.encode() + CLOSE if literal else text.encode()
+        for text, literal in spans
+        if text
+    )
+
+
+def mark_beginning(spans: Iterable[Span], size_bytes: int) -> bytes:
+    """The marked form of the first bytes of the text; a literal cut short is left open."""
+    parts: list[bytes] = []
+    for text, literal in spans:
+        whole = text.encode()
+        kept = whole[:size_bytes]
+        if literal and kept:
+            parts += OPEN, kept, CLOSE if kept == whole else b""
+        else:
+            parts.append(kept)
+        size_bytes -= len(kept)
+    return b"".join(parts)
+
+
+def spans_from(marked: bytes, at: int) -> list[Span]:
+    """The spans of marked bytes from `at` on; UnicodeDecodeError in the middle of a character."""
+    literal = _is_open(marked, at)
+    spans: list[Span] = []
+    for piece in MARK.split(marked[at:]):
+        if piece in (OPEN, CLOSE):
+            literal = piece == OPEN
+        elif piece:
+            spans.append(Span(piece.decode(), literal))
+    return spans
+
+
+def unmark(marked: bytes) -> bytes:
+    """The text alone."""
+    return marked.translate(None, OPEN + CLOSE)
+
+
+def _is_open(marked: bytes, at: int) -> bool:
+    """Whether `at` is inside a literal."""
+    return marked.rfind(OPEN, 0, at) > marked.rfind(CLOSE, 0, at)
+
+
 def _any_of(texts: list[str]) -> str:
     """A pattern for the longest of the sorted `texts`; of thousands, few are tried anywhere."""
     if not texts:
         return r"(?!)"
     if len(texts) == 1:
         return re.escape(texts[0])
-    shared = _shared_length(texts[0], texts[-1])  # sorted: these two differ the earliest
+    shared = shared_length(texts[0], texts[-1])  # sorted: these two differ the earliest
     rests = [text[shared:] for text in texts]
     branches = [_any_of(list(group)) for _, group in groupby(filter(None, rests), itemgetter(0))]
     optional = "?" if "" in rests else ""
     return f"{re.escape(texts[0][:shared])}(?:{'|'.join(branches)}){optional}"
 
 
-def _shared_length(one: str, other: str) -> int:
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

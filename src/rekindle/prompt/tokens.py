@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.prompt.content import Message
+from rekindle.prompt.head import (
+    Recall,
+    Remembered,
+    between_characters,
+    encoded,
+    head,
+    spelled,
+    tokens_after,
+)
 from rekindle.prompt.marker import Markers
-from rekindle.prompt.quote import ControlTexts, Quotes, Span
+from rekindle.prompt.quote import (
+    ControlTexts,
+    Quotes,
+    Span,
+    mark,
+    mark_beginning,
+    shared_length,
+    spans_from,
+    unmark,
+)
 from rekindle.prompt.template import ChatTemplate
+
+#: First messages of users, different enough that all they share is what any would.
+PROBES = ("a", "\nb", " c", "1", "é", "“", ".")
+PADDED = "needle \n"
 
 
 class Tokenizer(Protocol):
@@ -50,6 +72,9 @@ class Boundary:
 class Prompt:
     tokens: tuple[int, ...]
     boundaries: tuple[Boundary, ...]
+    marked: bytes = b""  # the rendered text with its literals marked; empty when tokens were sent
+    remembered_tokens: int = 0  # leading tokens that were taken from memory
+    raw: bool = False  # its author may write control tokens
 
 
 class Encoder:
@@ -61,11 +86,11 @@ class Encoder:
         self._control = ControlTexts(tokenizer.control_texts)
         self._piece = functools.cache(functools.partial(tokenizer.piece, special=True))
 
-    def text(self, text: str) -> Prompt:
+    def text(self, text: str, *, recall: Recall | None = None) -> Prompt:
         """A plain completion's prompt; its author may write control tokens."""
-        _utf8(text)
-        tokens = self._tokenizer.encode(text, special=True)
-        return Prompt((*self._bos(tokens), *tokens), boundaries=())
+        marked = _utf8(text)
+        tokens, remembered = self._tokens([Span(text, literal=False)], marked, recall)
+        return Prompt(tokens, (), marked, remembered, raw=True)
 
     def chat(
         self,
@@ -74,6 +99,7 @@ class Encoder:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        recall: Recall | None = None,
     ) -> Prompt:
         """A conversation's prompt, in which only the template writes control tokens."""
         template = self._required_template()
@@ -88,13 +114,41 @@ class Encoder:
         hidden = quotes.hide(messages)
         spans = quotes.spans(render(hidden))
         text = "".join(span.text for span in spans)
-        spelled = _utf8(text)
-        tokens = self._encode(spans)
-        bos = self._bos(tokens)
-        pieces = [b"" for _ in bos] + [self._piece(token) for token in tokens]
-        ends = _message_ends(hidden, text, lambda marked: quotes.restore(render(marked)))
-        boundaries = _boundaries(messages, ends, _token_edges(pieces, spelled))
-        return Prompt((*bos, *tokens), boundaries)
+        _utf8(text)
+        marked = mark(spans)
+        tokens, remembered = self._tokens(spans, marked, recall)
+        ends = _message_ends(hidden, text, lambda placed: quotes.restore(render(placed)))
+        boundaries = _boundaries(messages, ends, self._edges(tokens, marked))
+        return Prompt(tokens, boundaries, marked, remembered)
+
+    def prefix(
+        self,
+        messages: Sequence[Message],
+        *,
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+    ) -> Prompt:
+        """What every conversation that begins with these messages begins with."""
+        encode = functools.partial(
+            self.chat, template_kwargs=template_kwargs, tools=tools, add_generation_prompt=False
+        )
+        prompts = _probed(messages, encode) or [encode(messages)]
+        first, *others = prompts
+        count = min((shared_length(first.tokens, other.tokens) for other in others), default=None)
+        prompt = self._beginning(first, len(first.tokens) if count is None else count)
+        if set(prompt.tokens) <= {self._tokenizer.bos}:
+            raise BadRequest(
+                "The prompt renders to nothing before the first user message.", param="messages"
+            )
+        known = tuple(each for each in prompt.boundaries if each.index < len(messages))
+        return replace(prompt, boundaries=known)
+
+    def head(self, prompt: Prompt, reply: Sequence[int], delivered: str) -> Remembered | None:
+        """What to remember after a turn whose client got `delivered`."""
+        if not prompt.raw and self._trims:
+            kept, _ = spelled(self._tokenizer, reply, delivered.rstrip().encode())
+            reply = reply[:kept]
+        return head(self._tokenizer, self._control, prompt, reply, delivered)
 
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
@@ -103,9 +157,26 @@ class Encoder:
             )
         return self._template
 
-    def _encode(self, spans: Iterable[Span]) -> list[int]:
-        encode = self._tokenizer.encode
-        return [token for text, literal in spans for token in encode(text, special=not literal)]
+    @functools.cached_property
+    def _trims(self) -> bool:
+        """Whether the template takes blanks from the end of a reply."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PADDED}]
+        try:
+            rendered = self._required_template().render(talk, add_generation_prompt=False)
+        except TemplateFailed:
+            return True
+        return PADDED not in rendered
+
+    def _tokens(
+        self, spans: Sequence[Span], marked: bytes, recall: Recall | None
+    ) -> tuple[tuple[int, ...], int]:
+        """The prompt's tokens, and how many of them were remembered."""
+        known = recall(marked) if recall else None
+        rest = tokens_after(self._tokenizer, self._control, known, marked) if known else None
+        if known is not None and rest is not None:
+            return (*known.tokens, *rest), len(known.tokens)
+        tokens = encoded(self._tokenizer, spans)
+        return (*self._bos(tokens), *tokens), 0
 
     def _bos(self, tokens: Sequence[int]) -> list[int]:
         """What goes in front of `tokens`; nothing when the template wrote it already."""
@@ -113,6 +184,35 @@ class Encoder:
         if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
             return []
         return [bos]
+
+    def _edges(self, tokens: tuple[int, ...], marked: bytes) -> list[int]:
+        """Byte offset in the text of the edge in front of each token and of the last; or none."""
+        pieces = [self._piece(token) for token in tokens]
+        bos = self._tokenizer.bos
+        if tokens[:1] == (bos,) and self._tokenizer.add_bos and not marked.startswith(pieces[0]):
+            pieces[0] = b""  # added: the text does not spell it
+        return _token_edges(pieces, unmark(marked))
+
+    def _beginning(self, prompt: Prompt, count: int) -> Prompt:
+        """The prompt up to a token; without marked bytes where tokens do not spell the text."""
+        edges, text = self._edges(prompt.tokens, prompt.marked), unmark(prompt.marked)
+        while edges and not between_characters(text, edges[count]):
+            count -= 1
+        marked = mark_beginning(spans_from(prompt.marked, 0), edges[count]) if edges else b""
+        boundaries = tuple(each for each in prompt.boundaries if each.end <= count)
+        return Prompt(prompt.tokens[:count], boundaries, marked)
+
+
+def _probed(
+    messages: Sequence[Message], encode: Callable[[Sequence[Message]], Prompt]
+) -> list[Prompt]:
+    """The messages with one probe after each other; nothing where no user may speak next."""
+    if messages and messages[-1].get("role") == "user":
+        return []
+    try:
+        return [encode([*messages, {"role": "user", "content": probe}]) for probe in PROBES]
+    except TemplateFailed:
+        return []
 
 
 def _utf8(text: str) -> bytes:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
-from rekindle.cache.key import TOKEN_BYTES, chain_key
+from rekindle.cache.index import Block, Match, Wish
+from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
+from rekindle.cache.ram import Blob
 from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
 from rekindle.cache.store import Store
 from rekindle.engine.base import Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
-from rekindle.runtime.turn import Turn, explain
+from rekindle.events import CacheReport
+from rekindle.runtime.turn import Turn
 
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 
@@ -35,6 +39,7 @@ class Resident:
     packed: bytes
     namespace: bytes
     exact_tokens: int  # up to here it was computed in canonical steps
+    wish: Wish  # when its blocks are to be written to disk
     kept_tokens: int = 0  # up to here its blocks are in the store
     parent: bytes = field(init=False)
 
@@ -46,12 +51,40 @@ class Resident:
         return len(self.packed) // TOKEN_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a started turn was really given, and where it came from."""
+
+    plan: Plan[Sequence]
+    reused_tokens: int
+    tier: str | None
+
+
+Explain = Callable[[Turn, Outcome], CacheReport]
+
+
+class Start(Enum):
+    STARTED = "started"
+    NO_ROOM = "no room"
+    FETCHING = "fetching"  # what it can reuse is on its way from disk
+
+
 class Device:
     """Starts turns from whatever can be reused, and keeps what they leave behind."""
 
-    def __init__(self, engine: Engine, store: Store, *, resident_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        explain: Explain,
+        *,
+        resident_tokens: int,
+        shared: bytes | None = None,
+    ) -> None:
         self._engine = engine
         self._store = store
+        self._explain = explain
+        self._shared = shared  # the namespace of what the operator declared common to all
         self._abilities = engine.abilities
         self._most_resident_tokens = resident_tokens
         self._most_residents = self._abilities.sequences - self._abilities.exact_sequences
@@ -60,38 +93,51 @@ class Device:
 
     # -- starting ------------------------------------------------------------------------------
 
-    def start(self, turn: Turn, active: list[Turn]) -> bool:
-        """Give the turn a sequence with all that can be reused in it; False: no room yet."""
+    def start(self, turn: Turn, active: list[Turn]) -> Start:
+        """Give the turn a sequence with all that can be reused in it."""
         plan = self._plan(turn, active)
+        if turn.fetch is None:
+            turn.fetch = self._store.fetch(plan.blocks)
+            if turn.is_fetching:
+                return Start.FETCHING
         if not turn.ask.exact and not self._reserve(turn, plan, active):
             if active:
-                return False
+                return Start.NO_ROOM
             self.make_room(len(turn.tokens) + HEADROOM_TOKENS)
             plan = self._plan(turn, active)  # without the resident it had counted on
         sequence = self._engine.open(exact=turn.ask.exact)
-        self._apply(plan, sequence)
+        tier = self._apply(plan, sequence, turn)
         turn.sequence = sequence
         if not turn.generated_tokens:  # a turn that starts again in mid-reply has reported
-            turn.report = explain(turn, plan, sequence.length)
+            turn.report = self._explain(turn, Outcome(plan, sequence.length, tier))
             self.counts.reused_tokens += sequence.length
-        return True
+        return Start.STARTED
 
     def _plan(self, turn: Turn, active: list[Turn]) -> Plan[Sequence]:
         if not turn.ask.reuse or not self._abilities.can_cut:
             return Plan.nothing()
         usable = bytes(turn.packed[:-TOKEN_BYTES])  # the last token is always computed
-        stored = self._store.match(turn.namespace, usable)
+        stored = self._match(turn.namespace, usable)
         if turn.ask.exact:
             return resolve_exact(stored, step_tokens=self._abilities.step_tokens)
         live = self._live(turn.namespace, active)
         return resolve(usable, stored, live, block_tokens=self._abilities.block_tokens)
 
+    def _match(self, namespace: bytes, packed: bytes) -> Match:
+        """What the tenant has stored, or what is common to all if that goes further."""
+        own = self._store.match(namespace, packed)
+        if self._shared is None:
+            return own
+        common = self._store.match(self._shared, packed)
+        return common if common.tokens > own.tokens else own
+
     def _live(self, namespace: bytes, active: list[Turn]) -> Iterator[Live[Sequence]]:
+        open_to_it = (namespace, self._shared)
         for resident in self._residents:
-            if resident.namespace == namespace:
+            if resident.namespace in open_to_it:
                 yield Live(resident.sequence, resident.packed)
         for turn in active:
-            if turn.shares and turn.namespace == namespace and turn.sequence:
+            if turn.shares and turn.namespace in open_to_it and turn.sequence:
                 yield Live(turn.sequence, turn.packed[: turn.held_tokens * TOKEN_BYTES])
 
     def _reserve(self, turn: Turn, plan: Plan[Sequence], active: list[Turn]) -> bool:
@@ -104,29 +150,48 @@ class Device:
         )
         return self.make_room(needed + promised, spared=plan.share)
 
-    def _apply(self, plan: Plan[Sequence], sequence: Sequence) -> None:
+    def _apply(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> str | None:
+        """Carry the plan out as far as it goes; the slowest tier that gave something."""
+        tier = None
         if plan.share is not None:
             self._engine.share(plan.share, plan.shared_tokens, sequence)
             self._supersede(plan.share, plan.shared_tokens)
+            tier = "device"
         restored = []
         for block in plan.blocks:
-            blob = self._store.get(block)
-            try:
-                if blob is None:
-                    break
-                self._engine.restore(sequence, blob, block.tokens)
-            except PoolFull:
+            blob = self._blob(block, turn)
+            if blob is None or not self._restore(sequence, block, blob):
                 break  # what is in place stays; the rest is computed
-            except CorruptBlock:
-                self._store.drop(block)
-                break
-            except EngineBroken:
-                self._store.drop(block)  # or the next turn would break it again
-                raise
-            self.counts.restored_bytes += len(blob)
+            from_disk = turn.fetch is not None and block.key in turn.fetch.records
+            tier = "disk" if from_disk or tier == "disk" else "ram"
             restored.append(block)
-        self._store.use(restored)
+        if turn.fetch is not None:
+            if turn.fetch.bad:
+                turn.trouble = turn.trouble or "corrupt"
+            turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
+        self._store.use(restored, turn.wish)
         self._engine.cut(sequence, plan.reused_tokens)
+        return tier if sequence.length else None
+
+    def _blob(self, block: Block, turn: Turn) -> Blob | None:
+        blob = self._store.get(block)
+        if blob is None and turn.fetch is not None and block.key in turn.fetch.records:
+            return turn.fetch.records[block.key].blob  # RAM had no room to keep it
+        return blob
+
+    def _restore(self, sequence: Sequence, block: Block, blob: Blob) -> bool:
+        try:
+            self._engine.restore(sequence, blob, block.tokens)
+        except PoolFull:
+            return False
+        except CorruptBlock:
+            self._store.drop(block)
+            return False
+        except EngineBroken:
+            self._store.drop(block)  # or the next turn would break it again
+            raise
+        self.counts.restored_bytes += len(blob)
+        return True
 
     def _supersede(self, source: Sequence, shared_tokens: int) -> None:
         """A resident that was shared to its end lives on in the new sequence."""
@@ -187,7 +252,9 @@ class Device:
         if self._store.wants(resident.parent, packed, exact=exact):
             blob = self._engine.export(resident.sequence, start, stop)
             self.counts.exported_bytes += len(blob)
-            kept = self._store.put(resident.namespace, resident.parent, packed, blob, exact=exact)
+            kept = self._store.put(
+                resident.namespace, resident.parent, packed, blob, exact=exact, wish=resident.wish
+            )
         resident.parent = chain_key(resident.parent, packed)
         resident.kept_tokens = stop if kept else resident.tokens  # no room: nothing more fits
 
@@ -215,6 +282,21 @@ class Device:
         self._residents.remove(resident)
         self._engine.close_sequence(resident.sequence)
 
+    def keep_everything(self) -> None:
+        """Export all that is still here alone."""
+        for resident in self._residents:
+            self._keep_all(resident)
+
+    def forget(self, namespace: bytes, packed: bytes) -> None:
+        """Close residents of this conversation: what was deleted is not reused from here."""
+        for resident in list(self._residents):
+            least = min(len(packed), len(resident.packed)) // TOKEN_BYTES
+            if resident.namespace == namespace and (
+                shared_prefix(packed, resident.packed) == least
+            ):
+                self._residents.remove(resident)
+                self._engine.close_sequence(resident.sequence)
+
     def lose_everything(self) -> None:
         """The engine was rebuilt: nothing lives there any more."""
         self._residents.clear()
@@ -227,4 +309,5 @@ def _resident(turn: Turn, sequence: Sequence) -> Resident:
         bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
         turn.namespace,
         exact_tokens=turn.prompt_tokens if sequence.exact else 0,
+        wish=turn.wish,
     )

@@ -21,7 +21,7 @@ from rekindle.runtime.turn import failure
 log = logging.getLogger("rekindle.runtime")
 
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
-STOP_S = 5.0
+STOP_S = 120.0  # what a runtime gets to write its state to disk
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
 # steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
 # prefill by 40 % as soon as another program wants a core.
@@ -124,7 +124,8 @@ class Runtime:
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading; try again in a moment")
         number = next(self._ids)
-        asked = self._queries[number] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[wire.CacheAnswer] = asyncio.get_running_loop().create_future()
+        self._queries[number] = asked
         try:
             self._send(wire.Query(id=number, salt=salt, admin=admin, op=op))
             answer = await asked

@@ -11,8 +11,8 @@ from rekindle.cache.key import shared_prefix
 from rekindle.engine.base import Engine, Work
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.events import TERMINAL, Event, Prefill, Started
-from rekindle.runtime.device import Device
+from rekindle.events import TERMINAL, Event, Finished, Prefill, Started
+from rekindle.runtime.device import Device, Start
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies
@@ -23,15 +23,19 @@ FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
 MOST_RESTARTS = 3
 
 Emit = Callable[[list[Event]], None]
+Remember = Callable[[Turn, Finished], None]
 
 
 class Scheduler:
     """Owns the engine's time. Called from the one thread that owns the engine."""
 
-    def __init__(self, engine: Engine, device: Device, emit: Emit, *, parallel: int) -> None:
+    def __init__(
+        self, engine: Engine, device: Device, emit: Emit, remember: Remember, *, parallel: int
+    ) -> None:
         self._engine = engine
         self._device = device
         self._emit = emit
+        self._remember = remember
         self._parallel = parallel
         self._step_tokens = engine.abilities.step_tokens
         self._waiting: deque[Turn] = deque()
@@ -56,6 +60,11 @@ class Scheduler:
                     self._start_over(error)
                 return True
         return False
+
+    def stop(self) -> None:
+        """End every turn, keeping what it computed."""
+        for turn in [*self._active, *self._waiting]:
+            self.cancel(turn.id)
 
     def step(self) -> bool:
         """One native call's worth of work; False when there is nothing at all to do."""
@@ -83,14 +92,26 @@ class Scheduler:
         """Start waiting turns, oldest first, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
         while self._waiting and len(self._active) < self._parallel and self._has_appetite():
-            turn = next((t for t in self._waiting if not self._follows(t)), None)
-            if turn is None or not self._device.start(turn, self._active):
+            turn = next((t for t in self._waiting if self._is_due(t)), None)
+            if turn is None:
                 return
-            self._waiting.remove(turn)
-            self._active.append(turn)
-            if turn.sampler is None:
+            outcome = self._device.start(turn, self._active)
+            if outcome is Start.NO_ROOM:
+                return
+            if outcome is Start.STARTED:
+                self._begin(turn)
+
+    def _is_due(self, turn: Turn) -> bool:
+        return not turn.is_fetching and not self._follows(turn)
+
+    def _begin(self, turn: Turn) -> None:
+        self._waiting.remove(turn)
+        self._active.append(turn)
+        if not turn.started:
+            turn.started = True
+            self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
+            if turn.ask.preparing is None:
                 turn.sampler = self._engine.sampler(turn.ask.sampling, turn.prompt.tokens)
-                self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
 
     def _has_appetite(self) -> bool:
         """Whether the next step has rows left for another prompt."""
@@ -99,9 +120,11 @@ class Scheduler:
         return pending < self._slice_tokens() or prefilling[0].slice_tokens >= self._quantum()
 
     def _follows(self, turn: Turn) -> bool:
-        """Whether a running prefill is about to compute a prefix this turn needs: then it waits,
-        and the prefix is computed once."""
-        return any(self._leads(leader, turn) for leader in self._active if leader.is_reading)
+        """Whether a prefix this turn needs is just being computed or fetched for another: then it
+        waits, and that is done once."""
+        reading = (leader for leader in self._active if leader.is_reading)
+        fetching = (leader for leader in self._waiting if leader.is_fetching)
+        return any(self._leads(leader, turn) for leader in (*reading, *fetching))
 
     @staticmethod
     def _leads(leader: Turn, turn: Turn) -> bool:
@@ -169,11 +192,10 @@ class Scheduler:
         self._slice.learn(rows, took_s)
         for (turn, item), sampled in zip(work, results, strict=True):
             self._account(turn, item, took_s, events)
-            if sampled is not None:
-                news = turn.accept(sampled)
-                events += news
-                if news and isinstance(news[-1], TERMINAL):
-                    ended.append(turn)
+            news = self._news(turn, sampled)
+            events += news
+            if news and isinstance(news[-1], TERMINAL):
+                ended.append(turn)
         if events:
             self._emit(events)  # before keeping: clients do not wait for that
         for turn in ended:
@@ -182,6 +204,15 @@ class Scheduler:
             if turn.ask.exact and turn.generated_tokens == 1:
                 self._device.keep_prompt(turn)  # for exact turns that wait for this prefix
         self._rotate()
+
+    def _news(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
+        if sampled is not None:
+            news = turn.accept(sampled)
+        else:
+            news = turn.prepared() if turn.ask.preparing else []
+        if news and isinstance(news[-1], Finished):
+            self._remember(turn, news[-1])
+        return news
 
     def _account(self, turn: Turn, item: Work, took_s: float, events: list[Event]) -> None:
         turn.slice_tokens += len(item.tokens)

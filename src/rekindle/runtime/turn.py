@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from rekindle.cache.disk import Fetch
+from rekindle.cache.entries import Entry
+from rekindle.cache.index import Wish
 from rekindle.cache.key import pack
-from rekindle.cache.resolve import Plan
 from rekindle.engine.base import Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
@@ -54,12 +56,28 @@ class Turn:
         self.prompt_eval_s = 0.0
         self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
+        self.started = False
+        self.named: Entry | None = None  # the entry that a name in the request stands for
+        self.trouble: str | None = None  # why that name, or its state, is of no use
+        self.session: str | None = None  # what a fingerprint calls this conversation
+        self.wish = Wish.NEVER  # when what it computes is to be written to disk
+        self.fetch: Fetch | None = None  # its blocks on their way from disk
+        self._said: list[str] = []
         self._tokenizer = tokenizer
         self._end_tokens = frozenset() if ask.ignore_eos else end_tokens
         self._text = TextStream(tokenizer, ask.stop)
         self._logs: list[TokenLog] = []
         room = context_tokens - len(prompt.tokens)
         self._most_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
+
+    @property
+    def is_fetching(self) -> bool:
+        return self.fetch is not None and not self.fetch.done
+
+    @property
+    def said(self) -> str:
+        """All the text that its client was given."""
+        return "".join(self._said)
 
     @property
     def prompt_tokens(self) -> int:
@@ -125,10 +143,12 @@ class Turn:
     def _say(self, text: str) -> list[Event]:
         if not text and not self._logs:
             return []
+        self._said.append(text)
         logs, self._logs = self._logs or None, []
         return [Text(self.id, text, logs)]
 
     def _finish(self, reason: FinishReason, said: list[Event]) -> list[Event]:
+        said = [*said, *self._say(self._text.finish())]
         assert self.report is not None
         kept = self.held_tokens if self.ask.reuse else 0
         self.report.cached_tokens = kept
@@ -140,7 +160,11 @@ class Turn:
             self.prompt_eval_s,
             self.report,
         )
-        return [*said, *self._say(self._text.finish()), finished]
+        return [*said, finished]
+
+    def prepared(self) -> list[Event]:
+        """The end of a turn that computes its prompt and says nothing."""
+        return [] if self.pending_tokens else self._finish("stop", [])
 
     def cancelled(self) -> Event:
         return Cancelled(self.id)
@@ -151,29 +175,3 @@ class Turn:
 
 def failure(turn: int, error: ServerError) -> Failed:
     return Failed(turn, error.status, error.kind, error.code, str(error), error.param)
-
-
-def explain(turn: Turn, plan: Plan[Sequence], reused_tokens: int) -> CacheReport:
-    """A truthful word on what was reused and why not more."""
-    if reused_tokens == 0:
-        return CacheReport("miss", _why_nothing(turn, plan), 0, 0, None)
-    tier = "ram" if plan.blocks else "device"
-    if not plan.diverged:
-        return CacheReport("hit", "full_match", reused_tokens, 0, tier)
-    return CacheReport("partial_hit", _changed(turn, plan), reused_tokens, 0, tier)
-
-
-def _why_nothing(turn: Turn, plan: Plan[Sequence]) -> str:
-    if not turn.ask.reuse:
-        return "opted_out"
-    if turn.ask.exact and plan.matched_tokens:
-        return "exact_boundary"
-    return _changed(turn, plan) if plan.matched_tokens else "not_cached"
-
-
-def _changed(turn: Turn, plan: Plan[Sequence]) -> str:
-    """Which part of the request is the first that differs."""
-    for boundary in turn.prompt.boundaries:
-        if plan.matched_tokens < boundary.end:
-            return "system_changed" if boundary.role == "system" else "turn_changed"
-    return "prefix_changed" if not turn.prompt.boundaries else "turn_changed"

@@ -36,6 +36,7 @@ class Load(Struct, tag=True, kw_only=True):
     cache_dir: str = ""
     write_policy: WritePolicy = "always"
     key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
+    models: int = 1  # that share the disk budget
 
 
 class Naming(Struct, kw_only=True):
@@ -132,6 +133,7 @@ class Settle(Struct, tag=True):
     """Answered with EntryInfo when the entry is stored as safely as this server can."""
 
     cache_key: str
+    shared: bool = False  # it is one of the operator's own
 
 
 class DeleteEntry(Struct, tag=True):

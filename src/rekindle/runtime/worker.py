@@ -1,7 +1,7 @@
 """The runtime process: one loaded model with its prompt, cache and engine.
 
-Four kinds of thread: a reader and a writer at the socket, a few encoders that turn requests into
-tokens, and the main thread, which alone owns the engine.
+Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
+of the disk tier, one that ticks, and the main thread, which alone owns the engine and the cache.
 """
 
 from __future__ import annotations
@@ -12,25 +12,32 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from rekindle.cache.key import namespace
-from rekindle.cache.store import Store
+from rekindle.cache.disk import Fetched, Flushed, News, Unwritten, Written
+from rekindle.cache.key import namespace, unpack
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import BadRequest, ContextTooLong, RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event
+from rekindle.prompt.head import Recall, Remembered
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime import wire
 from rekindle.runtime.device import Device
+from rekindle.runtime.memory import Memory
+from rekindle.runtime.names import Names
+from rekindle.runtime.queries import Queries
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.turn import Turn, failure
 
 ENCODER_THREADS = 2
+TICK_S = 60.0
+SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 CPU_RESIDENT_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
 
 
@@ -44,7 +51,21 @@ class _Refused:
     turn: int
 
 
-_Message = _Arrived | _Refused | Turn | wire.Cancel | wire.Stop
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A question about the cache whose prompt has been encoded."""
+
+    query: wire.Query
+    prompt: Prompt
+
+
+class _Tick:
+    """A minute has gone by."""
+
+
+_Message = (
+    _Arrived | _Refused | Turn | wire.Cancel | wire.Query | _Encoded | _Tick | News | wire.Stop
+)
 
 
 class Worker:
@@ -61,16 +82,38 @@ class Worker:
         self._engine = LlamaCppEngine(_options(load), self._on_progress)
         abilities = self._engine.abilities
         self._abilities = abilities
-        vocabulary = self._engine.vocabulary
-        self._encoder = Encoder(vocabulary, _template(self._engine))
-        self.store = Store(block_tokens=abilities.block_tokens, ram_bytes=load.ram_bytes)
-        on_gpu = self._engine.on_gpu
-        device = Device(
-            self._engine,
-            self.store,
-            resident_tokens=abilities.pool_tokens if on_gpu else CPU_RESIDENT_TOKENS,
+        self._encoder = Encoder(self._engine.vocabulary, _template(self._engine))
+        self._memory = Memory(load, abilities, self._inbox.put, self.send)
+        self._entries = self._memory.entries
+        self._names = Names(
+            self._entries,
+            self._memory.store,
+            self._encoder,
+            self._log,
+            policy=load.write_policy,
+            key_ttl_s=load.key_ttl_s,
+            token_bytes=abilities.token_bytes,
         )
-        self._scheduler = Scheduler(self._engine, device, self._emit, parallel=load.parallel)
+        self._device = Device(
+            self._engine,
+            self._memory.store,
+            self._names.explain,
+            resident_tokens=abilities.pool_tokens if self._engine.on_gpu else CPU_RESIDENT_TOKENS,
+            shared=self._root(SHARED_SALT),
+        )
+        self._scheduler = Scheduler(
+            self._engine, self._device, self._emit, self._names.remember, parallel=load.parallel
+        )
+        self._queries = Queries(
+            self._entries, self._memory.store, self._device, self._names, self._memory.clock
+        )
+        self._queries.disk_state = self._memory.trouble
+
+    def _root(self, salt: bytes) -> bytes:
+        """The namespace of a tenant."""
+        return namespace(
+            self._abilities.fingerprint, salt, self._abilities.block_tokens, self._memory.secret
+        )
 
     def ready(self) -> wire.Ready:
         return wire.Ready(
@@ -95,6 +138,9 @@ class Worker:
     def _emit(self, events: list[Event]) -> None:
         self.send(wire.Events(events))
 
+    def _log(self, text: str) -> None:
+        self.send(wire.Note("info", text))
+
     def _on_progress(self, fraction: float) -> None:
         self.send(wire.Loading(fraction))
 
@@ -108,7 +154,11 @@ class Worker:
                 if isinstance(message, wire.Ask):
                     self._inbox.put(_Arrived(message.turn))
                     encoders.submit(self._encode, message)
-                elif isinstance(message, wire.Cancel | wire.Stop):
+                elif isinstance(message, wire.Query) and isinstance(
+                    message.op, wire.Validate | wire.IndexPrompt
+                ):
+                    encoders.submit(self._encode_query, message)
+                elif isinstance(message, wire.Query | wire.Cancel | wire.Stop):
                     self._inbox.put(message)
         finally:
             self._inbox.put(wire.Stop())  # a runtime that cannot hear must not go on
@@ -121,6 +171,39 @@ class Worker:
             self._refuse(ask, error)
         except Exception as error:
             self._refuse(ask, ServerError(f"encoding the prompt failed: {error!r}"))
+
+    def _encode_query(self, query: wire.Query) -> None:
+        """An encoder thread: the prompt that a question is about."""
+        op = query.op
+        assert isinstance(op, wire.Validate | wire.IndexPrompt)
+        try:
+            if isinstance(op, wire.IndexPrompt):
+                prompt = self._encoder.prefix(op.messages, tools=op.tools, template_kwargs={})
+            else:
+                prompt = self._encoder.chat(
+                    op.messages,
+                    template_kwargs=op.template_kwargs,
+                    tools=op.tools,
+                    recall=self._recall(self._root(query.salt)),
+                )
+        except ServerError as error:
+            self._answer(query, _refused(error))
+        except Exception as error:
+            self._answer(query, _refused(ServerError(f"encoding the prompt failed: {error!r}")))
+        else:
+            self._inbox.put(_Encoded(query, prompt))
+
+    def _recall(self, root: bytes) -> Recall:
+        """Remembered heads of one tenant, for the encoder."""
+
+        def recall(marked: bytes) -> Remembered | None:
+            entry = self._entries.recall(root, marked)
+            return Remembered(entry.text, unpack(entry.packed)) if entry else None
+
+        return recall
+
+    def _answer(self, query: wire.Query, answer: wire.CacheAnswer) -> None:
+        self.send(wire.Answer(query.id, answer))
 
     def _refuse(self, ask: wire.Ask, error: ServerError) -> None:
         self._emit([failure(ask.turn, error)])
@@ -139,24 +222,29 @@ class Worker:
         return Turn(
             ask,
             self._prompt(ask),
-            namespace=namespace(
-                self._abilities.fingerprint, ask.salt, self._abilities.block_tokens
-            ),
+            namespace=self._root(_salt(ask)),
             tokenizer=vocabulary,
             end_tokens=vocabulary.end_tokens,
             context_tokens=self._abilities.context_tokens,
         )
 
     def _prompt(self, ask: wire.Ask) -> Prompt:
+        # Exact answers are those of a server that remembers nothing, so its tokens are used.
+        recall = self._recall(self._root(ask.salt)) if ask.reuse and not ask.exact else None
         if ask.messages is not None:
             self._check_size(ask, ask.messages)
-            return self._encoder.chat(ask.messages, template_kwargs=ask.template_kwargs)
+            kwargs = ask.template_kwargs
+            if ask.preparing is not None:
+                return self._encoder.prefix(ask.messages, tools=ask.tools, template_kwargs=kwargs)
+            return self._encoder.chat(
+                ask.messages, template_kwargs=kwargs, tools=ask.tools, recall=recall
+            )
         assert ask.prompt is not None
         if not ask.prompt:
             return self._beginning()
         if isinstance(ask.prompt, str):
             self._check_size(ask, ask.prompt)
-            return self._encoder.text(ask.prompt)
+            return self._encoder.text(ask.prompt, recall=recall)
         return self._given(ask.prompt)
 
     def _check_size(self, ask: wire.Ask, text: object) -> None:
@@ -199,7 +287,7 @@ class Worker:
             while True:
                 yield self._inbox.get_nowait()
 
-    def _handle(self, message: _Arrived | _Refused | Turn | wire.Cancel) -> None:
+    def _handle(self, message: _Message) -> None:
         match message:
             case _Arrived(turn):
                 self._encoding.add(turn)
@@ -212,16 +300,76 @@ class Worker:
                 else:
                     self._scheduler.cancel(turn)
             case Turn():
-                self._encoding.discard(message.id)
-                self._scheduler.submit(message)
-                if message.id in self._doomed:
-                    self._doomed.discard(message.id)
-                    self._scheduler.cancel(message.id)
+                self._submit(message)
+            case wire.Query() | _Encoded():
+                self._inform(message)
+            case _Tick():
+                self._memory.tick()
+            case Written() | Unwritten() | Fetched() | Flushed():
+                self._memory.hear(message)
+
+    def _submit(self, turn: Turn) -> None:
+        self._encoding.discard(turn.id)
+        try:
+            self._names.meet(turn)
+        except ServerError as error:
+            self._doomed.discard(turn.id)
+            self._emit([turn.failed(error)])
+            return
+        self._scheduler.submit(turn)
+        if turn.id in self._doomed:
+            self._doomed.discard(turn.id)
+            self._scheduler.cancel(turn.id)
+
+    def _inform(self, asked: wire.Query | _Encoded) -> None:
+        """Answer a question about the cache."""
+        query = asked.query if isinstance(asked, _Encoded) else asked
+        try:
+            if answer := self._find_answer(query, asked):
+                self._answer(query, answer)
+        except ServerError as error:
+            self._answer(query, _refused(error))
+
+    def _find_answer(
+        self, query: wire.Query, asked: wire.Query | _Encoded
+    ) -> wire.CacheAnswer | None:
+        op, root = query.op, self._root(query.salt)
+        if isinstance(op, wire.Settle):
+            root = self._root(SHARED_SALT) if op.shared else root
+            self._queries.settle(op.cache_key, root, lambda info: self._answer(query, info))
+            return None  # it answers when the disk has
+        if isinstance(asked, _Encoded):
+            if isinstance(op, wire.Validate):
+                return self._queries.validate(op, root, asked.prompt)
+            assert isinstance(op, wire.IndexPrompt)
+            return self._queries.index(op, root, asked.prompt)
+        answer = self._queries.answer(op, root, admin=query.admin)
+        if isinstance(answer, wire.Stats) and query.admin:
+            answer.turns = self._scheduler.turns
+        return answer
+
+    def tick(self) -> None:
+        """The ticking thread."""
+        while True:
+            time.sleep(TICK_S)
+            self._inbox.put(_Tick())
 
     def close(self) -> None:
+        """Keep what there is to keep, and end."""
+        self._scheduler.stop()
+        self._device.keep_everything()
+        self._memory.close()
         self._outbox.put(None)
         self._writer.join()
         self._engine.close()
+
+
+def _salt(ask: wire.Ask) -> bytes:
+    return SHARED_SALT if ask.preparing is not None and ask.preparing.shared else ask.salt
+
+
+def _refused(error: ServerError) -> wire.Refused:
+    return wire.Refused(error.status, error.kind, error.code, str(error), error.param)
 
 
 def _characters(value: object) -> int:
@@ -259,6 +407,7 @@ def _options(load: wire.Load) -> LlamaCppOptions:
         kv_fraction=load.kv_fraction,
         threads=load.threads,
         gpu_layers=load.gpu_layers,
+        kv_type=load.kv_type,
     )
 
 
@@ -277,6 +426,7 @@ def main() -> None:
         return
     worker.send(worker.ready())
     threading.Thread(target=worker.read, args=(messages,), daemon=True).start()
+    threading.Thread(target=worker.tick, daemon=True).start()
     worker.run()
     worker.close()
     sys.stdout.flush()

@@ -275,6 +275,13 @@ def load_library() -> Any:
     return library
 
 
+def metadata(library: Any, model: int, name: str) -> str:
+    """A value of the model file as text, empty when it has none of this name."""
+    text = ctypes.create_string_buffer(128)
+    length = library.llama_model_meta_val_str(model, name.encode(), text, len(text))
+    return text.value.decode(errors="replace") if length >= 0 else ""
+
+
 def _check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
     wrong = {
         name: read for name, value in known.items() if (read := getattr(defaults, name)) != value

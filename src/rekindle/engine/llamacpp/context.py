@@ -31,6 +31,7 @@ class Shape:
     sequences: int
     threads: int
     batch: int  # the most rows of one native call
+    kv_type: str = "f16"
 
 
 class Context:
@@ -57,6 +58,7 @@ class Context:
         params.n_threads = params.n_threads_batch = self.shape.threads
         params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
         params.kv_unified = True
+        params.type_k = params.type_v = bindings.GGML_TYPES[self.shape.kv_type]
         native = self._library.llama_init_from_model(self._model, params)
         if not native:
             raise ModelError(
@@ -114,9 +116,10 @@ class Context:
             raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
         return bytes(blob)
 
-    def restore(self, slot: int, start: int, stop: int, blob: bytes) -> None:
+    def restore(self, slot: int, start: int, stop: int, blob: bytes | bytearray) -> None:
         """Read the state into the scratch slot (reading wipes its target), then tag it over."""
-        source = ctypes.cast(ctypes.c_char_p(blob), ctypes.POINTER(ctypes.c_uint8))
+        view = np.frombuffer(blob, np.uint8)
+        source = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = self._library.llama_state_seq_set_data(self.native, source, len(blob), self.scratch)
         if read != len(blob) or self._scratch_range() != (start, stop - 1):
             raise EngineBroken("llama.cpp rejected a block")

@@ -22,6 +22,7 @@ from rekindle.engine.base import Abilities, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
+from rekindle.engine.llamacpp.kv import check_kv_type
 from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
 from rekindle.engine.llamacpp.sampler import ChainSampler, GreedySampler, build_sampler
 from rekindle.engine.llamacpp.vocabulary import Vocabulary
@@ -30,7 +31,7 @@ from rekindle.errors import CorruptBlock, EngineBroken, ModelError, PoolFull
 
 LEAST_CONTEXT_TOKENS = 512
 RESIDENT_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
-STATE_FORMAT = b"llama.cpp state, xllamacpp 2026.10.11549, unified, flash attention, f16"
+STATE_FORMAT = "llama.cpp state, xllamacpp 2026.10.11549, unified, flash attention, "  # + KV type
 
 Progress = Callable[[float], None]
 
@@ -45,6 +46,7 @@ class LlamaCppOptions:
     kv_fraction: float = 0.3  # of the free memory, for the KV pool
     threads: int = 4
     gpu_layers: int | None = None
+    kv_type: str = "f16"  # of the KV cells: "f16" or "q8_0"
 
 
 class LlamaCppEngine:
@@ -53,7 +55,9 @@ class LlamaCppEngine:
         self._on_gpu = bool(self._library.llama_supports_gpu_offload())
         self._model = self._load(options, progress)
         self.vocabulary = Vocabulary(self._library, self._model)
-        self._fingerprint = _fingerprint(options.path)
+        check_kv_type(self._library, self._model, options.kv_type)
+        self._kv_type = options.kv_type
+        self._fingerprint = _fingerprint(options.path, options.kv_type)
         self._parallel = options.parallel
         self._threads = options.threads
         self._step_tokens = 512 if self._on_gpu else 64
@@ -112,12 +116,21 @@ class LlamaCppEngine:
         return Context(
             self._library,
             self._model,
-            Shape(cells=cells, sequences=sequences, threads=self._threads, batch=batch),
+            self._shape(cells=cells, sequences=sequences, batch=batch),
+        )
+
+    def _shape(self, *, cells: int, sequences: int, batch: int) -> Shape:
+        return Shape(
+            cells=cells,
+            sequences=sequences,
+            threads=self._threads,
+            batch=batch,
+            kv_type=self._kv_type,
         )
 
     def _cell_bytes(self) -> int:
         """Bytes of one token's state, measured on a throw-away context."""
-        shape = Shape(cells=256, sequences=1, threads=self._threads, batch=8)
+        shape = self._shape(cells=256, sequences=1, batch=8)
         context = Context(self._library, self._model, shape)
         try:
             context.decode([Rows(0, 0, [0], False)])
@@ -144,6 +157,7 @@ class LlamaCppEngine:
             exact_sequences=self._parallel,
             can_cut=self._can_cut,
             vocabulary=self.vocabulary.size,
+            token_bytes=self._state_bytes[1],
             fingerprint=self._fingerprint,
         )
 
@@ -185,12 +199,7 @@ class LlamaCppEngine:
         return Sequence(slot, exact=True)
 
     def _build_lane(self) -> Context:
-        shape = Shape(
-            cells=self._context_tokens,
-            sequences=1,
-            threads=self._threads,
-            batch=self._step_tokens,
-        )
+        shape = self._shape(cells=self._context_tokens, sequences=1, batch=self._step_tokens)
         return Context(self._library, self._model, shape)
 
     def close_sequence(self, sequence: Sequence) -> None:
@@ -224,7 +233,7 @@ class LlamaCppEngine:
         with self._reset_when_broken():
             return context.export(slot, start, stop)
 
-    def restore(self, into: Sequence, blob: bytes, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
         fixed, each = self._state_bytes
         if len(blob) != fixed + tokens * each:  # before llama.cpp sees a byte
             raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
@@ -312,7 +321,7 @@ class LlamaCppEngine:
         self._library.llama_model_free(self._model)
 
 
-def _fingerprint(path: Path) -> bytes:
+def _fingerprint(path: Path, kv_type: str) -> bytes:
     """Weights, tokenizer and template are one file: its hash, with the state's layout."""
     weights = blake3(max_threads=blake3.AUTO).update_mmap(path).digest()
-    return blake3(STATE_FORMAT + weights).digest()
+    return blake3((STATE_FORMAT + kv_type).encode() + weights).digest()

@@ -1,0 +1,125 @@
+"""A file of API keys, `NAME DIGEST [admin]` a line; it may change while the server runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from rekindle.errors import ConfigError
+
+log = logging.getLogger("rekindle.keys")
+
+LOOK_EVERY_S = 1.0
+KEY_BYTES = 32
+ADMIN = "admin"
+
+_NAME = re.compile(r"[\w.@+-]{1,64}")
+_DIGEST = re.compile(r"blake3:([0-9a-f]{64})")
+
+Stamp = tuple[int, int, int] | None  # by which a change is seen; None: there is no file
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    digest: bytes
+    admin: bool
+
+
+def digest_of(key: str) -> bytes:
+    return blake3(key.encode(), derive_key_context="rekindle 2026 api key salt").digest()
+
+
+def new_key() -> str:
+    """256 bits that nobody guesses."""
+    return f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def line_for(name: str, key: str, *, admin: bool) -> str:
+    """The line by which a file accepts the key; the key cannot be read back from it."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name a key: use up to 64 letters, digits and the characters . @ + - _"
+        )
+    return f"{name} blake3:{digest_of(key).hex()}" + (f" {ADMIN}" if admin else "")
+
+
+def append(path: Path, line: str) -> None:
+    """Add the line; a file that is made for it is its owner's alone."""
+    try:
+        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + line + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+class KeyFile:
+    """The file's keys as it has them now. One that turned bad leaves those it had before."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._looked_at_s = clock()
+        self._stamp, self._keys = _read(path)
+        if path.stat().st_mode & 0o077:
+            log.warning("others on this machine may open %s; run `chmod 600 %s`", path, path)
+
+    def keys(self) -> tuple[Key, ...]:
+        now = self._clock()
+        if now - self._looked_at_s >= LOOK_EVERY_S:
+            self._looked_at_s = now
+            self._reload()
+        return self._keys
+
+    def _reload(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp  # a bad file is complained about once
+        try:
+            self._stamp, self._keys = _read(self._path)
+        except ConfigError as error:
+            log.error("%s; the keys read before stay in force", error)
+        else:
+            log.info("%s has changed: %d keys", self._path, len(self._keys))
+
+
+def _stamp(path: Path) -> Stamp:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: Path) -> tuple[Stamp, tuple[Key, ...]]:
+    """The stamp is taken first: what is written meanwhile counts as a change."""
+    stamp = _stamp(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the keys in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    numbered = enumerate((line.partition("#")[0].split() for line in text.splitlines()), 1)
+    return stamp, tuple(_parse(path, number, words) for number, words in numbered if words)
+
+
+def _parse(path: Path, number: int, words: list[str]) -> Key:
+    match words:
+        case [_name, digest, *role] if role in ([], [ADMIN]) and _DIGEST.fullmatch(digest):
+            return Key(bytes.fromhex(digest.removeprefix("blake3:")), admin=bool(role))
+    # The line itself is not repeated: somebody may have written a key into it.
+    raise ConfigError(
+        f"line {number} of {path} is no key: write `NAME DIGEST` or `NAME DIGEST {ADMIN}`, "
+        "as `rekindle key NAME` prints it"
+    )

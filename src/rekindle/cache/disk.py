@@ -1,0 +1,408 @@
+"""The disk tier: blocks as files, written behind by one thread, read beside the engine by others.
+
+The thread that owns the engine decides and counts; it never waits here. What becomes of a write or
+a read is told to it through `tell`, as one of the messages below.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rekindle.cache.codec import Record, record_bytes
+from rekindle.cache.evict import Shares
+from rekindle.cache.folder import Folder
+from rekindle.cache.index import Block
+from rekindle.cache.ledger import BlockRow, Change, DropBlock, PutBlock
+from rekindle.cache.ram import Blob
+from rekindle.errors import CorruptBlock
+
+READERS = 2
+BATCH_BYTES = 32 << 20
+PAGE_BYTES = 4096  # what a file system counts in
+ROW_BYTES = 512  # a block's share of the index, beside its tokens
+MOST_UNSETTLED = 10_000  # changes kept for a disk that may come back
+LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an index and its log
+
+State = Literal["ok", "full", "failing"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteOrder:
+    """A block to be written; a later order for the same key is another one."""
+
+    key: bytes
+    record: Record
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """These orders are done: files, directory and index are synced."""
+
+    orders: tuple[WriteOrder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """These are not, and why."""
+
+    orders: tuple[WriteOrder, ...]
+    state: State
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks on their way up; when `done`, each is in one of the two tables."""
+
+    wanted: int
+    records: dict[bytes, Record] = field(default_factory=dict)
+    bad: dict[bytes, str] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Everything asked for before is settled, one way or the other."""
+
+    then: Callable[[], None]
+
+
+News = Written | Unwritten | Fetched | Flushed
+Tell = Callable[[News], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Remove:
+    key: bytes
+    aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _BackUp:
+    """Make a copy of the index, for the day it is damaged."""
+
+
+_Order = WriteOrder | _Remove | Change | Flushed | _BackUp
+
+
+def disk_bytes(packed: bytes, state_bytes: int) -> int:
+    """What a block takes of the disk: its file in whole pages, and its row."""
+    size = record_bytes(len(packed), state_bytes)
+    return -(-size // PAGE_BYTES) * PAGE_BYTES + ROW_BYTES + len(packed)
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    written_bytes: int = 0
+    read_bytes: int = 0
+    corrupt_blocks: int = 0
+
+
+class DiskTier:
+    """Called by the engine's thread only, but for what the writer and the readers do inside."""
+
+    def __init__(
+        self, folder: Folder, tell: Tell, *, floor_bytes: int = 0, queue_bytes: int = 128 << 20
+    ) -> None:
+        self.folder = folder
+        self.limit_bytes = max(
+            folder.limit_bytes - max(LEAST_INDEX_BYTES, folder.limit_bytes // 64), 0
+        )
+        self.used_bytes = 0
+        self.state: State = "ok"
+        self.counts = DiskCounts()
+        self._ceiling_bytes = self.limit_bytes  # lower while the file system has no more room
+        self._queue_bytes = queue_bytes
+        self._shares = Shares()
+        self._tell = tell
+        self._pending: dict[bytes, WriteOrder] = {}  # asked for, not yet settled
+        self.pending_bytes = 0
+        self._writer = _Writer(folder, tell, floor_bytes)
+        self._readers = ThreadPoolExecutor(READERS, "disk-reader")
+
+    # -- accounting ----------------------------------------------------------------------------
+
+    def held_bytes(self, root: bytes) -> int:
+        return self._shares.held_bytes(root)
+
+    def fits(self, cost: int) -> bool:
+        return self.used_bytes + cost <= self._ceiling_bytes
+
+    def could_fit(self, cost: int) -> bool:
+        return cost <= self._ceiling_bytes
+
+    @property
+    def takes_writes(self) -> bool:
+        return self.state != "failing"
+
+    @property
+    def has_queue_room(self) -> bool:
+        return self.pending_bytes < self._queue_bytes
+
+    def adopt(self, block: Block, size_bytes: int) -> None:
+        """Count a block that was found on disk when the tier was opened."""
+        self._enter(block, size_bytes)
+        block.stored = True
+
+    def _enter(self, block: Block, size_bytes: int) -> None:
+        above = block.parent
+        parent = None if above is None or above.is_root else above.key
+        block.disk_bytes = size_bytes
+        self._shares.enter(block.root, block.key, parent, size_bytes)
+        self.used_bytes += size_bytes
+
+    def use(self, block: Block) -> None:
+        self._shares.use(block.root, block.key)
+
+    def lowest(self, spared: Container[bytes]) -> bytes | None:
+        return self._shares.lowest(spared)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def write(self, block: Block, blob: Blob) -> None:
+        """Have a block written behind; its parent is on disk or on its way there."""
+        assert block.parent is not None
+        cost = disk_bytes(block.packed, len(blob))
+        if block.disk_bytes:  # written again, as what it is now
+            self.used_bytes += cost - block.disk_bytes
+            self._shares.resize(block.root, cost - block.disk_bytes)
+            block.disk_bytes = cost
+        else:
+            self._enter(block, cost)
+        record = Record(block.root, block.parent.key, block.packed, blob, block.exact)
+        block.stored = False
+        self._forget_pending(block.key)
+        order = self._pending[block.key] = WriteOrder(
+            block.key, record, record_bytes(len(block.packed), len(blob))
+        )
+        self.pending_bytes += len(blob)
+        self._writer.put(order)
+
+    def remove(self, block: Block, *, aside: bool = False) -> None:
+        """Take a leaf of the tree off the disk; `aside` keeps its file for a look at it."""
+        if not block.disk_bytes:
+            return
+        self.used_bytes -= block.disk_bytes
+        self._shares.leave(block.root, block.key, block.disk_bytes)
+        block.disk_bytes, block.stored = 0, False
+        self._forget_pending(block.key)
+        self._writer.put(_Remove(block.key, aside))
+
+    def queued(self, block: Block) -> Blob | None:
+        """The bytes of a block that is still waiting to be written."""
+        order = self._pending.get(block.key)
+        return order.record.blob if order else None
+
+    def settle(self, orders: Iterable[WriteOrder]) -> list[bytes]:
+        """The writer is through with these; the keys of those that were not overtaken."""
+        keys = [order.key for order in orders if self._pending.get(order.key) is order]
+        for key in keys:
+            self._forget_pending(key)
+        return keys
+
+    def _forget_pending(self, key: bytes) -> None:
+        if order := self._pending.pop(key, None):
+            self.pending_bytes -= len(order.record.blob)
+
+    def shrink(self, state: State, shortfall_bytes: int) -> None:
+        """A write failed. On a full disk the tier gives back what was missing; on any other fault
+        it stops writing until it is told to try again."""
+        self.state = state
+        if state == "full":
+            self._ceiling_bytes = max(
+                min(self._ceiling_bytes, self.used_bytes) - shortfall_bytes, 0
+            )
+
+    def try_again(self) -> None:
+        """Believe in the disk once more; the next write shows."""
+        self._ceiling_bytes = self.limit_bytes
+        self.state = "ok"
+
+    def journal(self, change: Change) -> None:
+        """Have a change of entries or names written to the index."""
+        self._writer.put(change)
+
+    def back_up(self) -> None:
+        self._writer.put(_BackUp())
+
+    def flush(self, then: Callable[[], None]) -> None:
+        """Call back on the engine's thread when all that was asked for before is settled."""
+        self._writer.put(Flushed(then))
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read(self, blocks: Sequence[Block]) -> Fetch:
+        """Start reading; Fetched is told when all of them are there or known to be bad."""
+        fetch = Fetch(len(blocks))
+        lock = threading.Lock()
+        for block in blocks:
+            size = record_bytes(len(block.packed), block.size_bytes)
+            self._readers.submit(self._read_one, fetch, lock, block.key, size)
+        return fetch
+
+    def _read_one(self, fetch: Fetch, lock: threading.Lock, key: bytes, size: int) -> None:
+        try:
+            found: Record | str = self.folder.vault.read(key, size)
+        except CorruptBlock as error:
+            found = str(error)
+        except Exception as error:  # whatever it is, a turn waits for an answer
+            found = f"it cannot be read: {error!r}"
+        with lock:
+            if isinstance(found, Record):
+                fetch.records[key] = found
+            else:
+                fetch.bad[key] = found
+            fetch.wanted -= 1
+            last = not fetch.wanted
+        if last:
+            fetch.done = True
+            self._tell(Fetched(fetch))
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Write what is queued, then let go of the folder."""
+        self._writer.close()
+        self._readers.shutdown(wait=True)
+        self.folder.close()
+
+
+class _Writer:
+    """One thread that takes orders in batches: unlink, write, then one commit for all of it."""
+
+    def __init__(self, folder: Folder, tell: Tell, floor_bytes: int) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._floor_bytes = floor_bytes
+        self._orders: deque[_Order] = deque()
+        self._unsettled: list[Change] = []  # changes of the index that wait for a good commit
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, order: _Order) -> None:
+        with self._wake:
+            self._orders.append(order)
+            self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            self._work(batch)
+        self._back_up()
+
+    def _back_up(self) -> None:
+        with suppress(OSError, sqlite3.Error):  # the index is committed; a later copy will do
+            self._folder.ledger.backup()
+
+    def _next(self) -> list[_Order]:
+        """The next orders, up to a batch's bytes; nothing when the end has come."""
+        with self._wake:
+            while not self._orders and not self._closing:
+                self._wake.wait()
+            batch: list[_Order] = []
+            room = BATCH_BYTES
+            while self._orders and room > 0:
+                order = self._orders.popleft()
+                batch.append(order)
+                room -= order.size_bytes if isinstance(order, WriteOrder) else 0
+                if isinstance(order, Flushed | _BackUp):
+                    break
+            return batch
+
+    def _work(self, batch: list[_Order]) -> None:
+        """Unlink, write, commit. What fails is told; nothing is told written before it is safe."""
+        last = {order.key: order for order in batch if isinstance(order, WriteOrder | _Remove)}
+        writes = [order for order in last.values() if isinstance(order, WriteOrder)]
+        removals = [order for order in last.values() if isinstance(order, _Remove)]
+        asked = tuple(order for order in batch if isinstance(order, WriteOrder))
+        error: OSError | sqlite3.Error | None = self._try_files(removals, writes)
+        self._unsettled += [DropBlock(order.key) for order in removals]
+        self._unsettled += [o for o in batch if isinstance(o, Change)]
+        error = self._try_commit([] if error else writes) or error
+        if error is not None:
+            self._tell(Unwritten(asked, _state_of(error), _sentence(error)))
+        elif asked:
+            self._tell(Written(asked))
+        for order in batch:
+            if isinstance(order, Flushed):
+                self._tell(order)
+            elif isinstance(order, _BackUp):
+                self._back_up()
+
+    def _try_files(self, removals: list[_Remove], writes: list[WriteOrder]) -> OSError | None:
+        try:
+            self._unlink(removals)
+            self._write(writes)
+        except OSError as error:
+            return error
+        return None
+
+    def _try_commit(self, writes: list[WriteOrder]) -> OSError | sqlite3.Error | None:
+        """Commit these blocks and every change that could not be committed before."""
+        try:
+            self._folder.ledger.commit(
+                [*self._unsettled, *(PutBlock(_row(order)) for order in writes)]
+            )
+        except (OSError, sqlite3.Error) as error:
+            del self._unsettled[:-MOST_UNSETTLED]
+            return error
+        self._unsettled.clear()
+        return None
+
+    def _unlink(self, removals: list[_Remove]) -> None:
+        for order in removals:
+            if order.aside:
+                self._folder.vault.set_aside(order.key)
+        self._folder.vault.remove([order.key for order in removals if not order.aside])
+
+    def _write(self, writes: list[WriteOrder]) -> None:
+        if not writes:
+            return
+        free = self._folder.vault.free_bytes() - sum(order.size_bytes for order in writes)
+        if free < self._floor_bytes:
+            raise OSError(errno.ENOSPC, "the disk's free space would fall below its floor")
+        self._folder.vault.write([order.record for order in writes])
+
+
+def _row(order: WriteOrder) -> BlockRow:
+    record = order.record
+    return BlockRow(
+        key=order.key,
+        parent=record.parent,
+        root=record.root,
+        packed=record.packed,
+        size_bytes=order.size_bytes,
+        exact=record.exact,
+    )
+
+
+def _state_of(error: OSError | sqlite3.Error) -> State:
+    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    if isinstance(error, OSError):
+        return "full" if error.errno in full else "failing"
+    return "full" if error.sqlite_errorcode == sqlite3.SQLITE_FULL else "failing"
+
+
+def _sentence(error: OSError | sqlite3.Error) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,239 @@
+"""All that the cache asks of the operating system, relative to one directory handle."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.errors import CorruptBlock
+
+Buffer = bytes | bytearray | memoryview
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+_CALL_BUFFERS = 16  # what POSIX promises that one call takes
+_CALL_BYTES = 1 << 30  # macOS refuses more than 2 GiB in one call
+_TEMPORARY = ".tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The system calls whose failure matters most; tests hand in failing ones."""
+
+    open: Callable[..., int] = os.open
+    readv: Callable[..., int] = os.readv
+    writev: Callable[..., int] = os.writev
+    fsync: Callable[[int], None] = os.fsync
+    replace: Callable[..., None] = os.replace
+    unlink: Callable[..., None] = os.unlink
+
+
+SYSTEM = Calls()
+
+
+def make_folder(path: Path) -> int:
+    """A handle of a folder that only its owner enters, made if need be; never through a link."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=FOLDER_MODE)
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if stat.S_IMODE(os.fstat(handle).st_mode) != FOLDER_MODE:
+            os.fchmod(handle, FOLDER_MODE)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+class Files:
+    """The files of one folder. A name is a plain name: never a path, never a link to follow."""
+
+    def __init__(self, path: Path, calls: Calls = SYSTEM) -> None:
+        self._calls = calls
+        self._folder = make_folder(path)
+
+    def close(self) -> None:
+        folder, self._folder = self._folder, -1  # never the number of somebody else's file
+        if folder >= 0:
+            os.close(folder)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def write(self, name: str, parts: Sequence[Buffer]) -> None:
+        self.write_all([(name, parts)])
+
+    def write_all(self, items: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
+        """Make each file visible whole, or not at all; on return all of them are on disk.
+
+        One after the other: writing all before the first fsync was measured, and gained nothing.
+        """
+        waiting: deque[str] = deque()
+        try:
+            for name, parts in items:
+                waiting.append(_plain(name))
+                self._write_temporary(_temporary(name), parts)
+            while waiting:
+                self._replace(_temporary(waiting[0]), self._folder, waiting[0])
+                waiting.popleft()
+        except BaseException:
+            for name in waiting:
+                with suppress(OSError):  # the first error is the one to tell; `sweep` comes later
+                    self.unlink(_temporary(name))
+            raise
+        if items:
+            self.sync()
+
+    def _write_temporary(self, name: str, parts: Sequence[Buffer]) -> None:
+        handle = self._create(name)
+        try:
+            if _transfer(self._calls.writev, handle, parts) != sum(map(len, parts)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            # Before the rename: a crash may lose the file, never tear it. After a failure the
+            # kernel may have dropped the pages, so a second fsync would lie: none is made.
+            self._calls.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _create(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            return self._calls.open(name, flags, FILE_MODE, dir_fd=self._folder)
+        except FileExistsError:  # of a write that failed: a folder has one writer
+            self.unlink(name)
+            return self._calls.open(name, flags, FILE_MODE, dir_fd=self._folder)
+
+    def _replace(self, name: str, folder: int, new: str) -> None:
+        self._calls.replace(name, new, src_dir_fd=self._folder, dst_dir_fd=folder)
+
+    def move(self, name: str, other: Files, new: str) -> None:
+        """Move whatever has this name into another folder."""
+        self._replace(_plain(name), other._folder, _plain(new))
+
+    def unlink(self, name: str) -> None:
+        """Remove a file or a link; one that is not there is fine."""
+        with suppress(FileNotFoundError):
+            self._calls.unlink(_plain(name), dir_fd=self._folder)
+
+    def discard(self, name: str) -> None:
+        """Remove whatever has this name, a folder with all that is in it too."""
+        with suppress(FileNotFoundError):
+            status = os.stat(_plain(name), dir_fd=self._folder, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(name, dir_fd=self._folder)
+            else:
+                self.unlink(name)
+
+    def sync(self) -> None:
+        """Have the names on disk, too."""
+        self._calls.fsync(self._folder)
+
+    def sweep(self) -> None:
+        """Remove what unfinished writes have left."""
+        for name in self.sizes():
+            if is_temporary(name):
+                self.unlink(name)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def read_into(self, name: str, buffers: Sequence[bytearray | memoryview], size: int) -> None:
+        """Fill the buffers with a file of exactly `size` bytes."""
+        if sum(map(len, buffers)) != size:
+            raise ValueError("the buffers are not as large as the file")
+        with self._reading(name) as (handle, size_bytes):
+            if size_bytes != size:
+                raise CorruptBlock(f"its file has {size_bytes} bytes instead of {size}")
+            if _transfer(self._calls.readv, handle, buffers) != size:
+                raise CorruptBlock("its file became shorter while it was read")
+
+    def head(self, name: str, count: int) -> tuple[bytes, int]:
+        """The first bytes of a file, as many as it has of these, and its size."""
+        with self._reading(name) as (handle, size_bytes):
+            head = bytearray(min(count, size_bytes))
+            if _transfer(self._calls.readv, handle, [head]) != len(head):
+                raise CorruptBlock("its file became shorter while it was read")
+            return bytes(head), size_bytes
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[tuple[int, int]]:
+        # O_NONBLOCK: a FIFO in place of a file would wait for its writer for ever.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        handle = self._calls.open(_plain(name), flags, dir_fd=self._folder)
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptBlock("it is not a regular file")
+            yield handle, status.st_size
+        finally:
+            os.close(handle)
+
+    def sizes(self) -> dict[str, int]:
+        """The regular files."""
+        found = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it has just gone
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found[entry.name] = status.st_size
+        return found
+
+    def names(self) -> list[str]:
+        """Everything there is, of whatever kind, in order."""
+        with os.scandir(self._folder) as entries:
+            return sorted(entry.name for entry in entries)
+
+    def free_bytes(self) -> int:
+        """What the file system would still give to a user without privileges."""
+        system = os.fstatvfs(self._folder)
+        return system.f_bavail * system.f_frsize
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_TEMPORARY)
+
+
+def _temporary(name: str) -> str:
+    return f".{name}{_TEMPORARY}"
+
+
+def _plain(name: str) -> str:
+    """A path would leave the folder, and an absolute one ignores its handle."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("a file's name is not a path")
+    return name
+
+
+def _transfer(call: Callable[..., int], handle: int, buffers: Sequence[Buffer]) -> int:
+    """Move all bytes, or as many as there are before the file ends."""
+    views = deque(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+    moved_bytes = 0
+    while views:
+        count = call(handle, _window(views))
+        if not count:
+            break
+        moved_bytes += count
+        while count:
+            view = views.popleft()
+            if count < len(view):
+                views.appendleft(view[count:])
+            count -= min(count, len(view))
+    return moved_bytes
+
+
+def _window(views: Sequence[memoryview]) -> list[memoryview]:
+    """As much as one call takes."""
+    window: list[memoryview] = []
+    room = _CALL_BYTES
+    for view in views:
+        if not room or len(window) == _CALL_BUFFERS:
+            break
+        window.append(view[:room])
+        room -= len(window[-1])
+    return window

@@ -1,0 +1,100 @@
+"""The parts of a conversation by their hashes, to say in words what changed.
+
+They explain a decision; tokens make it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from blake3 import blake3
+
+from rekindle.prompt.content import Message
+
+SYSTEM_ROLES = ("system", "developer")
+HASH_DIGITS = 16
+
+Segments = Sequence[tuple[str, str]]
+
+
+def segments(
+    messages: Sequence[Message], tools: Sequence[Any] | None
+) -> tuple[tuple[str, str], ...]:
+    """("system", hash) of all system messages, ("tools", hash), then ("turn", hash) for each turn.
+
+    A turn is a user message with all that follows it; what comes before the first is one, too.
+    """
+    found: list[tuple[str, str]] = []
+    if system := [message for message in messages if _is_system(message)]:
+        found.append(("system", _hash(system)))
+    if tools:
+        found.append(("tools", _digest(sorted(map(_canonical, tools)))))
+    found += (("turn", _hash(turn)) for turn in _turns(messages))
+    return tuple(found)
+
+
+def first_change(stored: Segments, sent: Segments, messages: Sequence[Message] = ()) -> str | None:
+    """The first part of what is stored that is another in the request: "system", "turn 3"…
+
+    A hash does not tell an edited turn from one that only grew (a reply, a tool's result). Given
+    the request's `messages`, a last stored turn that grew is no change; without them it is one.
+    """
+    for kind in ("system", "tools"):
+        if _of(kind, stored) != _of(kind, sent):
+            return kind
+    before, after = _of("turn", stored), _of("turn", sent)
+    for number, (one, other) in enumerate(zip_longest(before, after[: len(before)]), start=1):
+        if one != other and not (number == len(before) and _grew(one, number, messages)):
+            return f"turn {number}"
+    return None
+
+
+def _grew(stored: str, number: int, messages: Sequence[Message]) -> bool:
+    """Whether the request's turn begins with all of the stored one."""
+    turn = next((turn for at, turn in enumerate(_turns(messages), start=1) if at == number), [])
+    return any(_hash(turn[:length]) == stored for length in range(1, len(turn)))
+
+
+def _of(kind: str, parts: Segments) -> list[str]:
+    return [hash for name, hash in parts if name == kind]
+
+
+def _turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    turn: list[Message] = []
+    for message in messages:
+        if _is_system(message):
+            continue
+        if message.get("role") == "user" and turn:
+            yield turn
+            turn = []
+        turn.append(message)
+    if turn:
+        yield turn
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM_ROLES
+
+
+def _hash(messages: Sequence[Message]) -> str:
+    return _digest([_canonical(_said(message)) for message in messages])
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """The message without its name, and without the empty fields that clients send back."""
+    return {
+        field: value
+        for field, value in message.items()
+        if field != "message_id" and value is not None
+    }
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))  # ASCII, whatever it holds
+
+
+def _digest(items: list[str]) -> str:
+    return blake3(_canonical(items).encode()).hexdigest()[:HASH_DIGITS]

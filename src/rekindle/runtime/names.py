@@ -1,0 +1,338 @@
+"""Names in requests: which entry one stands for, what came of it, and what is remembered after.
+
+A name proposes an entry; what is reused is decided by tokens, whoever proposed what.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle.cache.entries import Draft, Entries, Entry, Name
+from rekindle.cache.index import Wish
+from rekindle.cache.key import TOKEN_BYTES, pack, shared_prefix
+from rekindle.cache.store import Store
+from rekindle.errors import NoRoomForPins
+from rekindle.events import CacheReport, Divergence, Finished, Status
+from rekindle.prompt.content import Message
+from rekindle.prompt.difference import first_difference
+from rekindle.prompt.fingerprint import fingerprint, previous
+from rekindle.prompt.segments import first_change, segments
+from rekindle.prompt.tokens import Encoder, Prompt
+from rekindle.runtime.device import Outcome
+from rekindle.runtime.turn import Turn
+from rekindle.runtime.wire import Naming, WritePolicy
+
+SESSION, NUMBER, MESSAGE, PROMPT = (
+    "session_id",
+    "kv_cache_session_id",
+    "message_id",
+    "prompt_cache_key",
+)
+FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
+
+Log = Callable[[str], None]
+Tools = Sequence[Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A request beside the entry that it names."""
+
+    common_tokens: int
+    covers: bool  # the request goes on from the whole entry
+    shorter: bool  # the entry goes on from the whole request
+    reason: str
+    changed: str | None
+    diverged_at: Divergence | None
+
+
+class Names:
+    """Called by the engine's thread."""
+
+    def __init__(
+        self,
+        entries: Entries,
+        store: Store,
+        encoder: Encoder,
+        log: Log,
+        *,
+        policy: WritePolicy = "always",
+        key_ttl_s: float | None = 1800.0,
+        token_bytes: int = 0,
+    ) -> None:
+        self._entries = entries
+        self._store = store
+        self._encoder = encoder
+        self._log = log
+        self._policy = policy
+        self._key_ttl_s = key_ttl_s
+        self._token_bytes = token_bytes
+        self.counts: dict[bytes, Counter[Status]] = {}  # turns by what they found, by tenant
+        self._last_auto: dict[bytes, int] = {}  # the last number a fingerprint was given
+
+    # -- before a turn -------------------------------------------------------------------------
+
+    def meet(self, turn: Turn) -> None:
+        """Find the entry that the request names; raises NoRoomForPins."""
+        turn.wish = self._wish(turn)
+        if preparing := turn.ask.preparing:
+            if preparing.pinned:
+                self.check_pin(len(turn.packed))
+            return
+        naming = turn.ask.naming
+        if naming is None or not turn.ask.reuse:
+            return
+        if naming.cache_key is not None:
+            turn.named = self._entries.by_key(turn.namespace, naming.cache_key)
+            if turn.named is None:
+                turn.trouble = self._missing(turn.namespace, naming.cache_key)
+        turn.named = turn.named or self._proposed(turn.namespace, naming)
+        if naming.by_fingerprint and turn.ask.messages:
+            self._meet_by_fingerprint(turn)
+        if turn.named is not None:
+            self._entries.touch(turn.named)
+
+    def _missing(self, root: bytes, key: str) -> str:
+        if not self._entries.has_expired(root, key):
+            return "cache_key_not_found"
+        self._entries.collect(root)
+        return "expired"
+
+    def _proposed(self, root: bytes, naming: Naming) -> Entry | None:
+        """The entry of the first known name but the key."""
+        found = (self._entries.by_name(root, name) for name in _proposals(naming))
+        return next((entry for entry in found if entry is not None), None)
+
+    def _wish(self, turn: Turn) -> Wish:
+        naming = turn.ask.naming
+        if naming is not None and naming.in_memory:
+            return Wish.NEVER
+        if self._policy == "always" or turn.ask.preparing is not None:
+            return Wish.SOON
+        if self._policy == "named":
+            return Wish.SOON if naming is not None and _is_named(naming) else Wish.NEVER
+        return Wish.LATE
+
+    def check_pin(self, packed_bytes: int) -> None:
+        """Raise unless everything pinned, and so many tokens more, have room for good."""
+        needed = packed_bytes // TOKEN_BYTES * self._token_bytes + packed_bytes
+        pinned, limit = self._store.pinned_bytes(), self._store.pin_limit_bytes
+        if pinned + needed > limit or not self._entries.has_room:
+            raise NoRoomForPins(
+                f"Pinned entries take {pinned} of the {limit} bytes there are, and this one would "
+                f"take {needed} more. Unpin or delete another, or raise --disk-cache."
+            )
+
+    def _meet_by_fingerprint(self, turn: Turn) -> None:
+        assert turn.ask.messages is not None
+        before = previous(turn.ask.messages)
+        found = self._entries.by_name(turn.namespace, (FINGERPRINT, fingerprint(before)))
+        known = _auto_session(found) if before and found else None
+        if found is not None and known is not None:
+            turn.named, turn.session = found, known
+            self._log(f"FingerprintManager: matched existing session {known}")
+            return
+        taken = (_auto_session(entry) for entry in self._entries.of(turn.namespace))
+        numbers = [int(name.rpartition("_")[2]) for name in taken if name]
+        numbers.append(self._last_auto.get(turn.namespace, -1))
+        self._last_auto[turn.namespace] = max(numbers) + 1
+        turn.session = f"auto_session_{max(numbers) + 1}"
+        self._log(f"FingerprintManager: registered new session {turn.session}")
+
+    # -- what came of it -----------------------------------------------------------------------
+
+    def explain(self, turn: Turn, outcome: Outcome) -> CacheReport:
+        """A truthful word on what was reused and why not more."""
+        report = self._judge(turn, outcome)
+        counts = self.counts.setdefault(turn.namespace, Counter())
+        counts[report.status] += 1
+        return report
+
+    def _judge(self, turn: Turn, outcome: Outcome) -> CacheReport:
+        reused, tier = outcome.reused_tokens, outcome.tier
+        if turn.trouble in ("cache_key_not_found", "expired"):
+            return CacheReport("miss", turn.trouble, reused, 0, tier)
+        if turn.named is not None:
+            return self._judge_named(turn, turn.named, outcome)
+        plan = outcome.plan
+        if reused == 0:
+            return CacheReport("miss", _why_nothing(turn, outcome), 0, 0, None)
+        if turn.trouble is not None:
+            return CacheReport("partial_hit", turn.trouble, reused, 0, tier)
+        if not plan.diverged:
+            return CacheReport("hit", "full_match", reused, 0, tier)
+        return CacheReport(
+            "partial_hit", _changed(turn.prompt, plan.matched_tokens), reused, 0, tier
+        )
+
+    def _judge_named(self, turn: Turn, entry: Entry, outcome: Outcome) -> CacheReport:
+        reused, tier = outcome.reused_tokens, outcome.tier
+        told = self.compare(entry, turn.prompt, turn.ask.messages or [], turn.ask.tools)
+        wanted = min(told.common_tokens, turn.prompt_tokens - 1)
+        short = wanted - reused > 1  # the last token of a reply was sampled, not computed
+        if not short and told.covers:
+            return CacheReport("hit", "full_match", reused, 0, tier, cache_key=entry.key)
+        reason = told.reason
+        if short:
+            reason = turn.trouble or ("exact_boundary" if turn.ask.exact else "evicted")
+            if not told.covers and not told.shorter and reused >= told.common_tokens - 1:
+                reason = told.reason
+        status: Status = "partial_hit" if reused else "miss"
+        return CacheReport(
+            status,
+            reason,
+            reused,
+            0,
+            tier,
+            cache_key=entry.key,
+            diverged_at=told.diverged_at,
+        )
+
+    def compare(
+        self, entry: Entry, prompt: Prompt, messages: Sequence[Message], tools: Tools
+    ) -> Comparison:
+        """Where the request leaves the entry, if it does."""
+        packed = pack(prompt.tokens)
+        common = shared_prefix(entry.packed, packed)
+        held, sent = len(entry.packed) // TOKEN_BYTES, len(prompt.tokens)
+        if common == held:
+            return Comparison(
+                common_tokens=common,
+                covers=True,
+                shorter=False,
+                reason="full_match",
+                changed=None,
+                diverged_at=None,
+            )
+        shorter = common == sent
+        changed = (
+            None if shorter else first_change(entry.segments, segments(messages, tools), messages)
+        )
+        return Comparison(
+            common_tokens=common,
+            covers=False,
+            shorter=shorter,
+            reason="request_shorter" if shorter else _reason(changed, prompt, common),
+            changed=changed,
+            diverged_at=None if shorter else _divergence(entry, prompt, common),
+        )
+
+    # -- after a turn --------------------------------------------------------------------------
+
+    def remember(self, turn: Turn, finished: Finished) -> None:
+        """Name the head that this turn has reached."""
+        naming = turn.ask.naming or Naming()
+        if naming.wants_message_id:
+            finished.message_id = f"msg_{secrets.token_hex(12)}"
+        if not turn.ask.reuse or not finished.cache.cached_tokens:
+            return
+        entry = self._entries.remember(self._draft(turn, naming, finished))
+        if naming.return_cache_key or turn.ask.preparing is not None:
+            finished.cache.new_cache_key = entry.key
+        if turn.session is not None:
+            self._log(
+                f"FingerprintManager: extended session {turn.session} fingerprint with "
+                "assistant response"
+            )
+
+    def _draft(self, turn: Turn, naming: Naming, finished: Finished) -> Draft:
+        tokens, text = self._head(turn)
+        preparing = turn.ask.preparing
+        keyed = naming.return_cache_key or preparing is not None
+        ttl_s = naming.ttl_s or (self._key_ttl_s if keyed else None)
+        return Draft(
+            root=turn.namespace,
+            packed=pack(tokens),
+            text=text,
+            segments=segments(_conversation(turn), turn.ask.tools),
+            names=tuple(_new_names(turn, naming, finished)),
+            ttl_s=preparing.ttl_s if preparing else ttl_s,
+            keyed=keyed,
+            pinned=preparing is not None and preparing.pinned,
+            durable=turn.wish > Wish.NEVER,
+        )
+
+    def _head(self, turn: Turn) -> tuple[Sequence[int], bytes]:
+        if turn.ask.preparing is not None:
+            return turn.prompt.tokens, turn.prompt.marked
+        reply = turn.tokens[turn.prompt_tokens :]
+        head = self._encoder.head(turn.prompt, reply, turn.said)
+        return (head.tokens, head.marked) if head else (turn.tokens, b"")
+
+
+def _proposals(naming: Naming) -> Iterator[Name]:
+    """The names a request was given, the surest first."""
+    if naming.session_id is not None:
+        yield SESSION, naming.session_id
+    if naming.session_number is not None:
+        yield NUMBER, str(naming.session_number)
+    for message in naming.message_ids:
+        yield MESSAGE, message
+    if naming.prompt_cache_key is not None:
+        yield PROMPT, naming.prompt_cache_key
+
+
+def _new_names(turn: Turn, naming: Naming, finished: Finished) -> Iterator[Name]:
+    """What this turn's head is called from now on."""
+    yield from (name for name in _proposals(naming) if name[0] != MESSAGE)
+    if finished.message_id is not None:
+        yield MESSAGE, finished.message_id
+    if turn.session is not None:
+        yield AUTO_SESSION, turn.session
+        yield FINGERPRINT, fingerprint(_conversation(turn))
+
+
+def _conversation(turn: Turn) -> list[Message]:
+    """The request's messages and the reply."""
+    messages: list[Message] = list(turn.ask.messages or [])
+    if turn.ask.preparing is None and messages:
+        messages.append({"role": "assistant", "content": turn.said})
+    return messages
+
+
+def _is_named(naming: Naming) -> bool:
+    asked = naming.cache_key is not None or naming.return_cache_key or naming.wants_message_id
+    return asked or naming.by_fingerprint or any(True for _ in _proposals(naming))
+
+
+def _auto_session(entry: Entry | None) -> str | None:
+    names = entry.names if entry else ()
+    return next((name for kind, name in names if kind == AUTO_SESSION), None)
+
+
+def _why_nothing(turn: Turn, outcome: Outcome) -> str:
+    if not turn.ask.reuse:
+        return "opted_out"
+    if turn.trouble is not None:
+        return turn.trouble
+    matched = outcome.plan.matched_tokens
+    if turn.ask.exact and matched:
+        return "exact_boundary"
+    return _changed(turn.prompt, matched) if matched else "not_cached"
+
+
+def _reason(changed: str | None, prompt: Prompt, common: int) -> str:
+    """What segments and tokens together say has changed."""
+    if changed is not None and changed.startswith("turn"):
+        return "turn_changed"
+    return f"{changed}_changed" if changed else _changed(prompt, common)
+
+
+def _changed(prompt: Prompt, common: int) -> str:
+    """Which part of the request is the first that differs."""
+    for boundary in prompt.boundaries:
+        if common < boundary.end:
+            return "system_changed" if boundary.role == "system" else "turn_changed"
+    return "turn_changed" if prompt.boundaries else "prefix_changed"
+
+
+def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:
+    if not entry.text or not prompt.marked:
+        return None
+    at = next((each for each in prompt.boundaries if common < each.end), None)
+    stored, sent = first_difference(entry.text, prompt.marked)
+    return Divergence(at.index if at else None, at.role if at else None, stored, sent)
