@@ -206,7 +206,7 @@ def test_a_refusal_is_the_servers_own_sentence() -> None:
     def refuse(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
 
-    with pytest.raises(Refused, match="needs an API key.*--api-key"):
+    with pytest.raises(Refused, match=r"needs an API key.*--api-key"):
         client(refuse).stats()
 
 

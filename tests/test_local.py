@@ -19,7 +19,7 @@ from rekindle.errors import BadRequest, ConfigError, ModelError, ModelNotFound
 from tests.support.tiny import write_llama
 
 MESSAGES = [{"role": "user", "content": "a question that is long enough to be kept " * 4}]
-GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_importing_the_package_stays_light() -> None:
 
 def test_names_the_package_does_not_have_are_unknown() -> None:
     with pytest.raises(ImportError):
-        from rekindle import Nonsense  # type: ignore[attr-defined] # noqa: F401
+        from rekindle import Nonsense  # noqa: F401
 
 
 def test_settings_have_the_servers_names_and_checks(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_leaving_a_stream_early_ends_its_turn(engine: Engine) -> None:
     for _ in range(40):  # more than may run at once
         pieces = engine.chat(MESSAGES, stream=True, **{**GREEDY, "max_tokens": 3000})
         next(pieces)
-        pieces.close()  # type: ignore[attr-defined]
+        pieces.close()
     assert engine.chat(MESSAGES, **GREEDY)
 
 

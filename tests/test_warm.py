@@ -52,6 +52,9 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
     ]
     assert ask.preparing == wire.Preparing(pinned=True, ttl_s=None, shared=True)
     assert ask.salt == b""
+    [question] = runtime.questions
+    assert question.op == wire.Settle("abc")
+    assert question.admin  # a shared entry is in nobody's own list
 
 
 def test_a_project_that_does_not_want_it_is_left_alone() -> None:

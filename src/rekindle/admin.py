@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -15,9 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rekindle.errors import RekindleError
-
-if TYPE_CHECKING:
-    from rekindle.cache.check import FolderReport
 
 TIMEOUT = httpx.Timeout(120, connect=5)
 SHORT_KEY = 12  # characters of a key that hardly ever mean two
@@ -121,7 +117,7 @@ def entries_table(entries: Sequence[Json]) -> RenderableType:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("key", no_wrap=True)
     for name in ("model", "names", "tier"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", min_width=len(name))
     for name in ("tokens", "size", "hits"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("last used", "expires"):
@@ -178,30 +174,18 @@ def explanation(told: Json) -> RenderableType:
     if at := told.get("diverged_at"):
         where = "" if at["message"] is None else f" in messages[{at['message']}] ({at['role']})"
         lines.append(Text(f"first difference{where}:"))
-        lines.append(Text("  stored: ").append(plain(at["stored"], "red")))
-        lines.append(Text("  sent:   ").append(plain(at["sent"], "green")))
-    return Group(*lines)
-
-
-def findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
-    """What a check of the files on disk found, folder by folder."""
-    lines = [plain(f"{folder}: {len(reports)} models have state here")]
-    for report in reports:
-        if report.in_use:
-            lines.append(plain(f"{report.path.name}: in use by a server, not looked at", "yellow"))
-            continue
-        found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
-        style = "red" if report.findings else "green"
-        lines.append(plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style))
-        lines += [plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
-    if any(report.findings for report in reports):
-        lines.append(plain("Mended." if repaired else "Run it with --repair to mend this."))
+        lines.append(Text("  stored: ").append(plain(_one_line(at["stored"]), "red")))
+        lines.append(Text("  sent:   ").append(plain(_one_line(at["sent"]), "green")))
     return Group(*lines)
 
 
 def plain(text: str, style: str = "") -> Text:
     """Clients chose these words: no markup, and no codes that would steer the terminal."""
     return Text("".join(c if c.isprintable() or c == "\n" else "·" for c in text), style=style)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "⏎")
 
 
 def ago(then: float) -> str:

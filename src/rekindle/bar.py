@@ -14,6 +14,7 @@ OnProgress = Callable[[float, float], None]  # how much is done, and of how much
 @contextmanager
 def progress_bar(description: str, console: Console) -> Iterator[OnProgress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    hidden = not console.is_terminal  # in a file it would leave an empty line
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bars:
         task = bars.add_task(description, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

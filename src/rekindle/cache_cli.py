@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 
 from rekindle import admin
@@ -15,6 +16,9 @@ from rekindle.admin import CacheClient
 from rekindle.bar import progress_bar
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle.cache.check import FolderReport
 
 app = typer.Typer(
     name="cache",
@@ -126,8 +130,28 @@ def check(
             reports = verify(folder, repair=repair, progress=on_progress)
     except OSError as error:
         raise RekindleError(f"cannot check {folder}: {error.strerror}") from None
-    Console().print(admin.findings(folder, reports, repaired=repair))
+    Console().print(_findings(folder, reports, repaired=repair))
     raise typer.Exit(code=int(any(report.findings for report in reports)))
+
+
+def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
+    """What a check of the files on disk found, folder by folder."""
+    lines = [admin.plain(f"{folder}: {len(reports)} models have state here")]
+    for report in reports:
+        if report.in_use:
+            lines.append(
+                admin.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
+            )
+            continue
+        found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
+        style = "red" if report.findings else "green"
+        lines.append(
+            admin.plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style)
+        )
+        lines += [admin.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
+    if any(report.findings for report in reports):
+        lines.append(admin.plain("Mended." if repaired else "Run it with --repair to mend this."))
+    return Group(*lines)
 
 
 @app.command()

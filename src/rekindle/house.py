@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rekindle.api.auth import Keys
-from rekindle.api.defaults import asks
-from rekindle.api.message import rendered
+from rekindle.api.chat import chat_asks
 from rekindle.api.schema import ChatRequest
 from rekindle.api.service import Service
 from rekindle.api.turns import Turns
 from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.events import Text
-from rekindle.runtime.wire import Ask
 from rekindle.serve import Server, answer, bind, build_server, fetch, open_service
 
 OPEN_SALT = b""  # whoever runs the program needs no key
@@ -70,7 +68,7 @@ class House:
 
     # -- talking -------------------------------------------------------------------------------
 
-    def say(self, request: ChatRequest) -> Iterator[str]:
+    def say(self, request: ChatRequest) -> Generator[str, None, None]:
         """The reply's pieces; leaving early cancels the turn."""
         said: Said = SimpleQueue()
         told = self._begin(self._answer(request, said))
@@ -84,26 +82,14 @@ class House:
     async def _answer(self, request: ChatRequest, said: Said) -> None:
         try:
             runtime = self._service.runtime(request.model)
-            with contextlib.closing(Turns(runtime, self._asks(request))) as turns:
+            asks = chat_asks(request, self._config, OPEN_SALT)
+            with contextlib.closing(Turns(runtime, asks)) as turns:
                 while turns.open:
                     _, event = await turns.next()
                     if isinstance(event, Text):
                         said.put(event.text)
         finally:
             said.put(None)
-
-    def _asks(self, request: ChatRequest) -> list[Ask]:
-        kwargs = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-        return asks(
-            request,
-            self._config,
-            OPEN_SALT,
-            [{"messages": rendered(request.messages), "template_kwargs": kwargs}],
-            max_tokens=request.max_completion_tokens or request.max_tokens,
-            top_logprobs=None,
-        )
 
     # -- serving -------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -96,7 +96,7 @@ class Engine:
         *,
         stream: Literal[True],
         **options: Any,
-    ) -> Iterator[str]: ...
+    ) -> Generator[str, None, None]: ...
 
     def chat(
         self,
@@ -104,7 +104,7 @@ class Engine:
         session_id: str | None = None,
         stream: bool = False,
         **options: Any,
-    ) -> str | Iterator[str]:
+    ) -> str | Generator[str, None, None]:
         """The reply, or with `stream` an iterator over its pieces as they come.
 
         `options` are the fields of POST /v1/chat/completions, with the same defaults. What is

@@ -112,7 +112,12 @@ async def open_service(
             await _start(runtime, console)
         service = Service(config, runtimes)
         models_of = roster.project_models(config)
-        await warm(config.projects, lambda name: service.runtime(models_of[name]), console)
+        await warm(
+            config.projects,
+            lambda name: service.runtime(models_of[name]),
+            console,
+            exact=config.exact,
+        )
         yield service
 
 

@@ -24,7 +24,11 @@ SALT = b""
 
 
 async def warm(
-    projects: Mapping[str, Project], runtime_of: Callable[[str], Runtime], console: Console
+    projects: Mapping[str, Project],
+    runtime_of: Callable[[str], Runtime],
+    console: Console,
+    *,
+    exact: bool = False,
 ) -> None:
     """Prepare those that want it, one after the other; a failure costs no more than the warmth."""
     for name, project in projects.items():
@@ -32,22 +36,23 @@ async def warm(
             continue
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                tokens = await _prepare(project, runtime_of(name), on_progress)
+                ask = _ask(project, exact=exact)
+                tokens = await _prepare(ask, runtime_of(name), on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:
             log.info("project %s is prepared: %d tokens", name, tokens)
 
 
-async def _prepare(project: Project, runtime: Runtime, on_progress: OnProgress) -> int:
+async def _prepare(ask: Ask, runtime: Runtime, on_progress: OnProgress) -> int:
     """Compute and keep it; returns its tokens, or raises a ServerError."""
-    async with contextlib.aclosing(runtime.ask(_ask(project))) as events:
+    async with contextlib.aclosing(runtime.ask(ask)) as events:
         async for event in events:
             if isinstance(event, Prefill):
                 on_progress(event.done_tokens, event.prompt_tokens)
     finished = _finished(event)
     if (key := finished.cache.new_cache_key) is not None:
-        await runtime.query(Settle(key), salt=SALT)
+        await runtime.query(Settle(key), salt=SALT, admin=True)  # what is shared is nobody's own
     return finished.prompt_tokens
 
 
@@ -60,7 +65,7 @@ def _finished(event: Event) -> Finished:
     return event
 
 
-def _ask(project: Project) -> Ask:
+def _ask(project: Project, *, exact: bool) -> Ask:
     return Ask(
         turn=0,
         messages=[{"role": "system", "content": project.system_prompt}],
@@ -70,6 +75,7 @@ def _ask(project: Project) -> Ask:
         ),
         sampling=Sampling(),
         max_tokens=1,
+        exact=exact,
         salt=SALT,
         progress=True,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.api.auth import Keys
 from rekindle.api.keyfile import LOOK_EVERY_S, KeyFile, digest_of, line_for
-from rekindle.config import Config
+from rekindle.config import load_config
 from rekindle.errors import ConfigError, Unauthorized
 
 
@@ -74,9 +74,9 @@ def test_a_key_that_is_also_an_admins_is_an_admins() -> None:
 
 
 def test_every_kind_of_key_in_the_settings_is_accepted(path: Path) -> None:
-    keys = Keys.of(Config(api_key=("a",), admin_key=("b",), api_keys_file=path))
+    keys = Keys.of(load_config({"api_key": "a", "admin_key": "b", "api_keys_file": path}, {}))
     assert [opens(keys, key) for key in ("a", "b", "bobs", "c")] == [True, True, True, False]
-    assert Keys.of(Config()).is_open
+    assert Keys.of(load_config({}, {})).is_open
 
 
 def test_a_file_without_keys_opens_nothing(tmp_path: Path) -> None:

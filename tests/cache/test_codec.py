@@ -193,6 +193,15 @@ def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
+@pytest.mark.parametrize(("origin", "tokens"), [(2, 1), (255, 1), (0, MOST_TOKENS + 1)])
+def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
+    origin: int, tokens: int
+) -> None:
+    fields = (MAGIC, 0, RECORD.parent, RECORD.root, origin, tokens)
+    with pytest.raises(CorruptBlock, match="no sense"):
+        parse_header(struct.pack(">4sQ32s32sBI", *fields))
+
+
 def test_a_record_of_another_format_is_refused_though_it_is_sealed() -> None:
     body = encode(RECORD, SECRET)[:-MAC_BYTES]
     refuse(sealed(b"RKB2" + body[len(MAGIC) :]))

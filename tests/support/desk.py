@@ -130,6 +130,7 @@ class Desk:
             resident_tokens=resident_tokens,
             shared=self.root(SHARED_SALT),
         )
+        self.entries.on_remove = self.device.forget
         self.scheduler = Scheduler(
             engine, self.device, self._emit, self.names.remember, parallel=parallel
         )

@@ -42,6 +42,8 @@ def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
     port = _free_port()
     log = folder / "server.log"
     command = [sys.executable, "-m", "rekindle.cli", "serve"]
+    if "--cache-dir" not in flags:
+        flags = (*flags, "--cache-dir", str(folder / "kv"))
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--model", str(model), "--port", str(port), *flags],

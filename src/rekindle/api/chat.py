@@ -15,7 +15,9 @@ from rekindle.api.json import OrjsonRoute
 from rekindle.api.message import rendered
 from rekindle.api.schema import ChatRequest
 from rekindle.api.service import ModelNumber, Service
+from rekindle.config import Config
 from rekindle.events import Finished, TokenLog
+from rekindle.runtime.wire import Ask
 
 router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
 
@@ -27,22 +29,26 @@ async def create_chat_completion(
     """Answer a conversation; everything computed for an equal prefix before is reused."""
     service: Service = request.state.service
     runtime = service.runtime(body.model, number)
-    turns = asks(
+    turns = chat_asks(body, service.config, salt_of(request))
+    answer = Answer(runtime, turns, body, ChatShape(), others=service.others(runtime))
+    return await answer.respond(request)
+
+
+def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[Ask]:
+    """The turns that a conversation's request asks for, one for each choice."""
+    conversation = {
+        "messages": rendered(body.messages),
+        "template_kwargs": _template_kwargs(body),
+        "progress": bool(body.prefill_progress and body.stream),
+    }
+    return asks(
         body,
-        service.config,
-        salt_of(request),
-        [
-            {
-                "messages": rendered(body.messages),
-                "template_kwargs": _template_kwargs(body),
-                "progress": bool(body.prefill_progress and body.stream),
-            }
-        ],
+        config,
+        salt,
+        [conversation],
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    answer = Answer(runtime, turns, body, ChatShape(), others=service.others(runtime))
-    return await answer.respond(request)
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:

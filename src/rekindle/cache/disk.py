@@ -336,7 +336,7 @@ class _Writer:
         writes = [order for order in last.values() if isinstance(order, WriteOrder)]
         removals = [order for order in last.values() if isinstance(order, _Remove)]
         asked = tuple(order for order in batch if isinstance(order, WriteOrder))
-        error: OSError | sqlite3.Error | None = self._try_files(removals, writes)
+        error = self._try_files(removals, writes)
         self._unsettled += [DropBlock(order.key) for order in removals]
         self._unsettled += [o for o in batch if isinstance(o, Change)]
         error = self._try_commit([] if error else writes) or error
@@ -350,21 +350,21 @@ class _Writer:
             elif isinstance(order, _BackUp):
                 self._back_up()
 
-    def _try_files(self, removals: list[_Remove], writes: list[WriteOrder]) -> OSError | None:
+    def _try_files(self, removals: list[_Remove], writes: list[WriteOrder]) -> Exception | None:
         try:
             self._unlink(removals)
             self._write(writes)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the store has to know
             return error
         return None
 
-    def _try_commit(self, writes: list[WriteOrder]) -> OSError | sqlite3.Error | None:
+    def _try_commit(self, writes: list[WriteOrder]) -> Exception | None:
         """Commit these blocks and every change that could not be committed before."""
         try:
             self._folder.ledger.commit(
                 [*self._unsettled, *(PutBlock(_row(order)) for order in writes)]
             )
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:
             del self._unsettled[:-MOST_UNSETTLED]
             return error
         self._unsettled.clear()
@@ -397,12 +397,12 @@ def _row(order: WriteOrder) -> BlockRow:
     )
 
 
-def _state_of(error: OSError | sqlite3.Error) -> State:
+def _state_of(error: Exception) -> State:
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    if isinstance(error, OSError):
-        return "full" if error.errno in full else "failing"
-    return "full" if error.sqlite_errorcode == sqlite3.SQLITE_FULL else "failing"
+    code = getattr(error, "sqlite_errorcode", None)
+    is_full = isinstance(error, OSError) and error.errno in full
+    return "full" if is_full or code == sqlite3.SQLITE_FULL else "failing"
 
 
-def _sentence(error: OSError | sqlite3.Error) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _sentence(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or repr(error)

@@ -67,7 +67,8 @@ class Entry(Head):
         return len(self.packed) + len(self.text) + OVERHEAD_BYTES
 
     def expires_in_s(self, clock: Clock) -> float | None:
-        if self.ttl_s is None:
+        """The time it has left; None: it has no end, as nothing has that is pinned."""
+        if self.ttl_s is None or self.pinned:
             return None
         return self.used_s + self.ttl_s - clock.steady_s()
 
@@ -101,6 +102,8 @@ class Entries:
         self._store = store
         self._clock = clock
         self._journal = journal or (lambda _change: None)
+        #: Called with an entry whose state is to go, for state that the store does not hold.
+        self.on_remove: Callable[[Entry], None] = lambda _entry: None
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
         self._by_key: OrderedDict[tuple[bytes, str], Entry] = OrderedDict()  # oldest use first
@@ -209,7 +212,9 @@ class Entries:
         self._save(entry)
 
     def unpin(self, entry: Entry) -> None:
+        """Its time, if it has one, begins now."""
         entry.pinned = False
+        self._use(entry)
         self._save(entry)
 
     # -- forgetting ----------------------------------------------------------------------------
@@ -217,6 +222,7 @@ class Entries:
     def remove(self, entry: Entry) -> int:
         """Forget an entry and the state that is no other's; the bytes freed."""
         self._drop(entry)
+        self.on_remove(entry)
         return self._store.release(entry)
 
     def forget(self, entry: Entry) -> None:

@@ -126,6 +126,11 @@ class Index:
         """Whether others may follow it; nothing is ever found after a tail."""
         return len(block.packed) == self._block_bytes
 
+    def split(self, packed: bytes) -> list[bytes]:
+        """A run of tokens, block by block."""
+        size = self._block_bytes
+        return [packed[at : at + size] for at in range(0, len(packed), size)]
+
     def could_hold(self, packed: bytes) -> bool:
         """Whether these are the tokens of a full block or a tail."""
         return 0 < len(packed) <= self._block_bytes and len(packed) % TOKEN_BYTES == 0

@@ -42,7 +42,8 @@ __all__ = [
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
 _TIMEOUT_S = 5.0
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+# Our own statements are no errors, so SQLITE_ERROR is a table or a column that is not there.
+_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 
 # One process owns the folder: an exclusive lock needs no shared memory, so there is no mapped file
 # whose truncation would end the process. `fullfsync` is macOS's real fsync; it covers the blocks
@@ -128,7 +129,8 @@ class Ledger:
             return self._problems("integrity_check")
 
     def _problems(self, check: str) -> list[str]:
-        found = [str(row[0]) for row in self._db.execute(f"PRAGMA {check}(10)")]
+        told = self._db.execute(f"PRAGMA {check}(10)")
+        found = [" ".join(str(row[0]).split()) for row in told]
         return [] if found == ["ok"] else found
 
     # -- writing -------------------------------------------------------------------------------

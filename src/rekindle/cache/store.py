@@ -10,9 +10,9 @@ from rekindle.cache.codec import record_bytes
 from rekindle.cache.disk import DiskTier, Fetch, Fetched, Flushed, News, Unwritten, Written
 from rekindle.cache.disk import disk_bytes as disk_cost
 from rekindle.cache.index import Block, Head, Index, Match, Wish
-from rekindle.cache.key import chain_key
+from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.ledger import BlockRow
-from rekindle.cache.ram import Blob, RamTier, cost_bytes
+from rekindle.cache.ram import OVERHEAD_BYTES, Blob, RamTier, cost_bytes
 
 
 @dataclass(slots=True)
@@ -170,7 +170,8 @@ class Store:
     def attach(self, head: Head) -> None:
         """Let a conversation's end rest on the last block that holds state of it."""
         found = self._index.match(head.root, head.packed).blocks
-        _end_in(head, found[-1] if found else self._index.root(head.root))
+        holding = (block for block in reversed(found) if head.goes_through(block))
+        _end_in(head, next(holding, None) or self._index.root(head.root))
 
     def detach(self, head: Head) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
@@ -200,7 +201,18 @@ class Store:
         return sum(self._lasting_cost(block) for block in pinned.values())
 
     def _lasting_cost(self, block: Block) -> int:
-        return block.disk_bytes or block.size_bytes + len(block.packed)
+        return self._cost_of(block.packed, block.size_bytes)
+
+    def _cost_of(self, packed: bytes, state_bytes: int) -> int:
+        """What a block takes of the lowest tier."""
+        if self._disk:
+            return disk_cost(packed, state_bytes)
+        return state_bytes + len(packed) + OVERHEAD_BYTES
+
+    def lasting_bytes(self, packed: bytes, token_bytes: int) -> int:
+        """What tokens would take there, once computed."""
+        blocks = self._index.split(packed)
+        return sum(self._cost_of(each, len(each) // TOKEN_BYTES * token_bytes) for each in blocks)
 
     @property
     def pin_limit_bytes(self) -> int:

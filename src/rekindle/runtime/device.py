@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rekindle.cache.index import Block, Match, Wish
+from rekindle.cache.index import Block, Head, Match, Wish
 from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
 from rekindle.cache.ram import Blob
 from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
@@ -155,7 +155,7 @@ class Device:
         tier = None
         if plan.share is not None:
             self._engine.share(plan.share, plan.shared_tokens, sequence)
-            self._supersede(plan.share, plan.shared_tokens)
+            self._supersede(plan.share, plan.shared_tokens, turn.namespace)
             tier = "device"
         restored = []
         for block in plan.blocks:
@@ -193,12 +193,13 @@ class Device:
         self.counts.restored_bytes += len(blob)
         return True
 
-    def _supersede(self, source: Sequence, shared_tokens: int) -> None:
-        """A resident that was shared to its end lives on in the new sequence."""
+    def _supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
+        """A resident that was shared to its end lives on in the new sequence, if that is of the
+        same tenant."""
         for resident in self._residents:
             if resident.sequence is source:
                 self._residents.remove(resident)
-                if shared_tokens >= resident.tokens:
+                if shared_tokens >= resident.tokens and resident.namespace == namespace:
                     self._engine.close_sequence(source)
                 else:
                     self._residents.append(resident)  # used just now
@@ -209,6 +210,7 @@ class Device:
     def retire(self, turn: Turn) -> None:
         """Take the sequence off a turn, however it ended, and keep what it computed."""
         sequence, turn.sequence = turn.sequence, None
+        turn.fetch = None  # should it start again, it looks again
         if sequence is None:
             return
         keeps = turn.ask.reuse and self._abilities.can_cut and sequence.length > 0
@@ -287,13 +289,12 @@ class Device:
         for resident in self._residents:
             self._keep_all(resident)
 
-    def forget(self, namespace: bytes, packed: bytes) -> None:
+    def forget(self, head: Head) -> None:
         """Close residents of this conversation: what was deleted is not reused from here."""
         for resident in list(self._residents):
-            least = min(len(packed), len(resident.packed)) // TOKEN_BYTES
-            if resident.namespace == namespace and (
-                shared_prefix(packed, resident.packed) == least
-            ):
+            least = min(len(head.packed), len(resident.packed)) // TOKEN_BYTES
+            of_it = shared_prefix(head.packed, resident.packed) == least
+            if resident.namespace == head.root and of_it:
                 self._residents.remove(resident)
                 self._engine.close_sequence(resident.sequence)
 

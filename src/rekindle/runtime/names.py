@@ -81,7 +81,7 @@ class Names:
         turn.wish = self._wish(turn)
         if preparing := turn.ask.preparing:
             if preparing.pinned:
-                self.check_pin(len(turn.packed))
+                self.check_pin(bytes(turn.packed))
             return
         naming = turn.ask.naming
         if naming is None or not turn.ask.reuse:
@@ -117,9 +117,9 @@ class Names:
             return Wish.SOON if naming is not None and _is_named(naming) else Wish.NEVER
         return Wish.LATE
 
-    def check_pin(self, packed_bytes: int) -> None:
-        """Raise unless everything pinned, and so many tokens more, have room for good."""
-        needed = packed_bytes // TOKEN_BYTES * self._token_bytes + packed_bytes
+    def check_pin(self, packed: bytes) -> None:
+        """Raise unless all that is pinned, and these tokens too, have room for good."""
+        needed = self._store.lasting_bytes(packed, self._token_bytes)
         pinned, limit = self._store.pinned_bytes(), self._store.pin_limit_bytes
         if pinned + needed > limit or not self._entries.has_room:
             raise NoRoomForPins(
@@ -148,8 +148,8 @@ class Names:
     def explain(self, turn: Turn, outcome: Outcome) -> CacheReport:
         """A truthful word on what was reused and why not more."""
         report = self._judge(turn, outcome)
-        counts = self.counts.setdefault(turn.namespace, Counter())
-        counts[report.status] += 1
+        if turn.ask.preparing is None:
+            self.counts.setdefault(turn.namespace, Counter())[report.status] += 1
         return report
 
     def _judge(self, turn: Turn, outcome: Outcome) -> CacheReport:
@@ -177,10 +177,10 @@ class Names:
         if not short and told.covers:
             return CacheReport("hit", "full_match", reused, 0, tier, cache_key=entry.key)
         reason = told.reason
-        if short:
-            reason = turn.trouble or ("exact_boundary" if turn.ask.exact else "evicted")
-            if not told.covers and not told.shorter and reused >= told.common_tokens - 1:
-                reason = told.reason
+        if turn.trouble is not None:
+            reason = turn.trouble
+        elif told.covers:
+            reason = "exact_boundary" if turn.ask.exact else "evicted"
         status: Status = "partial_hit" if reused else "miss"
         return CacheReport(
             status,

@@ -82,15 +82,11 @@ class Queries:
         return found
 
     def _remove(self, entries: list[Entry]) -> wire.Removed:
-        freed = 0
-        for entry in entries:
-            freed += self._entries.remove(entry)
-            self._device.forget(entry.root, entry.packed)
-        return wire.Removed(len(entries), freed)
+        return wire.Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
 
     def _pin(self, entry: Entry, *, pinned: bool) -> wire.EntryInfo:
         if pinned and not entry.pinned:
-            self._names.check_pin(len(entry.packed))
+            self._names.check_pin(entry.packed)
             self._entries.pin(entry)
             if entry.block is not None:
                 self._store.write_chain(entry.block)
@@ -104,7 +100,7 @@ class Queries:
         """An entry that knows its tokens before any of them is computed."""
         packed = pack(prompt.tokens)
         if op.preparing.pinned:
-            self._names.check_pin(len(packed))
+            self._names.check_pin(packed)
         entry = self._entries.remember(
             Draft(
                 root=root,
@@ -140,9 +136,9 @@ class Queries:
             diverged_at=told.diverged_at,
         )
 
-    def settle(self, key: str, root: bytes, reply: Reply) -> None:
+    def settle(self, key: str, view: bytes | None, reply: Reply) -> None:
         """Answer when the entry is stored as safely as this server can."""
-        entry = self.find(root, key)
+        entry = self.find(view, key)
         self._device.keep_everything()
         disk = self._store.disk
         if disk is None or entry.block is None or not entry.durable:

@@ -263,7 +263,7 @@ class Scheduler:
         self._device.lose_everything()
         lost, self._active = self._active, []
         for turn in reversed(lost):
-            turn.sequence = None
+            turn.sequence = turn.fetch = None
             turn.restarts += 1
             self._waiting.appendleft(turn)
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:

@@ -133,7 +133,6 @@ class Settle(Struct, tag=True):
     """Answered with EntryInfo when the entry is stored as safely as this server can."""
 
     cache_key: str
-    shared: bool = False  # it is one of the operator's own
 
 
 class DeleteEntry(Struct, tag=True):

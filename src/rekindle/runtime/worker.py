@@ -101,6 +101,7 @@ class Worker:
             resident_tokens=abilities.pool_tokens if self._engine.on_gpu else CPU_RESIDENT_TOKENS,
             shared=self._root(SHARED_SALT),
         )
+        self._entries.on_remove = self._device.forget
         self._scheduler = Scheduler(
             self._engine, self._device, self._emit, self._names.remember, parallel=load.parallel
         )
@@ -335,8 +336,8 @@ class Worker:
     ) -> wire.CacheAnswer | None:
         op, root = query.op, self._root(query.salt)
         if isinstance(op, wire.Settle):
-            root = self._root(SHARED_SALT) if op.shared else root
-            self._queries.settle(op.cache_key, root, lambda info: self._answer(query, info))
+            view = None if query.admin else root
+            self._queries.settle(op.cache_key, view, lambda info: self._answer(query, info))
             return None  # it answers when the disk has
         if isinstance(asked, _Encoded):
             if isinstance(op, wire.Validate):

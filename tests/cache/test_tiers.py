@@ -1,0 +1,255 @@
+"""The store with RAM and disk below it, beside a dictionary: the exact bytes or nothing, pins never
+lost, budgets kept after every step, whatever is restarted, corrupted, expired or evicted."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rekindle.cache.clock import Clock
+from rekindle.cache.disk import DiskTier, News
+from rekindle.cache.entries import Draft, Entries
+from rekindle.cache.folder import open_folder
+from rekindle.cache.index import Block, Wish
+from rekindle.cache.key import chain_key, pack, unpack
+from rekindle.cache.store import Store, chain
+
+from .naive import ROOT, STRANGER, Tokens, ends, last_block
+
+BLOCK_TOKENS = 3
+DISK_BYTES = (1 << 20) + 60_000  # the index has its share, and so there is room for a few blocks
+PATIENCE_S = 20.0
+STATE_BYTES = 300
+
+
+class TestClock(Clock):
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def steady_s(self) -> float:
+        return self.now
+
+    def wall_s(self) -> float:
+        return 1e9 + self.now
+
+
+def state_of(root: bytes, path: Tokens) -> bytes:
+    """The only right state of a path: any other bytes are a wrong answer."""
+    return (root[:1] + pack(path)).ljust(STATE_BYTES, b".")
+
+
+runs = st.lists(st.integers(0, 2), min_size=1, max_size=11).map(tuple)
+roots = st.sampled_from([ROOT, STRANGER])
+wishes = st.sampled_from(Wish)
+
+
+class Tiers(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.clock = TestClock()
+        self.pins: dict[str, tuple[bytes, Tokens]] = {}  # entry key -> what it stands for
+        self.ram_bytes = 0
+
+    @initialize(blocks=st.integers(2, 9))
+    def begin(self, blocks: int) -> None:
+        self.ram_bytes = blocks * 1900
+        self.open()
+
+    def open(self) -> None:
+        self.news: SimpleQueue[News] = SimpleQueue()
+        folder = open_folder(self.folder, b"model", limit_bytes=DISK_BYTES)
+        self.disk = DiskTier(folder, self.news.put)
+        self.store = Store(block_tokens=BLOCK_TOKENS, ram_bytes=self.ram_bytes, disk=self.disk)
+        self.entries = Entries(self.store, self.clock, self.disk.journal)
+        self.store.load(folder.ledger.blocks())
+        self.entries.load(folder.ledger.entries())
+
+    def hear(self, *, wait: bool = False) -> None:
+        with suppress(Empty):
+            while True:
+                self.store.hear(
+                    self.news.get(timeout=PATIENCE_S) if wait else self.news.get_nowait()
+                )
+                wait = False
+
+    def flush(self) -> None:
+        done: list[bool] = []
+        self.disk.flush(lambda: done.append(True))
+        while not done:
+            self.hear(wait=True)
+
+    def fetch(self, root: bytes, path: Tokens) -> list[tuple[Block, bytes]]:
+        """What a turn would get: blocks with their states, up to the first that fails."""
+        blocks = self.store.match(root, pack(path)).blocks
+        fetch = self.store.fetch(blocks)
+        while fetch is not None and not fetch.done:
+            self.hear(wait=True)
+        self.hear()
+        found = []
+        for block in blocks:
+            state = self.store.get(block)
+            if state is None and fetch is not None and block.key in fetch.records:
+                state = fetch.records[block.key].blob
+            if state is None:
+                break
+            found.append((block, bytes(state)))
+        return found
+
+    # -- what may happen -----------------------------------------------------------------------
+
+    @rule(root=roots, path=runs, exact=st.booleans(), wish=wishes)
+    def put(self, root: bytes, path: Tokens, exact: bool, wish: Wish) -> None:
+        parent = root
+        for end in ends(path, BLOCK_TOKENS):
+            packed = pack(last_block(end, BLOCK_TOKENS))
+            if self.store.wants(parent, packed, exact=exact) and not self.store.put(
+                root, parent, packed, state_of(root, end), exact=exact, wish=wish
+            ):
+                return
+            parent = chain_key(parent, packed)
+
+    @rule(root=roots, path=runs)
+    def get(self, root: bytes, path: Tokens) -> None:
+        got = self.fetch(root, path)
+        for block, state in got:
+            tokens = tuple(unpack(b"".join(b.packed for b in reversed(list(chain(block))))))
+            assert state == state_of(root, tokens)
+        self.store.use([block for block, _ in got], Wish.LATE)
+
+    @rule(root=roots, path=runs, ttl_s=st.none() | st.integers(1, 50), pinned=st.booleans())
+    def name(self, root: bytes, path: Tokens, ttl_s: int | None, pinned: bool) -> None:
+        held = self.store.match(root, pack(path)).tokens
+        pinned = pinned and held == len(path) and len(self.pins) < 3
+        entry = self.entries.remember(
+            Draft(
+                root=root, packed=pack(path), text=root[:1] + bytes(path), keyed=True,
+                ttl_s=None if pinned else ttl_s, pinned=pinned,
+            )
+        )  # fmt: skip
+        if pinned and entry.block is not None:
+            self.store.write_chain(entry.block)
+            self.pins[entry.key] = (root, path)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.pins)))
+        root, _ = self.pins.pop(key)
+        entry = self.entries.by_key(root, key)
+        assert entry is not None
+        self.entries.unpin(entry)
+
+    @rule(seconds=st.integers(1, 60))
+    def pass_by(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.entries.collect()
+
+    @rule(root=roots, path=runs)
+    def delete(self, root: bytes, path: Tokens) -> None:
+        entry = self.entries.recall(root, root[:1] + bytes(path))
+        if entry is not None and not entry.pinned:
+            self.entries.remove(entry)
+
+    @rule()
+    def settle(self) -> None:
+        self.flush()
+
+    @rule(kindly=st.booleans())
+    def restart(self, kindly: bool) -> None:
+        """After a kind stop all is there that may be written; after a crash, what was stored."""
+        if kindly:
+            self.store.write_everything()
+        self.flush()
+        stored = {block.key for block in self.store if block.stored}
+        if kindly:
+            wished = {b.key for b in self.store if b.wish > Wish.NEVER and b.disk_bytes}
+            assert wished <= stored
+        self.disk.close()
+        self.open()
+        assert {block.key for block in self.store} == stored
+
+    @rule(data=st.data(), offset=st.integers(0, 400), flip=st.integers(1, 255))
+    def corrupt(self, data: st.DataObject, offset: int, flip: int) -> None:
+        self.flush()
+        files = sorted((self.disk.folder.path / "blocks").iterdir())
+        pinned = {b.key for b in self.store if any(h.pinned for h in b.heads)}
+        safe = {each.key.hex() for b in self.store if b.key in pinned for each in chain(b)}
+        files = [file for file in files if file.name not in safe]
+        if files:
+            file = data.draw(st.sampled_from(files))
+            raw = bytearray(file.read_bytes())
+            raw[offset % len(raw)] ^= flip
+            file.write_bytes(raw)
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    @invariant()
+    def the_budgets_hold(self) -> None:
+        if not self.ram_bytes:
+            return
+        assert self.store.used_bytes <= self.store.limit_bytes
+        assert self.disk.used_bytes <= self.disk.limit_bytes
+        assert self.disk.used_bytes == sum(block.disk_bytes for block in self.store)
+
+    @invariant()
+    def the_disk_is_closed_under_parents(self) -> None:
+        if not self.ram_bytes:
+            return
+        for block in self.store:
+            above = block.parent
+            assert above is not None
+            assert not block.disk_bytes or above.is_root or above.disk_bytes
+            assert not block.stored or above.is_root or above.stored
+
+    @invariant()
+    def what_is_pinned_is_there_whole(self) -> None:
+        for key, (root, path) in self.pins.items():
+            entry = self.entries.by_key(root, key)
+            assert entry is not None
+            assert self.store.match(root, pack(path)).tokens == len(path)
+
+    @invariant()
+    def every_entry_rests_on_the_last_block_that_has_its_tokens(self) -> None:
+        if not self.ram_bytes:
+            return
+        for entry in self.entries.of(None):
+            path = tuple(unpack(entry.packed))
+            through = [
+                block.start
+                for block in self.store
+                if block.root == entry.root
+                and block.start < len(path)
+                and _path(block)[: len(path)] == path[: block.stop]
+            ]
+            assert entry.block is not None
+            assert entry.block.is_root == (not through)
+            assert entry.block.start == max(through, default=0)
+
+    def teardown(self) -> None:
+        if self.ram_bytes:
+            self.flush()
+            for block in list(self.store):
+                state = self.fetch(block.root, _path(block))
+                assert all(bytes(blob) == state_of(b.root, _path(b)) for b, blob in state)
+            self.disk.close()
+        shutil.rmtree(self.folder)
+
+
+def _path(block: Block) -> Tokens:
+    return tuple(unpack(b"".join(each.packed for each in reversed(list(chain(block))))))
+
+
+TestTiers = Tiers.TestCase
+TestTiers.settings = settings(
+    max_examples=40, stateful_step_count=40, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)

@@ -1,0 +1,38 @@
+"""8-bit KV cells: half the room, a fingerprint of their own, and heads that must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.errors import ModelError
+from tests.contract.engines import write_wide_llama
+from tests.support.tiny import write_gemma3, write_llama
+
+
+def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
+    """Bytes of one more token, and the fingerprint."""
+    engine = LlamaCppEngine(LlamaCppOptions(path=path, threads=1, kv_type=kv_type))
+    try:
+        return engine._state_bytes[1], engine.abilities.fingerprint
+    finally:
+        engine.close()
+
+
+def test_8_bit_cells_take_about_half_the_room_and_never_pass_for_others(tmp_path: Path) -> None:
+    path = write_wide_llama(tmp_path / "wide.gguf")
+    (full, full_print), (small, small_print) = (measure(path, kind) for kind in ("f16", "q8_0"))
+    assert full / 2 < small < 0.6 * full  # 34 bytes for 32 values instead of 64, and positions
+    assert full_print != small_print
+
+
+@pytest.mark.parametrize("write", [write_llama, write_gemma3])
+def test_heads_that_are_no_whole_groups_are_refused_in_a_sentence(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    path = write(tmp_path / "narrow.gguf")
+    with pytest.raises(ModelError, match=r"key heads are 16 wide, .* multiple of 32"):
+        LlamaCppEngine(LlamaCppOptions(path=path, threads=1, kv_type="q8_0"))

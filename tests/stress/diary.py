@@ -1,0 +1,133 @@
+"""What a process promised about its disk, written down before it could be broken.
+
+A line is in the file when the call returns, so it outlives a killed process. What is about to be
+taken back is said first: whatever stands unrevoked in the diary has to be found on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rekindle.cache.disk import DiskTier
+from rekindle.cache.files import Calls, Files
+from rekindle.cache.folder import open_folder, read_secret
+from rekindle.cache.index import Block
+from rekindle.cache.key import unpack
+from rekindle.cache.ledger import Change, DropEntry
+from rekindle.cache.store import chain
+from rekindle.cache.vault import Vault
+from tests.support.desk import Desk
+
+SALTS = (b"", b"other")
+
+
+class Diary:
+    """Appends lines; reads back what they promise."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._promises = Promises()
+        self._read_bytes = 0
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def say(self, **line: Any) -> None:
+        os.write(self._handle, json.dumps(line).encode() + b"\n")
+
+    def read(self) -> Promises:
+        """What stands by now; the same object every time."""
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            for line in file:
+                self._promises.hear(json.loads(line))
+            self._read_bytes = file.tell()
+        return self._promises
+
+
+@dataclass
+class Promises:
+    blocks: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)  # salt and tokens
+    entries: set[str] = field(default_factory=set)
+    pinned: set[str] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+
+    def hear(self, line: dict[str, Any]) -> None:
+        match line:
+            case {"stored": key, "salt": salt, "tokens": tokens}:
+                self.blocks[key] = (salt.encode(), tokens)
+            case {"removing": key}:
+                self.blocks.pop(key, None)
+            case {"entry": key, "pinned": pinned}:
+                self.entries.add(key)
+                self.pinned |= {key} if pinned else set()
+            case {"unpinning": key}:
+                self.pinned.discard(key)
+            case {"dropping": key}:
+                self.entries.discard(key)
+                self.pinned.discard(key)
+            case {"error": text}:
+                self.errors.append(text)
+
+
+class WitnessedTier(DiskTier):
+    """Writes down what it is about to take off the disk."""
+
+    diary: Diary
+
+    def remove(self, block: Block, *, aside: bool = False) -> None:
+        if block.disk_bytes:
+            self.diary.say(removing=block.key.hex())
+        super().remove(block, aside=aside)
+
+    def journal(self, change: Change) -> None:
+        if isinstance(change, DropEntry):
+            self.diary.say(dropping=change.key)
+        super().journal(change)
+
+
+class WitnessedDesk(Desk):
+    """A desk on a folder whose promises stand in a diary."""
+
+    def __init__(self, *args: Any, diary: Diary, calls: Calls | None = None, **more: Any) -> None:
+        self.diary = diary
+        self._calls = calls
+        super().__init__(*args, **more)
+        self._told = {block.key for block in self.store}
+        self._told_entries: dict[str, bool] = {}
+
+    def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
+        identity = self.abilities.fingerprint + b"%d" % self.abilities.block_tokens
+        opened = open_folder(folder, identity, limit_bytes=disk_bytes)
+        if self._calls is not None:
+            opened.vault = vault_with(opened.path, self._calls)
+        tier = WitnessedTier(opened, self._news.put)
+        tier.diary = self.diary
+        return tier
+
+    def acknowledge(self) -> None:
+        """Wait for the disk, then write down all that it has by now."""
+        self.flush()
+        salts = {self.root(salt): salt for salt in SALTS}
+        stored = {block.key: block for block in self.store if block.stored}
+        for key in stored.keys() - self._told:
+            block = stored[key]
+            tokens = [t for each in reversed(list(chain(block))) for t in unpack(each.packed)]
+            self.diary.say(stored=key.hex(), salt=salts[block.root].decode(), tokens=tokens)
+        self._told = set(stored)
+        pinned = {entry.key: entry.pinned for entry in self.entries.of(None)}
+        for name in pinned:
+            if self._told_entries.get(name) is not pinned[name]:
+                self.diary.say(entry=name, pinned=pinned[name])
+        self._told_entries = pinned
+
+
+def vault_with(folder: Path, calls: Calls) -> Vault:
+    """The vault of a model's folder that is already owned, over other system calls."""
+    secret = read_secret(folder.parent)
+    return Vault(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))

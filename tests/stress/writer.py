@@ -1,0 +1,182 @@
+"""A process that writes to a cache folder until it is killed. Run as a module, it reads one order
+a line and forks for each, so that a round costs no start of an interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rekindle.cache.files import SYSTEM, Calls
+from rekindle.errors import NoRoomForPins
+from rekindle.runtime import wire
+from tests.stress.diary import SALTS, Diary, WitnessedDesk
+from tests.support.fake import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+PREFIXES = 6
+MOST_TOKENS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One round: what to write where, and how to end."""
+
+    folder: str
+    diary: str
+    seed: int
+    disk_bytes: int
+    kill_after_s: float
+    exit_at_call: int = 0  # 0: never; otherwise the end comes in front of this system call
+
+
+class Load:
+    """Conversations that share beginnings, some named, some pinned, some deleted again."""
+
+    def __init__(self, desk: WitnessedDesk, chance: random.Random) -> None:
+        self._desk = desk
+        self._chance = chance
+        self._talks: list[tuple[bytes, list[int]]] = []
+        self._keys: list[tuple[bytes, str]] = []
+
+    def step(self) -> None:
+        self._turn()
+        what = self._chance.random()
+        if what < 0.35:
+            self._desk.acknowledge()
+        elif what < 0.45 and self._keys:
+            self._change(*self._chance.choice(self._keys))
+        elif what < 0.50:
+            self._desk.store.write_everything()
+        elif what < 0.53:
+            assert self._desk.disk is not None
+            self._desk.disk.back_up()
+
+    def _turn(self) -> None:
+        salt, tokens = self._pick()
+        naming = wire.Naming(
+            session_id=f"session {self._chance.randrange(10)}",
+            return_cache_key=self._chance.random() < 0.3,
+        )
+        exact = self._chance.random() < 0.3
+        reply = self._desk.ask(tokens, salt=salt, naming=naming, exact=exact)
+        if key := reply.finished.cache.new_cache_key:
+            self._keys.append((salt, key))
+        longer = [*tokens, *reply.tokens, self._chance.randrange(10, 900)]
+        if len(longer) < MOST_TOKENS:
+            self._talks.append((salt, longer))
+
+    def _pick(self) -> tuple[bytes, list[int]]:
+        if self._talks and self._chance.random() < 0.6:
+            return self._chance.choice(self._talks[-8:])
+        first = self._chance.randrange(PREFIXES)
+        prefix = [100 * first + n for n in range(8 * (1 + first % 3))]
+        return self._chance.choice(SALTS), [*prefix, *self._some_tokens()]
+
+    def _some_tokens(self) -> list[int]:
+        count = self._chance.randrange(1, 30)
+        return [self._chance.randrange(10, 900) for _ in range(count)]
+
+    def _change(self, salt: bytes, key: str) -> None:
+        root = self._desk.root(salt)
+        entry = self._desk.entries.by_key(root, key)
+        if entry is None:
+            return
+        if entry.pinned:
+            self._desk.diary.say(unpinning=key)
+        op: wire.CacheOp = wire.PinEntry(key, pinned=not entry.pinned)
+        if self._chance.random() < 0.3:
+            op = wire.DeleteEntry(key)
+        with contextlib.suppress(NoRoomForPins):
+            self._desk.queries.answer(op, root, admin=False)
+
+
+def ending_calls(count: int) -> Calls:
+    """System calls of which the nth is never made: the process ends in front of it."""
+    left = [count]
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return wrapped
+
+    return Calls(**{each.name: wrap(getattr(SYSTEM, each.name)) for each in fields(Calls)})
+
+
+def work(order: Order, ready: int) -> None:
+    """In the child: write until the end comes from outside."""
+    diary = Diary(Path(order.diary))
+    try:
+        desk = WitnessedDesk(
+            FakeEngine(),
+            diary=diary,
+            calls=ending_calls(order.exit_at_call) if order.exit_at_call else None,
+            folder=Path(order.folder),
+            disk_bytes=order.disk_bytes,
+            resident_tokens=0,
+        )
+        load = Load(desk, random.Random(order.seed))
+        os.write(ready, b"!")
+        while True:
+            load.step()
+    except BaseException:
+        diary.say(error=traceback.format_exc())
+        os._exit(1)
+
+
+def carry_out(order: Order) -> None:
+    """Fork, let the child work, kill it, and see it gone."""
+    ready, child_ready = os.pipe()
+    pid = os.fork()
+    if not pid:
+        work(order, child_ready)
+    os.close(child_ready)
+    os.read(ready, 1)  # or its end, when the child is gone already
+    os.close(ready)
+    time.sleep(order.kill_after_s)
+    os.kill(pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+    os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[Callable[[Order], None]]:
+    """Carries out orders, one after the other, in children of a child."""
+    command = [sys.executable, "-m", "tests.stress.writer"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        orders, done = process.stdin, process.stdout
+        assert orders is not None
+        assert done is not None
+
+        def give(order: Order) -> None:
+            orders.write(json.dumps(asdict(order)) + "\n")
+            orders.flush()
+            assert done.readline() == "done\n"
+
+        yield give
+        orders.close()
+
+
+def main() -> None:
+    for line in sys.stdin:
+        carry_out(Order(**json.loads(line)))
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
