@@ -103,7 +103,9 @@ async def open_service(
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
     runtimes = [
-        Runtime(name, _load(config, path, len(models)), queue=config.queue)
+        Runtime(
+            name, _load(config, path, [str(each) for each in models.values()]), queue=config.queue
+        )
         for name, path in models.items()
     ]
     async with contextlib.AsyncExitStack() as stack:
@@ -170,7 +172,7 @@ def _signals_kept_quiet() -> Iterator[None]:
             signal.signal(sig, handler)
 
 
-def _load(config: Config, path: Path, models: int) -> Load:
+def _load(config: Config, path: Path, served: list[str]) -> Load:
     return Load(
         path=str(path),
         parallel=config.parallel,
@@ -185,7 +187,7 @@ def _load(config: Config, path: Path, models: int) -> Load:
         cache_dir=str(config.cache_dir),
         write_policy=config.cache_write,
         key_ttl_s=config.key_ttl,
-        models=models,
+        served=served,
     )
 
 

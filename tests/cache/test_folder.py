@@ -6,7 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +25,7 @@ LIMIT = 1 << 30
 
 class Opener(Protocol):
     def __call__(
-        self, identity: bytes = ..., *, limit_bytes: int = ..., models: int = ...
+        self, identity: bytes = ..., *, limit_bytes: int = ..., served: Sequence[str] = ...
     ) -> Folder: ...
 
 
@@ -40,9 +40,9 @@ def open_one(home: Path) -> Iterator[Opener]:
     with ExitStack() as opened:
 
         def opener(
-            identity: bytes = b"model", *, limit_bytes: int = LIMIT, models: int = 1
+            identity: bytes = b"model", *, limit_bytes: int = LIMIT, served: Sequence[str] = ("",)
         ) -> Folder:
-            folder = open_folder(home, identity, limit_bytes=limit_bytes, models=models)
+            folder = open_folder(home, identity, limit_bytes=limit_bytes, served=served)
             opened.callback(folder.close)
             return folder
 
@@ -65,7 +65,7 @@ def test_a_new_folder_is_private_and_as_documented(home: Path, open_one: Opener)
     assert folder.path.parent == home
     assert len(folder.path.name) == 32
     names = {path.name for path in folder.path.iterdir()}
-    assert names == {"lock", "index.db", "index.db-wal", "index.db.bak", "blocks", "aside"}
+    assert names == {"lock", "model", "index.db", "index.db-wal", "index.db.bak", "blocks", "aside"}
     for path in (home, *home.rglob("*")):
         wanted = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
@@ -297,9 +297,19 @@ def used_bytes(path: Path) -> int:
 
 def test_the_budget_is_shared_with_idle_models_and_among_the_others(open_one: Opener) -> None:
     idle = make_idle(open_one, b"idle", 100_000, 1, pin=False)
-    folder = open_one(limit_bytes=1_000_000, models=3)
+    folder = open_one(limit_bytes=1_000_000, served=("a", "b", "c"))
     assert idle.exists()
     assert folder.limit_bytes == (1_000_000 - used_bytes(idle)) // 3
+
+
+def test_a_model_that_this_server_opens_next_is_not_idle(open_one: Opener) -> None:
+    served = ("a", "b")
+    second = open_one(b"b", served=("b", "a"))
+    fill(second, blob_bytes=300_000)
+    second.close()
+    first = open_one(b"a", limit_bytes=1_000_000, served=served)
+    assert first.limit_bytes == 500_000
+    assert second.path.exists()
 
 
 @pytest.mark.parametrize(("one", "other"), [(b"x", b"y"), (b"y", b"x")])
@@ -338,7 +348,7 @@ def test_pins_beyond_the_budget_leave_nothing_but_never_less(open_one: Opener) -
 def test_a_model_in_use_is_neither_counted_nor_removed(open_one: Opener) -> None:
     busy = open_one(b"busy")
     fill(busy, blob_bytes=300_000)
-    assert open_one(limit_bytes=100_000, models=2).limit_bytes == 50_000
+    assert open_one(limit_bytes=100_000, served=("a", "b")).limit_bytes == 50_000
     assert len(busy.vault.sizes()) == 3
 
 

@@ -94,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
             if block := find(self.store, path):
                 blob = self.store.get(block)
                 assert blob is not None
-                seen[path] = Kept(blob, block.exact)
+                seen[path] = Kept(bytes(blob), block.exact)
         return seen
 
     def path(self, data: st.DataObject) -> Tokens:

@@ -58,6 +58,7 @@ class Tiers(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.clock = TestClock()
         self.pins: dict[str, tuple[bytes, Tokens]] = {}  # entry key -> what it stands for
+        self.spoiled: set[str] = set()  # files that were ever corrupted
         self.ram_bytes = 0
 
     @initialize(blocks=st.integers(2, 9))
@@ -128,8 +129,9 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(root=roots, path=runs, ttl_s=st.none() | st.integers(1, 50), pinned=st.booleans())
     def name(self, root: bytes, path: Tokens, ttl_s: int | None, pinned: bool) -> None:
-        held = self.store.match(root, pack(path)).tokens
-        pinned = pinned and held == len(path) and len(self.pins) < 3
+        found = self.store.match(root, pack(path))
+        sound = not self.spoiled & {block.key.hex() for block in found.blocks}
+        pinned = pinned and sound and found.tokens == len(path) and len(self.pins) < 3
         entry = self.entries.remember(
             Draft(
                 root=root, packed=pack(path), text=root[:1] + bytes(path), keyed=True,
@@ -181,12 +183,14 @@ class Tiers(RuleBasedStateMachine):
     @rule(data=st.data(), offset=st.integers(0, 400), flip=st.integers(1, 255))
     def corrupt(self, data: st.DataObject, offset: int, flip: int) -> None:
         self.flush()
+        self.flush()  # what the first one made superfluous is gone now
         files = sorted((self.disk.folder.path / "blocks").iterdir())
         pinned = {b.key for b in self.store if any(h.pinned for h in b.heads)}
         safe = {each.key.hex() for b in self.store if b.key in pinned for each in chain(b)}
         files = [file for file in files if file.name not in safe]
         if files:
             file = data.draw(st.sampled_from(files))
+            self.spoiled.add(file.name)
             raw = bytearray(file.read_bytes())
             raw[offset % len(raw)] ^= flip
             file.write_bytes(raw)

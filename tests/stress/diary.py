@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.cache.disk import DiskTier
-from rekindle.cache.files import Calls, Files
-from rekindle.cache.folder import open_folder, read_secret
+from rekindle.cache.files import Calls
+from rekindle.cache.folder import open_folder
 from rekindle.cache.index import Block
 from rekindle.cache.key import unpack
 from rekindle.cache.ledger import Change, DropEntry
 from rekindle.cache.store import chain
-from rekindle.cache.vault import Vault
+from tests.stress.trouble import vault_with
 from tests.support.desk import Desk
 
 SALTS = (b"", b"other")
@@ -125,9 +125,3 @@ class WitnessedDesk(Desk):
             if self._told_entries.get(name) is not pinned[name]:
                 self.diary.say(entry=name, pinned=pinned[name])
         self._told_entries = pinned
-
-
-def vault_with(folder: Path, calls: Calls) -> Vault:
-    """The vault of a model's folder that is already owned, over other system calls."""
-    secret = read_secret(folder.parent)
-    return Vault(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))

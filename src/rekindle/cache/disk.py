@@ -7,6 +7,7 @@ a read is told to it through `tell`, as one of the messages below.
 from __future__ import annotations
 
 import errno
+import logging
 import sqlite3
 import threading
 from collections import deque
@@ -23,6 +24,8 @@ from rekindle.cache.index import Block
 from rekindle.cache.ledger import BlockRow, Change, DropBlock, PutBlock
 from rekindle.cache.ram import Blob
 from rekindle.errors import CorruptBlock
+
+log = logging.getLogger("rekindle.cache")
 
 READERS = 2
 BATCH_BYTES = 32 << 20
@@ -61,7 +64,7 @@ class Unwritten:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up; when `done`, each is in one of the two tables."""
+    """Blocks on their way up; when `done`, each is in one of the two tables, or had bad luck."""
 
     wanted: int
     records: dict[bytes, Record] = field(default_factory=dict)
@@ -177,14 +180,13 @@ class DiskTier:
         """Have a block written behind; its parent is on disk or on its way there."""
         assert block.parent is not None
         cost = disk_bytes(block.packed, len(blob))
-        if block.disk_bytes:  # written again, as what it is now
+        if block.disk_bytes:  # written again, as what it is now; until then the old file stands
             self.used_bytes += cost - block.disk_bytes
             self._shares.resize(block.root, cost - block.disk_bytes)
             block.disk_bytes = cost
         else:
             self._enter(block, cost)
         record = Record(block.root, block.parent.key, block.packed, blob, block.exact)
-        block.stored = False
         self._forget_pending(block.key)
         order = self._pending[block.key] = WriteOrder(
             block.key, record, record_bytes(len(block.packed), len(blob))
@@ -201,6 +203,10 @@ class DiskTier:
         block.disk_bytes, block.stored = 0, False
         self._forget_pending(block.key)
         self._writer.put(_Remove(block.key, aside))
+
+    def discard(self, key: bytes) -> None:
+        """Remove what the index should not have."""
+        self._writer.put(_Remove(key, aside=False))
 
     def queued(self, block: Block) -> Blob | None:
         """The bytes of a block that is still waiting to be written."""
@@ -255,16 +261,17 @@ class DiskTier:
         return fetch
 
     def _read_one(self, fetch: Fetch, lock: threading.Lock, key: bytes, size: int) -> None:
+        found: Record | str | None = None  # None: no fault of the file, so it is a plain miss
         try:
-            found: Record | str = self.folder.vault.read(key, size)
+            found = self.folder.vault.read(key, size)
         except CorruptBlock as error:
             found = str(error)
-        except Exception as error:  # whatever it is, a turn waits for an answer
-            found = f"it cannot be read: {error!r}"
+        except Exception:  # no handles or no memory just now; whatever it is, a turn waits
+            log.exception("reading a block failed")
         with lock:
             if isinstance(found, Record):
                 fetch.records[key] = found
-            else:
+            elif found is not None:
                 fetch.bad[key] = found
             fetch.wanted -= 1
             last = not fetch.wanted

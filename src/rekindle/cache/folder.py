@@ -3,6 +3,7 @@
 <cache_dir>/lock                    held while folders are claimed or removed
 <cache_dir>/secret                  32 random bytes
 <cache_dir>/<model>/lock            held while a process uses this folder
+<cache_dir>/<model>/model           what the model was called
 <cache_dir>/<model>/index.db        the ledger; beside it its backup, and a damaged one
 <cache_dir>/<model>/blocks/         the vault
 <cache_dir>/<model>/aside/          bad files, kept for a look at them
@@ -17,7 +18,7 @@ import secrets
 import shutil
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from rekindle.errors import ConfigError, FolderLocked, LedgerDamaged
 SECRET_BYTES = 32
 INDEX = "index.db"
 _LOCK = "lock"
+_NAME = "model"
 _MODEL_DIGITS = 32
 _MODEL = re.compile(f"[0-9a-f]{{{_MODEL_DIGITS}}}")
 
@@ -52,8 +54,14 @@ class Folder:
         self._resources.close()
 
 
-def open_folder(cache_dir: Path, identity: bytes, *, limit_bytes: int, models: int = 1) -> Folder:
-    """Own a model's folder, or raise FolderLocked; `limit_bytes` is for all of `cache_dir`."""
+def open_folder(
+    cache_dir: Path, identity: bytes, *, limit_bytes: int, served: Sequence[str] = ("",)
+) -> Folder:
+    """Own a model's folder, or raise FolderLocked; `limit_bytes` is for all of `cache_dir`.
+
+    `served` are the models of this server, this one's first; the others open folders of their own,
+    which are known by what they were called last time.
+    """
     secret = read_secret(cache_dir)
     home = cache_dir.resolve()
     path = home / blake3(identity).hexdigest()[:_MODEL_DIGITS]
@@ -61,13 +69,14 @@ def open_folder(cache_dir: Path, identity: bytes, *, limit_bytes: int, models: i
         with gate(home):
             lock = _claim_new(path)
             resources.callback(os.close, lock)
-            idle_bytes = _make_way(home, path.name, limit_bytes // 2)
+            idle_bytes = _make_way(home, path.name, served, limit_bytes // 2)
+        _write_name(path / _NAME, served[0])
         _touch(lock)
         resources.callback(_touch, lock)
         vault = open_vault(path, secret, resources)
         ledger, recovery = recover(vault, path / INDEX)
         resources.callback(ledger.close)
-        limit = max(limit_bytes - idle_bytes, 0) // models
+        limit = max(limit_bytes - idle_bytes, 0) // len(served)
         return Folder(path, vault, ledger, limit, recovery, resources.pop_all())
 
 
@@ -185,13 +194,31 @@ def _is_ours(path: Path) -> bool:
     return lock.is_file() and not lock.is_symlink()
 
 
-def _make_way(home: Path, mine: str, most_bytes: int) -> int:
+def _write_name(path: Path, name: str) -> None:
+    """Note what the model is called, for the other models of a server to know its folder by."""
+    with suppress(OSError):  # it only counts as idle then
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(name.encode(errors="surrogateescape"))
+
+
+def _is_one_of(served: Sequence[str], path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            name = file.read(1 << 16).decode(errors="surrogateescape")
+    except OSError:
+        return False
+    return bool(name) and name in served
+
+
+def _make_way(home: Path, mine: str, served: Sequence[str], most_bytes: int) -> int:
     """Remove idle models until they take no more than this; what they take in the end."""
     with ExitStack() as claims:
         sizes: dict[Path, int] = {}
         for folder in model_folders(home):
             with suppress(FolderLocked):
-                if folder.name != mine:
+                if folder.name != mine and not _is_one_of(served, folder / _NAME):
                     claims.callback(os.close, claim(folder))
                     sizes[folder] = _used_bytes(folder)
         for folder in sorted(sizes, key=lambda folder: (folder / _LOCK).stat().st_mtime_ns):

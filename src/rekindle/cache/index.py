@@ -25,11 +25,6 @@ class Head:
     def tokens(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
-    def goes_through(self, block: Block) -> bool:
-        """Whether the block, under one it goes through, holds tokens of this conversation."""
-        rest = self.packed[block.start * TOKEN_BYTES : block.stop * TOKEN_BYTES]
-        return bool(rest) and block.packed.startswith(rest)
-
 
 class Wish(IntEnum):
     """When a block is to be written to disk."""
@@ -161,8 +156,24 @@ class Index:
         cut = most * TOKEN_BYTES
         diverged = len(chunk) > cut and any(len(packed) > cut for packed in best)
         if most:
-            found.append(node.children[best[0]])
+            found.append(node.children[best[-1]])  # of two that serve, the longer
         return Match(tuple(found), tokens + most, diverged)
+
+    def through(self, node: Block, packed: bytes) -> Block | None:
+        """The child that a run of tokens goes through: one that holds all of its next block, or
+        the longest tail that this begins with."""
+        start = node.stop * TOKEN_BYTES
+        chunk = packed[start : start + self._block_bytes]
+        at = bisect_left(node.order, chunk)
+        if chunk and at < len(node.order) and node.order[at].startswith(chunk):
+            return node.children[node.order[at]]
+        while at and chunk:
+            nearest = node.order[at - 1]
+            if chunk.startswith(nearest):
+                return node.children[nearest]
+            chunk = chunk[: shared_prefix(nearest, chunk) * TOKEN_BYTES]
+            at = bisect_right(node.order, chunk)
+        return None
 
     def add(
         self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool

@@ -46,22 +46,31 @@ class Census:
     adopted: tuple[BlockRow, ...]  # parents first
     lost: tuple[bytes, ...]
     unreachable: tuple[bytes, ...]  # files, good ones, that no chain leads to
-
-    @property
-    def changes(self) -> list[Change]:
-        drops = [DropBlock(key) for key in self.lost]
-        return [*drops, *(PutBlock(row) for row in self.adopted)]
+    changes: tuple[Change, ...]  # after which the index is right, and in order
 
 
 def compare(rows: Iterable[BlockRow], found: Mapping[bytes, BlockRow]) -> Census:
     """Compare what the index says with the blocks that files hold; changes nothing."""
     known = {row.key: row for row in rows}
     reached = {row.key: row for row in _reachable(found)}
-    return Census(
-        adopted=tuple(row for key, row in reached.items() if known.get(key) != row),
-        lost=tuple(key for key in known if key not in reached),
-        unreachable=tuple(key for key in found if key not in reached),
-    )
+    adopted = tuple(row for key, row in reached.items() if known.get(key) != row)
+    lost = tuple(key for key in known if key not in reached)
+    changes: tuple[Change, ...] = (*map(DropBlock, lost), *map(PutBlock, adopted))
+    kept = [reached[key] for key in known if key in reached]
+    if not _is_in_order([*kept, *(row for row in adopted if row.key not in known)]):
+        changes = (*map(DropBlock, known), *map(PutBlock, reached.values()))
+    unreachable = tuple(key for key in found if key not in reached)
+    return Census(adopted, lost, unreachable, changes)
+
+
+def _is_in_order(rows: Iterable[BlockRow]) -> bool:
+    """Whether parents come before their children, as whoever loads an index expects."""
+    seen: set[bytes] = set()
+    for row in rows:
+        if row.parent != row.root and row.parent not in seen:
+            return False
+        seen.add(row.key)
+    return True
 
 
 def _reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:

@@ -151,14 +151,25 @@ class Store:
         conversations that go through it end there."""
         self.counts.stored_blocks += 1
         self.counts.stored_bytes += len(blob)
+        self._let_give_way(block)
+
+    def _let_give_way(self, block: Block) -> None:
+        """Let go of the tails that a block covers; of one on disk, not before the block is there,
+        and of a pinned one never: it was promised."""
         for covered in self._index.shorter(block):
-            if block.exact or not covered.exact:
+            replaced = block.exact or not covered.exact
+            needed = covered.disk_bytes and not block.stored
+            if replaced and not needed and not _is_pinned(covered):
                 self._remove(covered)
+        self._descend(block)
+
+    def _descend(self, block: Block) -> None:
+        """Conversations that end above a new block, or in a tail beside it, may go through it."""
         above = block.parent
         assert above is not None
-        for head in above.heads:
-            if head.goes_through(block):
-                _end_in(head, block)
+        beside = [head for tail in self._index.shorter(block) for head in tail.heads]
+        for head in (*above.heads, *beside):
+            self._end_below(head, above)
 
     def promote(self, block: Block, blob: Blob) -> None:
         """Keep in RAM what was fetched from below, if there is room."""
@@ -169,9 +180,12 @@ class Store:
 
     def attach(self, head: Head) -> None:
         """Let a conversation's end rest on the last block that holds state of it."""
-        found = self._index.match(head.root, head.packed).blocks
-        holding = (block for block in reversed(found) if head.goes_through(block))
-        _end_in(head, next(holding, None) or self._index.root(head.root))
+        self._end_below(head, self._index.root(head.root))
+
+    def _end_below(self, head: Head, node: Block) -> None:
+        while child := self._index.through(node, head.packed):
+            node = child
+        _end_in(head, node)
 
     def detach(self, head: Head) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
@@ -196,7 +210,7 @@ class Store:
         """What pinned conversations take, what they share counted once."""
         pinned: dict[bytes, Block] = {}
         for block in self._index:
-            if any(head.pinned for head in block.heads):
+            if _is_pinned(block):
                 pinned.update((each.key, each) for each in chain(block))
         return sum(self._lasting_cost(block) for block in pinned.values())
 
@@ -231,12 +245,15 @@ class Store:
     def _remove(self, block: Block, *, aside: bool = False) -> None:
         above = block.parent
         assert above is not None
-        for head in block.heads:
+        heads = block.heads
+        for head in heads:
             _end_in(head, above)
         self._ram.drop(block)
         if self._disk:
             self._disk.remove(block, aside=aside)
         self._index.remove(block)
+        for head in heads:  # a sibling may hold some of its tokens
+            self._end_below(head, above)
 
     def _evict(self, block: Block) -> None:
         self.counts.evicted_blocks += 1
@@ -301,10 +318,13 @@ class Store:
         for row in rows:
             above = None if row.parent == row.root else self._index.get(row.parent)
             state_bytes = row.size_bytes - record_bytes(len(row.packed), 0)
-            if self._is_sound(row, above) and state_bytes >= 0:
-                block = self._index.add(row.root, above, row.packed, state_bytes, exact=row.exact)
-                block.wish = Wish.SOON
-                self._disk.adopt(block, disk_cost(row.packed, state_bytes))
+            if not self._is_sound(row, above) or state_bytes < 0:
+                self._disk.discard(row.key)
+                continue
+            block = self._index.add(row.root, above, row.packed, state_bytes, exact=row.exact)
+            block.wish = Wish.SOON
+            self._disk.adopt(block, disk_cost(row.packed, state_bytes))
+            self._let_give_way(block)
         self._make_disk_room(0, None)  # the budget may have become smaller
 
     def _is_sound(self, row: BlockRow, above: Block | None) -> bool:
@@ -381,6 +401,7 @@ class Store:
         for key in self._disk.settle(news.orders):
             if block := self._index.get(key):
                 block.stored = True
+                self._let_give_way(block)
         self._feed()
 
     def _on_unwritten(self, news: Unwritten) -> None:
@@ -444,8 +465,12 @@ class _Spared:
         if block is None or key == self._last:
             return True
         if self._in_ram:
-            return any(head.pinned for head in block.heads) and not block.disk_bytes
-        return bool(block.children) or any(head.pinned for head in block.heads)
+            return _is_pinned(block) and not block.disk_bytes
+        return bool(block.children) or _is_pinned(block)
+
+
+def _is_pinned(block: Block) -> bool:
+    return any(head.pinned for head in block.heads)
 
 
 def chain(block: Block | None) -> Iterator[Block]:

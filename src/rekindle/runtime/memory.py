@@ -63,8 +63,9 @@ class Memory:
         identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
         try:
             self.secret = read_secret(cache_dir)
+            others = [path for path in load.served if path != load.path]
             folder = open_folder(
-                cache_dir, identity, limit_bytes=load.disk_bytes, models=load.models
+                cache_dir, identity, limit_bytes=load.disk_bytes, served=[load.path, *others]
             )
         except FolderLocked as error:
             self.trouble = "locked"

@@ -36,7 +36,7 @@ class Load(Struct, tag=True, kw_only=True):
     cache_dir: str = ""
     write_policy: WritePolicy = "always"
     key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
-    models: int = 1  # that share the disk budget
+    served: list[str] = []  # all models of this server, which share the disk budget
 
 
 class Naming(Struct, kw_only=True):

@@ -1,0 +1,121 @@
+"""A desk over the memory of a runtime: what opens a cache folder, tends it and complains of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rekindle.cache.disk import DiskTier, News
+from rekindle.cache.files import Calls
+from rekindle.cache.key import namespace
+from rekindle.prompt.tokens import Encoder
+from rekindle.runtime import wire
+from rekindle.runtime.device import Device
+from rekindle.runtime.memory import Memory
+from rekindle.runtime.names import Names
+from rekindle.runtime.queries import Queries
+from rekindle.runtime.scheduler import Scheduler
+from tests.stress.trouble import vault_with
+from tests.support.desk import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
+from tests.support.fake import FakeEngine
+
+
+def load(cache_dir: Path, **more: Any) -> wire.Load:
+    limits = {"ram_bytes": 64 << 20, "disk_bytes": 64 << 20, "cache_dir": str(cache_dir), **more}
+    return wire.Load(
+        path="",
+        parallel=4,
+        context_tokens=None,
+        kv_fraction=0.5,
+        threads=1,
+        gpu_layers=None,
+        **limits,
+    )
+
+
+class Office(Desk):
+    """Composed as the worker composes it; `notes` is what the server's log would say."""
+
+    def __init__(self, engine: FakeEngine, order: wire.Load, calls: Calls | None = None) -> None:
+        self.engine = engine
+        self.abilities = engine.abilities
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self.notes: list[wire.Note] = []
+        self.memory = Memory(order, self.abilities, self._news.put, self.notes.append)
+        self.store, self.entries = self.memory.store, self.memory.entries
+        self.disk, self.clock = self.memory.store.disk, self.memory.clock
+        if calls is not None and self.disk is not None:
+            self.disk.folder.vault = vault_with(self.disk.folder.path, calls)
+        self.logs: list[str] = []
+        self._tokenizer = NumberTokenizer()
+        self._end_tokens = frozenset()
+        self.names = Names(
+            self.entries, self.store, Encoder(self._tokenizer, None), self.logs.append
+        )
+        shared = self.root(SHARED_SALT)
+        self.device = Device(
+            engine, self.store, self.names.explain, resident_tokens=0, shared=shared
+        )
+        self.entries.on_remove = self.device.forget
+        self.scheduler = Scheduler(
+            engine, self.device, self._emit, self.names.remember, parallel=order.parallel
+        )
+        self.queries = Queries(self.entries, self.store, self.device, self.names, self.clock)
+        self.queries.disk_state = self.memory.trouble
+        self.replies = {}
+        self._ids = itertools.count(1)
+
+    def root(self, salt: bytes = b"") -> bytes:
+        secret = self.memory.secret
+        return namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens, secret)
+
+    def hear(self, *, wait: bool = False) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                news = self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
+                self.memory.hear(news)
+                wait = False
+
+    def close(self) -> None:
+        self.scheduler.stop()
+        self.device.keep_everything()
+        self.memory.close()
+
+    # -- what a test wants to know -------------------------------------------------------------
+
+    @property
+    def tier(self) -> DiskTier:
+        assert self.disk is not None
+        return self.disk
+
+    @property
+    def warnings(self) -> list[str]:
+        return [note.text for note in self.notes if note.level == "warning"]
+
+    @property
+    def disk_state(self) -> str:
+        """As GET /v1/cache/stats tells an admin."""
+        stats = self.queries.answer(wire.GetStats(), self.root(), admin=True)
+        assert isinstance(stats, wire.Stats)
+        return stats.disk_state
+
+    @property
+    def stored_blocks(self) -> int:
+        return sum(block.stored for block in self.store)
+
+    def used_bytes_hold(self) -> bool:
+        """Whether RAM and disk are within their budgets, as they count themselves."""
+        ram = self.store.used_bytes <= self.store.limit_bytes
+        return ram and (self.disk is None or self.disk.used_bytes <= self.disk.limit_bytes)
+
+    def converse(self, seed: int, turns: int = 2) -> Reply:
+        """A conversation of its own whose every answer is the cold one."""
+        tokens = [seed % 1000, seed // 1000, *range(200, 238)]
+        for _ in range(turns):
+            reply = self.ask(tokens)
+            assert reply.tokens == Desk(FakeEngine()).ask(tokens).tokens
+            tokens = [*tokens, *reply.tokens, 7]
+        return reply

@@ -1,0 +1,94 @@
+"""A cache folder with a conversation in it, to be damaged again and again."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from rekindle.cache.codec import HEADER_BYTES, MAC_BYTES
+from rekindle.cache.key import TOKEN_BYTES
+from rekindle.engine.base import Sequence
+from rekindle.runtime.wire import Naming
+from tests.support.desk import Desk, Reply
+from tests.support.fake import CELL_BYTES, FakeEngine
+
+QUESTION = list(range(100, 128))
+BLOCK_TOKENS = FakeEngine().block_tokens
+
+
+class WatchedEngine(FakeEngine):
+    """Remembers every byte of state it was ever given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.restored: list[bytes] = []
+
+    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
+        self.restored.append(bytes(blob))
+        super().restore(into, blob, tokens)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A folder that a desk wrote and closed. `blocks` are the names of its files, first to last."""
+
+    folder: Path
+    tokens: tuple[int, ...]
+    cold: tuple[int, ...]  # what an engine without memory answers
+    cache_key: str
+    blocks: tuple[str, ...]
+    states: tuple[bytes, ...]
+
+    def copy(self, to: Path) -> Shelf:
+        shutil.copytree(self.folder, to)
+        return Shelf(to, self.tokens, self.cold, self.cache_key, self.blocks, self.states)
+
+    @property
+    def model(self) -> Path:
+        [model] = (path for path in self.folder.iterdir() if path.is_dir())
+        return model
+
+    def file(self, number: int) -> Path:
+        return self.model / "blocks" / self.blocks[number]
+
+    @property
+    def aside(self) -> list[Path]:
+        return sorted((self.model / "aside").iterdir())
+
+    def open(self) -> Desk:
+        return Desk(WatchedEngine(), folder=self.folder)
+
+    def ask(self, desk: Desk) -> Reply:
+        """The conversation's next turn: right, and from good state only, whatever happened."""
+        reply = desk.ask(self.tokens, naming=Naming(cache_key=self.cache_key))
+        assert reply.tokens == list(self.cold), "a wrong answer"
+        assert isinstance(desk.engine, WatchedEngine)
+        assert set(desk.engine.restored) <= set(self.states), "the engine saw bad bytes"
+        return reply
+
+
+def write_shelf(folder: Path) -> Shelf:
+    """Two turns of a conversation: full blocks and a tail, a name, and a backup of the index."""
+    desk = Desk(FakeEngine(), folder=folder)
+    first = desk.ask(QUESTION, naming=Naming(session_id="mine"))
+    second = desk.ask(
+        [*QUESTION, *first.tokens, 7], naming=Naming(session_id="mine", return_cache_key=True)
+    )
+    tokens = (*second.turn.tokens, 8, 9)
+    desk.close()
+    key = second.finished.cache.new_cache_key
+    assert key is not None
+    blocks = sorted(desk.store, key=lambda block: block.start)
+    assert [block.start for block in blocks] == list(range(0, blocks[-1].stop, BLOCK_TOKENS))
+    names = tuple(block.key.hex() for block in blocks)
+    [model] = (path for path in folder.iterdir() if path.is_dir())
+    states = tuple(_state(model / "blocks" / name) for name in names)
+    cold = tuple(Desk(FakeEngine()).ask(tokens).tokens)
+    return Shelf(folder, tokens, cold, key, names, states)
+
+
+def _state(path: Path) -> bytes:
+    raw = path.read_bytes()
+    tokens = (len(raw) - HEADER_BYTES - MAC_BYTES) // (TOKEN_BYTES + CELL_BYTES)
+    return raw[HEADER_BYTES + tokens * TOKEN_BYTES : -MAC_BYTES]

@@ -1,0 +1,238 @@
+"""A block's file that is not what was written is a miss, whatever is wrong with it: the answer is
+the cold one, the engine sees no byte of it, the file is set aside, a counter counts."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rekindle.cache.check import check
+from rekindle.cache.codec import HEADER_BYTES
+from rekindle.engine.base import Abilities
+from tests.stress.shelf import BLOCK_TOKENS, Shelf, write_shelf
+from tests.support.desk import Desk
+from tests.support.fake import FakeEngine
+
+FLIPS = 60  # of each file's bytes behind the header, beside all of the header
+CUTS = 25
+NUMBERS = range(6)  # five full blocks and a tail
+
+Spoil = Callable[[Path], None]
+
+
+class Canary:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+class OtherEngine(FakeEngine):
+    """Another model."""
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, fingerprint=b"other")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    shelf = write_shelf(tmp_path_factory.mktemp("shelf") / "kv")
+    assert len(shelf.blocks) == len(NUMBERS)
+    return shelf
+
+
+@pytest.fixture
+def shelf(original: Shelf, tmp_path: Path) -> Shelf:
+    return original.copy(tmp_path / "kv")
+
+
+def flip(path: Path, offset: int, mask: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= mask
+    path.write_bytes(raw)
+
+
+def spoil_in_use(original: Shelf, folder: Path, number: int, spoil: Spoil) -> None:
+    """Spoil a file under an open desk, and see that it is noticed."""
+    shelf = original.copy(folder)
+    desk = shelf.open()
+    spoil(shelf.file(number))
+    is_noticed(shelf, desk, number)
+    desk.close()
+    if number < NUMBERS[-1]:  # the tail gave way to a longer block
+        good = original.file(number).read_bytes()
+        assert shelf.file(number).read_bytes() == good, "computed anew, and stored anew"
+    assert not (shelf.folder / "sang").exists()
+    shutil.rmtree(folder)
+
+
+def is_noticed(shelf: Shelf, desk: Desk, number: int) -> None:
+    assert desk.disk is not None
+    reply = shelf.ask(desk)
+    report = reply.finished.cache
+    assert reply.reused == number * BLOCK_TOKENS, "what is good is reused"
+    assert (report.status, report.reason) == ("partial_hit" if number else "miss", "corrupt")
+    assert desk.disk.counts.corrupt_blocks == 1
+    desk.flush()
+    assert [path.name[-64:] for path in shelf.aside] == [shelf.blocks[number]]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_flipped_byte_anywhere_is_noticed(original: Shelf, tmp_path: Path, number: int) -> None:
+    """Every byte of the header, and as many as there is time for behind it."""
+    chance = random.Random(number)
+    behind = range(HEADER_BYTES, original.file(number).stat().st_size)
+    for offset in (*range(HEADER_BYTES), *chance.sample(behind, FLIPS)):
+        mask = 1 << chance.randrange(8)
+        spoil_in_use(original, tmp_path / "kv", number, partial(flip, offset=offset, mask=mask))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_file_cut_anywhere_is_noticed(original: Shelf, tmp_path: Path, number: int) -> None:
+    chance = random.Random(number)
+    size = original.file(number).stat().st_size
+    for keep in (0, 1, HEADER_BYTES, size - 1, *chance.sample(range(size), CUTS)):
+        spoil_in_use(original, tmp_path / "kv", number, partial(cut, keep=keep))
+
+
+def cut(path: Path, keep: int = 100) -> None:
+    os.truncate(path, keep)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_bytes(b"?")
+
+
+def become_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_a_link(path: Path) -> None:
+    """To a good copy of the very file: a link is not followed wherever it leads."""
+    elsewhere = path.parents[2] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def become_foreign(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
+
+
+def become_a_pickle(path: Path) -> None:
+    canary = Canary(path.parents[2] / "sang")
+    path.write_bytes(pickle.dumps(canary).ljust(path.stat().st_size, b"."))
+
+
+def become_another_block(path: Path) -> None:
+    """Take the bytes of the next good block: as long, as well signed, but another's."""
+    others = sorted(path.parent.glob("[0-9a-f]*"))
+    as_long = [other for other in others if other.stat().st_size == path.stat().st_size]
+    path.write_bytes(as_long[as_long.index(path) - 1].read_bytes())
+
+
+SPOILT = (
+    lengthen,
+    zero,
+    become_a_folder,
+    become_a_pipe,
+    become_a_link,
+    become_foreign,
+    become_a_pickle,
+    become_another_block,
+)
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("number", [0, 2])
+def test_whatever_lies_in_place_of_a_file_is_noticed(
+    original: Shelf, tmp_path: Path, spoil: Spoil, number: int
+) -> None:
+    spoil_in_use(original, tmp_path / "kv", number, spoil)
+
+
+def test_two_files_that_changed_places_are_noticed(shelf: Shelf) -> None:
+    desk = shelf.open()
+    one, two = shelf.file(1), shelf.file(2)
+    one_bytes, two_bytes = one.read_bytes(), two.read_bytes()
+    one.write_bytes(two_bytes)
+    two.write_bytes(one_bytes)
+    assert desk.disk is not None
+    assert shelf.ask(desk).reused == BLOCK_TOKENS
+    assert desk.disk.counts.corrupt_blocks >= 1
+    desk.close()
+    assert (one.read_bytes(), two.read_bytes()) == (one_bytes, two_bytes)
+
+
+def test_a_file_that_is_gone_is_a_miss(shelf: Shelf) -> None:
+    desk = shelf.open()
+    shelf.file(3).unlink()
+    reply = shelf.ask(desk)
+    assert reply.reused == 3 * BLOCK_TOKENS
+    assert reply.finished.cache.reason == "corrupt"
+    desk.close()
+    assert shelf.file(3).exists(), "computed anew, and stored anew"
+
+
+def test_everything_gone_is_everything_computed(shelf: Shelf) -> None:
+    desk = shelf.open()
+    for number in NUMBERS:
+        shelf.file(number).unlink()
+    assert shelf.ask(desk).reused == 0
+    assert shelf.ask(desk).reused == len(shelf.tokens) - 1
+    desk.close()
+
+
+@pytest.mark.parametrize("spoil", [*SPOILT, cut, Path.unlink])
+@pytest.mark.parametrize("number", [0, 2])
+def test_what_went_wrong_between_two_starts_costs_nothing_but_computing(
+    shelf: Shelf, spoil: Spoil, number: int
+) -> None:
+    spoil(shelf.file(number))
+    desk = shelf.open()
+    assert shelf.ask(desk).reused == number * BLOCK_TOKENS
+    assert shelf.ask(desk).reused == len(shelf.tokens) - 1
+    desk.close()
+    [report] = check(shelf.folder, repair=False)
+    assert report.findings == ()
+    assert not (shelf.folder / "sang").exists()
+
+
+def test_blocks_of_another_model_stand_for_nothing(shelf: Shelf) -> None:
+    """Their signatures are good, for both models have one secret; their place is not."""
+    mine = shelf.model / "blocks"
+    other = Desk(OtherEngine(), folder=shelf.folder)
+    other.ask(shelf.tokens)
+    other.close()
+    assert other.disk is not None
+    theirs = sorted((other.disk.folder.path / "blocks").iterdir())
+    assert not {path.name for path in theirs} & set(shelf.blocks)
+    for path in theirs:
+        shutil.copy(path, mine / path.name)
+    shutil.copy(theirs[0], mine / shelf.blocks[1])
+    desk = shelf.open()
+    reply = shelf.ask(desk)
+    assert (reply.reused, reply.finished.cache.reason) == (BLOCK_TOKENS, "corrupt")
+    desk.close()

@@ -1,0 +1,224 @@
+"""An index that is damaged costs at most what only it knew: answers are right, names come back from
+its backup, blocks from their own files."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rekindle.cache.check import check
+from rekindle.cache.entries import Entry
+from rekindle.cache.key import pack, unpack
+from rekindle.prompt.head import Remembered
+from rekindle.prompt.tokens import Encoder
+from rekindle.runtime.wire import Naming
+from tests.support.desk import Desk, NumberTokenizer, Reply
+from tests.support.fake import FakeEngine
+
+QUESTION = "".join(f"{n} " for n in range(100, 128))
+FLIPS = 160
+CUTS = 25
+EARLY, LATE = ("session_id", "early"), ("session_id", "late")
+
+Spoil = Callable[[Path], None]
+
+
+class WordTokenizer(NumberTokenizer):
+    """Takes other words than numbers, too."""
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return [int(word) if word.isdecimal() else 9 for word in text.split()]
+
+
+ENCODER = Encoder(WordTokenizer(), None)
+
+
+def open_desk(folder: Path | None) -> Desk:
+    return Desk(FakeEngine(), folder=folder, encoder=ENCODER, resident_tokens=0)
+
+
+def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
+    """Ask in words, as clients do: what is remembered of them decides the tokens."""
+
+    def recall(marked: bytes) -> Remembered | None:
+        entry = desk.entries.recall(desk.root(), marked)
+        return Remembered(entry.text, unpack(entry.packed)) if entry else None
+
+    return desk.ask(ENCODER.text(text, recall=recall), naming=Naming(session_id=session))
+
+
+def converse(desk: Desk, session: str, turns: int) -> str:
+    text = f"{len(session)} {QUESTION}"
+    for turn in range(turns):
+        text += ask(desk, text, session).text + f"{turn + 10} "
+    return text
+
+
+@dataclass(frozen=True)
+class Wreck:
+    """The folder of a process that was killed: an index, its log, and an older backup."""
+
+    folder: Path
+    texts: dict[str, str]  # by session
+    cold: dict[str, list[int]]
+
+    @property
+    def index(self) -> Path:
+        [model] = (path for path in self.folder.iterdir() if path.is_dir())
+        return model / "index.db"
+
+    @property
+    def log(self) -> Path:
+        return self.index.with_name("index.db-wal")
+
+    def copy(self, to: Path) -> Wreck:
+        shutil.copytree(self.folder, to)
+        return Wreck(to, self.texts, self.cold)
+
+    def serves(self) -> dict[str, Entry]:
+        """Both conversations go on rightly; the names that are still known."""
+        desk = open_desk(self.folder)
+        named = {
+            name: entry
+            for kind, name in (EARLY, LATE)
+            if (entry := desk.entries.by_name(desk.root(), (kind, name)))
+        }
+        for session, text in self.texts.items():
+            assert ask(desk, text, session).tokens == self.cold[session]
+        desk.close()
+        return named
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    folder = tmp_path_factory.mktemp("wreck")
+    desk = open_desk(folder / "live")
+    assert desk.disk is not None
+    early = converse(desk, "early", 3)
+    desk.disk.back_up()
+    late = converse(desk, "late", 2)
+    desk.flush()
+    shutil.copytree(folder / "live", folder / "kv")  # as a killed process leaves it
+    desk.close()
+    texts = {"early": early, "late": late}
+    cold = {session: ask(open_desk(None), text).tokens for session, text in texts.items()}
+    wreck = Wreck(folder / "kv", texts, cold)
+    assert wreck.log.stat().st_size > 4096
+    return wreck
+
+
+@pytest.fixture
+def wreck(original: Wreck, tmp_path: Path) -> Wreck:
+    return original.copy(tmp_path / "kv")
+
+
+def flip(path: Path, offset: int, mask: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= mask
+    path.write_bytes(raw)
+
+
+def cut(path: Path, keep: int) -> None:
+    os.truncate(path, keep)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(random.Random(1).randbytes(path.stat().st_size))
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def become_a_link(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def test_a_killed_process_loses_nothing(wreck: Wreck) -> None:
+    """The ground of all that follows."""
+    assert wreck.serves().keys() == {"early", "late"}
+
+
+WHOLESALE = (Path.unlink, zero, garble, partial(cut, keep=0), become_a_folder, become_a_link)
+
+
+@pytest.mark.parametrize("spoil", WHOLESALE)
+def test_an_index_that_is_lost_comes_back_with_the_names_of_its_backup(
+    wreck: Wreck, spoil: Spoil
+) -> None:
+    spoil(wreck.index)
+    assert "early" in wreck.serves()
+    [report] = check(wreck.folder, repair=False)
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("spoil", WHOLESALE)
+def test_a_log_that_is_lost_takes_no_more_than_what_it_held(wreck: Wreck, spoil: Spoil) -> None:
+    spoil(wreck.log)
+    assert "early" in wreck.serves()
+    [report] = check(wreck.folder, repair=False)
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("spoil", WHOLESALE)
+def test_without_index_and_backup_blocks_are_found_by_their_headers(
+    wreck: Wreck, spoil: Spoil
+) -> None:
+    spoil(wreck.index)
+    spoil(wreck.index.with_name("index.db.bak"))
+    assert wreck.serves() == {}
+    desk = open_desk(wreck.folder)
+    assert ask(desk, wreck.texts["early"]).reused > len(QUESTION.split())
+    desk.close()
+
+
+@pytest.mark.parametrize("name", ["index.db", "index.db-wal"])
+def test_a_flipped_byte_anywhere_in_the_index_makes_no_answer_wrong(
+    original: Wreck, tmp_path: Path, name: str
+) -> None:
+    """SQLite notices some of them, our own checks others; a name may be lost, nothing else."""
+    chance = random.Random(name)
+    raw = original.index.with_name(name).read_bytes()
+    used = [offset for offset, byte in enumerate(raw) if byte]  # empty pages matter to nobody
+    for offset in (*range(0, 100, 3), *chance.sample(used, FLIPS)):
+        wreck = original.copy(tmp_path / "kv")
+        flip(wreck.index.with_name(name), offset, 1 << chance.randrange(8))
+        wreck.serves()
+        shutil.rmtree(wreck.folder)
+
+
+@pytest.mark.parametrize("name", ["index.db", "index.db-wal"])
+def test_an_index_cut_anywhere_makes_no_answer_wrong(
+    original: Wreck, tmp_path: Path, name: str
+) -> None:
+    chance = random.Random(name)
+    size = original.index.with_name(name).stat().st_size
+    for keep in chance.sample(range(size), CUTS):
+        wreck = original.copy(tmp_path / "kv")
+        cut(wreck.index.with_name(name), keep)
+        assert "early" in wreck.serves()
+        shutil.rmtree(wreck.folder)
+
+
+def test_an_entry_with_other_tokens_than_its_text_is_not_believed(wreck: Wreck) -> None:
+    """SQLite has no checksums: what it gives back may not be what it was given."""
+    open_desk(wreck.folder).close()  # the log becomes part of the index
+    tokens = pack([len("early"), *range(100, 128)])
+    raw = wreck.index.read_bytes()
+    spoilt = raw.replace(tokens, pack([len("early"), 999, *range(101, 128)]))
+    assert spoilt != raw
+    wreck.index.write_bytes(spoilt)
+    wreck.serves()

@@ -1,0 +1,50 @@
+"""A disk that fails on command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from rekindle.cache.files import SYSTEM, Calls, Files
+from rekindle.cache.folder import read_secret
+from rekindle.cache.vault import Vault
+
+
+@dataclass
+class Trouble:
+    """Fails the named calls with an error for as long as it has one; keeps a record of all."""
+
+    kinds: tuple[str, ...] = ("open",)
+    error: int | None = None
+    log: list[tuple[str, object]] = field(default_factory=list)  # call, and handle or name
+    gate: Event = field(default_factory=Event)  # closed, it makes the named calls wait
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def calls(self) -> Calls:
+        names = [each.name for each in fields(Calls)]
+        return Calls(**{name: self._wrap(name, getattr(SYSTEM, name)) for name in names})
+
+    def _wrap(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if kind in self.kinds:
+                self.gate.wait()
+                if self.error is not None:
+                    self.log.append((f"{kind} failed", args[0]))
+                    raise OSError(self.error, os.strerror(self.error))
+            result = call(*args, **options)
+            self.log.append((kind, result if kind == "open" else args[0]))
+            return result
+
+        return wrapped
+
+
+def vault_with(folder: Path, calls: Calls) -> Vault:
+    """The vault of a model's folder that is already owned, over other system calls."""
+    secret = read_secret(folder.parent)
+    return Vault(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))
