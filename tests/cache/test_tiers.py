@@ -24,7 +24,7 @@ from rekindle.cache.store import Store, chain
 from .naive import ROOT, STRANGER, Tokens, ends, last_block
 
 BLOCK_TOKENS = 3
-DISK_BYTES = (1 << 20) + 60_000  # the index has its share, and so there is room for a few blocks
+DISK_BYTES = (1 << 20) + 140_000  # less the shares of index and bad files: room for a few blocks
 PATIENCE_S = 20.0
 STATE_BYTES = 300
 

@@ -80,7 +80,7 @@ def test_blocks_come_back_as_they_were_written(place: Place) -> None:
 
 def test_the_state_is_read_into_a_buffer_of_its_own(place: Place) -> None:
     blob = place.vault.read(KEY, SIZE).blob
-    assert isinstance(blob, bytearray)
+    assert isinstance(blob, memoryview)
     assert len(blob) == len(RECORD.blob)
 
 
@@ -258,8 +258,8 @@ def test_only_the_latest_bad_files_are_kept(place: Place) -> None:
     )
 
 
-def test_large_bad_files_are_not_hoarded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle.cache.vault.MOST_ASIDE_BYTES", 250)
+def test_large_bad_files_are_not_hoarded(place: Place) -> None:
+    place.vault.most_aside_bytes = 250
     for _ in range(4):
         place.file().write_bytes(bytes(100))
         place.vault.set_aside(KEY)

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from rekindle.engine.base import Abilities, Sampler, Sequence, Work
+from rekindle.engine.base import Abilities, Blob, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import Sampled, Sampling
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
@@ -98,7 +98,7 @@ class FakeEngine:
         self._cells.share(source.slot, tokens, into.slot)
         into.length = tokens
 
-    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
         if len(blob) != tokens * CELL_BYTES:
             raise CorruptBlock("wrong length")
         if self.break_restores:

@@ -32,7 +32,7 @@ class Record:
     root: bytes
     parent: bytes
     packed: bytes
-    blob: bytes | bytearray
+    blob: Buffer
     exact: bool
 
 
@@ -82,9 +82,7 @@ def parse_header(raw: Buffer) -> Header:
     return Header(magic, blob_bytes, parent, root, bool(exact), tokens)
 
 
-def prove(
-    header_raw: Buffer, packed: Buffer, blob: bytes | bytearray, mac: Buffer, secret: bytes
-) -> Record:
+def prove(header_raw: Buffer, packed: Buffer, blob: Buffer, mac: Buffer, secret: bytes) -> Record:
     """The record, or CorruptBlock; never anything in between."""
     header = parse_header(header_raw)
     if (len(packed), len(blob)) != (header.packed_bytes, header.blob_bytes):

@@ -23,6 +23,7 @@ from rekindle.cache.folder import Folder
 from rekindle.cache.index import Block
 from rekindle.cache.ledger import BlockRow, Change, DropBlock, PutBlock
 from rekindle.cache.ram import Blob
+from rekindle.cache.vault import MOST_ASIDE_BYTES
 from rekindle.errors import CorruptBlock
 
 log = logging.getLogger("rekindle.cache")
@@ -122,9 +123,10 @@ class DiskTier:
         self, folder: Folder, tell: Tell, *, floor_bytes: int = 0, queue_bytes: int = 128 << 20
     ) -> None:
         self.folder = folder
-        self.limit_bytes = max(
-            folder.limit_bytes - max(LEAST_INDEX_BYTES, folder.limit_bytes // 64), 0
-        )
+        folder.vault.most_aside_bytes = min(MOST_ASIDE_BYTES, folder.limit_bytes // 16)
+        index_bytes = max(LEAST_INDEX_BYTES, folder.limit_bytes // 64)
+        reserved_bytes = index_bytes + folder.vault.most_aside_bytes
+        self.limit_bytes = max(folder.limit_bytes - reserved_bytes, 0)
         self.used_bytes = 0
         self.state: State = "ok"
         self.counts = DiskCounts()

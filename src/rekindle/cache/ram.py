@@ -9,7 +9,7 @@ from rekindle.cache.index import Block
 
 OVERHEAD_BYTES = 1536  # a block's key, node and table entries, and a share of its namespace's root
 
-Blob = bytes | bytearray
+Blob = bytes | bytearray | memoryview
 
 
 def cost_bytes(blob: Blob, packed: bytes) -> int:

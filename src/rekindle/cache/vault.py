@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
+
 from rekindle.cache.codec import HEADER_BYTES, MAC_BYTES, Header, Record, parse_header, prove, seal
 from rekindle.cache.files import Files, is_temporary
 from rekindle.cache.key import KEY_BYTES, chain_key
 from rekindle.errors import CorruptBlock
 
 MOST_ASIDE = 16  # bad files kept for a look at them
-MOST_ASIDE_BYTES = 64 << 20  # they are no part of the tier's budget, so they stay few
+MOST_ASIDE_BYTES = 64 << 20  # unless the tier grants them less
 _NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 #: What says nothing about the file: this process has too much open, or too little memory.
 _OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
@@ -24,6 +26,7 @@ class Vault:
     """The block files of one model. Any thread may read; one at a time may change things."""
 
     def __init__(self, files: Files, secret: bytes, aside: Files) -> None:
+        self.most_aside_bytes = MOST_ASIDE_BYTES
         self._files = files
         self._secret = secret
         self._aside = aside
@@ -44,7 +47,9 @@ class Vault:
         with _blamed_on_the_file():
             header = self._header(key, size_bytes)
             head, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
-            packed, blob = bytearray(header.packed_bytes), bytearray(header.blob_bytes)
+            packed = bytearray(header.packed_bytes)
+            # Not a bytearray: filling that with zeros first takes as long as reading.
+            blob = np.empty(header.blob_bytes, np.uint8).data
             self._files.read_into(_name(key), (head, packed, blob, mac), size_bytes)
         record = prove(head, packed, blob, mac, self._secret)
         if chain_key(record.parent, record.packed) != key:
@@ -107,7 +112,7 @@ class Vault:
         kept_bytes = 0
         for age, name in enumerate(reversed(self._aside.names())):
             kept_bytes += sizes.get(name, 0)
-            if age >= MOST_ASIDE or kept_bytes > MOST_ASIDE_BYTES:
+            if age >= MOST_ASIDE or kept_bytes > self.most_aside_bytes:
                 with suppress(OSError):  # one more than intended; the next time may do better
                     self._aside.discard(name)
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 from rekindle.engine.sampling import Sampled, Sampling
 
+Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
@@ -75,7 +77,7 @@ class Engine(Protocol):
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying."""
 
-    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
         """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours."""
 
     def export(self, sequence: Sequence, start: int, stop: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.engine.base import Blob
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 
@@ -116,7 +117,7 @@ class Context:
             raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
         return bytes(blob)
 
-    def restore(self, slot: int, start: int, stop: int, blob: bytes | bytearray) -> None:
+    def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
         """Read the state into the scratch slot (reading wipes its target), then tag it over."""
         view = np.frombuffer(blob, np.uint8)
         source = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from rekindle.engine.base import Abilities, Sampler, Sequence, Work
+from rekindle.engine.base import Abilities, Blob, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
@@ -233,7 +233,7 @@ class LlamaCppEngine:
         with self._reset_when_broken():
             return context.export(slot, start, stop)
 
-    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
         fixed, each = self._state_bytes
         if len(blob) != fixed + tokens * each:  # before llama.cpp sees a byte
             raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
