@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rekindle.bench import BenchFailed
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 15
+STOP_TIMEOUT_S = 60  # state is written to disk before it ends
 LLAMACPP = Path(__file__).with_name("llamacpp_server.py")
 
 
@@ -39,11 +40,20 @@ class Server:
 
 
 @contextmanager
-def rekindle(setup: Setup, log: Path) -> Iterator[Server]:
+def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator[Server]:
+    """Rekindle with an empty cache of its own, or with the one given."""
+    if cache_dir is None:
+        with (
+            tempfile.TemporaryDirectory(prefix="rekindle-bench-") as empty,
+            rekindle(setup, log, Path(empty)) as server,
+        ):
+            yield server
+        return
     port = _free_port()
     arguments = ["-m", "rekindle.cli", "serve", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--parallel", str(setup.slots)]
     arguments += ["--threads", str(setup.threads), "--max-model-len", str(setup.context)]
+    arguments += ["--cache-dir", str(cache_dir)]
     with _serving("Rekindle", port, arguments, log) as server:
         yield server
 

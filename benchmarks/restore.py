@@ -1,0 +1,153 @@
+"""How fast stored state comes back into the engine, beside moving the same bytes plainly."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from rekindle.cache.disk import DiskTier, News
+from rekindle.cache.folder import open_folder
+from rekindle.cache.index import Block, Wish
+from rekindle.cache.key import chain_key, pack
+from rekindle.cache.store import Store
+from rekindle.engine.base import Blob, Work
+from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+
+TOKENS = 1536
+ROOT = b"r" * 32
+GIGA = 1e9
+
+
+@dataclass(slots=True)
+class Speeds:
+    """GB/s of both ways to move the same bytes, one pair a round."""
+
+    ours: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+
+    def ratios(self) -> list[float]:
+        return [one / other for one, other in zip(self.ours, self.plain, strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_speeds(model: Path, rounds: int) -> dict[str, Speeds]:
+    """RAM, disk, and disk with its files in the page cache, measured in turns."""
+    options = LlamaCppOptions(path=model, parallel=1, context_tokens=2 * TOKENS, threads=2)
+    engine = LlamaCppEngine(options)
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+        bench = Bench(engine, Path(folder))
+        try:
+            return bench.run(max(rounds, 3))
+        finally:
+            bench.close()
+            engine.close()
+
+
+class Bench:
+    def __init__(self, engine: LlamaCppEngine, folder: Path) -> None:
+        self._engine = engine
+        self._news: SimpleQueue[News] = SimpleQueue()
+        opened = open_folder(folder, b"bench", limit_bytes=1 << 40)
+        self._disk = DiskTier(opened, self._news.put)
+        self._store = Store(
+            block_tokens=engine.abilities.block_tokens, ram_bytes=1 << 34, disk=self._disk
+        )
+        self._files = opened.path / "blocks"
+        self._blocks = self._compute()
+        self._blobs = [self._blob(block) for block in self._blocks]
+        self._bytes = sum(map(len, self._blobs))
+        self._room = np.zeros(self._bytes, np.uint8)
+
+    def close(self) -> None:
+        self._disk.close()
+
+    def run(self, rounds: int) -> dict[str, Speeds]:
+        found = {"RAM": Speeds(), "disk": Speeds(), "disk, page cache warm": Speeds()}
+        for _ in range(rounds):
+            self._pair(found["RAM"], self._restore_all, self._copy_all, cold=False)
+            self._pair(found["disk"], self._fetch_all, self._read_all, cold=True)
+            warm = found["disk, page cache warm"]
+            self._pair(warm, self._fetch_all, self._read_all, cold=False)
+        return found
+
+    def _pair(
+        self, speeds: Speeds, ours: Callable[[], None], plain: Callable[[], None], *, cold: bool
+    ) -> None:
+        for move, kept in ((ours, speeds.ours), (plain, speeds.plain)):
+            if cold:
+                self._forget_pages()
+            started = time.perf_counter()
+            move()
+            kept.append(self._bytes / GIGA / (time.perf_counter() - started))
+
+    # -- preparing -----------------------------------------------------------------------------
+
+    def _compute(self) -> list[Block]:
+        """A real state of so many tokens, in the store and on disk."""
+        engine, step = self._engine, self._engine.abilities.block_tokens
+        sequence = engine.open(exact=False)
+        parent = ROOT
+        for start in range(0, TOKENS, step):
+            tokens = [100 + (start + n) % 1000 for n in range(step)]
+            engine.step([Work(sequence, tokens, None)])
+            blob = engine.export(sequence, start, start + step)
+            packed = pack(tokens)
+            self._store.put(ROOT, parent, packed, blob, exact=False, wish=Wish.SOON)
+            parent = chain_key(parent, packed)
+        engine.close_sequence(sequence)
+        self._flush()
+        return list(self._store)
+
+    def _flush(self) -> None:
+        done: list[bool] = []
+        self._disk.flush(lambda: done.append(True))
+        while not done:
+            self._store.hear(self._news.get())
+
+    def _blob(self, block: Block) -> Blob:
+        blob = self._store.get(block)
+        assert blob is not None
+        return blob
+
+    def _forget_pages(self) -> None:
+        for path in self._files.iterdir():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+    # -- moving --------------------------------------------------------------------------------
+
+    def _restore(self, blobs: list[Blob]) -> None:
+        sequence = self._engine.open(exact=False)
+        for block, blob in zip(self._blocks, blobs, strict=True):
+            self._engine.restore(sequence, blob, block.tokens)
+        self._engine.close_sequence(sequence)
+
+    def _restore_all(self) -> None:
+        self._restore(self._blobs)
+
+    def _copy_all(self) -> None:
+        at = 0
+        for blob in self._blobs:
+            self._room[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
+            at += len(blob)
+
+    def _fetch_all(self) -> None:
+        fetch = self._disk.read(self._blocks)
+        while not fetch.done:
+            self._news.get()
+        self._restore([fetch.records[block.key].blob for block in self._blocks])
+
+    def _read_all(self) -> None:
+        for block in self._blocks:
+            (self._files / block.key.hex()).read_bytes()
