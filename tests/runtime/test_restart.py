@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.runtime.wire import Naming
+import pytest
+
+from rekindle.runtime.wire import EntryInfo, Naming, Preparing
 from tests.support.desk import Desk
-from tests.support.fake import FakeEngine
+from tests.support.fake import CELL_BYTES, FakeEngine
 
 FIRST = list(range(100, 140))
 
@@ -97,3 +99,87 @@ def test_writing_is_for_new_tokens_only(tmp_path: Path) -> None:
     final = sum(path.stat().st_size for path in (desk.disk.folder.path / "blocks").iterdir())
     assert written <= 1.1 * final
     desk.close()
+
+
+def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path) -> None:
+    engine = FakeEngine(context_tokens=1024, pool_tokens=2048)
+    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
+    system = [10 + number % 900 for number in range(500)]
+    states = set()
+    for number in range(20):
+        tokens = desk.ask([*system, *([600 + number] * 12)]).turn.tokens[:-1]
+        states |= {tuple(tokens[: stop + 1]) for stop in range(len(tokens))}
+    desk.store.write_everything()
+    desk.flush()
+    assert desk.disk is not None
+    stored = sum(block.size_bytes for block in desk.store if block.stored)
+    assert stored <= 1.1 * CELL_BYTES * len(states)  # each token after each history, once
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "named", "written"),
+    [
+        ("always", False, True),
+        ("named", False, False),
+        ("named", True, True),
+        ("on-evict", True, False),
+    ],
+)
+def test_the_policy_says_what_is_written_behind_a_turn(
+    tmp_path: Path, policy: str, named: bool, written: bool
+) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0, policy=policy)
+    desk.ask(FIRST, naming=Naming(session_id="s") if named else None)
+    desk.flush()
+    assert any(block.stored for block in desk.store) is written
+    desk.close()
+    again = Desk(FakeEngine(), folder=tmp_path)
+    assert (len(again.store) > 0) is (written or policy == "on-evict")
+    again.close()
+
+
+def test_what_is_to_stay_in_memory_is_never_written(tmp_path: Path) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path)
+    desk.ask(FIRST, naming=Naming(session_id="s", in_memory=True))
+    desk.close()
+    again = Desk(FakeEngine(), folder=tmp_path)
+    assert len(again.store) == len(again.entries) == 0
+    again.close()
+
+
+def test_ram_gives_way_to_disk_and_gets_its_blocks_back_when_they_are_used(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, folder=tmp_path, resident_tokens=0, ram_bytes=20_000)
+    prompts = [[100 + number] * 40 for number in range(8)]
+    cold = [desk.ask(prompt).tokens for prompt in prompts]
+    desk.flush()  # what waits to be written is still at hand
+    before = engine.counts.computed_tokens
+    warm = [desk.ask(prompt) for prompt in prompts]
+    assert [reply.tokens for reply in warm] == cold
+    assert {reply.reused for reply in warm} == {39}
+    assert "disk" in {reply.finished.cache.tier for reply in warm}
+    assert engine.counts.computed_tokens - before == 8 * 8  # the last token of each, and replies
+    desk.close()
+
+
+def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
+    prepared = desk.ask(FIRST[:5], preparing=Preparing(pinned=True, ttl_s=None))
+    key = prepared.finished.cache.new_cache_key
+    assert key is not None
+    answered: list[object] = []
+    desk.queries.settle(key, desk.root(), answered.append)
+    desk.flush()
+    [info] = answered
+    assert isinstance(info, EntryInfo)
+    assert info.stored_tokens == 5
+    desk.ask([*FIRST[:5], 1, 2, 3])
+    desk.flush()
+    assert desk.disk is not None
+    desk.disk.folder.close()  # a crash
+    again = Desk(FakeEngine(), folder=tmp_path)
+    assert again.ask([*FIRST[:5], 9], naming=Naming(cache_key=key)).finished.cache.status == "hit"
+    again.close()
