@@ -24,14 +24,13 @@ def test_what_was_dropped_is_not_found_and_the_rest_is(
     steps: list[tuple[bytes, bool]], request: bytes
 ) -> None:
     remembered: Texts[bytes] = Texts()
-    kept: set[bytes] = set()
+    kept: dict[bytes, bytes] = {}
     for text, keep in steps:
         if keep:
             remembered.put(text, text)
-            kept.add(text)
+            kept[text] = text
         else:
-            remembered.drop(text, text)
-            kept.discard(text)
+            remembered.drop(text, kept.pop(text, text))
     expected = max((t for t in kept if request.startswith(t)), key=len, default=None)
     assert remembered.longest(request) == expected
 
