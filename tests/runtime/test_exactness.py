@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,33 @@ def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> 
     for prompt, warm in play(talker, seed, disturb=True):
         cold = replay_cold(talker, prompt, warm)
         assert cold.reply.tokens[: len(warm.reply.tokens)] == warm.reply.tokens
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk", "restart"])
+@pytest.mark.parametrize("seed", range(0, CONVERSATIONS, 4))
+def test_exact_answers_are_bit_identical_through_every_tier(
+    talker: Talker, seed: int, tier: str, tmp_path: Path
+) -> None:
+    """The next turn of a conversation whose state lies in RAM, on disk, or behind a restart."""
+    small = {"ram_bytes": 60_000} if tier == "disk" else {}
+    talker.forget(folder=tmp_path, resident_tokens=0, **small)
+    played = play(talker, seed, disturb=False, exact=True)
+    prompt, last = played[-1]
+    if tier == "disk":
+        talker.desk.ask([9] * 200, exact=True)  # takes the room
+        talker.desk.store.write_everything()
+        talker.desk.flush()
+    if tier == "restart":
+        talker.desk.close()
+        talker.forget(folder=tmp_path, resident_tokens=0)
+    warm = talker.answer(prompt, max_tokens=len(last.reply.tokens) or 1, exact=True)
+    if warm.reply.reused:
+        assert warm.reply.finished.cache.tier == ("ram" if tier == "ram" else "disk")
+    talker.desk.close()
+    cold = replay_cold(talker, prompt, last, exact=True)
+    assert warm.reply.reused == (len(prompt.tokens) - 1) // 64 * 64
+    assert cold.reply.reused == 0
+    assert warm.same_bits(cold)
 
 
 def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:

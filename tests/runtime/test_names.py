@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rekindle.cache.clock import Clock
@@ -169,6 +171,24 @@ def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, desk: Desk) -> None:
         desk.ask(going_on(first), naming=Naming(cache_key=key_of(first))).finished.cache.status
         == "hit"
     )
+
+
+@pytest.mark.parametrize("jump_s", [-(10**9), 10**9])
+def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
+    tmp_path: Path, clock: FakeClock, jump_s: float
+) -> None:
+    desk = Desk(FakeEngine(), clock=clock, folder=tmp_path)
+    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    desk.close()
+    clock.wall += jump_s
+    clock.steady = 5.0
+    again = Desk(FakeEngine(), clock=clock, folder=tmp_path)
+    assert again.entries.collect() == (0, 0)
+    hit = again.ask(going_on(first), naming=Naming(cache_key=key_of(first)))
+    assert hit.finished.cache.status == "hit"
+    clock.pass_by(1801)
+    assert again.entries.collect()[0] == 1
+    again.close()
 
 
 def test_preparing_computes_the_prompt_once_and_keeps_it(desk: Desk) -> None:

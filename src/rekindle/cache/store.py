@@ -124,23 +124,43 @@ class Store:
         above = None if parent == root else self._index.get(parent)
         if parent != root and (above is None or not self._index.is_full(above)):
             return False
-        if not self._make_room(cost_bytes(blob, packed), above):
+        in_ram = self._make_room(cost_bytes(blob, packed), above)
+        if not in_ram and not self._takes_directly(above, packed, blob, wish):
+            self.counts.refused_blocks += 1
             return False
         block = self._index.add(root, above, packed, len(blob), exact=exact)
-        self._ram.put(block, blob)
+        block.wish = wish
+        if in_ram:
+            self._ram.put(block, blob)
+        elif self._disk:
+            self._disk.write(block, blob)
         self._settle(block, blob)
         self._plan_write(block, wish)
         self._feed()
         return True
 
+    def _takes_directly(self, above: Block | None, packed: bytes, blob: Blob, wish: Wish) -> bool:
+        """Whether the disk takes a block that RAM has no room for."""
+        return (
+            self._disk is not None
+            and wish > Wish.NEVER
+            and self._disk.takes_writes
+            and self._disk.has_queue_room
+            and (above is None or self._write(above))
+            and self._make_disk_room(disk_cost(packed, len(blob)), above)
+        )
+
     def _replace(self, known: Block, blob: Blob, *, exact: bool) -> bool:
         """An exact block takes the place of one that is not; never the other way round."""
         if known.exact or not exact:
             return True
-        if not self._make_room(cost_bytes(blob, known.packed) - self._ram.cost(known), known):
+        in_ram = self._make_room(cost_bytes(blob, known.packed) - self._ram.cost(known), known)
+        if not in_ram and (known in self._ram or not known.disk_bytes):
+            self.counts.refused_blocks += 1
             return False
-        self._ram.put(known, blob)
         known.size_bytes, known.exact = len(blob), True
+        if in_ram:
+            self._ram.put(known, blob)
         if known.disk_bytes and self._disk:
             self._disk.write(known, blob)
         self._settle(known, blob)
@@ -263,19 +283,20 @@ class Store:
     # -- making room ---------------------------------------------------------------------------
 
     def _make_room(self, cost: int, last: Block | None) -> bool:
-        """Empty RAM of leaves outside the chain that ends in `last`, or of none when that would
-        not do. What may be written goes to disk."""
+        """Empty RAM of leaves, not of what `last` rests on unless the disk has it, or of none when
+        that would not do. What may be written goes to disk."""
         if self._ram.fits(cost):
             return True
-        if cost + sum(self._ram.cost(block) for block in chain(last)) > self._ram.limit_bytes:
-            self.counts.refused_blocks += 1
+        if last is not None and self._disk:
+            self._demote(last, last)  # then its chain may leave RAM too
+        kept = (block for block in chain(last) if not block.disk_bytes)
+        if cost + sum(self._ram.cost(block) for block in kept) > self._ram.limit_bytes:
             return False
-        spared = _Spared(self._index, last, pins_on_disk=True)
+        spared = _Spared(self._index, last, in_ram=True)
         while not self._ram.fits(cost):
             key = self._ram.lowest(spared)
             block = self._index.get(key) if key is not None else None
             if block is None:  # all that is left is pinned
-                self.counts.refused_blocks += 1
                 return False
             if block.disk_bytes or self._demote(block, last):
                 self._ram.drop(block)
@@ -297,7 +318,7 @@ class Store:
         assert self._disk is not None
         if not self._disk.could_fit(cost):
             return False
-        spared = _Spared(self._index, last, pins_on_disk=False)
+        spared = _Spared(self._index, last, in_ram=False)
         while not self._disk.fits(cost):
             key = self._disk.lowest(spared)
             block = self._index.get(key) if key is not None else None
@@ -452,21 +473,23 @@ class Store:
 
 
 class _Spared:
-    """What may not go now: the block being added to, and what is pinned."""
+    """What may not go now: the block being added to, and what is pinned. RAM may let go of what the
+    disk has; the disk lets go of nothing that others depend on."""
 
-    def __init__(self, index: Index, last: Block | None, *, pins_on_disk: bool) -> None:
+    def __init__(self, index: Index, last: Block | None, *, in_ram: bool) -> None:
         self._index = index
-        self._last = last.key if last else None
-        self._in_ram = pins_on_disk
+        self._last = last
+        self._in_ram = in_ram
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
         block = self._index.get(key)
-        if block is None or key == self._last:
+        if block is None:
             return True
-        if self._in_ram:
-            return _is_pinned(block) and not block.disk_bytes
-        return bool(block.children) or _is_pinned(block)
+        if self._in_ram and block.disk_bytes:
+            return False
+        needed = block is self._last or _is_pinned(block)
+        return needed or (not self._in_ram and bool(block.children))
 
 
 def _is_pinned(block: Block) -> bool:

@@ -18,6 +18,7 @@ from rekindle.runtime import wire
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
+LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
@@ -37,14 +38,15 @@ class Memory:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.trouble = "off"  # why there is no disk tier
         folder = self._open_folder(load, abilities) if load.disk_bytes else None
-        queue = min(MOST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE) if folder else 0
+        share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
+        queue = min(MOST_QUEUE_BYTES, share) if folder else 0
         disk = (
             DiskTier(folder, tell, floor_bytes=load.disk_floor_bytes, queue_bytes=queue)
             if folder
             else None
         )
         self.store = Store(
-            block_tokens=abilities.block_tokens, ram_bytes=load.ram_bytes - queue, disk=disk
+            block_tokens=abilities.block_tokens, ram_bytes=max(load.ram_bytes - queue, 0), disk=disk
         )
         self.entries = Entries(
             self.store,

@@ -218,7 +218,7 @@ class Names:
             shorter=shorter,
             reason="request_shorter" if shorter else _reason(changed, prompt, common),
             changed=changed,
-            diverged_at=None if shorter else _divergence(entry, prompt, common),
+            diverged_at=_divergence(entry, prompt, common),
         )
 
     # -- after a turn --------------------------------------------------------------------------
