@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.cache.block import Block, Wish
 from rekindle.cache.disk import DiskTier, News
 from rekindle.cache.folder import open_folder
-from rekindle.cache.index import Block, Wish
 from rekindle.cache.key import chain_key, pack
 from rekindle.cache.store import Store
 from rekindle.engine.base import Blob, Work

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from rekindle.cache import index, key, store
-from rekindle.cache.index import Block, Index
+from rekindle.cache.block import Block
+from rekindle.cache.index import Index
 from rekindle.cache.key import pack
 
 Tokens = tuple[int, ...]

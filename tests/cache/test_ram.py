@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.cache.index import Block
+from rekindle.cache.block import Block
 from rekindle.cache.key import chain_key, namespace, pack
 from rekindle.cache.ram import RamTier, cost_bytes
 from rekindle.cache.store import Store

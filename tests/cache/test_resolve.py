@@ -5,7 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.cache.index import Block, Match
+from rekindle.cache.block import Block
+from rekindle.cache.index import Match
 from rekindle.cache.key import pack
 from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rekindle.cache import key as keys
-from rekindle.cache.index import Block
+from rekindle.cache.block import Block
 from rekindle.cache.key import chain_key, pack, unpack
 from rekindle.cache.ram import cost_bytes
 from rekindle.cache.store import Store, StoreCounts

@@ -13,13 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rekindle.cache.block import Block, Wish, chain
 from rekindle.cache.clock import Clock
 from rekindle.cache.disk import DiskTier, News
 from rekindle.cache.entries import Draft, Entries
 from rekindle.cache.folder import open_folder
-from rekindle.cache.index import Block, Wish
 from rekindle.cache.key import chain_key, pack, unpack
-from rekindle.cache.store import Store, chain
+from rekindle.cache.store import Store
 
 from .naive import ROOT, STRANGER, Tokens, ends, last_block
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rekindle.cache.block import Block, chain
 from rekindle.cache.disk import DiskTier
 from rekindle.cache.files import Calls
 from rekindle.cache.folder import open_folder
-from rekindle.cache.index import Block
 from rekindle.cache.key import unpack
 from rekindle.cache.ledger import Change, DropEntry
-from rekindle.cache.store import chain
 from tests.stress.trouble import vault_with
 from tests.support.desk import Desk
 

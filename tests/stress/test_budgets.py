@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import batched
 from pathlib import Path
-
-import pytest
-
-from rekindle.runtime import wire
-from rekindle.runtime.wire import Naming, Preparing
-from tests.stress.office import Office, load
-from tests.support.desk import Desk
-from tests.support.fake import FakeEngine
 
 MB = 1 << 20
 PROMPTS = 10_000

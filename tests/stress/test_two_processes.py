@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -11,10 +12,6 @@ from tests.stress.office import Office, load
 from tests.stress.test_kill import PLENTY_BYTES, index_agrees_with_files, promises_are_kept
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
-from tests.support.server import Server, running
-from tests.support.tiny import write_llama
-
-import random
 
 
 def office(folder: Path) -> Office:

@@ -6,61 +6,28 @@ a read is told to it through `tell`, as one of the messages below.
 
 from __future__ import annotations
 
-import errno
 import logging
-import sqlite3
 import threading
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
+from rekindle.cache.block import Block
 from rekindle.cache.codec import Record, record_bytes
 from rekindle.cache.evict import Shares
 from rekindle.cache.folder import Folder
-from rekindle.cache.index import Block
-from rekindle.cache.ledger import BlockRow, Change, DropBlock, PutBlock
+from rekindle.cache.ledger import Change
 from rekindle.cache.ram import Blob
 from rekindle.cache.vault import MOST_ASIDE_BYTES
+from rekindle.cache.writer import BackUp, Flushed, Remove, Settled, State, WriteOrder, Writer
 from rekindle.errors import CorruptBlock
 
 log = logging.getLogger("rekindle.cache")
 
 READERS = 2
-BATCH_BYTES = 32 << 20
 PAGE_BYTES = 4096  # what a file system counts in
 ROW_BYTES = 512  # a block's share of the index, beside its tokens
-MOST_UNSETTLED = 10_000  # changes kept for a disk that may come back
 LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an index and its log
-
-State = Literal["ok", "full", "failing"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteOrder:
-    """A block to be written; a later order for the same key is another one."""
-
-    key: bytes
-    record: Record
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """These orders are done: files, directory and index are synced."""
-
-    orders: tuple[WriteOrder, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Unwritten:
-    """These are not, and why."""
-
-    orders: tuple[WriteOrder, ...]
-    state: State
-    why: str
 
 
 @dataclass(slots=True, eq=False)
@@ -78,29 +45,8 @@ class Fetched:
     fetch: Fetch
 
 
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """Everything asked for before is settled, one way or the other."""
-
-    then: Callable[[], None]
-
-
-News = Written | Unwritten | Fetched | Flushed
+News = Settled | Fetched
 Tell = Callable[[News], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Remove:
-    key: bytes
-    aside: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _BackUp:
-    """Make a copy of the index, for the day it is damaged."""
-
-
-_Order = WriteOrder | _Remove | Change | Flushed | _BackUp
 
 
 def disk_bytes(packed: bytes, state_bytes: int) -> int:
@@ -136,7 +82,7 @@ class DiskTier:
         self._tell = tell
         self._pending: dict[bytes, WriteOrder] = {}  # asked for, not yet settled
         self.pending_bytes = 0
-        self._writer = _Writer(folder, tell, floor_bytes)
+        self._writer = Writer(folder, tell, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
 
     # -- accounting ----------------------------------------------------------------------------
@@ -204,11 +150,11 @@ class DiskTier:
         self._shares.leave(block.root, block.key, block.disk_bytes)
         block.disk_bytes, block.stored = 0, False
         self._forget_pending(block.key)
-        self._writer.put(_Remove(block.key, aside))
+        self._writer.put(Remove(block.key, aside))
 
     def discard(self, key: bytes) -> None:
         """Remove what the index should not have."""
-        self._writer.put(_Remove(key, aside=False))
+        self._writer.put(Remove(key, aside=False))
 
     def queued(self, block: Block) -> Blob | None:
         """The bytes of a block that is still waiting to be written."""
@@ -245,7 +191,7 @@ class DiskTier:
         self._writer.put(change)
 
     def back_up(self) -> None:
-        self._writer.put(_BackUp())
+        self._writer.put(BackUp())
 
     def flush(self, then: Callable[[], None]) -> None:
         """Call back on the engine's thread when all that was asked for before is settled."""
@@ -288,130 +234,3 @@ class DiskTier:
         self._writer.close()
         self._readers.shutdown(wait=True)
         self.folder.close()
-
-
-class _Writer:
-    """One thread that takes orders in batches: unlink, write, then one commit for all of it."""
-
-    def __init__(self, folder: Folder, tell: Tell, floor_bytes: int) -> None:
-        self._folder = folder
-        self._tell = tell
-        self._floor_bytes = floor_bytes
-        self._orders: deque[_Order] = deque()
-        self._unsettled: list[Change] = []  # changes of the index that wait for a good commit
-        self._wake = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
-        self._thread.start()
-
-    def put(self, order: _Order) -> None:
-        with self._wake:
-            self._orders.append(order)
-            self._wake.notify()
-
-    def close(self) -> None:
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while batch := self._next():
-            self._work(batch)
-        self._back_up()
-
-    def _back_up(self) -> None:
-        with suppress(OSError, sqlite3.Error):  # the index is committed; a later copy will do
-            self._folder.ledger.backup()
-
-    def _next(self) -> list[_Order]:
-        """The next orders, up to a batch's bytes; nothing when the end has come."""
-        with self._wake:
-            while not self._orders and not self._closing:
-                self._wake.wait()
-            batch: list[_Order] = []
-            room = BATCH_BYTES
-            while self._orders and room > 0:
-                order = self._orders.popleft()
-                batch.append(order)
-                room -= order.size_bytes if isinstance(order, WriteOrder) else 0
-                if isinstance(order, Flushed | _BackUp):
-                    break
-            return batch
-
-    def _work(self, batch: list[_Order]) -> None:
-        """Unlink, write, commit. What fails is told; nothing is told written before it is safe."""
-        last = {order.key: order for order in batch if isinstance(order, WriteOrder | _Remove)}
-        writes = [order for order in last.values() if isinstance(order, WriteOrder)]
-        removals = [order for order in last.values() if isinstance(order, _Remove)]
-        asked = tuple(order for order in batch if isinstance(order, WriteOrder))
-        error = self._try_files(removals, writes)
-        self._unsettled += [DropBlock(order.key) for order in removals]
-        self._unsettled += [o for o in batch if isinstance(o, Change)]
-        error = self._try_commit([] if error else writes) or error
-        if error is not None:
-            self._tell(Unwritten(asked, _state_of(error), _sentence(error)))
-        elif asked:
-            self._tell(Written(asked))
-        for order in batch:
-            if isinstance(order, Flushed):
-                self._tell(order)
-            elif isinstance(order, _BackUp):
-                self._back_up()
-
-    def _try_files(self, removals: list[_Remove], writes: list[WriteOrder]) -> Exception | None:
-        try:
-            self._unlink(removals)
-            self._write(writes)
-        except Exception as error:  # whatever it is, the store has to know
-            return error
-        return None
-
-    def _try_commit(self, writes: list[WriteOrder]) -> Exception | None:
-        """Commit these blocks and every change that could not be committed before."""
-        try:
-            self._folder.ledger.commit(
-                [*self._unsettled, *(PutBlock(_row(order)) for order in writes)]
-            )
-        except Exception as error:
-            del self._unsettled[:-MOST_UNSETTLED]
-            return error
-        self._unsettled.clear()
-        return None
-
-    def _unlink(self, removals: list[_Remove]) -> None:
-        for order in removals:
-            if order.aside:
-                self._folder.vault.set_aside(order.key)
-        self._folder.vault.remove([order.key for order in removals if not order.aside])
-
-    def _write(self, writes: list[WriteOrder]) -> None:
-        if not writes:
-            return
-        free = self._folder.vault.free_bytes() - sum(order.size_bytes for order in writes)
-        if free < self._floor_bytes:
-            raise OSError(errno.ENOSPC, "the disk's free space would fall below its floor")
-        self._folder.vault.write([order.record for order in writes])
-
-
-def _row(order: WriteOrder) -> BlockRow:
-    record = order.record
-    return BlockRow(
-        key=order.key,
-        parent=record.parent,
-        root=record.root,
-        packed=record.packed,
-        size_bytes=order.size_bytes,
-        exact=record.exact,
-    )
-
-
-def _state_of(error: Exception) -> State:
-    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    code = getattr(error, "sqlite_errorcode", None)
-    is_full = isinstance(error, OSError) and error.errno in full
-    return "full" if is_full or code == sqlite3.SQLITE_FULL else "failing"
-
-
-def _sentence(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or repr(error)

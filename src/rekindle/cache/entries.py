@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rekindle.cache.block import Head
 from rekindle.cache.clock import Clock
-from rekindle.cache.index import Head
 from rekindle.cache.ledger import Change, DropEntry, EntryRow, PutEntry, TouchEntry
 from rekindle.cache.store import Store
 from rekindle.cache.texts import Texts

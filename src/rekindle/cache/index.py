@@ -5,86 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 
+from rekindle.cache.block import Block, Head
 from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
-
-
-class Head:
-    """The end of a conversation: all its tokens, and the last block that holds state of it."""
-
-    __slots__ = ("block", "packed", "pinned", "root")
-
-    def __init__(self, root: bytes, packed: bytes, *, pinned: bool = False) -> None:
-        self.root = root
-        self.packed = packed
-        self.pinned = pinned
-        self.block: Block | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
-
-
-class Wish(IntEnum):
-    """When a block is to be written to disk."""
-
-    NEVER = 0  # it lives and dies in memory
-    LATE = 1  # when memory runs out, or the server stops
-    SOON = 2  # behind the turn that computed it
-
-
-class Block:
-    """A node of the tree. `exact` says it was computed in canonical prefill steps."""
-
-    __slots__ = (
-        "children",
-        "disk_bytes",
-        "exact",
-        "heads",
-        "key",
-        "order",
-        "packed",
-        "parent",
-        "root",
-        "size_bytes",
-        "start",
-        "stored",
-        "wish",
-    )
-
-    def __init__(
-        self, key: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.root: bytes = parent.root if parent else key
-        self.packed = packed
-        self.size_bytes = size_bytes  # of its state
-        self.exact = exact
-        self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
-        self.stored = False  # on disk for certain
-        self.wish = Wish.NEVER
-        self.heads: tuple[Head, ...] = ()  # conversations whose state ends here; mostly none
-        self.start: int = parent.stop if parent else 0
-        self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
-        self.order: list[bytes] = []  # the children's packed tokens, sorted
-
-    @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.tokens
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
-    def holds(self, parent: bytes, packed: bytes) -> bool:
-        """Whether it is the block of these tokens: an equal key is a hint, tokens decide."""
-        return self.packed == packed and self.parent is not None and self.parent.key == parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +97,13 @@ class Index:
             chunk = chunk[: shared_prefix(nearest, chunk) * TOKEN_BYTES]
             at = bisect_right(node.order, chunk)
         return None
+
+    def place(self, head: Head, node: Block | None = None) -> None:
+        """Let a conversation end in the last block, at or below `node`, that holds state of it."""
+        node = node or self.root(head.root)
+        while child := self.through(node, head.packed):
+            node = child
+        head.move(node)
 
     def add(
         self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from rekindle.cache.block import Block
 from rekindle.cache.evict import Shares
-from rekindle.cache.index import Block
 
 OVERHEAD_BYTES = 1536  # a block's key, node and table entries, and a share of its namespace's root
 

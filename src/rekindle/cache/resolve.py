@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rekindle.cache.index import Block, Match
+from rekindle.cache.block import Block
+from rekindle.cache.index import Match
 from rekindle.cache.key import TOKEN_BYTES, shared_prefix
 
 Handle = TypeVar("Handle")

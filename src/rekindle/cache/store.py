@@ -6,13 +6,15 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rekindle.cache.block import Block, Head, Wish, below, chain
 from rekindle.cache.codec import record_bytes
-from rekindle.cache.disk import DiskTier, Fetch, Fetched, Flushed, News, Unwritten, Written
+from rekindle.cache.disk import DiskTier, Fetch, Fetched, News
 from rekindle.cache.disk import disk_bytes as disk_cost
-from rekindle.cache.index import Block, Head, Index, Match, Wish
+from rekindle.cache.index import Index, Match
 from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.ledger import BlockRow
 from rekindle.cache.ram import OVERHEAD_BYTES, Blob, RamTier, cost_bytes
+from rekindle.cache.writer import Flushed, Unwritten, Written
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ class Store:
         for covered in self._index.shorter(block):
             replaced = block.exact or not covered.exact
             needed = covered.disk_bytes and not block.stored
-            if replaced and not needed and not _is_pinned(covered):
+            if replaced and not needed and not covered.is_pinned:
                 self._remove(covered)
         self._descend(block)
 
@@ -189,7 +191,7 @@ class Store:
         assert above is not None
         beside = [head for tail in self._index.shorter(block) for head in tail.heads]
         for head in (*above.heads, *beside):
-            self._end_below(head, above)
+            self._index.place(head, above)
 
     def promote(self, block: Block, blob: Blob) -> None:
         """Keep in RAM what was fetched from below, if there is room."""
@@ -200,17 +202,12 @@ class Store:
 
     def attach(self, head: Head) -> None:
         """Let a conversation's end rest on the last block that holds state of it."""
-        self._end_below(head, self._index.root(head.root))
-
-    def _end_below(self, head: Head, node: Block) -> None:
-        while child := self._index.through(node, head.packed):
-            node = child
-        _end_in(head, node)
+        self._index.place(head)
 
     def detach(self, head: Head) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
         above = head.block
-        _end_in(head, None)
+        head.move(None)
         if above is not None:
             self._index.tidy(above)
 
@@ -230,7 +227,7 @@ class Store:
         """What pinned conversations take, what they share counted once."""
         pinned: dict[bytes, Block] = {}
         for block in self._index:
-            if _is_pinned(block):
+            if block.is_pinned:
                 pinned.update((each.key, each) for each in chain(block))
         return sum(self._lasting_cost(block) for block in pinned.values())
 
@@ -259,7 +256,7 @@ class Store:
         """Forget a block that turned out bad, and everything that was computed on top of it."""
         if self._index.get(block.key) is not block:
             return
-        for each in _below(block):
+        for each in below(block):
             self._remove(each, aside=aside and each is block)
 
     def _remove(self, block: Block, *, aside: bool = False) -> None:
@@ -267,13 +264,13 @@ class Store:
         assert above is not None
         heads = block.heads
         for head in heads:
-            _end_in(head, above)
+            head.move(above)
         self._ram.drop(block)
         if self._disk:
             self._disk.remove(block, aside=aside)
         self._index.remove(block)
         for head in heads:  # a sibling may hold some of its tokens
-            self._end_below(head, above)
+            self._index.place(head, above)
 
     def _evict(self, block: Block) -> None:
         self.counts.evicted_blocks += 1
@@ -436,7 +433,7 @@ class Store:
 
     def _leave_disk(self, block: Block) -> None:
         assert self._disk is not None
-        for each in _below(block):
+        for each in below(block):
             if each in self._ram:
                 self._disk.remove(each)
             else:
@@ -488,33 +485,5 @@ class _Spared:
             return True
         if self._in_ram and block.disk_bytes:
             return False
-        needed = block is self._last or _is_pinned(block)
+        needed = block is self._last or block.is_pinned
         return needed or (not self._in_ram and bool(block.children))
-
-
-def _is_pinned(block: Block) -> bool:
-    return any(head.pinned for head in block.heads)
-
-
-def chain(block: Block | None) -> Iterator[Block]:
-    """This block and those above it, the root left out."""
-    while block is not None and not block.is_root:
-        yield block
-        block = block.parent
-
-
-def _below(block: Block) -> list[Block]:
-    """This block and all under it, children first."""
-    found = [block]
-    for parent in found:  # grows as it is walked: parents first
-        found.extend(parent.children.values())
-    return found[::-1]
-
-
-def _end_in(head: Head, block: Block | None) -> None:
-    """The one place where a conversation's end moves."""
-    if head.block is not None:
-        head.block.heads = tuple(each for each in head.block.heads if each is not head)
-    head.block = block
-    if block is not None:
-        block.heads += (head,)

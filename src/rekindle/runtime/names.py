@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rekindle.cache.block import Wish
 from rekindle.cache.entries import Draft, Entries, Entry, Name
-from rekindle.cache.index import Wish
 from rekindle.cache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.cache.store import Store
 from rekindle.errors import NoRoomForPins

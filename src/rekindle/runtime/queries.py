@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from blake3 import blake3
 
+from rekindle.cache.block import chain
 from rekindle.cache.clock import Clock
 from rekindle.cache.entries import Draft, Entries, Entry
 from rekindle.cache.key import pack
-from rekindle.cache.store import Store, chain
+from rekindle.cache.store import Store
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
 from rekindle.events import Status
 from rekindle.prompt.segments import segments

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rekindle.cache.block import Wish
 from rekindle.cache.disk import Fetch
 from rekindle.cache.entries import Entry
-from rekindle.cache.index import Wish
 from rekindle.cache.key import pack
 from rekindle.engine.base import Sampler, Sequence
 from rekindle.engine.sampling import Sampled

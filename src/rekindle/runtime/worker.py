@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from rekindle.cache.disk import Fetched, Flushed, News, Unwritten, Written
+from rekindle.cache.disk import Fetched, News
 from rekindle.cache.key import namespace, unpack
+from rekindle.cache.writer import Flushed, Unwritten, Written
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import BadRequest, ContextTooLong, RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event

@@ -1,0 +1,112 @@
+"""Blocks in their tree, the ends of conversations that rest on them, and when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+from rekindle.cache.key import TOKEN_BYTES
+
+
+class Head:
+    """The end of a conversation: all its tokens, and the last block that holds state of it."""
+
+    __slots__ = ("block", "packed", "pinned", "root")
+
+    def __init__(self, root: bytes, packed: bytes, *, pinned: bool = False) -> None:
+        self.root = root
+        self.packed = packed
+        self.pinned = pinned
+        self.block: Block | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    def move(self, block: Block | None) -> None:
+        """End in this block from now on; the one place where that changes."""
+        if self.block is not None:
+            self.block.heads = tuple(head for head in self.block.heads if head is not self)
+        self.block = block
+        if block is not None:
+            block.heads += (self,)
+
+
+class Wish(IntEnum):
+    """When a block is to be written to disk."""
+
+    NEVER = 0  # it lives and dies in memory
+    LATE = 1  # when memory runs out, or the server stops
+    SOON = 2  # behind the turn that computed it
+
+
+class Block:
+    """A node of the tree. `exact` says it was computed in canonical prefill steps."""
+
+    __slots__ = (
+        "children",
+        "disk_bytes",
+        "exact",
+        "heads",
+        "key",
+        "order",
+        "packed",
+        "parent",
+        "root",
+        "size_bytes",
+        "start",
+        "stored",
+        "wish",
+    )
+
+    def __init__(
+        self, key: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.root: bytes = parent.root if parent else key
+        self.packed = packed
+        self.size_bytes = size_bytes  # of its state
+        self.exact = exact
+        self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
+        self.stored = False  # on disk for certain
+        self.wish = Wish.NEVER
+        self.heads: tuple[Head, ...] = ()  # conversations whose state ends here; mostly none
+        self.start: int = parent.stop if parent else 0
+        self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
+        self.order: list[bytes] = []  # the children's packed tokens, sorted
+
+    @property
+    def tokens(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(head.pinned for head in self.heads)
+
+    def holds(self, parent: bytes, packed: bytes) -> bool:
+        """Whether it is the block of these tokens: an equal key is a hint, tokens decide."""
+        return self.packed == packed and self.parent is not None and self.parent.key == parent
+
+
+def chain(block: Block | None) -> Iterator[Block]:
+    """This block and those above it, the root left out."""
+    while block is not None and not block.is_root:
+        yield block
+        block = block.parent
+
+
+def below(block: Block) -> list[Block]:
+    """This block and all under it, children first."""
+    found = [block]
+    for parent in found:  # grows as it is walked: parents first
+        found.extend(parent.children.values())
+    return found[::-1]
