@@ -161,12 +161,12 @@ class DiskTier:
         order = self._pending.get(block.key)
         return order.record.blob if order else None
 
-    def settle(self, orders: Iterable[WriteOrder]) -> list[bytes]:
-        """The writer is through with these; the keys of those that were not overtaken."""
-        keys = [order.key for order in orders if self._pending.get(order.key) is order]
-        for key in keys:
-            self._forget_pending(key)
-        return keys
+    def settle(self, orders: Iterable[WriteOrder]) -> list[WriteOrder]:
+        """The writer is through with these; those of them that were not overtaken."""
+        settled = [order for order in orders if self._pending.get(order.key) is order]
+        for order in settled:
+            self._forget_pending(order.key)
+        return settled
 
     def _forget_pending(self, key: bytes) -> None:
         if order := self._pending.pop(key, None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from rekindle.cache.index import Index, Match
 from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.ledger import BlockRow
 from rekindle.cache.ram import OVERHEAD_BYTES, Blob, RamTier, cost_bytes
+from rekindle.cache.spill import Spared, Spill
 from rekindle.cache.writer import Flushed, Unwritten, Written
 
 
@@ -39,7 +40,7 @@ class Store:
         self._index = Index(block_tokens)
         self._ram = RamTier(ram_bytes)
         self._disk = disk
-        self._dirty: deque[Block] = deque()  # to be written as soon as the queue has room
+        self._spill = Spill(self._index, self._ram, disk, self._evict) if disk else None
         self.counts = StoreCounts()
 
     def __len__(self) -> int:
@@ -92,8 +93,7 @@ class Store:
             if self._disk:
                 self._disk.use(block)
             if wish > block.wish:
-                self._plan_write(block, wish)
-        self._feed()
+                self._wish(block, wish)
 
     def wants(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
         """Whether putting this block would add anything."""
@@ -127,30 +127,23 @@ class Store:
         if parent != root and (above is None or not self._index.is_full(above)):
             return False
         in_ram = self._make_room(cost_bytes(blob, packed), above)
-        if not in_ram and not self._takes_directly(above, packed, blob, wish):
+        if not in_ram and not (self._spill and self._spill.takes(above, packed, blob, wish)):
             self.counts.refused_blocks += 1
             return False
         block = self._index.add(root, above, packed, len(blob), exact=exact)
-        block.wish = wish
         if in_ram:
             self._ram.put(block, blob)
         elif self._disk:
             self._disk.write(block, blob)
         self._settle(block, blob)
-        self._plan_write(block, wish)
-        self._feed()
+        self._wish(block, wish)
         return True
 
-    def _takes_directly(self, above: Block | None, packed: bytes, blob: Blob, wish: Wish) -> bool:
-        """Whether the disk takes a block that RAM has no room for."""
-        return (
-            self._disk is not None
-            and wish > Wish.NEVER
-            and self._disk.takes_writes
-            and self._disk.has_queue_room
-            and (above is None or self._write(above))
-            and self._make_disk_room(disk_cost(packed, len(blob)), above)
-        )
+    def _wish(self, block: Block, wish: Wish) -> None:
+        block.wish = wish
+        if self._spill:
+            self._spill.plan(block)
+            self._spill.feed()
 
     def _replace(self, known: Block, blob: Blob, *, exact: bool) -> bool:
         """An exact block takes the place of one that is not; never the other way round."""
@@ -284,46 +277,19 @@ class Store:
         that would not do. What may be written goes to disk."""
         if self._ram.fits(cost):
             return True
-        if last is not None and self._disk:
-            self._demote(last, last)  # then its chain may leave RAM too
+        if last is not None and self._spill:
+            self._spill.demote(last, last)  # then its chain may leave RAM too
         kept = (block for block in chain(last) if not block.disk_bytes)
         if cost + sum(self._ram.cost(block) for block in kept) > self._ram.limit_bytes:
             return False
-        spared = _Spared(self._index, last, in_ram=True)
+        spared = Spared(self._index, last, in_ram=True)
         while not self._ram.fits(cost):
             key = self._ram.lowest(spared)
             block = self._index.get(key) if key is not None else None
             if block is None:  # all that is left is pinned
                 return False
-            if block.disk_bytes or self._demote(block, last):
+            if self._spill and self._spill.demote(block, last):
                 self._ram.drop(block)
-            else:
-                self._evict(block)
-        return True
-
-    def _demote(self, block: Block, last: Block | None) -> bool:
-        """Have it written instead of lost; not when the writer cannot keep up, for what waits for
-        it takes memory too."""
-        return (
-            block.wish > Wish.NEVER
-            and self._disk is not None
-            and self._disk.has_queue_room
-            and self._write(block, last)
-        )
-
-    def _make_disk_room(self, cost: int, last: Block | None) -> bool:
-        assert self._disk is not None
-        if not self._disk.could_fit(cost):
-            return False
-        spared = _Spared(self._index, last, in_ram=False)
-        while not self._disk.fits(cost):
-            key = self._disk.lowest(spared)
-            block = self._index.get(key) if key is not None else None
-            if block is None:
-                return False
-            if block in self._ram:
-                self._disk.remove(block)
-                block.wish = Wish.NEVER  # or it would come straight back
             else:
                 self._evict(block)
         return True
@@ -333,6 +299,7 @@ class Store:
     def load(self, rows: Iterable[BlockRow]) -> None:
         """Take in what the disk holds, parents first; a row that cannot be right is left out."""
         assert self._disk is not None
+        assert self._spill is not None
         for row in rows:
             above = None if row.parent == row.root else self._index.get(row.parent)
             state_bytes = row.size_bytes - record_bytes(len(row.packed), 0)
@@ -343,7 +310,7 @@ class Store:
             block.wish = Wish.SOON
             self._disk.adopt(block, disk_cost(row.packed, state_bytes))
             self._let_give_way(block)
-        self._make_disk_room(0, None)  # the budget may have become smaller
+        self._spill.make_room(0)  # the budget may have become smaller
 
     def _is_sound(self, row: BlockRow, above: Block | None) -> bool:
         fits_in = above is not None and self._index.is_full(above) and above.root == row.root
@@ -354,47 +321,17 @@ class Store:
             and chain_key(row.parent, row.packed) == row.key
         )
 
-    def _plan_write(self, block: Block, wish: Wish) -> None:
-        """Tails are written late: the next turn makes a longer one of most of them."""
-        block.wish = max(block.wish, wish)
-        if self._disk and wish is Wish.SOON and not block.disk_bytes and self._index.is_full(block):
-            self._dirty.append(block)
-
-    def _feed(self) -> None:
-        """Hand the writer as much as it takes."""
-        if self._disk is None or not self._disk.takes_writes:
-            return
-        while self._dirty and self._disk.has_queue_room:
-            block = self._dirty.popleft()
-            if self._index.get(block.key) is block:
-                self._write(block)
-
-    def _write(self, block: Block, last: Block | None = None) -> bool:
-        """Have a block written, after those above it that are not; False: it cannot be. Room for
-        it is not made at the cost of `last`."""
-        if self._disk is None or not self._disk.takes_writes:
-            return False
-        missing = [each for each in chain(block) if not each.disk_bytes]
-        for each in reversed(missing):
-            blob = self._ram.get(each)
-            if blob is None or (each.wish is Wish.NEVER and each is not block):
-                return False
-            if not self._make_disk_room(disk_cost(each.packed, len(blob)), last):
-                return False
-            self._disk.write(each, blob)
-        return True
-
     def write_chain(self, block: Block) -> None:
         """Have a conversation written whole, its tail too."""
         for each in chain(block):
             each.wish = max(each.wish, Wish.LATE)
-        self._write(block)
+        if self._spill:
+            self._spill.write(block)
 
     def write_everything(self) -> None:
-        """Have all written that may be; the order of the index is parents first."""
-        for block in list(self._index):
-            if block.wish > Wish.NEVER and self._index.get(block.key) is block:
-                self._write(block)
+        """Have all written that may be."""
+        if self._spill:
+            self._spill.write_everything()
 
     def fetch(self, blocks: Sequence[Block]) -> Fetch | None:
         """Start reading those that are not at hand; None when all are."""
@@ -415,21 +352,25 @@ class Store:
 
     def _on_written(self, news: Written) -> None:
         assert self._disk is not None
+        assert self._spill is not None
         self._disk.counts.written_bytes += sum(order.size_bytes for order in news.orders)
-        for key in self._disk.settle(news.orders):
-            if block := self._index.get(key):
+        for order in self._disk.settle(news.orders):
+            if block := self._index.get(order.key):
                 block.stored = True
                 self._let_give_way(block)
-        self._feed()
+        self._spill.feed()
 
     def _on_unwritten(self, news: Unwritten) -> None:
         """These are not on disk, so nothing below them is reachable there either."""
         assert self._disk is not None
-        for key in self._disk.settle(news.orders):
-            if block := self._index.get(key):
+        assert self._spill is not None
+        for order in self._disk.settle(news.orders):
+            if block := self._index.get(order.key):
+                if self._ram.fits(cost_bytes(order.record.blob, block.packed)):
+                    self.promote(block, order.record.blob)  # it may have left RAM too early
                 self._leave_disk(block)
         self._disk.shrink(news.state, sum(order.size_bytes for order in news.orders))
-        self._make_disk_room(0, None)
+        self._spill.make_room(0)
 
     def _leave_disk(self, block: Block) -> None:
         assert self._disk is not None
@@ -460,30 +401,6 @@ class Store:
 
     def retry_disk(self) -> None:
         """Try a disk again that had failed, and write what it missed."""
-        if self._disk is None or self._disk.state == "ok":
-            return
-        self._disk.try_again()
-        for block in list(self._index):
-            if block.wish is Wish.SOON and not block.disk_bytes and self._index.is_full(block):
-                self._dirty.append(block)
-        self._feed()
-
-
-class _Spared:
-    """What may not go now: the block being added to, and what is pinned. RAM may let go of what the
-    disk has; the disk lets go of nothing that others depend on."""
-
-    def __init__(self, index: Index, last: Block | None, *, in_ram: bool) -> None:
-        self._index = index
-        self._last = last
-        self._in_ram = in_ram
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        block = self._index.get(key)
-        if block is None:
-            return True
-        if self._in_ram and block.disk_bytes:
-            return False
-        needed = block is self._last or block.is_pinned
-        return needed or (not self._in_ram and bool(block.children))
+        if self._disk and self._spill and self._disk.state != "ok":
+            self._disk.try_again()
+            self._spill.catch_up()

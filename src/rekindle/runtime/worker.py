@@ -15,21 +15,20 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from rekindle.cache.disk import Fetched, News
-from rekindle.cache.key import namespace, unpack
 from rekindle.cache.writer import Flushed, Unwritten, Written
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.errors import BadRequest, ContextTooLong, RekindleError, ServerError, TemplateFailed
+from rekindle.errors import RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event
-from rekindle.prompt.head import Recall, Remembered
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime import wire
 from rekindle.runtime.device import Device
+from rekindle.runtime.intake import SHARED_SALT, Intake
 from rekindle.runtime.memory import Memory
 from rekindle.runtime.names import Names
 from rekindle.runtime.queries import Queries
@@ -38,7 +37,6 @@ from rekindle.runtime.turn import Turn, failure
 
 ENCODER_THREADS = 2
 TICK_S = 60.0
-SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 CPU_RESIDENT_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
 
 
@@ -83,13 +81,16 @@ class Worker:
         self._engine = LlamaCppEngine(_options(load), self._on_progress)
         abilities = self._engine.abilities
         self._abilities = abilities
-        self._encoder = Encoder(self._engine.vocabulary, _template(self._engine))
+        encoder = Encoder(self._engine.vocabulary, _template(self._engine))
         self._memory = Memory(load, abilities, self._inbox.put, self.send)
-        self._entries = self._memory.entries
+        entries = self._memory.entries
+        self._intake = Intake(
+            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret
+        )
         self._names = Names(
-            self._entries,
+            entries,
             self._memory.store,
-            self._encoder,
+            encoder,
             self._log,
             policy=load.write_policy,
             key_ttl_s=load.key_ttl_s,
@@ -100,22 +101,16 @@ class Worker:
             self._memory.store,
             self._names.explain,
             resident_tokens=abilities.pool_tokens if self._engine.on_gpu else CPU_RESIDENT_TOKENS,
-            shared=self._root(SHARED_SALT),
+            shared=self._intake.root(SHARED_SALT),
         )
-        self._entries.on_remove = self._device.forget
+        entries.on_remove = self._device.forget
         self._scheduler = Scheduler(
             self._engine, self._device, self._emit, self._names.remember, parallel=load.parallel
         )
         self._queries = Queries(
-            self._entries, self._memory.store, self._device, self._names, self._memory.clock
+            entries, self._memory.store, self._device, self._names, self._memory.clock
         )
         self._queries.disk_state = self._memory.trouble
-
-    def _root(self, salt: bytes) -> bytes:
-        """The namespace of a tenant."""
-        return namespace(
-            self._abilities.fingerprint, salt, self._abilities.block_tokens, self._memory.secret
-        )
 
     def ready(self) -> wire.Ready:
         return wire.Ready(
@@ -168,7 +163,7 @@ class Worker:
     def _encode(self, ask: wire.Ask) -> None:
         """An encoder thread: the request as a turn, or its refusal."""
         try:
-            self._inbox.put(self._turn(ask))
+            self._inbox.put(self._intake.turn(ask))
         except ServerError as error:
             self._refuse(ask, error)
         except Exception as error:
@@ -179,15 +174,7 @@ class Worker:
         op = query.op
         assert isinstance(op, wire.Validate | wire.IndexPrompt)
         try:
-            if isinstance(op, wire.IndexPrompt):
-                prompt = self._encoder.prefix(op.messages, tools=op.tools, template_kwargs={})
-            else:
-                prompt = self._encoder.chat(
-                    op.messages,
-                    template_kwargs=op.template_kwargs,
-                    tools=op.tools,
-                    recall=self._recall(self._root(query.salt)),
-                )
+            prompt = self._intake.prompt_about(op, query.salt)
         except ServerError as error:
             self._answer(query, _refused(error))
         except Exception as error:
@@ -195,80 +182,12 @@ class Worker:
         else:
             self._inbox.put(_Encoded(query, prompt))
 
-    def _recall(self, root: bytes) -> Recall:
-        """Remembered heads of one tenant, for the encoder."""
-
-        def recall(marked: bytes) -> Remembered | None:
-            entry = self._entries.recall(root, marked)
-            return Remembered(entry.text, unpack(entry.packed)) if entry else None
-
-        return recall
-
     def _answer(self, query: wire.Query, answer: wire.CacheAnswer) -> None:
         self.send(wire.Answer(query.id, answer))
 
     def _refuse(self, ask: wire.Ask, error: ServerError) -> None:
         self._emit([failure(ask.turn, error)])
         self._inbox.put(_Refused(ask.turn))
-
-    def _turn(self, ask: wire.Ask) -> Turn:
-        vocabulary = self._engine.vocabulary
-        if any(token >= vocabulary.size for token in ask.sampling.logit_bias):
-            raise BadRequest(
-                f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
-            )
-        if ask.ignore_eos:
-            ends = dict.fromkeys(vocabulary.end_tokens, float("-inf"))
-            bias = {**ask.sampling.logit_bias, **ends}
-            ask.sampling = replace(ask.sampling, logit_bias=bias)
-        return Turn(
-            ask,
-            self._prompt(ask),
-            namespace=self._root(_salt(ask)),
-            tokenizer=vocabulary,
-            end_tokens=vocabulary.end_tokens,
-            context_tokens=self._abilities.context_tokens,
-        )
-
-    def _prompt(self, ask: wire.Ask) -> Prompt:
-        # Exact answers are those of a server that remembers nothing, so its tokens are used.
-        recall = self._recall(self._root(ask.salt)) if ask.reuse and not ask.exact else None
-        if ask.messages is not None:
-            self._check_size(ask, ask.messages)
-            kwargs = ask.template_kwargs
-            if ask.preparing is not None:
-                return self._encoder.prefix(ask.messages, tools=ask.tools, template_kwargs=kwargs)
-            return self._encoder.chat(
-                ask.messages, template_kwargs=kwargs, tools=ask.tools, recall=recall
-            )
-        assert ask.prompt is not None
-        if not ask.prompt:
-            return self._beginning()
-        if isinstance(ask.prompt, str):
-            self._check_size(ask, ask.prompt)
-            return self._encoder.text(ask.prompt, recall=recall)
-        return self._given(ask.prompt)
-
-    def _check_size(self, ask: wire.Ask, text: object) -> None:
-        """Tokenising takes its time: refuse what cannot fit before trying."""
-        least = _characters(text) // self._engine.vocabulary.longest_bytes
-        if least >= self._abilities.context_tokens:
-            limit = self._abilities.context_tokens
-            raise ContextTooLong(f"at least {least}", limit, param=ask.source)
-
-    def _beginning(self) -> Prompt:
-        """An empty prompt: the model's own beginning of a text."""
-        bos = self._engine.vocabulary.bos
-        if bos is None:
-            raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-        return Prompt((bos,), boundaries=())
-
-    def _given(self, tokens: list[int]) -> Prompt:
-        """A prompt that came as token ids."""
-        most = self._abilities.vocabulary
-        if any(not 0 <= token < most for token in tokens):
-            raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
-        return Prompt(tuple(tokens), boundaries=())
 
     # -- the engine's thread -------------------------------------------------------------------
 
@@ -335,7 +254,7 @@ class Worker:
     def _find_answer(
         self, query: wire.Query, asked: wire.Query | _Encoded
     ) -> wire.CacheAnswer | None:
-        op, root = query.op, self._root(query.salt)
+        op, root = query.op, self._intake.root(query.salt)
         if isinstance(op, wire.Settle):
             view = None if query.admin else root
             self._queries.settle(op.cache_key, view, lambda info: self._answer(query, info))
@@ -366,23 +285,8 @@ class Worker:
         self._engine.close()
 
 
-def _salt(ask: wire.Ask) -> bytes:
-    return SHARED_SALT if ask.preparing is not None and ask.preparing.shared else ask.salt
-
-
 def _refused(error: ServerError) -> wire.Refused:
     return wire.Refused(error.status, error.kind, error.code, str(error), error.param)
-
-
-def _characters(value: object) -> int:
-    """Characters in all strings of a JSON value, a lower bound of their bytes."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(_characters(each) for each in value.values())
-    if isinstance(value, list):
-        return sum(_characters(each) for each in value)
-    return 0
 
 
 def _template(engine: LlamaCppEngine) -> ChatTemplate | None:

@@ -1,0 +1,331 @@
+"""Several people on one server: nobody sees, uses or removes what another has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rekindle.api import keyfile
+from tests.support.server import Server, running
+from tests.support.tiny import write_llama
+
+Json = dict[str, Any]
+
+ANNA, BERT, CARL = "key-of-anna-3f9c", "key-of-bert-81d2", "key-of-carl-55aa"
+ROOT = "key-of-root-c07e"
+COMMON = "You are the house's own assistant, and everybody who comes here hears this first."
+PRIVATE = "Be nobody's but Anna's assistant, and keep what she tells you for her alone."
+PROJECTS = f"""
+max_tokens: 4
+temperature: 0
+projects:
+  house:
+    system_prompt: {COMMON}
+    shared: true
+    cache: {{warm_on_startup: true, pinned: true, ttl: null}}
+"""
+SESSIONS = "/v1/internal/model/kv_cache"
+
+
+@dataclass(frozen=True)
+class House:
+    server: Server
+    folder: Path
+
+    def client(self, key: str) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.server.url, headers=headers, timeout=120)
+
+    @property
+    def keys(self) -> Path:
+        return self.folder / "keys"
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("house")
+    settings = folder / "rekindle.yaml"
+    settings.write_text(PROJECTS)
+    keyfile.append(folder / "keys", "# more keys")
+    flags = ("--threads", "1", "--config", str(settings), "--api-keys-file", str(folder / "keys"),
+             "--api-key", ANNA, "--api-key", BERT, "--api-key", CARL, "--admin-key", ROOT)  # fmt: skip
+    with running(write_llama(folder / "tiny.gguf"), folder, *flags) as server:
+        yield House(server, folder)
+
+
+@pytest.fixture
+def anna(house: House) -> Iterator[httpx.Client]:
+    with house.client(ANNA) as client:
+        yield client
+
+
+@pytest.fixture
+def bert(house: House) -> Iterator[httpx.Client]:
+    with house.client(BERT) as client:
+        yield client
+
+
+@pytest.fixture
+def carl(house: House) -> Iterator[httpx.Client]:
+    with house.client(CARL) as client:
+        yield client
+
+
+@pytest.fixture
+def root(house: House) -> Iterator[httpx.Client]:
+    with house.client(ROOT) as client:
+        yield client
+
+
+def conversation(text: str, system: str = PRIVATE) -> list[Json]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def chat(client: httpx.Client, messages: list[Json], **more: Any) -> Json:
+    answer = client.post("/v1/chat/completions", json={"messages": messages, **more})
+    assert answer.status_code == httpx.codes.OK, answer.text
+    told: Json = answer.json()
+    return told
+
+
+def keys_of(client: httpx.Client) -> set[str]:
+    return {each["cache_key"] for each in client.get("/v1/cache").json()["entries"]}
+
+
+# -- what a stranger learns ----------------------------------------------------------------------
+
+Ask = Callable[[httpx.Client, list[Json], Json], httpx.Response]
+
+
+def by_key(client: httpx.Client, messages: list[Json], names: Json) -> httpx.Response:
+    body = {"messages": messages, "cache_key": names["cache_key"], "return_cache_key": False}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def by_message(client: httpx.Client, messages: list[Json], names: Json) -> httpx.Response:
+    *before, last = messages
+    named = [*before, {**last, "message_id": names["message_id"]}]
+    return client.post("/v1/chat/completions", json={"messages": named, "use_kv_cache": True})
+
+
+def by_session(client: httpx.Client, messages: list[Json], names: Json) -> httpx.Response:
+    body = {"messages": messages, "session_id": names["session_id"]}
+    return client.post("/v1/chat/completions", json=body)
+
+
+def validate(client: httpx.Client, messages: list[Json], names: Json) -> httpx.Response:
+    body = {"messages": messages, "cache_key": names["cache_key"]}
+    return client.post("/v1/cache/validate", json=body)
+
+
+def show(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
+    return client.get(f"/v1/cache/{names['cache_key']}")
+
+
+def pin(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
+    return client.post(f"/v1/cache/{names['cache_key']}/pin", json={})
+
+
+def delete(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
+    return client.delete(f"/v1/cache/{names['cache_key']}")
+
+
+def remove_session(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
+    return client.post(f"{SESSIONS}/remove_cache", json={"session_id": names["session_id"]})
+
+
+# Those that give a name to something come last.
+WAYS: tuple[Ask, ...] = (
+    validate,
+    show,
+    pin,
+    delete,
+    remove_session,
+    by_key,
+    by_message,
+    by_session,
+)
+
+
+def likeness(answer: httpx.Response) -> tuple[int, Json]:
+    """An answer without what differs between any two: ids, times, the reply."""
+    body = answer.json()
+    for name in ("id", "created", "choices"):
+        body.pop(name, None)
+    body.get("usage", {}).pop("prompt_eval_time", None)
+    body.get("x_cache", {}).pop("cache_key", None)
+    return answer.status_code, body
+
+
+def test_a_stolen_name_is_answered_as_a_made_up_one(
+    anna: httpx.Client, bert: httpx.Client, carl: httpx.Client
+) -> None:
+    """Bert has Anna's names, Carl made his up; otherwise they do the same."""
+    messages = conversation("What did I say about the will?")
+    first = chat(anna, messages, session_id="anna's", return_cache_key=True, use_kv_cache=True)
+    messages.append(first["choices"][0]["message"])
+    stolen = {
+        "cache_key": first["x_cache"]["new_cache_key"],
+        "session_id": "anna's",
+        "message_id": messages[-1].pop("message_id"),
+    }
+    made_up = {"cache_key": "0" * 32, "session_id": "nobody's", "message_id": "msg_" + "0" * 24}
+    before = anna.get(f"/v1/cache/{stolen['cache_key']}").json()
+    for way in WAYS:
+        told = likeness(way(bert, messages, stolen))
+        assert told == likeness(way(carl, messages, made_up)), way.__name__
+        if way is by_key:
+            assert told[1]["x_cache"]["reason"] == "cache_key_not_found"
+            assert told[1]["x_cache"]["reused_tokens"] < len(PRIVATE), "of hers nothing is reused"
+    after = anna.get(f"/v1/cache/{stolen['cache_key']}").json()
+    assert {**after, "expires_at": 0, "stored_tokens": 0} == {
+        **before, "expires_at": 0, "stored_tokens": 0,
+    }  # fmt: skip
+    again = chat(anna, messages, session_id="anna's")
+    assert again["x_cache"]["cache_key"] == stolen["cache_key"]
+
+
+def test_the_same_prompt_prepared_by_two_has_two_keys(
+    anna: httpx.Client, bert: httpx.Client
+) -> None:
+    body = {"messages": conversation("Prepared by both.")}
+    mine, his = (each.post("/v1/cache/prepare", json=body).json() for each in (anna, bert))
+    assert mine.pop("cache_key") != his.pop("cache_key")
+    assert mine == his
+
+
+def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
+    anna: httpx.Client, bert: httpx.Client, root: httpx.Client
+) -> None:
+    keys = []
+    for client in (anna, bert):
+        told = chat(client, conversation("Whose is this?"), return_cache_key=True)
+        keys.append(told["x_cache"]["new_cache_key"])
+    assert not keys_of(anna) & keys_of(bert)
+    assert keys_of(root) > keys_of(anna) | keys_of(bert) >= set(keys)
+    stats = [each.get("/v1/cache/stats").json() for each in (anna, bert, root)]
+    assert [each["total_entries"] for each in stats] == [
+        len(keys_of(each)) for each in (anna, bert, root)
+    ]
+    of_anna, of_bert, of_all = stats
+    assert of_all["total_misses"] >= of_anna["total_misses"] + of_bert["total_misses"]
+    assert of_all.keys() - of_anna.keys() >= {"computed_tokens", "disk_state", "turns"}
+    assert anna.get("/metrics").status_code == httpx.codes.FORBIDDEN
+    tenants = {
+        each["cache_key"]: each["tenant"] for each in root.get("/v1/cache").json()["entries"]
+    }
+    assert tenants[keys[0]] != tenants[keys[1]]
+    assert root.delete(f"/v1/cache/{keys[1]}").status_code == httpx.codes.OK
+    assert keys[1] not in keys_of(bert)
+
+
+# -- keys that come and go -----------------------------------------------------------------------
+
+
+def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(house: House) -> None:
+    before = house.keys.read_text()
+    key = keyfile.new_key()
+    with house.client(key) as client:
+        assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
+        keyfile.append(house.keys, keyfile.line_for("dora", key, admin=False))
+        time.sleep(keyfile.LOOK_EVERY_S)
+        told = chat(client, conversation("Hello, I am new."), return_cache_key=True)
+        assert told["x_cache"]["new_cache_key"]
+        house.keys.write_text(before)
+        time.sleep(keyfile.LOOK_EVERY_S)
+        assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
+
+
+# -- what is common ------------------------------------------------------------------------------
+
+
+def test_a_shared_project_is_warm_for_everybody_and_nobodys_to_remove(
+    anna: httpx.Client, bert: httpx.Client, root: httpx.Client
+) -> None:
+    [project] = [each for each in root.get("/v1/cache").json()["entries"] if each["pinned"]]
+    assert project["expires_at"] is None
+    assert project["stored_tokens"] == project["token_count"]
+    for client in (anna, bert):
+        told = chat(client, conversation("First message.", COMMON))
+        assert told["x_cache"]["reused_tokens"] == project["token_count"]
+        assert told["x_cache"]["status"] == "hit"
+        assert project["cache_key"] not in keys_of(client)
+        gone = client.delete(f"/v1/cache/{project['cache_key']}")
+        assert gone.status_code == httpx.codes.NOT_FOUND
+
+
+# -- what is told to nobody ----------------------------------------------------------------------
+
+
+def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
+    house: House, anna: httpx.Client, root: httpx.Client
+) -> None:
+    canary = "canary-5b1e77"
+    names = {"session_id": f"{canary}-session", "prompt_cache_key": f"{canary}-prompt"}
+    chat(anna, conversation(f"The {canary} sings."), **names, user=f"{canary}-user")
+    refused = [
+        anna.post("/v1/chat/completions", json={"messages": conversation(canary), **bad})
+        for bad in ({"model": canary}, {"session_id": canary * 99}, {"temperature": canary})
+    ]
+    assert all(answer.is_client_error for answer in refused)
+    with house.client(f"{canary}-key") as stranger:
+        assert stranger.get(f"/v1/cache/{canary}").status_code == httpx.codes.UNAUTHORIZED
+    assert anna.get(f"/v1/cache/{canary}").status_code == httpx.codes.NOT_FOUND
+    metrics = root.get("/metrics")
+    assert "rekindle_computed_tokens_total" in metrics.text
+    files = "\n".join(str(path) for path in (house.folder / "kv").rglob("*"))
+    log = house.server.log.read_text()
+    assert "prompt tokens" in log
+    for secret in (canary, "sings", PRIVATE, COMMON, ANNA, BERT, ROOT):
+        for place in (metrics.text, files, log):
+            assert secret not in place
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+def run_cache(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rekindle.cli", "cache", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_cache_commands_tell_what_the_server_tells_and_leave_a_clean_folder(
+    tmp_path: Path,
+) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    with running(model, tmp_path, "--threads", "1") as server, server.client() as client:
+        messages = conversation("What does the cache hold?")
+        told = chat(client, messages, temperature=0, max_tokens=4, return_cache_key=True)
+        key = told["x_cache"]["new_cache_key"]
+        question = tmp_path / "question.json"
+        question.write_text(json.dumps({"messages": conversation("What does it not hold?")}))
+
+        def cache(*arguments: str) -> Any:
+            done = run_cache(*arguments, "--json", "--base-url", f"{server.url}/v1")
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+        assert cache("ls")["entries"][0]["cache_key"] == key
+        assert cache("stats")["total_entries"] == 1
+        assert cache("show", key[:8])["token_count"] == told["usage"]["total_tokens"]
+        assert cache("pin", key)["pinned"] is True
+        assert cache("unpin", key)["pinned"] is False
+        explained = cache("explain", "--key", key, "--messages", str(question))
+        assert (explained["reason"], explained["diverged_at"]["message"]) == ("turn_changed", 1)
+        assert cache("gc") == {"status": "ok", "removed": 0, "freed_bytes": 0}
+        chat(client, messages, temperature=0, max_tokens=8)
+        assert cache("rm", key) == [{"status": "evicted", "cache_key": key}]
+        assert run_cache("check", "--cache-dir", str(tmp_path / "kv")).returncode == 0
+    checked = run_cache("check", "--cache-dir", str(tmp_path / "kv"))
+    assert checked.returncode == 0, checked.stdout
+    assert "nothing amiss" in checked.stdout
+    assert " 0 good blocks" not in checked.stdout
