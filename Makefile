@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: install serve test check fmt lock bench
+.PHONY: install serve test stress check fmt lock bench
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -20,6 +20,9 @@ serve: install          ## serve the default model on http://127.0.0.1:8080
 
 test: install           ## the whole test suite, on the real model too
 	$(BIN)/python -m pytest $(ARGS)
+
+stress: install         ## the cache under kills, damage, full disks and floods
+	$(BIN)/python -m pytest tests/stress $(ARGS)
 
 check: install          ## format, lint and types; changes nothing
 	$(BIN)/ruff format --check .

@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from rekindle.api import body, guard
 from rekindle.api.auth import Keys, admin_of, salt_of
-from tests.api.scripted import HELLO, Front, error
+from rekindle.runtime.wire import Removed
+from tests.api.scripted import HELLO, Front, ScriptedRuntime, error
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer secret"}
@@ -270,3 +271,15 @@ def test_embeddings_are_refused_in_so_many_words() -> None:
     assert answer.status_code == 400
     assert error(answer)["code"] == "unsupported_parameter"
     assert "embeddings are not supported" in error(answer)["message"]
+
+
+def test_a_post_without_a_body_needs_no_content_type_unless_a_page_sends_it() -> None:
+    front = Front(ScriptedRuntime(answers=lambda _op: Removed(2, 30)))
+    bare = front.request("POST", "/v1/cache/gc")
+    assert bare.json() == {"status": "ok", "removed": 2, "freed_bytes": 30}
+    page = front.request("POST", "/v1/cache/gc", headers={"Origin": "https://example.org"})
+    assert page.status_code == 415
+    text = front.request(
+        "POST", "/v1/cache/gc", content="x", headers={"Content-Type": "text/plain"}
+    )
+    assert text.status_code == 415

@@ -1,4 +1,4 @@
-"""Cache keys as their guide tells it: its own requests and its own client code, step by step."""
+"""Cache keys and numbered sessions as their guides have them: their requests, their client code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ RISKS = {"role": "user", "content": "What are our top risks?"}
 NVDA = {"role": "user", "content": "What about NVDA specifically?"}
 TOOLS = [{"type": "function", "function": {"name": "get_price", "parameters": {}}}]
 OTHER_TOOLS = [{"type": "function", "function": {"name": "get_news", "parameters": {}}}]
+SESSIONS = "/v1/internal/model/kv_cache"
+LAYERS, BLOCK_TOKENS = 2, 64
+TOKEN_BYTES = LAYERS * 2 * tiny.KV_HEADS * tiny.HEAD_WIDTH * 2  # keys and values of 16 bits
 SHOWN_TOOLS = "{% if tools %}<|turn|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
 SETTINGS = "max_tokens: 12\ntemperature: 0\n"  # the guide's requests leave these to the server
 STATS = {"total_entries", "by_tier", "ram_bytes", "total_hits", "total_misses", "hit_rate",
@@ -328,3 +331,50 @@ def test_collection_frees_what_has_expired_and_the_key_says_so(client: httpx.Cli
     assert left["cache_key"] == lasting["cache_key"]
     told = chat(client, [SYSTEM, RISKS], cache_key=brief["cache_key"])["x_cache"]
     assert (told["hit"], told["status"], told["reason"]) == (False, "miss", "expired")
+
+
+# -- numbered sessions ---------------------------------------------------------------------------
+
+
+def test_a_numbered_session_is_listed_with_its_size_until_it_is_removed(
+    client: httpx.Client,
+) -> None:
+    messages = [SYSTEM, RISKS]
+    first = chat(client, messages, kv_cache_session_id=1)
+    messages += [said(first), NVDA]
+    second = chat(client, messages, kv_cache_session_id=1)
+    assert second["x_cache"]["status"] == "hit"
+    assert second["x_cache"]["reused_tokens"] == first["x_cache"]["cached_tokens"]
+    assert second["usage"]["prompt_eval_time"] > 0
+    [session] = client.get(f"{SESSIONS}/info").json()["caches"]
+    assert (session["kind"], session["session_id"]) == ("kv_cache_session_id", 1)
+    least = second["x_cache"]["cached_tokens"] * TOKEN_BYTES
+    assert least <= session["size_bytes"] <= (least + BLOCK_TOKENS * TOKEN_BYTES) * 1.2
+    removed = post(client, f"{SESSIONS}/remove_cache", session_id=1)
+    assert (removed["removed"], removed["freed_bytes"]) == (1, session["size_bytes"])
+    again = client.post(f"{SESSIONS}/remove_cache", json={"session_id": 1})
+    assert again.status_code == httpx.codes.NOT_FOUND
+    assert chat(client, messages, kv_cache_session_id=1)["x_cache"]["reused_tokens"] == 0
+
+
+def test_old_sessions_go_and_pinned_entries_stay(client: httpx.Client) -> None:
+    for number in (-5, 0, 2**62):
+        chat(client, [SYSTEM, RISKS], kv_cache_session_id=number)
+    pinned = post(client, "/v1/cache/prepare", messages=[NVDA], pinned=True)
+    later = post(client, f"{SESSIONS}/remove_old_caches", seconds=3600)
+    assert later == {"status": "ok", "removed": 0, "freed_bytes": 0}
+    size_bytes = client.get(f"{SESSIONS}/info").json()["total_size_bytes"]
+    told = post(client, f"{SESSIONS}/remove_old_caches", seconds=0)
+    assert told == {"status": "ok", "removed": 1, "freed_bytes": size_bytes}, (
+        "one head, three names"
+    )
+    assert client.get(f"{SESSIONS}/info").json()["caches"] == []
+    [left] = client.get("/v1/cache").json()["entries"]
+    assert left["cache_key"] == pinned["cache_key"]
+
+
+@pytest.mark.parametrize("seconds", [-1, -0.5, "10", None])
+def test_an_age_that_is_none_is_refused(client: httpx.Client, seconds: object) -> None:
+    answer = client.post(f"{SESSIONS}/remove_old_caches", json={"seconds": seconds})
+    assert answer.status_code == httpx.codes.BAD_REQUEST
+    assert answer.json()["error"]["param"] == "seconds"

@@ -8,6 +8,7 @@ import pytest
 
 from rekindle.cache.clock import Clock
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
+from rekindle.prompt.tokens import Prompt
 from rekindle.runtime import wire
 from rekindle.runtime.wire import Naming, Preparing
 from tests.support.desk import Desk, Reply
@@ -275,6 +276,59 @@ def test_deleting_takes_the_state_too_and_is_refused_to_strangers(desk: Desk) ->
     assert desk.ask(PROMPT).reused == 0
     with pytest.raises(CacheKeyNotFound):
         desk.queries.answer(delete, desk.root(), admin=False)
+
+
+def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(desk: Desk) -> None:
+    """A reply that was made again, tokens that the client never saw: nobody could delete them."""
+    desk.device._most_resident_tokens = 0
+    for branch in (1, 2, 3):
+        desk.ask([*PROMPT, branch, branch, branch], naming=Naming(session_id="s"))
+    removed = desk.queries.answer(wire.RemoveSession("s"), desk.root(), admin=False)
+    assert isinstance(removed, wire.Removed)
+    assert removed.entries == 1
+    assert len(desk.store) == desk.store.used_bytes == 0
+    assert desk.ask(PROMPT).reused == 0
+
+
+def test_removing_a_conversation_leaves_what_another_stands_on(desk: Desk) -> None:
+    desk.device._most_resident_tokens = 0
+    desk.ask([*PROMPT, 1], naming=Naming(session_id="one"))
+    other = desk.ask([*PROMPT, 2], naming=Naming(session_id="two"))
+    desk.queries.answer(wire.RemoveSession("one"), desk.root(), admin=False)
+    assert desk.ask(going_on(other), naming=Naming(session_id="two")).finished.cache.status == "hit"
+
+
+def test_what_has_expired_is_gone_for_everybody_before_it_is_collected(
+    desk: Desk, clock: FakeClock
+) -> None:
+    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True, ttl_s=10))
+    clock.pass_by(11)
+    for admin in (False, True):
+        listed = desk.queries.answer(wire.ListEntries(), desk.root(), admin=admin)
+        assert listed == wire.Listing([])
+        with pytest.raises(CacheKeyNotFound):
+            desk.queries.answer(wire.PinEntry(key_of(first), True), desk.root(), admin=admin)
+
+
+def test_settling_an_entry_that_expired_meanwhile_still_answers(
+    desk: Desk, clock: FakeClock
+) -> None:
+    ready = desk.ask(PROMPT, preparing=Preparing(ttl_s=0.001))
+    clock.pass_by(1)
+    answered: list[object] = []
+    desk.queries.settle(key_of(ready), desk.root(), answered.append)
+    assert len(answered) == 1
+
+
+def test_an_entry_that_was_only_noted_is_not_called_evicted(desk: Desk) -> None:
+    message = {"role": "system", "content": "x"}
+    noted = wire.IndexPrompt(messages=[message], preparing=Preparing())
+    entry = desk.queries.index(noted, desk.root(), Prompt(tuple(PROMPT), ()))
+    assert (entry.tier, entry.size_bytes) == (None, 0)
+    report = desk.ask([*PROMPT, 1], naming=Naming(cache_key=entry.cache_key)).finished.cache
+    assert (report.status, report.reason) == ("miss", "not_cached")
+    again = desk.ask([*PROMPT, 1], naming=Naming(cache_key=entry.cache_key)).finished.cache
+    assert again.status == "hit"
 
 
 def test_old_sessions_are_removed_and_younger_ones_stay(desk: Desk, clock: FakeClock) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rekindle.cache.codec import HEADER_BYTES, MAC_BYTES
 from rekindle.cache.key import TOKEN_BYTES
-from rekindle.engine.base import Sequence
+from rekindle.engine.base import Blob, Sequence
 from rekindle.runtime.wire import Naming
 from tests.support.desk import Desk, Reply
 from tests.support.fake import CELL_BYTES, FakeEngine
@@ -24,7 +24,7 @@ class WatchedEngine(FakeEngine):
         super().__post_init__()
         self.restored: list[bytes] = []
 
-    def restore(self, into: Sequence, blob: bytes | bytearray, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
         self.restored.append(bytes(blob))
         super().restore(into, blob, tokens)
 

@@ -21,7 +21,7 @@ from tests.stress.shelf import BLOCK_TOKENS, Shelf, write_shelf
 from tests.support.desk import Desk
 from tests.support.fake import FakeEngine
 
-FLIPS = 60  # of each file's bytes behind the header, beside all of the header
+FLIPS = 40  # of each file's bytes behind the header, beside all of the header
 CUTS = 25
 NUMBERS = range(6)  # five full blocks and a tail
 

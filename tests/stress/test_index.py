@@ -23,7 +23,7 @@ from tests.support.desk import Desk, NumberTokenizer, Reply
 from tests.support.fake import FakeEngine
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
-FLIPS = 160
+FLIPS = 120
 CUTS = 25
 EARLY, LATE = ("session_id", "early"), ("session_id", "late")
 

@@ -1,17 +1,31 @@
-"""One process owns a cache folder; another that comes gets a warning and RAM, and disturbs nobody."""
+"""One process owns a cache folder; who comes next has RAM and a warning, and disturbs nobody."""
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from pathlib import Path
 
+import pytest
+
 from rekindle.cache.check import check
+from rekindle.cache.folder import open_folder
+from rekindle.errors import FolderLocked
+from tests.stress.aftermath import (
+    PLENTY_BYTES,
+    identity,
+    index_agrees_with_files,
+    promises_are_kept,
+)
 from tests.stress.diary import Diary
 from tests.stress.office import Office, load
-from tests.stress.test_kill import PLENTY_BYTES, index_agrees_with_files, promises_are_kept
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
+from tests.support.server import running
+from tests.support.tiny import write_llama
+
+WRITING_S = 3.0
 
 
 def office(folder: Path) -> Office:
@@ -58,15 +72,35 @@ def test_who_comes_while_another_writes_neither_waits_nor_disturbs(tmp_path: Pat
     assert visits
     assert not diary.read().errors
     index_agrees_with_files(home)
-    promises_are_kept(order, diary, random.Random(0))
+    promises_are_kept(home, diary, random.Random(0))
     diary.close()
 
 
 def visit(home: Path) -> None:
     with pytest.raises(FolderLocked):
-        open_folder(home, IDENTITY, limit_bytes=PLENTY_BYTES)
-    assert [each.path for each in check(home, repair=True) if each.in_use] == [folder_of(IDENTITY)]
+        open_folder(home, identity(), limit_bytes=PLENTY_BYTES)
+    assert [report.in_use for report in check(home, repair=True)].count(True) == 1
     neighbour = office(home)  # of another model
     assert neighbour.disk_state == "ok"
     neighbour.converse(1)
     neighbour.close()
+
+
+def test_two_servers_on_one_folder_both_answer(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    flags = ("--threads", "1", "--cache-dir", str(tmp_path / "kv"), "--disk-floor", "0")
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+    told = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with (
+        running(model, tmp_path / "one", *flags) as one,
+        running(model, tmp_path / "two", *flags) as two,
+    ):
+        for server in (one, two, one, two):
+            with server.client() as client:
+                told.append(client.post("/v1/chat/completions", json=body).json())
+        assert "Another process is using" not in one.log.read_text()
+        assert two.log.read_text().count("Another process is using") == 1
+    assert len({answer["choices"][0]["message"]["content"] for answer in told}) == 1
+    assert [answer["x_cache"]["hit"] for answer in told] == [False, False, True, True]

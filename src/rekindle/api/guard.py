@@ -69,12 +69,21 @@ class Guard:
 
 
 def _check_content(headers: Headers) -> None:
+    if _is_bare(headers):
+        return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > body.MOST_BODY_BYTES:
         raise BodyTooLarge
+
+
+def _is_bare(headers: Headers) -> bool:
+    """A request without a body, as a program sends it; a page in a browser names its origin, and
+    cannot ask for JSON without our leave."""
+    bodiless = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    return bodiless and "content-type" not in headers and "origin" not in headers
 
 
 def _hostname(host: str) -> str:

@@ -1,35 +1,12 @@
-"""Blocks in their tree, the ends of conversations that rest on them, and when they are written."""
+"""Blocks in their tree, and when they are to be written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
 
+from rekindle.cache.heads import NO_HEADS
 from rekindle.cache.key import TOKEN_BYTES
-
-
-class Head:
-    """The end of a conversation: all its tokens, and the last block that holds state of it."""
-
-    __slots__ = ("block", "packed", "pinned", "root")
-
-    def __init__(self, root: bytes, packed: bytes, *, pinned: bool = False) -> None:
-        self.root = root
-        self.packed = packed
-        self.pinned = pinned
-        self.block: Block | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
-
-    def move(self, block: Block | None) -> None:
-        """End in this block from now on; the one place where that changes."""
-        if self.block is not None:
-            self.block.heads = tuple(head for head in self.block.heads if head is not self)
-        self.block = block
-        if block is not None:
-            block.heads += (self,)
 
 
 class Wish(IntEnum):
@@ -71,7 +48,7 @@ class Block:
         self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
         self.stored = False  # on disk for certain
         self.wish = Wish.NEVER
-        self.heads: tuple[Head, ...] = ()  # conversations whose state ends here; mostly none
+        self.heads = NO_HEADS  # conversations whose state ends here
         self.start: int = parent.stop if parent else 0
         self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
         self.order: list[bytes] = []  # the children's packed tokens, sorted

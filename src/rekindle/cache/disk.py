@@ -26,8 +26,9 @@ log = logging.getLogger("rekindle.cache")
 
 READERS = 2
 PAGE_BYTES = 4096  # what a file system counts in
-ROW_BYTES = 512  # a block's share of the index, beside its tokens
-LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an index and its log
+ROW_BYTES = 256  # a block's row in the index, beside its tokens
+COPIES = 2  # of the index: one in use, one for the day it is damaged
+LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and its copy
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,7 @@ Tell = Callable[[News], None]
 def disk_bytes(packed: bytes, state_bytes: int) -> int:
     """What a block takes of the disk: its file in whole pages, and its row."""
     size = record_bytes(len(packed), state_bytes)
-    return -(-size // PAGE_BYTES) * PAGE_BYTES + ROW_BYTES + len(packed)
+    return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + len(packed))
 
 
 @dataclass(slots=True)
@@ -66,11 +67,17 @@ class DiskTier:
     """Called by the engine's thread only, but for what the writer and the readers do inside."""
 
     def __init__(
-        self, folder: Folder, tell: Tell, *, floor_bytes: int = 0, queue_bytes: int = 128 << 20
+        self,
+        folder: Folder,
+        tell: Tell,
+        *,
+        floor_bytes: int = 0,
+        queue_bytes: int = 128 << 20,
+        entries_bytes: int = 0,  # what entries may take of the index
     ) -> None:
         self.folder = folder
         folder.vault.most_aside_bytes = min(MOST_ASIDE_BYTES, folder.limit_bytes // 16)
-        index_bytes = max(LEAST_INDEX_BYTES, folder.limit_bytes // 64)
+        index_bytes = LEAST_INDEX_BYTES + COPIES * entries_bytes
         reserved_bytes = index_bytes + folder.vault.most_aside_bytes
         self.limit_bytes = max(folder.limit_bytes - reserved_bytes, 0)
         self.used_bytes = 0

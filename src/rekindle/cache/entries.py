@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rekindle.cache.block import Head
 from rekindle.cache.clock import Clock
+from rekindle.cache.heads import Head
 from rekindle.cache.ledger import Change, DropEntry, EntryRow, PutEntry, TouchEntry
 from rekindle.cache.store import Store
 from rekindle.cache.texts import Texts
@@ -42,6 +42,7 @@ class Entry(Head):
         "text",
         "ttl_s",
         "used_s",
+        "was_computed",
     )
 
     def __init__(self, key: str, root: bytes, packed: bytes, text: bytes, clock: Clock) -> None:
@@ -52,6 +53,7 @@ class Entry(Head):
         self.names: set[Name] = set()
         self.keyed = False  # a client was given its key
         self.durable = True  # to be remembered across restarts
+        self.was_computed = True  # else it was only noted
         self.hits = 0
         self.ttl_s: float | None = None
         self.created_at = self.last_used_at = clock.wall_s()
@@ -86,6 +88,7 @@ class Draft:
     keyed: bool = False
     pinned: bool = False
     durable: bool = True
+    is_computed: bool = True
 
 
 class Entries:
@@ -119,8 +122,17 @@ class Entries:
     # -- looking -------------------------------------------------------------------------------
 
     def of(self, root: bytes | None) -> list[Entry]:
-        """A tenant's entries, or everybody's."""
+        """A tenant's living entries, or everybody's."""
+        return [entry for entry in self._all(root) if not self._has_expired(entry)]
+
+    def _all(self, root: bytes | None) -> list[Entry]:
         return [entry for entry in self._by_key.values() if root in (None, entry.root)]
+
+    def any_by_key(self, root: bytes | None, key: str) -> Entry | None:
+        """Expired or not."""
+        if root is not None:
+            return self._by_key.get((root, key))
+        return next((entry for entry in self._by_key.values() if entry.key == key), None)
 
     def by_key(self, root: bytes, key: str) -> Entry | None:
         return self._living(self._by_key.get((root, key)))
@@ -168,6 +180,7 @@ class Entries:
     def _update(self, entry: Entry, draft: Draft) -> None:
         entry.segments = draft.segments or entry.segments
         entry.keyed |= draft.keyed
+        entry.was_computed = draft.is_computed or (entry.was_computed and entry.hits > 0)
         entry.durable &= draft.durable
         entry.pinned |= draft.pinned
         if draft.ttl_s is not None or draft.pinned:
@@ -232,7 +245,7 @@ class Entries:
 
     def collect(self, root: bytes | None = None) -> tuple[int, int]:
         """Remove what has expired; how many entries, and the bytes freed."""
-        expired = [entry for entry in self.of(root) if self._has_expired(entry)]
+        expired = [entry for entry in self._all(root) if self._has_expired(entry)]
         freed = sum(self.remove(entry) for entry in expired)
         for entry in expired:
             self._expired[entry.root, entry.key] = None
@@ -247,14 +260,12 @@ class Entries:
 
     def _make_room(self) -> None:
         """Keep what entries take within bounds: the oldest that nobody named go first."""
-        for wanted in (True, False):
-            for entry in list(self._by_key.values()) if self._is_full else []:
-                if self._is_full and not entry.pinned and entry.is_free is wanted:
-                    self.forget(entry)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._used_bytes > self._limit_bytes
+        while self._used_bytes > self._limit_bytes:
+            unpinned = [entry for entry in self._by_key.values() if not entry.pinned]
+            if not unpinned:
+                return
+            free = (entry for entry in unpinned if entry.is_free)
+            self.forget(next(free, unpinned[0]))
 
     @property
     def has_room(self) -> bool:

@@ -6,7 +6,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.cache.block import Block, Head
+from rekindle.cache.block import Block
+from rekindle.cache.heads import NO_HEADS, Head, Heads
 from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
 
 
@@ -103,7 +104,27 @@ class Index:
         node = node or self.root(head.root)
         while child := self.through(node, head.packed):
             node = child
-        head.move(node)
+        self._move(head, node)
+
+    def lift(self, head: Head) -> None:
+        """Let a conversation end nowhere."""
+        self._move(head, None)
+
+    def _move(self, head: Head, node: Block | None) -> None:
+        """The one place where a conversation's end changes."""
+        before, head.block = head.block, node
+        if before is node:
+            return
+        if before is not None:
+            before.heads.remove(head)
+            if not before.heads:
+                before.heads = NO_HEADS
+                self._tidy(before)
+        if node is not None:
+            if node.heads is NO_HEADS:
+                node.heads = Heads()
+            start = node.stop * TOKEN_BYTES
+            node.heads.add(head, head.packed[start : start + self._block_bytes])
 
     def add(
         self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
@@ -126,9 +147,9 @@ class Index:
             del self._blocks[block.key]
         del above.children[block.packed]
         above.order.pop(bisect_left(above.order, block.packed))
-        self.tidy(above)
+        self._tidy(above)
 
-    def tidy(self, root: Block) -> None:
+    def _tidy(self, root: Block) -> None:
         """Forget a root that nothing depends on."""
         if root.is_root and not root.children and not root.heads:
             self._roots.pop(root.key, None)

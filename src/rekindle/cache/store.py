@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rekindle.cache.block import Block, Head, Wish, below, chain
+from rekindle.cache.block import Block, Wish, below, chain
 from rekindle.cache.codec import record_bytes
 from rekindle.cache.disk import DiskTier, Fetch, Fetched, News
 from rekindle.cache.disk import disk_bytes as disk_cost
+from rekindle.cache.heads import Head
 from rekindle.cache.index import Index, Match
 from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.ledger import BlockRow
@@ -183,7 +184,7 @@ class Store:
         above = block.parent
         assert above is not None
         beside = [head for tail in self._index.shorter(block) for head in tail.heads]
-        for head in (*above.heads, *beside):
+        for head in (*above.heads.along(block.packed), *beside):
             self._index.place(head, above)
 
     def promote(self, block: Block, blob: Blob) -> None:
@@ -199,22 +200,18 @@ class Store:
 
     def detach(self, head: Head) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
-        above = head.block
-        head.move(None)
-        if above is not None:
-            self._index.tidy(above)
+        self._index.lift(head)
 
     def release(self, head: Head) -> int:
-        """Forget a conversation's end and the state that is no other's; the bytes freed."""
-        block = head.block
+        """Forget a conversation's end and all state that is no other's; the bytes freed."""
+        block, top = head.block, None
         self.detach(head)
-        freed = 0
-        while block is not None and not block.is_root and not block.children and not block.heads:
-            freed += block.size_bytes
-            above = block.parent
-            self._remove(block)
-            block = above
-        return freed
+        while block is not None and not block.is_root and not _is_wanted(block, top):
+            block, top = block.parent, block
+        gone = below(top) if top else []
+        for each in gone:
+            self._remove(each)
+        return sum(each.size_bytes for each in gone)
 
     def pinned_bytes(self) -> int:
         """What pinned conversations take, what they share counted once."""
@@ -255,14 +252,11 @@ class Store:
     def _remove(self, block: Block, *, aside: bool = False) -> None:
         above = block.parent
         assert above is not None
-        heads = block.heads
-        for head in heads:
-            head.move(above)
         self._ram.drop(block)
         if self._disk:
             self._disk.remove(block, aside=aside)
         self._index.remove(block)
-        for head in heads:  # a sibling may hold some of its tokens
+        for head in block.heads:  # they end above now, or in a sibling that holds their tokens
             self._index.place(head, above)
 
     def _evict(self, block: Block) -> None:
@@ -404,3 +398,9 @@ class Store:
         if self._disk and self._spill and self._disk.state != "ok":
             self._disk.try_again()
             self._spill.catch_up()
+
+
+def _is_wanted(block: Block, known: Block | None) -> bool:
+    """Whether a conversation ends in this block or below it; in its child `known` none does."""
+    others = (child for child in block.children.values() if child is not known)
+    return bool(block.heads) or any(each.heads for child in others for each in below(child))

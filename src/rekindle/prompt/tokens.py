@@ -132,16 +132,25 @@ class Encoder:
         encode = functools.partial(
             self.chat, template_kwargs=template_kwargs, tools=tools, add_generation_prompt=False
         )
-        prompts = _probed(messages, encode) or [encode(messages)]
-        first, *others = prompts
-        count = min((shared_length(first.tokens, other.tokens) for other in others), default=None)
-        prompt = self._beginning(first, len(first.tokens) if count is None else count)
+        probed = _probed(messages, encode)
+        prompt = self._shared(probed) if probed else encode(messages)
+        if probed and (plain := _plain(messages, encode)):
+            # Up to where the messages themselves end: then a request for just them matches too.
+            shorter = self._shared([prompt, plain])
+            if plain.boundaries[-1].end <= len(shorter.tokens):
+                prompt = shorter
         if set(prompt.tokens) <= {self._tokenizer.bos}:
             raise BadRequest(
                 "The prompt renders to nothing before the first user message.", param="messages"
             )
         known = tuple(each for each in prompt.boundaries if each.index < len(messages))
         return replace(prompt, boundaries=known)
+
+    def _shared(self, prompts: Sequence[Prompt]) -> Prompt:
+        """What all of these begin with."""
+        first, *others = prompts
+        count = min(shared_length(first.tokens, other.tokens) for other in others)
+        return self._beginning(first, count)
 
     def head(self, prompt: Prompt, reply: Sequence[int], delivered: str) -> Remembered | None:
         """What to remember after a turn whose client got `delivered`."""
@@ -201,6 +210,18 @@ class Encoder:
         marked = mark_beginning(spans_from(prompt.marked, 0), edges[count]) if edges else b""
         boundaries = tuple(each for each in prompt.boundaries if each.end <= count)
         return Prompt(prompt.tokens[:count], boundaries, marked)
+
+
+def _plain(
+    messages: Sequence[Message], encode: Callable[[Sequence[Message]], Prompt]
+) -> Prompt | None:
+    """The messages by themselves, if the template takes them so and shows the last one."""
+    try:
+        prompt = encode(messages)
+    except TemplateFailed:
+        return None
+    ends = prompt.boundaries
+    return prompt if ends and ends[-1].index == len(messages) - 1 else None
 
 
 def _probed(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rekindle.cache.block import Block, Head, Wish
+from rekindle.cache.block import Block, Wish
+from rekindle.cache.heads import Head
 from rekindle.cache.index import Match
 from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
 from rekindle.cache.ram import Blob

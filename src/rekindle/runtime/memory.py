@@ -22,6 +22,8 @@ LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
+ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
+LEAST_ENTRIES_DISK_BYTES = 256 << 10
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Tell = Callable[[News], None]
@@ -40,8 +42,18 @@ class Memory:
         folder = self._open_folder(load, abilities) if load.disk_bytes else None
         share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
         queue = min(MOST_QUEUE_BYTES, share) if folder else 0
+        entries_bytes = max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
+        if folder:
+            most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
+            entries_bytes = min(entries_bytes, most)
         disk = (
-            DiskTier(folder, tell, floor_bytes=load.disk_floor_bytes, queue_bytes=queue)
+            DiskTier(
+                folder,
+                tell,
+                floor_bytes=load.disk_floor_bytes,
+                queue_bytes=queue,
+                entries_bytes=entries_bytes,
+            )
             if folder
             else None
         )
@@ -52,7 +64,7 @@ class Memory:
             self.store,
             self.clock,
             disk.journal if disk else None,
-            limit_bytes=max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES),
+            limit_bytes=entries_bytes,
         )
         if folder:
             self.store.load(folder.ledger.blocks())

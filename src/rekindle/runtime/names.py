@@ -179,8 +179,10 @@ class Names:
         reason = told.reason
         if turn.trouble is not None:
             reason = turn.trouble
+        elif told.covers and turn.ask.exact:
+            reason = "exact_boundary"
         elif told.covers:
-            reason = "exact_boundary" if turn.ask.exact else "evicted"
+            reason = "evicted" if entry.was_computed else "not_cached"
         status: Status = "partial_hit" if reused else "miss"
         return CacheReport(
             status,

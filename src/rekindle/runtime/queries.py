@@ -111,6 +111,7 @@ class Queries:
                 ttl_s=op.preparing.ttl_s,
                 keyed=True,
                 pinned=op.preparing.pinned,
+                is_computed=False,
             )
         )
         return self.info(entry)
@@ -139,7 +140,9 @@ class Queries:
 
     def settle(self, key: str, view: bytes | None, reply: Reply) -> None:
         """Answer when the entry is stored as safely as this server can."""
-        entry = self.find(view, key)
+        entry = self._entries.any_by_key(view, key)  # its time may have been shorter than the work
+        if entry is None:
+            raise CacheKeyNotFound
         self._device.keep_everything()
         disk = self._store.disk
         if disk is None or entry.block is None or not entry.durable:

@@ -1,0 +1,57 @@
+"""What has to be true of a cache folder after a process that used it was killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from rekindle.cache.check import check
+from rekindle.cache.folder import open_folder
+from tests.stress.diary import Diary, WitnessedDesk
+from tests.support.desk import Desk
+from tests.support.fake import FakeEngine
+
+PLENTY_BYTES = 1 << 30
+SAMPLES = 4
+
+
+def index_agrees_with_files(folder: Path) -> None:
+    """Opening may mend what the end has left; after it there is nothing to mend."""
+    opened = open_folder(folder, identity(), limit_bytes=PLENTY_BYTES)
+    assert not opened.recovery.rebuilt, "a kill damages no index"
+    assert not opened.recovery.aside, "a kill tears no file"
+    opened.close()
+    for report in check(folder, repair=False):
+        assert report.findings == (), report.findings
+
+
+def identity() -> bytes:
+    """Of the model that a desk works for."""
+    abilities = FakeEngine().abilities
+    return abilities.fingerprint + b"%d" % abilities.block_tokens
+
+
+def promises_are_kept(
+    folder: Path, diary: Diary, chance: random.Random, *, disk_bytes: int = PLENTY_BYTES
+) -> None:
+    """What stands in the diary is there, and some of it is asked for."""
+    desk = WitnessedDesk(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
+    promises = diary.read()  # opening with a smaller budget may have evicted
+    assert promises.blocks.keys() <= {block.key.hex() for block in desk.store if block.stored}
+    known = {entry.key: entry.pinned for entry in desk.entries.of(None)}
+    assert promises.entries <= known.keys()
+    assert all(known[key] for key in promises.pinned)
+    for key in chance.sample(sorted(promises.blocks), min(SAMPLES, len(promises.blocks))):
+        if found := diary.read().blocks.get(key):  # an answer before may have taken its place
+            serves(desk, *found)
+    desk.close()
+    left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
+    assert left == []
+
+
+def serves(desk: Desk, salt: bytes, tokens: list[int]) -> None:
+    """The state that lies on disk is given, and it is the right one."""
+    prompt = [*tokens, 7]
+    reply = desk.ask(prompt, salt=salt)
+    assert reply.reused == len(tokens)
+    assert reply.tokens == Desk(FakeEngine()).ask(prompt).tokens

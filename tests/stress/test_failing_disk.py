@@ -1,0 +1,167 @@
+"""A disk whose calls fail costs reuse and nothing else: requests go on, one warning is given, and
+nothing is called stored that may not be."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rekindle.runtime import wire
+from rekindle.runtime.memory import LEAST_QUEUE_BYTES
+from tests.stress.office import Office, load
+from tests.stress.trouble import Trouble
+from tests.support.fake import FakeEngine
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EROFS, "failing"),
+     (errno.EIO, "failing"), (errno.EACCES, "failing")],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["open", "writev", "fsync", "replace"])
+def test_any_failing_call_is_one_warning_and_heals(
+    tmp_path: Path, kind: str, error: int, state: str
+) -> None:
+    trouble = Trouble((kind,))
+    office = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    trouble.error = error
+    for seed in range(5):
+        office.converse(seed)
+        office.flush()
+    assert office.disk_state == state
+    assert office.stored_blocks == 0
+    assert len(office.warnings) == 1
+    trouble.error = None
+    office.memory.tick()
+    office.flush()
+    assert office.disk_state == "ok"
+    assert office.stored_blocks
+    assert [note.level for note in office.notes] == ["warning", "info"]
+    office.close()
+
+
+def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twice(
+    tmp_path: Path,
+) -> None:
+    """The kernel may have dropped the pages: a second fsync of the handle would lie."""
+    trouble = Trouble(("fsync",), error=errno.EIO)
+    office = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    reply = office.ask(range(100, 140), naming=wire.Naming(return_cache_key=True))
+    office.flush()
+    assert office.stored_blocks == 0
+    key = reply.finished.cache.new_cache_key
+    assert key is not None
+    info = office.queries.answer(wire.ShowEntry(key), office.root(), admin=False)
+    assert isinstance(info, wire.EntryInfo)
+    assert info.stored_tokens == 0
+    trouble.error = None
+    office.memory.tick()
+    office.flush()
+    assert office.stored_blocks
+    assert most_fsyncs_of_a_file(trouble.log) == 1
+    office.close()
+    again = Office(FakeEngine(), load(tmp_path / "kv"))
+    assert again.ask([*range(100, 140), 7]).finished.cache.tier == "disk"
+    again.close()
+
+
+def most_fsyncs_of_a_file(log: list[tuple[str, object]]) -> int:
+    """The most tries that the handle of one opened file has seen."""
+    tries: dict[object, int] = {}
+    most = 0
+    for kind, handle in log:
+        if kind == "open":
+            tries[handle] = 0
+        elif kind.startswith("fsync") and handle in tries:
+            tries[handle] += 1
+            most = max(most, tries[handle])
+    return most
+
+
+def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
+    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    first = office.converse(1)
+    office.flush()
+    shutil.rmtree(tmp_path / "kv")
+    for seed in range(2, 6):
+        office.memory.tick()
+        office.converse(seed)
+        office.flush()
+    assert office.disk_state == "failing"
+    assert len(office.warnings) == 1
+    assert office.ask([*first.turn.tokens, 3]).reused
+    office.close()
+
+
+def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
+    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    office.converse(1)
+    office.close()
+    again = Office(FakeEngine(), load(tmp_path / "kv"))
+    shutil.rmtree(tmp_path / "kv")
+    again.converse(1)
+    again.close()
+
+
+def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> None:
+    """A read that works, or a minute gone by, proves nothing."""
+    trouble = Trouble(("writev",))
+    office = Office(
+        FakeEngine(), load(tmp_path / "kv", ram_bytes=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
+    )
+    office.ask(range(100, 120))
+    office.flush()
+    trouble.error = errno.EIO
+    office.converse(1)
+    office.flush()
+    assert office.disk_state == "failing"
+    trouble.gate.clear()  # the next write takes its time to fail
+    office.memory.tick()
+    assert office.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
+    trouble.gate.set()
+    office.flush()
+    assert [note.level for note in office.notes] == ["warning"]
+    office.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
+    tmp_path: Path, error: int
+) -> None:
+    """They had left RAM for the disk, later ones were put under them, then the disk failed."""
+    trouble = Trouble(("open",))
+    office = Office(
+        FakeEngine(), load(tmp_path / "kv", ram_bytes=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
+    )
+    trouble.gate.clear()
+    talks = [[seed, *range(100, 130)] for seed in range(4)]
+    for _ in range(3):
+        talks = [[*tokens, *office.ask(tokens).tokens, 7] for tokens in talks]
+    trouble.error = error
+    trouble.gate.set()
+    office.flush()
+    for seed in range(4):
+        office.converse(seed)
+        office.flush()
+    assert office.used_bytes_hold()
+    office.close()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
+def test_a_want_of_handles_costs_no_block(tmp_path: Path, error: int) -> None:
+    """It says nothing about the files: they are neither bad nor set aside."""
+    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    reply = office.converse(1, turns=3)
+    office.close()
+    trouble = Trouble(("open",))
+    again = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    trouble.error = error
+    assert again.ask(reply.turn.tokens).reused == 0
+    trouble.error = None
+    again.flush()
+    assert again.tier.counts.corrupt_blocks == 0
+    assert not list((again.tier.folder.path / "aside").iterdir())
+    again.close()
