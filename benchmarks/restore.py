@@ -149,5 +149,5 @@ class Bench:
         self._restore([fetch.records[block.key].blob for block in self._blocks])
 
     def _read_all(self) -> None:
-        for block in self._blocks:
-            (self._files / block.key.hex()).read_bytes()
+        """All files into memory, as fetching has to."""
+        [(self._files / block.key.hex()).read_bytes() for block in self._blocks]
