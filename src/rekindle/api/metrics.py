@@ -38,7 +38,7 @@ GAUGES = {
     "disk_queued_bytes": "State waiting to be written to disk.",
 }
 COUNTERS = {
-    "computed_tokens": "Prompt tokens that were computed.",
+    "computed_tokens": "Tokens that were computed, of prompts and replies.",
     "reused_tokens": "Prompt tokens that were not computed again.",
     "hits": "Turns that reused all they could have.",
     "partial_hits": "Turns that reused a part.",

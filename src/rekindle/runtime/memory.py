@@ -24,6 +24,7 @@ ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
+WORTH_A_WORD_BYTES = 64 << 20  # a stop that writes more than this says so
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Tell = Callable[[News], None]
@@ -134,6 +135,9 @@ class Memory:
         """Write what there is to write, and let go of the folder."""
         if disk := self.store.disk:
             self.store.write_everything()
+            if disk.pending_bytes > WORTH_A_WORD_BYTES:
+                megabytes = disk.pending_bytes // 10**6
+                self._log(wire.Note("info", f"writing {megabytes} MB of state to disk"))
             disk.close()
 
 
