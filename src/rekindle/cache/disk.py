@@ -35,6 +35,7 @@ LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and it
 class Fetch:
     """Blocks on their way up; when `done`, each is in one of the two tables, or had bad luck."""
 
+    blocks: dict[bytes, Block]  # what was asked for
     wanted: int
     records: dict[bytes, Record] = field(default_factory=dict)
     bad: dict[bytes, str] = field(default_factory=dict)
@@ -208,7 +209,7 @@ class DiskTier:
 
     def read(self, blocks: Sequence[Block]) -> Fetch:
         """Start reading; Fetched is told when all of them are there or known to be bad."""
-        fetch = Fetch(len(blocks))
+        fetch = Fetch({block.key: block for block in blocks}, len(blocks))
         lock = threading.Lock()
         for block in blocks:
             size = record_bytes(len(block.packed), block.size_bytes)

@@ -115,7 +115,8 @@ class Ledger:
             for entry, kind, name in self._db.execute(rows.SELECT_NAMES):
                 names[entry].append((kind, rows.parse_text(name)))
             found = self._db.execute(rows.SELECT_ENTRIES)
-            return [rows.parse_entry(row, names) for row in found]
+            entries = [rows.parse_entry(row, names) for row in found]
+            return [entry for entry in entries if entry is not None]
 
     def dangling_names(self) -> list[DropName]:
         """For each name whose entry is not there, the change that drops it."""

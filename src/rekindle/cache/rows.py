@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from blake3 import blake3
+
 SCHEMA_VERSION = "1"
 # What clients wrote is kept as bytes: SQLite's text refuses lone surrogates.
 SCHEMA = f"""
@@ -18,7 +20,7 @@ CREATE TABLE blocks (key BLOB PRIMARY KEY, parent BLOB NOT NULL, root BLOB NOT N
 CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT NULL,
   text BLOB NOT NULL, segments TEXT NOT NULL, created_at REAL NOT NULL, last_used_at REAL NOT NULL,
   ttl_s REAL, expires_at REAL, pinned INTEGER NOT NULL, hits INTEGER NOT NULL,
-  keyed INTEGER NOT NULL);
+  keyed INTEGER NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, entry TEXT NOT NULL,
   PRIMARY KEY (root, kind, name));
 CREATE INDEX names_by_entry ON names (entry);
@@ -29,10 +31,10 @@ _BLOCK = ("key", "parent", "root", "packed", "size_bytes", "exact")
 _BLOCK_TYPES = (bytes, bytes, bytes, bytes, int, int)
 _ENTRY = (
     *("key", "root", "packed", "text", "segments", "created_at", "last_used_at"),
-    *("ttl_s", "expires_at", "pinned", "hits", "keyed"),
+    *("ttl_s", "expires_at", "pinned", "hits", "keyed", "digest"),
 )
 _MAYBE = (float, NoneType)
-_ENTRY_TYPES = (str, bytes, bytes, bytes, str, float, float, _MAYBE, _MAYBE, int, int, int)
+_ENTRY_TYPES = (str, bytes, bytes, bytes, str, float, float, _MAYBE, _MAYBE, int, int, int, bytes)
 
 SELECT_BLOCKS = f"SELECT {', '.join(_BLOCK)} FROM blocks ORDER BY rowid"
 SELECT_ENTRIES = f"SELECT {', '.join(_ENTRY)} FROM entries ORDER BY rowid"
@@ -159,9 +161,22 @@ _TOUCH_ENTRY = "UPDATE entries SET last_used_at = ?, expires_at = ?, hits = ? WH
 
 
 def _entry_values(entry: EntryRow) -> tuple[Any, ...]:
-    values = {column: getattr(entry, column) for column in _ENTRY}
+    values = {column: getattr(entry, column, None) for column in _ENTRY}
     values["segments"] = json.dumps(entry.segments)
+    values["digest"] = _digest(entry)
     return tuple(values.values())
+
+
+def _digest(entry: EntryRow) -> bytes:
+    """Of what an entry promises: SQLite's pages have no checksums, and tokens that do not spell
+    their text would be a wrong answer. What a use changes is left out."""
+    ttl_s = None if entry.ttl_s is None else float(entry.ttl_s)
+    told = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
+    hasher = blake3()
+    for part in (entry.root, entry.packed, entry.text, told):
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.digest()
 
 
 def parse_block(row: Sequence[Any]) -> BlockRow:
@@ -170,10 +185,14 @@ def parse_block(row: Sequence[Any]) -> BlockRow:
     return BlockRow(key, parent, root, packed, size_bytes, bool(exact))
 
 
-def parse_entry(row: Sequence[Any], names: Mapping[str, Sequence[tuple[str, str]]]) -> EntryRow:
-    key, root, packed, text, segments, *times, pinned, hits, keyed = _typed(row, _ENTRY_TYPES)
+def parse_entry(
+    row: Sequence[Any], names: Mapping[str, Sequence[tuple[str, str]]]
+) -> EntryRow | None:
+    """The entry as it was put; None: it is another."""
+    *row, digest = _typed(row, _ENTRY_TYPES)
+    key, root, packed, text, segments, *times, pinned, hits, keyed = row
     created_at, last_used_at, ttl_s, expires_at = times
-    return EntryRow(
+    entry = EntryRow(
         key=key,
         root=root,
         packed=packed,
@@ -188,6 +207,7 @@ def parse_entry(row: Sequence[Any], names: Mapping[str, Sequence[tuple[str, str]
         keyed=bool(keyed),
         names=tuple(names.get(key, ())),
     )
+    return entry if _digest(entry) == digest else None
 
 
 def _typed(row: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:

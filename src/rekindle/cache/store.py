@@ -367,9 +367,15 @@ class Store:
         self._spill.make_room(0)
 
     def _leave_disk(self, block: Block) -> None:
+        """What RAM holds stays, unless something above it is nowhere any more."""
         assert self._disk is not None
-        for each in below(block):
-            if each in self._ram:
+        found = below(block)
+        kept: set[Block | None] = {block.parent}
+        for each in reversed(found):  # parents first
+            if each in self._ram and each.parent in kept:
+                kept.add(each)
+        for each in found:
+            if each in kept:
                 self._disk.remove(each)
             else:
                 self._remove(each)
@@ -378,8 +384,8 @@ class Store:
         assert self._disk is not None
         for key, record in fetch.records.items():
             self._disk.counts.read_bytes += len(record.blob)
-            block = self._index.get(key)
-            if block is None:
+            block = fetch.blocks[key]
+            if not self._is_on_disk(block):
                 continue
             if block.packed != record.packed or block.root != record.root:
                 fetch.bad[key] = "it holds other tokens"
@@ -387,11 +393,19 @@ class Store:
                 fetch.bad[key] = "it is older than its index says"
             else:
                 self.promote(block, record.blob)
-        for key in fetch.bad:
+        for key in list(fetch.bad):
             fetch.records.pop(key, None)
-            if block := self._index.get(key):
+            if self._is_on_disk(fetch.blocks[key]):
                 self._disk.counts.corrupt_blocks += 1
-                self.drop(block, aside=True)
+                self.drop(fetch.blocks[key], aside=True)
+            else:
+                del fetch.bad[key]  # it left while it was read: no fault of its file
+
+    def _is_on_disk(self, block: Block) -> bool:
+        """Whether its file is the block's, now and for good."""
+        assert self._disk is not None
+        known = self._index.get(block.key) is block
+        return known and bool(block.disk_bytes) and self._disk.queued(block) is None
 
     def retry_disk(self) -> None:
         """Try a disk again that had failed, and write what it missed."""

@@ -12,6 +12,7 @@ from rekindle.cache.disk import DiskTier, News
 from rekindle.cache.entries import Entries
 from rekindle.cache.folder import Folder, open_folder, read_secret
 from rekindle.cache.store import Store
+from rekindle.cache.writer import Written
 from rekindle.engine.base import Abilities
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.runtime import wire
@@ -112,8 +113,8 @@ class Memory:
         self.store.hear(news)
         disk = self.store.disk
         assert disk is not None
-        if disk.state == self._disk_state:
-            return
+        if disk.state == self._disk_state or (disk.state == "ok" and not isinstance(news, Written)):
+            return  # a disk is well when it has been written to, not when it is tried again
         self._disk_state = disk.state
         why = getattr(news, "why", "")
         if disk.state == "full":
