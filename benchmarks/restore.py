@@ -145,7 +145,7 @@ class Bench:
     def _fetch_all(self) -> None:
         fetch = self._disk.read(self._blocks)
         while not fetch.done:
-            self._news.get()
+            self._store.hear(self._news.get())
         self._restore([fetch.records[block.key].blob for block in self._blocks])
 
     def _read_all(self) -> None:

@@ -25,7 +25,8 @@ PROJECT = {
 REPORT = CacheReport("miss", "not_cached", 0, 20, None, new_cache_key="abc")
 READY: list[Step] = [Started(0, 20, 0), Prefill(0, 20, 20), Finished(0, "stop", 20, 0, 0.1, REPORT)]
 ENTRY = wire.EntryInfo(
-    cache_key="abc", segments=[], token_count=20, tier="ram", size_bytes=1, stored_tokens=20,
+    cache_key="abc", segments=[], token_count=20, tier="ram", size_bytes=1, held_tokens=20,
+    stored_tokens=20,
     hit_count=0, pinned=True, ttl=None, created_at=0, last_used=0, expires_at=None, names=[],
     tenant="",
 )  # fmt: skip

@@ -15,6 +15,7 @@ ENTRY = wire.EntryInfo(
     token_count=1730,
     tier="disk",
     size_bytes=255_120_384,
+    held_tokens=1730,
     stored_tokens=1728,
     hit_count=3,
     pinned=True,

@@ -3,18 +3,22 @@ lost, budgets kept after every step, whatever is restarted, corrupted, expired o
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rekindle.cache.block import Block, Wish, chain
 from rekindle.cache.clock import Clock
+from rekindle.cache.codec import Record
 from rekindle.cache.disk import DiskTier, News
 from rekindle.cache.entries import Draft, Entries
 from rekindle.cache.folder import open_folder
@@ -140,6 +144,7 @@ class Tiers(RuleBasedStateMachine):
                 ttl_s=None if pinned else ttl_s, pinned=pinned,
             )
         )  # fmt: skip
+        assert entry is not None
         if pinned and entry.block is not None:
             self.store.write_chain(entry.block)
             self.pins[entry.key] = (root, path)
@@ -172,12 +177,16 @@ class Tiers(RuleBasedStateMachine):
     def restart(self, kindly: bool) -> None:
         """After a kind stop all is there that may be written; after a crash, what was stored."""
         if kindly:
+            self.store.retry_disk()
             self.store.write_everything()
         self.flush()
         stored = {block.key for block in self.store if block.stored}
-        if kindly:
-            wished = {b.key for b in self.store if b.wish > Wish.NEVER and b.disk_bytes}
-            assert wished <= stored
+        if not kindly:
+            for key, (root, _) in list(self.pins.items()):
+                entry = self.entries.by_key(root, key)
+                assert entry is not None
+                if entry.block is None or not entry.block.stored:
+                    del self.pins[key]  # it was never told stored
         self.disk.close()
         self.open()
         assert {block.key for block in self.store} == stored
@@ -196,6 +205,25 @@ class Tiers(RuleBasedStateMachine):
             raw = bytearray(file.read_bytes())
             raw[offset % len(raw)] ^= flip
             file.write_bytes(raw)
+
+    @rule(error=st.sampled_from([errno.ENOSPC, errno.EIO]))
+    def break_down(self, error: int) -> None:
+        """Nothing can be written for a while, and everything is to be."""
+
+        def fail(records: Iterable[Record]) -> None:
+            raise OSError(error, "no")
+
+        self.flush()
+        vault = self.disk.folder.vault
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vault, "write", fail)
+            self.store.write_everything()
+            self.flush()
+        self.flush()
+
+    @rule()
+    def try_again(self) -> None:
+        self.store.retry_disk()
 
     # -- what must hold ------------------------------------------------------------------------
 

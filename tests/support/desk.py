@@ -121,6 +121,7 @@ class Desk:
             encoder or Encoder(tokenizer or NumberTokenizer(), None),
             self.logs.append,
             token_bytes=self.abilities.token_bytes,
+            keeps=self.abilities.can_cut,
             **naming,
         )
         self.device = Device(

@@ -97,7 +97,17 @@ async def _warmed(
     if finished.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
     settle = wire.Settle(finished.cache.new_cache_key)
-    return await questions.ask(runtime, settle, wire.EntryInfo)
+    info = await questions.ask(runtime, settle, wire.EntryInfo)
+    if info.held_tokens < info.token_count:
+        raise NoRoom(
+            f"The prompt was computed, but of its {info.token_count} tokens only "
+            f"{info.held_tokens} could be kept. Raise --ram-cache or --disk-cache."
+        )
+    return info
+
+
+class NoRoom(ServerError):
+    status, kind, code = 507, "insufficient_storage_error", "no_room"
 
 
 async def _finished(turns: Turns) -> Finished:

@@ -33,7 +33,8 @@ LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and it
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up; when `done`, each is in one of the two tables, or had bad luck."""
+    """Blocks on their way up; when they were heard of, each is in one of the tables, or had bad
+    luck."""
 
     blocks: dict[bytes, Block]  # what was asked for
     wanted: int
@@ -232,7 +233,6 @@ class DiskTier:
             fetch.wanted -= 1
             last = not fetch.wanted
         if last:
-            fetch.done = True
             self._tell(Fetched(fetch))
 
     # -- ending --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ Segments = tuple[tuple[str, str], ...]
 KEY_BYTES = 16  # of randomness in a cache key
 OVERHEAD_BYTES = 2048  # of an entry beside its tokens and its text
 GRACE_S = 300.0  # what an entry lives at least after a restart: the wall clock may have jumped
+MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
 MOST_EXPIRED = 10_000  # keys remembered as expired, to say so
 
 
@@ -50,7 +51,7 @@ class Entry(Head):
         self.key = key
         self.text = text  # rendered bytes that the tokens spell; empty when unknown
         self.segments: Segments = ()
-        self.names: set[Name] = set()
+        self.names: dict[Name, None] = {}  # oldest first
         self.keyed = False  # a client was given its key
         self.durable = True  # to be remembered across restarts
         self.was_computed = True  # else it was only noted
@@ -109,6 +110,7 @@ class Entries:
         self.on_remove: Callable[[Entry], None] = lambda _entry: None
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
+        self._held_bytes: Counter[bytes] = Counter()  # by tenant
         self._by_key: OrderedDict[tuple[bytes, str], Entry] = OrderedDict()  # oldest use first
         self._by_name: dict[tuple[bytes, Name], Entry] = {}
         self._by_tokens: dict[tuple[bytes, bytes], Entry] = {}
@@ -160,8 +162,8 @@ class Entries:
 
     # -- remembering ---------------------------------------------------------------------------
 
-    def remember(self, draft: Draft) -> Entry:
-        """Name a head. An equal one is the same entry and keeps its key."""
+    def remember(self, draft: Draft) -> Entry | None:
+        """Name a head. An equal one is the same entry and keeps its key. None: it is too large."""
         entry = self._by_tokens.get((draft.root, draft.packed))
         if entry is not None and self._has_expired(entry):
             self.remove(entry)
@@ -169,6 +171,9 @@ class Entries:
         if entry is None:
             key = secrets.token_hex(KEY_BYTES)
             entry = Entry(key, draft.root, draft.packed, draft.text, self._clock)
+            if entry.cost_bytes > self._limit_bytes:
+                return None
+            entry.durable = draft.durable
             self._add(entry)
         self._update(entry, draft)
         left_behind = [self._take_name(entry, name) for name in draft.names]
@@ -181,7 +186,7 @@ class Entries:
         entry.segments = draft.segments or entry.segments
         entry.keyed |= draft.keyed
         entry.was_computed = draft.is_computed or (entry.was_computed and entry.hits > 0)
-        entry.durable &= draft.durable
+        entry.durable |= draft.durable
         entry.pinned |= draft.pinned
         if draft.ttl_s is not None or draft.pinned:
             entry.ttl_s = draft.ttl_s
@@ -191,10 +196,17 @@ class Entries:
         """Let the name lead to this entry; the one it led to before."""
         before = self._by_name.get((entry.root, name))
         if before is not None and before is not entry:
-            before.names.discard(name)
-        self._by_name[entry.root, name] = entry
-        entry.names.add(name)
+            del before.names[name]
+        entry.names.pop(name, None)  # named again, it is the newest
+        self._add_name(entry, name)
+        while len(entry.names) > MOST_NAMES:
+            oldest = next(iter(entry.names))
+            del entry.names[oldest], self._by_name[entry.root, oldest]
         return before if before is not entry else None
+
+    def _add_name(self, entry: Entry, name: Name) -> None:
+        self._by_name[entry.root, name] = entry
+        entry.names[name] = None
 
     def _supersede(self, entry: Entry, left_behind: Iterable[Entry | None]) -> None:
         """Free heads that this one goes on from, or that have lost their name to it, are done."""
@@ -259,13 +271,18 @@ class Entries:
         return [e for e in self.of(root) if not e.pinned and now - e.used_s > seconds]
 
     def _make_room(self) -> None:
-        """Keep what entries take within bounds: the oldest that nobody named go first."""
-        while self._used_bytes > self._limit_bytes:
-            unpinned = [entry for entry in self._by_key.values() if not entry.pinned]
-            if not unpinned:
-                return
-            free = (entry for entry in unpinned if entry.is_free)
-            self.forget(next(free, unpinned[0]))
+        """Keep what entries take within bounds. The tenant that has most gives way: its oldest that
+        nobody named, then its oldest."""
+        if self._used_bytes <= self._limit_bytes:
+            return
+        share = self._limit_bytes // len(self._held_bytes)
+        for root, _ in self._held_bytes.most_common():
+            unpinned = [entry for entry in self._all(root) if not entry.pinned]
+            unpinned.sort(key=lambda entry: not entry.is_free)  # stable: the oldest stay first
+            for entry in unpinned:
+                if self._used_bytes <= self._limit_bytes or self._held_bytes[root] <= share:
+                    break
+                self.forget(entry)
 
     @property
     def has_room(self) -> bool:
@@ -279,6 +296,7 @@ class Entries:
         self._by_key[entry.root, entry.key] = entry
         self._by_tokens[entry.root, entry.packed] = entry
         self._used_bytes += entry.cost_bytes
+        self._held_bytes[entry.root] += entry.cost_bytes
         if entry.text:
             with self._texts_lock:
                 self._texts.setdefault(entry.root, Texts()).put(entry.text, entry)
@@ -291,6 +309,9 @@ class Entries:
         for name in entry.names:
             del self._by_name[entry.root, name]
         self._used_bytes -= entry.cost_bytes
+        self._held_bytes[entry.root] -= entry.cost_bytes
+        if not self._held_bytes[entry.root]:
+            del self._held_bytes[entry.root]
         with self._texts_lock:
             if texts := self._texts.get(entry.root):
                 texts.drop(entry.text, entry)
@@ -321,7 +342,7 @@ class Entries:
             pinned=entry.pinned,
             hits=entry.hits,
             keyed=entry.keyed,
-            names=tuple(sorted(entry.names)),
+            names=tuple(entry.names),
         )
 
     def _age_s(self, row: EntryRow) -> float:
@@ -341,5 +362,5 @@ class Entries:
             entry.used_s -= self._age_s(row)
             self._add(entry)
             for name in row.names:
-                self._by_name[entry.root, name] = entry
-                entry.names.add(name)
+                self._add_name(entry, name)
+        self._make_room()  # the budget may have become smaller

@@ -50,6 +50,13 @@ class Ranking:
             self._places[parent].children += 1
         self._lift(key, place, self._floor + 1)
 
+    def adopt(self, key: bytes, child: bytes) -> None:
+        """A child that was here before its parent is under it from now on."""
+        place = self._places[child]
+        if place.parent is None:
+            place.parent = key
+            self._places[key].children += 1
+
     def use(self, keys: Iterable[bytes]) -> None:
         """Count one use of every key; those that have left stay away."""
         for key in keys:
@@ -117,6 +124,10 @@ class Shares:
     def enter(self, root: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
         self._rankings.setdefault(root, Ranking()).enter(key, parent)
         self.resize(root, size_bytes)
+
+    def adopt(self, root: bytes, key: bytes, child: bytes) -> None:
+        """A child that came first is its parent's now."""
+        self._rankings[root].adopt(key, child)
 
     def resize(self, root: bytes, more_bytes: int) -> None:
         """A key of this tenant takes so much more."""

@@ -147,12 +147,14 @@ class Index:
             del self._blocks[block.key]
         del above.children[block.packed]
         above.order.pop(bisect_left(above.order, block.packed))
-        self._tidy(above)
+        if not block.heads:  # else they are to be placed above it
+            self._tidy(above)
 
     def _tidy(self, root: Block) -> None:
         """Forget a root that nothing depends on."""
-        if root.is_root and not root.children and not root.heads:
-            self._roots.pop(root.key, None)
+        known = root.is_root and self._roots.get(root.key) is root
+        if known and not root.children and not root.heads:
+            del self._roots[root.key]
 
     def shorter(self, block: Block) -> list[Block]:
         """Siblings whose tokens are the beginning of this block's: it covers them."""

@@ -48,6 +48,9 @@ class RamTier:
             above = block.parent
             parent = above.key if above is not None and above in self else None
             self._shares.enter(block.root, block.key, parent, cost)
+            for child in block.children.values():
+                if child in self:
+                    self._shares.adopt(block.root, block.key, child.key)
         self._blobs[block.key] = (blob, cost)
         self.used_bytes += cost - freed
 

@@ -27,7 +27,8 @@ class Spill:
     def plan(self, block: Block) -> None:
         """Have a block written when it wishes. Tails wait in any case: the next turn makes a
         longer one of most of them."""
-        if block.wish is Wish.SOON and not block.disk_bytes and self._index.is_full(block):
+        soon = block.wish is Wish.SOON and self._index.is_full(block)
+        if soon and not block.disk_bytes and self._disk.takes_writes:
             self._dirty.append(block)
 
     def feed(self) -> None:
@@ -77,6 +78,7 @@ class Spill:
 
     def catch_up(self) -> None:
         """Plan again what a disk that had failed has missed."""
+        self._dirty.clear()
         for block in self._index:
             self.plan(block)
         self.feed()

@@ -140,6 +140,17 @@ class Store:
         self._wish(block, wish)
         return True
 
+    def wish_for(self, key: bytes, wish: Wish) -> None:
+        """Have a block that is here already kept as long as this."""
+        block = self._index.get(key)
+        if block is not None and wish > block.wish:
+            self._wish(block, wish)
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the disk's writer has as much before it as it may."""
+        return self._disk is not None and not self._disk.has_queue_room
+
     def _wish(self, block: Block, wish: Wish) -> None:
         block.wish = wish
         if self._spill:
@@ -213,27 +224,21 @@ class Store:
             self._remove(each)
         return sum(each.size_bytes for each in gone)
 
-    def pinned_bytes(self) -> int:
-        """What pinned conversations take, what they share counted once."""
-        pinned: dict[bytes, Block] = {}
-        for block in self._index:
-            if block.is_pinned:
-                pinned.update((each.key, each) for each in chain(block))
-        return sum(self._lasting_cost(block) for block in pinned.values())
-
-    def _lasting_cost(self, block: Block) -> int:
-        return self._cost_of(block.packed, block.size_bytes)
+    def lasting_bytes(self, heads: Iterable[Head], token_bytes: int) -> int:
+        """What these conversations take of the lowest tier, once computed; what they share counts
+        once."""
+        costs: dict[bytes, int] = {}
+        for head in heads:
+            key = head.root
+            for packed in self._index.split(head.packed):
+                key = chain_key(key, packed)
+                costs[key] = self._cost_of(packed, len(packed) // TOKEN_BYTES * token_bytes)
+        return sum(costs.values())
 
     def _cost_of(self, packed: bytes, state_bytes: int) -> int:
-        """What a block takes of the lowest tier."""
         if self._disk:
             return disk_cost(packed, state_bytes)
         return state_bytes + len(packed) + OVERHEAD_BYTES
-
-    def lasting_bytes(self, packed: bytes, token_bytes: int) -> int:
-        """What tokens would take there, once computed."""
-        blocks = self._index.split(packed)
-        return sum(self._cost_of(each, len(each) // TOKEN_BYTES * token_bytes) for each in blocks)
 
     @property
     def pin_limit_bytes(self) -> int:
@@ -359,7 +364,10 @@ class Store:
         assert self._disk is not None
         assert self._spill is not None
         for order in self._disk.settle(news.orders):
-            if block := self._index.get(order.key):
+            block = self._index.get(order.key)
+            if block is not None and block.stored:
+                block.exact = False  # the file it had before stands
+            elif block is not None:
                 if self._ram.fits(cost_bytes(order.record.blob, block.packed)):
                     self.promote(block, order.record.blob)  # it may have left RAM too early
                 self._leave_disk(block)
@@ -382,6 +390,7 @@ class Store:
 
     def _on_fetched(self, fetch: Fetch) -> None:
         assert self._disk is not None
+        fetch.done = True
         for key, record in fetch.records.items():
             self._disk.counts.read_bytes += len(record.blob)
             block = fetch.blocks[key]

@@ -55,7 +55,7 @@ def first_change(stored: Segments, sent: Segments, messages: Sequence[Message] =
 def _grew(stored: str, number: int, messages: Sequence[Message]) -> bool:
     """Whether the request's turn begins with all of the stored one."""
     turn = next((turn for at, turn in enumerate(_turns(messages), start=1) if at == number), [])
-    return any(_hash(turn[:length]) == stored for length in range(1, len(turn)))
+    return stored in list(_hashes(turn))[:-1]
 
 
 def _of(kind: str, parts: Segments) -> list[str]:
@@ -80,7 +80,17 @@ def _is_system(message: Message) -> bool:
 
 
 def _hash(messages: Sequence[Message]) -> str:
-    return _digest([_canonical(_said(message)) for message in messages])
+    *_, last = _hashes(messages)
+    return last
+
+
+def _hashes(messages: Sequence[Message]) -> Iterator[str]:
+    """The hash of each beginning of these messages, up to all of them."""
+    hasher = blake3()
+    for message in messages:
+        said = _canonical(_said(message)).encode()
+        hasher.update(len(said).to_bytes(8, "big") + said)
+        yield hasher.copy().hexdigest()[:HASH_DIGITS]
 
 
 def _said(message: Message) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Device:
         sequence = self._engine.open(exact=turn.ask.exact)
         tier = self._apply(plan, sequence, turn)
         turn.sequence = sequence
-        if not turn.generated_tokens:  # a turn that starts again in mid-reply has reported
+        if turn.report is None:  # a turn that starts again has reported
             turn.report = self._explain(turn, Outcome(plan, sequence.length, tier))
             self.counts.reused_tokens += sequence.length
         return Start.STARTED
@@ -171,7 +171,9 @@ class Device:
             if turn.fetch.bad:
                 turn.trouble = turn.trouble or "corrupt"
             turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
-        self._store.use(restored, turn.wish)
+        whole = [block for block in restored if block.stop <= plan.reused_tokens]
+        self._store.use(whole, turn.wish)
+        self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
         self._engine.cut(sequence, plan.reused_tokens)
         return tier if sequence.length else None
 
@@ -234,6 +236,8 @@ class Device:
 
     def keep_one(self) -> bool:
         """Export one block of a resident; False when all are kept. For idle moments."""
+        if self._store.is_congested:
+            return False  # the writer says when it has caught up
         for resident in reversed(self._residents):  # the newest is the likeliest to be asked for
             if resident.kept_tokens < resident.tokens:
                 self._keep_next(resident)
@@ -260,6 +264,7 @@ class Device:
                 resident.namespace, resident.parent, packed, blob, exact=exact, wish=resident.wish
             )
         resident.parent = chain_key(resident.parent, packed)
+        self._store.wish_for(resident.parent, resident.wish)  # it may have been another's before
         resident.kept_tokens = stop if kept else resident.tokens  # no room: nothing more fits
 
     # -- making room ---------------------------------------------------------------------------
@@ -297,6 +302,8 @@ class Device:
             least = min(len(head.packed), len(resident.packed)) // TOKEN_BYTES
             of_it = shared_prefix(head.packed, resident.packed) == least
             if resident.namespace == head.root and of_it:
+                if resident.tokens > head.tokens:
+                    self._keep_all(resident)  # a longer conversation may rest on it
                 self._residents.remove(resident)
                 self._engine.close_sequence(resident.sequence)
 

@@ -69,8 +69,9 @@ class Memory:
             limit_bytes=entries_bytes,
         )
         if folder:
-            self.store.load(folder.ledger.blocks())
-            self.entries.load(folder.ledger.entries())
+            blocks, entries = folder.ledger.blocks(), folder.ledger.entries()
+            self.store.load(blocks)  # from here on the writer uses the ledger
+            self.entries.load(entries)
         self._disk_state = "ok"
 
     def _open_folder(self, load: wire.Load, abilities: Abilities) -> Folder | None:
@@ -135,6 +136,7 @@ class Memory:
     def close(self) -> None:
         """Write what there is to write, and let go of the folder."""
         if disk := self.store.disk:
+            self.store.retry_disk()
             self.store.write_everything()
             if disk.pending_bytes > WORTH_A_WORD_BYTES:
                 megabytes = disk.pending_bytes // 10**6

@@ -13,9 +13,10 @@ from typing import Any
 
 from rekindle.cache.block import Wish
 from rekindle.cache.entries import Draft, Entries, Entry, Name
+from rekindle.cache.heads import Head
 from rekindle.cache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.cache.store import Store
-from rekindle.errors import NoRoomForPins
+from rekindle.errors import NoRoomForPins, Unsupported
 from rekindle.events import CacheReport, Divergence, Finished, Status
 from rekindle.prompt.content import Message
 from rekindle.prompt.difference import first_difference
@@ -63,6 +64,7 @@ class Names:
         policy: WritePolicy = "always",
         key_ttl_s: float | None = 1800.0,
         token_bytes: int = 0,
+        keeps: bool = True,
     ) -> None:
         self._entries = entries
         self._store = store
@@ -71,6 +73,7 @@ class Names:
         self._policy = policy
         self._key_ttl_s = key_ttl_s
         self._token_bytes = token_bytes
+        self._keeps = keeps  # whether the engine's state can be kept at all
         self.counts: dict[bytes, Counter[Status]] = {}  # turns by what they found, by tenant
         self._last_auto: dict[bytes, int] = {}  # the last number a fingerprint was given
 
@@ -80,8 +83,10 @@ class Names:
         """Find the entry that the request names; raises NoRoomForPins."""
         turn.wish = self._wish(turn)
         if preparing := turn.ask.preparing:
+            if not self._keeps:
+                raise Unsupported("this model's state cannot be kept, so nothing can be prepared")
             if preparing.pinned:
-                self.check_pin(bytes(turn.packed))
+                self.check_pin(Head(turn.namespace, bytes(turn.packed)))
             return
         naming = turn.ask.naming
         if naming is None or not turn.ask.reuse:
@@ -117,15 +122,23 @@ class Names:
             return Wish.SOON if naming is not None and _is_named(naming) else Wish.NEVER
         return Wish.LATE
 
-    def check_pin(self, packed: bytes) -> None:
-        """Raise unless all that is pinned, and these tokens too, have room for good."""
-        needed = self._store.lasting_bytes(packed, self._token_bytes)
-        pinned, limit = self._store.pinned_bytes(), self._store.pin_limit_bytes
-        if pinned + needed > limit or not self._entries.has_room:
-            raise NoRoomForPins(
-                f"Pinned entries take {pinned} of the {limit} bytes there are, and this one would "
-                f"take {needed} more. Unpin or delete another, or raise --disk-cache."
-            )
+    def check_pin(self, candidate: Head) -> None:
+        """Raise unless everything pinned, and this too, has room for good; of several tenants each
+        may pin its share."""
+        living = self._entries.of(None)
+        pinned = [entry for entry in living if entry.pinned]
+        tenants = {candidate.root, *(entry.root for entry in living)}
+        limit = self._store.pin_limit_bytes
+        for whose, most in (
+            (pinned, limit),
+            ([e for e in pinned if e.root == candidate.root], limit // len(tenants)),
+        ):
+            needed = self._store.lasting_bytes([*whose, candidate], self._token_bytes)
+            if needed > most or not self._entries.has_room:
+                raise NoRoomForPins(
+                    f"With this one, pinned entries would take {needed} of the {most} bytes they "
+                    "may take. Unpin or delete another, or raise --disk-cache."
+                )
 
     def _meet_by_fingerprint(self, turn: Turn) -> None:
         assert turn.ask.messages is not None
@@ -230,9 +243,13 @@ class Names:
         naming = turn.ask.naming or Naming()
         if naming.wants_message_id:
             finished.message_id = f"msg_{secrets.token_hex(12)}"
+        if not self._keeps:
+            finished.cache.cached_tokens = 0
         if not turn.ask.reuse or not finished.cache.cached_tokens:
             return
         entry = self._entries.remember(self._draft(turn, naming, finished))
+        if entry is None:
+            return
         if naming.return_cache_key or turn.ask.preparing is not None:
             finished.cache.new_cache_key = entry.key
         if turn.session is not None:

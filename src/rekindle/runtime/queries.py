@@ -10,6 +10,7 @@ from blake3 import blake3
 from rekindle.cache.block import chain
 from rekindle.cache.clock import Clock
 from rekindle.cache.entries import Draft, Entries, Entry
+from rekindle.cache.heads import Head
 from rekindle.cache.key import pack
 from rekindle.cache.store import Store
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
@@ -87,9 +88,9 @@ class Queries:
 
     def _pin(self, entry: Entry, *, pinned: bool) -> wire.EntryInfo:
         if pinned and not entry.pinned:
-            self._names.check_pin(entry.packed)
+            self._names.check_pin(entry)
             self._entries.pin(entry)
-            if entry.block is not None:
+            if entry.block is not None and entry.durable:
                 self._store.write_chain(entry.block)
         elif not pinned:
             self._entries.unpin(entry)
@@ -101,7 +102,7 @@ class Queries:
         """An entry that knows its tokens before any of them is computed."""
         packed = pack(prompt.tokens)
         if op.preparing.pinned:
-            self._names.check_pin(packed)
+            self._names.check_pin(Head(root, packed))
         entry = self._entries.remember(
             Draft(
                 root=root,
@@ -114,6 +115,8 @@ class Queries:
                 is_computed=False,
             )
         )
+        if entry is None:
+            raise BadRequest("the prompt is too long to be remembered", param="messages")
         return self.info(entry)
 
     def validate(self, op: wire.Validate, root: bytes, prompt: Prompt) -> wire.Validity:
@@ -164,6 +167,7 @@ class Queries:
             token_count=tokens,
             tier=("ram" if at_hand else "disk") if blocks else None,
             size_bytes=sum(block.size_bytes for block in blocks),
+            held_tokens=min(blocks[0].stop, tokens) if blocks else 0,
             stored_tokens=min(max((b.stop for b in blocks if b.stored), default=0), tokens),
             hit_count=entry.hits,
             pinned=entry.pinned,

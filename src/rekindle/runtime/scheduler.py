@@ -102,6 +102,11 @@ class Scheduler:
                 self._begin(turn)
 
     def _is_due(self, turn: Turn) -> bool:
+        """Turns that hold what they fetched count as running: their state takes memory."""
+        if turn.fetch is None:
+            holding = sum(other.fetch is not None for other in self._waiting)
+            if len(self._active) + holding >= self._parallel:
+                return False
         return not turn.is_fetching and not self._follows(turn)
 
     def _begin(self, turn: Turn) -> None:

@@ -206,7 +206,8 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     token_count: int
     tier: str | None  # the slowest of those that hold its state; None: nothing is held
     size_bytes: int  # of its state, whoever else shares it
-    stored_tokens: int  # that would survive the end of this process
+    held_tokens: int  # whose state there is
+    stored_tokens: int  # of those, that would survive the end of this process
     hit_count: int
     pinned: bool
     ttl: float | None

@@ -95,6 +95,7 @@ class Worker:
             policy=load.write_policy,
             key_ttl_s=load.key_ttl_s,
             token_bytes=abilities.token_bytes,
+            keeps=abilities.can_cut,
         )
         self._device = Device(
             self._engine,
@@ -250,6 +251,9 @@ class Worker:
                 self._answer(query, answer)
         except ServerError as error:
             self._answer(query, _refused(error))
+        except Exception as error:  # a question must not cost the turns that are running
+            self.send(wire.Note("error", f"a question about the cache failed: {error!r}"))
+            self._answer(query, _refused(ServerError("the question failed; see the log")))
 
     def _find_answer(
         self, query: wire.Query, asked: wire.Query | _Encoded

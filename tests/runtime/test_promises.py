@@ -1,0 +1,181 @@
+"""What was promised to a client holds for as long as it was promised, and no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle.cache.clock import Clock
+from rekindle.cache.entries import MOST_NAMES, Draft, Entries
+from rekindle.cache.key import pack
+from rekindle.cache.store import Store
+from rekindle.errors import NoRoomForPins, Unsupported
+from rekindle.prompt.tokens import Prompt
+from rekindle.runtime import wire
+from rekindle.runtime.wire import Naming, Preparing
+from tests.support.desk import Desk, Reply
+from tests.support.fake import FakeEngine
+
+PROMPT = list(range(100, 140))
+ROOT = b"r" * 32
+
+
+def key_of(reply: Reply) -> str:
+    key = reply.finished.cache.new_cache_key
+    assert key is not None
+    return key
+
+
+def on_disk(desk: Desk) -> set[int]:
+    """Tokens that any block on disk holds."""
+    desk.flush()
+    packed = [block.packed for block in desk.store if block.disk_bytes]
+    return {int.from_bytes(p[at : at + 4], "big") for p in packed for at in range(0, len(p), 4)}
+
+
+def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_alike(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
+    desk.ask([1, 2, 3, 4, *range(700, 716)], naming=Naming(in_memory=True))
+    desk.ask([1, 2, 3, 4, *range(800, 816)])
+    desk.store.write_everything()
+    assert not {*range(700, 716)} & on_disk(desk)
+    desk.close()
+
+
+def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, folder=tmp_path)
+    first = desk.ask(PROMPT, naming=Naming(in_memory=True))
+    desk.settle()
+    second = desk.ask([*first.turn.tokens, 7, 8], naming=Naming(session_id="s"))
+    desk.close()
+    engine.reset()
+    again = Desk(engine, folder=tmp_path)
+    assert again.ask([*second.turn.tokens, 9]).reused == len(second.turn.tokens) - 1
+    again.close()
+
+
+def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: Path) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path)
+    reply = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    desk.ask(PROMPT, naming=Naming(in_memory=True))
+    desk.queries.answer(wire.DeleteEntry(key_of(reply)), desk.root(), admin=False)
+    desk.close()
+    again = Desk(FakeEngine(), folder=tmp_path)
+    assert len(again.entries) == 0
+    again.close()
+
+
+def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> None:
+    desk = Desk(FakeEngine())
+    naming = Naming(return_cache_key=True)
+    first = desk.ask(PROMPT, naming=naming)
+    second = desk.ask([*first.turn.tokens, 7, 8], naming=naming)
+    desk.queries.answer(wire.DeleteEntry(key_of(first)), desk.root(), admin=False)
+    goes_on = desk.ask([*second.turn.tokens, 9], naming=Naming(cache_key=key_of(second)))
+    assert goes_on.finished.cache.status == "hit"
+
+
+def test_a_model_whose_state_cannot_be_kept_promises_nothing() -> None:
+    desk = Desk(FakeEngine(can_cut=False))
+    reply = desk.ask(PROMPT, naming=Naming(return_cache_key=True, session_id="s"))
+    assert reply.finished.cache.new_cache_key is None
+    assert reply.finished.cache.cached_tokens == 0
+    with pytest.raises(Unsupported):
+        desk.submit(PROMPT, preparing=Preparing())
+
+
+def test_a_turn_that_starts_again_is_counted_once() -> None:
+    desk = Desk(FakeEngine(break_steps={2}))
+    desk.ask(list(range(200)))
+    assert sum(desk.names.counts[desk.root()].values()) == 1
+
+
+# -- pins ----------------------------------------------------------------------------------------
+
+
+def pin_until_refused(desk: Desk, salt: bytes = b"") -> int:
+    """How many prompts of 40 tokens can be pinned, none of them computed."""
+    asked = wire.IndexPrompt(messages=[], preparing=Preparing(pinned=True, ttl_s=None))
+    for number in range(20):
+        prompt = Prompt((number,) * 40, ())
+        try:
+            desk.queries.index(asked, desk.root(salt), prompt)
+        except NoRoomForPins:
+            return number
+    raise AssertionError("there was room for all")
+
+
+def test_pins_count_before_they_are_computed() -> None:
+    desk = Desk(FakeEngine(), ram_bytes=40_000)
+    assert 1 <= pin_until_refused(desk) <= 40_000 // (5 * 1536)
+
+
+def test_preparing_the_same_pinned_prompt_again_takes_no_more_room() -> None:
+    desk = Desk(FakeEngine(), ram_bytes=16_000)
+    once = desk.ask(PROMPT, preparing=Preparing(pinned=True, ttl_s=None))
+    again = desk.ask(PROMPT, preparing=Preparing(pinned=True, ttl_s=None))
+    assert key_of(once) == key_of(again)
+
+
+def test_one_tenant_cannot_pin_what_belongs_to_all() -> None:
+    desk = Desk(FakeEngine(), ram_bytes=40_000)
+    desk.ask([1, 2, 3], salt=b"other")
+    assert pin_until_refused(desk, b"greedy") * 5 * 1536 <= 20_000
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def entries(limit_bytes: int) -> Entries:
+    return Entries(Store(block_tokens=8, ram_bytes=0), Clock(), limit_bytes=limit_bytes)
+
+
+def test_an_entry_has_only_so_many_names_and_the_newest_stay() -> None:
+    known = entries(1 << 20)
+    for number in range(3 * MOST_NAMES):
+        known.remember(
+            Draft(root=ROOT, packed=pack([1]), text=b"", names=(("session_id", str(number)),))
+        )
+    [entry] = known.of(None)
+    assert len(entry.names) == MOST_NAMES
+    assert known.by_name(ROOT, ("session_id", str(3 * MOST_NAMES - 1))) is entry
+    assert known.by_name(ROOT, ("session_id", "0")) is None
+
+
+def test_a_flood_of_one_tenants_entries_takes_none_of_anothers() -> None:
+    known = entries(100_000)
+    other = b"o" * 32
+    mine = known.remember(Draft(root=ROOT, packed=pack([1]), text=b"", keyed=True))
+    for number in range(500):
+        known.remember(Draft(root=other, packed=pack([number]), text=b"", keyed=True))
+    assert mine is not None
+    assert known.by_key(ROOT, mine.key) is mine
+    assert 10 < len(known) < 50
+
+
+def test_an_entry_larger_than_all_room_is_refused_and_the_others_stay() -> None:
+    known = entries(100_000)
+    kept = known.remember(Draft(root=ROOT, packed=pack([1]), text=b"", keyed=True))
+    assert known.remember(Draft(root=ROOT, packed=bytes(200_000), text=b"")) is None
+    assert known.of(None) == [kept]
+
+
+def test_no_more_turns_hold_fetched_state_than_may_run(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
+    prompts = [[number] * 40 for number in range(20)]
+    for prompt in prompts:
+        desk.ask(prompt)
+    desk.close()
+    engine.reset()
+    again = Desk(engine, folder=tmp_path, resident_tokens=0, ram_bytes=0, parallel=2)
+    replies = [again.submit(prompt) for prompt in prompts]
+    again.scheduler.step()
+    assert sum(reply.turn.fetch is not None for reply in replies) <= 2
+    again.run(*replies)
+    assert {reply.reused for reply in replies} == {39}
+    again.close()
