@@ -199,6 +199,10 @@ class DiskTier:
         """Have a change of entries or names written to the index."""
         self._writer.put(change)
 
+    def give_way(self, busy: bool) -> None:
+        """Write little while turns are computed."""
+        self._writer.give_way(busy)
+
     def back_up(self) -> None:
         self._writer.put(BackUp())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,9 @@ from rekindle.cache.codec import Record
 from rekindle.cache.folder import Folder
 from rekindle.cache.ledger import BlockRow, Change, DropBlock, PutBlock
 
-BATCH_BYTES = 32 << 20
+BATCH_BYTES = 8 << 20
+LULL_S = 0.2  # of idleness before writing begins: the next turn often comes at once
+PATIENCE_S = 0.5  # between two batches when there is no idleness at all
 MOST_UNSETTLED = 10_000  # changes kept for a disk that may come back
 
 State = Literal["ok", "full", "failing"]
@@ -81,12 +84,23 @@ class Writer:
         self._unsettled: list[Change] = []  # changes of the index that wait for a good commit
         self._wake = threading.Condition()
         self._closing = False
+        self._urgent = 0  # somebody waits for so many flushes
+        self._idle_since_s: float | None = -LULL_S  # None: turns are being computed
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
 
     def put(self, order: Order) -> None:
         with self._wake:
             self._orders.append(order)
+            self._urgent += isinstance(order, Flushed)
+            self._wake.notify()
+
+    def give_way(self, busy: bool) -> None:
+        """While turns are computed on the same cores, write little; begin a lull after them."""
+        if busy == (self._idle_since_s is None):
+            return
+        with self._wake:
+            self._idle_since_s = None if busy else time.monotonic()
             self._wake.notify()
 
     def close(self) -> None:
@@ -109,6 +123,7 @@ class Writer:
         with self._wake:
             while not self._orders and not self._closing:
                 self._wake.wait()
+            self._wait_for_a_lull()
             batch: list[Order] = []
             room = BATCH_BYTES
             while self._orders and room > 0:
@@ -116,8 +131,19 @@ class Writer:
                 batch.append(order)
                 room -= order.size_bytes if isinstance(order, WriteOrder) else 0
                 if isinstance(order, Flushed | BackUp):
+                    self._urgent -= isinstance(order, Flushed)
                     break
             return batch
+
+    def _wait_for_a_lull(self) -> None:
+        """Not for long, and not when somebody waits for us."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not self._urgent and not self._closing:
+            now_s, since_s = time.monotonic(), self._idle_since_s
+            due_s = until_s if since_s is None else min(since_s + LULL_S, until_s)
+            if due_s <= now_s:
+                return
+            self._wake.wait(due_s - now_s)
 
     def _work(self, batch: list[Order]) -> None:
         """Unlink, write, commit. What fails is told; nothing is told written before it is safe."""

@@ -35,8 +35,11 @@ Log = Callable[[wire.Note], None]
 class Memory:
     """Owned by the engine's thread; `tell` brings it the disk's news from others."""
 
-    def __init__(self, load: wire.Load, abilities: Abilities, tell: Tell, log: Log) -> None:
+    def __init__(
+        self, load: wire.Load, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
+    ) -> None:
         self._log = log
+        self._polite = polite  # the engine computes on the cores that writing takes, too
         self._ticks = 0
         self.clock = Clock()
         self.secret = secrets.token_bytes(SECRET_BYTES)
@@ -124,6 +127,11 @@ class Memory:
             self._warn(f"writing to the disk cache failed ({why}): state is kept in RAM meanwhile")
         else:
             self._log(wire.Note("info", "the disk cache works again"))
+
+    def give_way(self, busy: bool) -> None:
+        """Called around every step: on a CPU, writing would slow down the turn that comes next."""
+        if self._polite and self.store.disk:
+            self.store.disk.give_way(busy)
 
     def tick(self) -> None:
         """Once a minute: what has expired goes, a disk that failed is tried again."""

@@ -82,7 +82,9 @@ class Worker:
         abilities = self._engine.abilities
         self._abilities = abilities
         encoder = Encoder(self._engine.vocabulary, _template(self._engine))
-        self._memory = Memory(load, abilities, self._inbox.put, self.send)
+        self._memory = Memory(
+            load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
+        )
         entries = self._memory.entries
         self._intake = Intake(
             abilities, self._engine.vocabulary, encoder, entries, self._memory.secret
@@ -201,6 +203,7 @@ class Worker:
                     return
                 self._handle(message)
             busy = self._scheduler.step()
+            self._memory.give_way(busy)
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         if wait:
