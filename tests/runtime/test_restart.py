@@ -183,3 +183,25 @@ def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
     again = Desk(FakeEngine(), folder=tmp_path)
     assert again.ask([*FIRST[:5], 9], naming=Naming(cache_key=key)).finished.cache.status == "hit"
     again.close()
+
+
+def test_a_server_that_is_never_idle_still_writes(tmp_path: Path) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
+    assert desk.disk is not None
+    desk.disk.give_way(busy=True)
+    desk.ask(FIRST)
+    while not any(block.stored for block in desk.store):
+        desk.hear(wait=True)
+    desk.close()
+
+
+def test_who_waits_for_the_disk_is_not_kept_waiting_by_busy_turns(tmp_path: Path) -> None:
+    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
+    assert desk.disk is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rekindle.cache.writer.PATIENCE_S", 3600.0)
+        desk.disk.give_way(busy=True)
+        desk.ask(FIRST)
+        desk.flush()
+        assert any(block.stored for block in desk.store)
+        desk.close()
