@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class TokenLog(Struct, array_like=True):
@@ -43,6 +43,7 @@ class CacheReport(Struct):
     cache_key: str | None = None  # of the entry that a name in the request stands for
     new_cache_key: str | None = None  # of this turn's own entry, when it was asked for
     diverged_at: Divergence | None = None
+    normalised: list[str] = []  # what was changed in the request so that more of it matched
 
 
 class Started(Struct, tag=True):
@@ -69,6 +70,30 @@ class Text(Struct, tag=True):
     logs: list[TokenLog] | None = None
 
 
+class Reasoning(Struct, tag=True):
+    """Text that the model wrote for itself."""
+
+    turn: int
+    text: str
+
+
+class CallBegun(Struct, tag=True):
+    """The model calls a function; the arguments follow. `index` counts the reply's calls."""
+
+    turn: int
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(Struct, tag=True):
+    """The next piece of a call's arguments, which are JSON."""
+
+    turn: int
+    index: int
+    text: str
+
+
 class Finished(Struct, tag=True):
     turn: int
     reason: FinishReason
@@ -77,6 +102,7 @@ class Finished(Struct, tag=True):
     prompt_eval_s: float
     cache: CacheReport
     message_id: str | None = None  # by which the reply can be named later, when asked for
+    reasoning_tokens: int = 0  # of the completion's, those the model wrote for itself
 
 
 class Failed(Struct, tag=True):
@@ -92,5 +118,15 @@ class Cancelled(Struct, tag=True):
     turn: int
 
 
-Event = Started | Prefill | Text | Finished | Failed | Cancelled
+Event = (
+    Started
+    | Prefill
+    | Text
+    | Reasoning
+    | CallBegun
+    | CallArguments
+    | Finished
+    | Failed
+    | Cancelled
+)
 TERMINAL = (Finished, Failed, Cancelled)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rekindle.engine.sampling import Sampled, Sampling
 
@@ -40,6 +40,16 @@ class Sequence:
         self.slot = slot
         self.exact = exact
         self.length = 0
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in one reply."""
+
+    def mask(self, logits: Any) -> None:
+        """Set what may not come next to minus infinity, in place."""
+
+    def accept(self, token: int) -> None:
+        """Take note of the token that was chosen."""
 
 
 class Sampler(Protocol):
@@ -83,7 +93,9 @@ class Engine(Protocol):
     def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
         """The state of positions [start, stop) as one block."""
 
-    def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler: ...
+    def sampler(
+        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+    ) -> Sampler: ...
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         """Do all the work, or none of it and raise PoolFull; one result a piece of work."""

@@ -62,12 +62,30 @@ class Preparing(Struct, kw_only=True):
     shared: bool = False  # for every tenant; the operator's own prompts only
 
 
+class ToolUse(Struct, kw_only=True):
+    """Which of the request's tools the reply may call, or has to."""
+
+    choice: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None  # with "required": this one
+    parallel: bool = True  # more than one call in a reply
+
+
+class Structure(Struct, kw_only=True):
+    """What the reply's text has to be: any JSON object, or JSON that a schema describes."""
+
+    schema: dict[str, Any] | bool | None = None  # None: any object
+
+
 class Ask(Struct, tag=True, kw_only=True):
     """One turn: a chat (`messages`) or a completion (`prompt`: text, or token ids)."""
 
     turn: int
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
+    tool_use: ToolUse = ToolUse()
+    structure: Structure | None = None
+    priority: int = 0  # higher goes first
+    normalise: bool = True  # volatile headers that clients put at the top
     naming: Naming | None = None
     preparing: Preparing | None = None
     prompt: str | list[int] | None = None
