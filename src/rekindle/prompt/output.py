@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from rekindle.prompt.stop import StopMatcher
 from rekindle.prompt.tokens import Tokenizer
@@ -12,8 +12,11 @@ from rekindle.prompt.tokens import Tokenizer
 class TextStream:
     """One reply's text: whole characters only, and nothing from a stop string on."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Container[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopMatcher(stop)
 
@@ -27,8 +30,9 @@ class TextStream:
         return self._matcher.matched if self.stopped else None
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; control tokens have none."""
-        piece = self._tokenizer.piece(token, special=False)
+        """The text that became certain with this token; control tokens have none, but those
+        that are to be shown."""
+        piece = self._tokenizer.piece(token, special=token in self._shown)
         return self._matcher.push(self._decoder.decode(piece))
 
     def finish(self) -> str:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import secrets
+import string
+from collections.abc import Container, Iterable
+from typing import Any
+
 from rekindle.cache.block import Wish
 from rekindle.cache.disk import Fetch
 from rekindle.cache.entries import Entry
 from rekindle.cache.key import pack
-from rekindle.engine.base import Sampler, Sequence
+from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.events import (
     CacheReport,
+    CallArguments,
+    CallBegun,
     Cancelled,
     Event,
     Failed,
     Finished,
     FinishReason,
+    Reasoning,
     Text,
     TokenLog,
 )
 from rekindle.prompt.output import TextStream
+from rekindle.prompt.reply import Argued, Called, Parser, Part, Said, Thought
 from rekindle.prompt.tokens import Prompt, Tokenizer
 from rekindle.runtime.wire import Ask
+
+CALL_ID = string.ascii_letters + string.digits
+CALL_ID_CHARACTERS = 9  # Mistral's templates refuse any other length; no other minds
 
 
 class Turn:
@@ -41,6 +53,9 @@ class Turn:
         tokenizer: Tokenizer,
         end_tokens: frozenset[int],
         context_tokens: int,
+        parser: Parser | None = None,
+        shown: Container[int] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         if len(prompt.tokens) >= context_tokens:
             raise ContextTooLong(str(len(prompt.tokens)), context_tokens, param=ask.source)
@@ -62,10 +77,14 @@ class Turn:
         self.session: str | None = None  # what a fingerprint calls this conversation
         self.wish = Wish.NEVER  # when what it computes is to be written to disk
         self.fetch: Fetch | None = None  # its blocks on their way from disk
-        self._said: list[str] = []
+        self.normalised: list[str] = []  # what was changed in the request so that more matches
+        self.constraint = constraint
+        self.reasoning_tokens = 0
+        self.reply = Delivered()
+        self._parser = parser
         self._tokenizer = tokenizer
         self._end_tokens = frozenset() if ask.ignore_eos else end_tokens
-        self._text = TextStream(tokenizer, ask.stop)
+        self._text = TextStream(tokenizer, ask.stop, shown)
         self._logs: list[TokenLog] = []
         room = context_tokens - len(prompt.tokens)
         self._most_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
@@ -77,7 +96,22 @@ class Turn:
     @property
     def said(self) -> str:
         """All the text that its client was given."""
-        return "".join(self._said)
+        return self.reply.content
+
+    @property
+    def raw(self) -> str:
+        """All the text the model wrote, markers of calls and reasoning included."""
+        return "".join(self.reply.raw)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model wrote nothing but what was said."""
+        return self.raw == self.said
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as the client has it."""
+        return self.reply.message
 
     @property
     def prompt_tokens(self) -> int:
@@ -125,13 +159,26 @@ class Turn:
             return self._finish("stop", [])
         self.tokens.append(sampled.token)
         self.packed += pack([sampled.token])
+        thinking = self._is_thinking
         text = self._text.push(sampled.token)
         self._log(sampled)
-        if self._text.stopped:
-            return self._finish("stop", self._say(text))
+        events = self._say(text)
+        self.reasoning_tokens += thinking or self._is_thinking
+        if self._text.stopped or self._has_called:
+            return self._finish("stop", events)
         if self.remaining_tokens <= 0:
-            return self._finish("length", self._say(text))
-        return self._say(text)
+            return self._finish("length", events)
+        return events
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._parser is not None and self._parser.thinking
+
+    @property
+    def _has_called(self) -> bool:
+        """Whether the one call is made that a client takes at a time."""
+        calls = self._parser.ended_calls if self._parser else 0
+        return calls > 0 and not self.ask.tool_use.parallel
 
     def _log(self, sampled: Sampled) -> None:
         if sampled.logprob is not None:
@@ -141,14 +188,43 @@ class Turn:
             self._logs.append(TokenLog(own, sampled.logprob, top))
 
     def _say(self, text: str) -> list[Event]:
-        if not text and not self._logs:
-            return []
-        self._said.append(text)
-        logs, self._logs = self._logs or None, []
-        return [Text(self.id, text, logs)]
+        self.reply.raw.append(text)
+        if self._parser is None:
+            return self._tell([Said(text)])
+        return self._tell(self._parser.push(text))
+
+    def _tell(self, parts: Iterable[Part]) -> list[Event]:
+        """Parts of the reply as events; log probabilities are those of what is said."""
+        events = [event for part in parts if (event := self._event(part)) is not None]
+        if self._logs and not self._is_thinking and not self.reply.calls:
+            logs, self._logs = self._logs, []
+            said = next((event for event in events if isinstance(event, Text)), None)
+            if said is None:
+                return [*events, Text(self.id, "", logs)]
+            said.logs = logs
+        return events
+
+    def _event(self, part: Part) -> Event | None:
+        self.reply.add(part)
+        match part:
+            case Said(text) if text:
+                return Text(self.id, text)
+            case Thought(text) if text:
+                self._logs.clear()
+                return Reasoning(self.id, text)
+            case Called(call, name):
+                self._logs.clear()
+                return CallBegun(self.id, call, self.reply.calls[call].id, name)
+            case Argued(call, text) if text:
+                return CallArguments(self.id, call, text)
+        return None
 
     def _finish(self, reason: FinishReason, said: list[Event]) -> list[Event]:
         said = [*said, *self._say(self._text.finish())]
+        if self._parser is not None:
+            said += self._tell(self._parser.finish())
+        if reason == "stop" and self.reply.calls:
+            reason = "tool_calls"
         assert self.report is not None
         kept = self.held_tokens if self.ask.reuse else 0
         self.report.cached_tokens = kept
@@ -159,6 +235,7 @@ class Turn:
             self.generated_tokens,
             self.prompt_eval_s,
             self.report,
+            reasoning_tokens=self.reasoning_tokens,
         )
         return [*said, finished]
 
@@ -171,6 +248,55 @@ class Turn:
 
     def failed(self, error: ServerError) -> Event:
         return failure(self.id, error)
+
+
+class Call:
+    """A function call as the client was given it."""
+
+    def __init__(self, name: str) -> None:
+        self.id = "".join(secrets.choice(CALL_ID) for _ in range(CALL_ID_CHARACTERS))
+        self.name = name
+        self.arguments: list[str] = []
+
+    @property
+    def message(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Delivered:
+    """What a client was given of a reply, part by part."""
+
+    def __init__(self) -> None:
+        self.raw: list[str] = []
+        self.calls: list[Call] = []
+        self._said: list[str] = []
+        self._thought: list[str] = []
+
+    def add(self, part: Part) -> None:
+        match part:
+            case Said(text):
+                self._said.append(text)
+            case Thought(text):
+                self._thought.append(text)
+            case Called(_, name):
+                self.calls.append(Call(name))
+            case Argued(call, text):
+                self.calls[call].arguments.append(text)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._said)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
+        if self.calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [call.message for call in self.calls]
+        return message
 
 
 def failure(turn: int, error: ServerError) -> Failed:

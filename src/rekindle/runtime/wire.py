@@ -62,7 +62,7 @@ class Preparing(Struct, kw_only=True):
     shared: bool = False  # for every tenant; the operator's own prompts only
 
 
-class ToolUse(Struct, kw_only=True):
+class ToolUse(Struct, frozen=True, kw_only=True):
     """Which of the request's tools the reply may call, or has to."""
 
     choice: Literal["none", "auto", "required"] = "auto"
