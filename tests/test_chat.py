@@ -11,7 +11,16 @@ import httpx
 import pytest
 from rich.console import Console
 
-from rekindle.chat import ChatFailed, Conversation, Cost, converse
+from rekindle.chat import (
+    Called,
+    ChatFailed,
+    Conversation,
+    Cost,
+    Reading,
+    Screen,
+    Thought,
+    converse,
+)
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -94,8 +103,61 @@ def test_the_request_is_an_openai_one() -> None:
         ],
         "stream": True,
         "stream_options": {"include_usage": True},
+        "prefill_progress": True,
         "max_tokens": 9,
     }
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+def called(name: str | None, arguments: str) -> dict[str, Any]:
+    return delta(tool_calls=[{"index": 0, "function": {"name": name, "arguments": arguments}}])
+
+
+def thoughtful(_body: dict[str, Any]) -> httpx.Response:
+    return stream(
+        {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}},
+        delta(role="assistant", content=""),
+        delta(reasoning_content="Hm, "),
+        delta(reasoning_content="[b]two[/b]."),
+        delta(content="2"),
+        called("add", ""),
+        called(None, '{"a": 1}'),
+        {"choices": [], "usage": USAGE},
+    )
+
+
+def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
+    *parts, cost = Server(thoughtful).conversation().say("hi")
+    assert parts == [
+        Reading(5, 50),
+        Thought("Hm, "),
+        Thought("[b]two[/b]."),
+        "2",
+        Called("add", ""),
+        Called("", '{"a": 1}'),
+    ]
+    assert isinstance(cost, Cost)
+
+
+def test_thoughts_are_not_sent_back() -> None:
+    server = Server(thoughtful, hello)
+    conversation = server.conversation()
+    said(conversation, "one")
+    said(conversation, "two")
+    assert server.body()["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_progress_is_no_first_token() -> None:
+    reading = {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}}
+    _, cost = said(Server(lambda _: stream(reading)).conversation(), "hi")
+    assert cost.first_token_s is None
 
 
 def test_the_history_grows_turn_by_turn() -> None:
@@ -205,6 +267,44 @@ def test_what_a_model_writes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     server = Server(lambda _: stream("[bold]not bold[/] ", "[/x] " + "word " * 60))
     shown = talk(monkeypatch, server, "one")
     assert "[bold]not bold[/] [/x] " + "word " * 60 in shown
+
+
+def test_thoughts_and_calls_stand_apart_from_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = talk(monkeypatch, Server(thoughtful), "one")
+    assert 'Hm, [b]two[/b].\n\n2\n\ncalls add {"a": 1}\n' in shown
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+
+
+def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(Reading(512, 2048))
+        status = screen.status
+        assert status is not None
+        assert status.status == "reading the prompt: 512 of 2048 tokens"
+        screen.show("Hello")
+        assert screen.status is None
+
+
+def test_a_terminal_shows_thoughts_dimmed() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(Thought("Hm"))
+        screen.show("Hello")
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert "\x1b[2mHm" in written
+    assert "\x1b[2mHello" not in written
+
+
+def test_a_status_line_does_not_outlive_a_failure() -> None:
+    screen = Screen(terminal())
+    with pytest.raises(ChatFailed), screen:
+        raise ChatFailed("gone")
+    assert screen.status is None
 
 
 def test_an_interrupt_stops_the_reply_and_not_the_conversation(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from rich.console import Console
 from typer.testing import CliRunner
 
 import rekindle
@@ -20,6 +23,7 @@ from rekindle.api.auth import Keys
 from rekindle.chat import Conversation
 from rekindle.config import Config
 from rekindle.errors import RekindleError
+from rekindle.runtime.wire import Load
 
 COMMANDS = ("serve", "pull", "chat", "bench", "key")
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
@@ -29,6 +33,7 @@ SERVE_FLAGS = (
     "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
     "--disk-cache", "--cache-dir", "--cache-write", "--force-cache", "--context-cache",
     "--admin-key", "--api-keys-file", "--fp8-kvcache", "--disk-floor",
+    "--tool-format", "--reasoning-format", "--normalise",
 )  # fmt: skip
 
 
@@ -120,6 +125,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "--gpu-layers", "0", "--log-level", "debug", "--no-auth", "--disk-cache", "5GB",
         "--disk-floor", "2GB", "--cache-dir", "/kv", "--cache-write", "named", "--force-cache",
         "--no-context-cache", "--admin-key", "root", "--api-keys-file", "/keys", "--fp8-kvcache",
+        "--no-normalise", "--tool-format", "hermes", "--reasoning-format", "none",
     )  # fmt: skip
     [config] = served
     given = {
@@ -129,6 +135,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "disk_cache": 5 * 10**9, "disk_floor": 2 * 10**9, "cache_dir": Path("/kv"),
         "cache_write": "named", "force_cache": True, "context_cache": False,
         "admin_key": ("root",), "api_keys_file": Path("/keys"), "fp8_kvcache": True,
+        "normalise": False, "tool_format": "hermes", "reasoning_format": "none",
     }  # fmt: skip
     assert {**config.model_dump(), **given} == config.model_dump()
 
@@ -353,6 +360,33 @@ def test_an_error_is_shown_as_it_is_written(
 
     monkeypatch.setattr(rekindle.serve, "serve", fail)
     assert failure(monkeypatch, capsys, "serve") == f"error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "formats"),
+    [
+        ({}, (None, None)),
+        ({"tool_format": "hermes", "reasoning_format": "none"}, ("hermes", "none")),
+    ],
+)
+def test_a_format_that_is_named_reaches_the_runtime(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], formats: tuple[str | None, ...]
+) -> None:
+    loads: list[Load] = []
+
+    def stop_here(_name: str, load: Load, *, queue: int) -> None:
+        loads.append(load)
+        raise RekindleError("far enough")
+
+    async def open_service() -> None:
+        config, console = Config.model_validate(settings), Console(file=io.StringIO())
+        async with rekindle.serve.open_service(config, {"m": Path("m.gguf")}, console):
+            pass
+
+    monkeypatch.setattr(rekindle.serve, "Runtime", stop_here)
+    with pytest.raises(RekindleError, match="far enough"):
+        asyncio.run(open_service())
+    assert [(load.tool_format, load.reasoning_format) for load in loads] == [formats]
 
 
 def test_chat_is_told_where_and_how_to_talk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ EVERY: dict[str, tuple[str, Any]] = {
     "cache_write": ("on-evict", "on-evict"),
     "context_cache": ("false", False),
     "force_cache": ("true", True),
+    "normalise": ("false", False),
+    "tool_format": ("hermes", "hermes"),
+    "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),
     "projects": ("{a: {system_prompt: x}}", {"a": Project(system_prompt="x")}),
     "threads": ("3", 3),
@@ -87,6 +90,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.cache_write, config.key_ttl) == ("always", 1800)
     assert (config.context_cache, config.force_cache, config.fp8_kvcache) == (True, False, False)
     assert (config.api_keys_file, config.projects) == (None, {})
+    assert (config.tool_format, config.reasoning_format, config.normalise) == ("auto", "auto", True)
     assert config.models_dir == Path("~/.cache/rekindle/models").expanduser()
 
 
@@ -188,6 +192,10 @@ def test_null_lifts_a_limit_that_may_be_lifted() -> None:
 def test_null_leaves_any_other_setting_as_it_was() -> None:
     assert load(text="port: null\nmodel: null\napi_key:").port == 8080
     assert load(environment={"REKINDLE_PORT": "null"}, text="port: 5").port == 5
+
+
+def test_none_is_a_word_where_nothing_can_be_lifted() -> None:
+    assert load(environment={"REKINDLE_TOOL_FORMAT": "none"}).tool_format == "none"
 
 
 @pytest.mark.parametrize(
@@ -315,8 +323,10 @@ def test_a_project_is_read_as_it_is_documented() -> None:
 
 def test_a_tool_that_is_only_named_becomes_a_function() -> None:
     named, described = load(text=PROJECT).projects["financial-agent"].tools
-    assert named == {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
-    assert described["function"]["name"] == "get_market_data"
+    assert (named.type, named.function.name, named.function.parameters) == (
+        "function", "get_portfolio", {}
+    )  # fmt: skip
+    assert described.function.name == "get_market_data"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +339,8 @@ def test_a_tool_that_is_only_named_becomes_a_function() -> None:
         ("{system_prompt: x, cache: {pined: true}}", "did you mean `pinned`?"),
         ("{system_prompt: x, cache: {ttl: -1}}", "`a.cache.ttl`"),
         ("{system_prompt: x, tools: [1]}", "`a.tools.0`"),
+        ("{system_prompt: x, tools: [two words]}", "`a.tools.0.function.name`"),
+        ("{system_prompt: x, tools: [f, f]}", "more than one function called 'f'"),
         ("just text", "`a`"),
     ],
 )

@@ -105,6 +105,13 @@ def test_fields_of_the_interface_are_options(engine: Engine) -> None:
         engine.chat(MESSAGES, temperatur=1)
 
 
+def test_a_text_cannot_be_a_call() -> None:
+    """Calls would be lost, so tools are refused before anything is loaded."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with Engine(EngineConfig()) as engine, pytest.raises(BadRequest, match="over HTTP"):
+        engine.chat(MESSAGES, tools=tools)
+
+
 def test_leaving_a_stream_early_ends_its_turn(engine: Engine) -> None:
     for _ in range(40):  # more than may run at once
         pieces = engine.chat(MESSAGES, stream=True, **{**GREEDY, "max_tokens": 3000})

@@ -58,6 +58,15 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
     assert question.admin  # a shared entry is in nobody's own list
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
+    runtime = ScriptedRuntime(READY, answers=settled)
+    projects = {"a": Project.model_validate(PROJECT)}
+    quiet = Console(file=io.StringIO())
+    asyncio.run(warm(projects, lambda _name: runtime, quiet, exact=True, normalise=normalise))
+    assert (runtime.asked.exact, runtime.asked.normalise) == (True, normalise)
+
+
 def test_a_project_that_does_not_want_it_is_left_alone() -> None:
     runtime = ScriptedRuntime(READY, answers=settled)
     projects = {"a": Project(system_prompt="x")}

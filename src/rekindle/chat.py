@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from rekindle.errors import RekindleError
 
@@ -19,6 +20,26 @@ HELP = "Type a message. /new starts over, /quit (or Ctrl-D) ends."
 
 class ChatFailed(RekindleError):
     """The server could not be reached or refused."""
+
+
+class Reading(NamedTuple):
+    """The prompt is being read: so many tokens of so many."""
+
+    done_tokens: int
+    prompt_tokens: int
+
+
+class Thought(NamedTuple):
+    """What the model writes for itself."""
+
+    text: str
+
+
+class Called(NamedTuple):
+    """A function that the model calls, or more of its arguments; nobody here answers it."""
+
+    name: str
+    arguments: str
 
 
 @dataclass(slots=True)
@@ -36,6 +57,9 @@ class Cost:
             f"reused {cached} of {prompt} prompt tokens, "
             f"first token after {first}, {self.usage.get('completion_tokens', 0)} generated"
         )
+
+
+Part = str | Thought | Called | Reading | Cost
 
 
 @dataclass(slots=True)
@@ -56,7 +80,7 @@ class Conversation:
     def start_over(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def say(self, text: str) -> Iterator[str | Cost]:
+    def say(self, text: str) -> Iterator[Part]:
         """The reply as it comes, then its cost; a failed turn leaves the history unchanged."""
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
@@ -65,12 +89,12 @@ class Conversation:
         for chunk in self._chunks(messages):
             if chunk.get("usage"):
                 cost.usage = chunk["usage"]
-            for choice in chunk["choices"]:
-                if piece := (choice.get("delta") or {}).get("content"):
-                    if cost.first_token_s is None:
-                        cost.first_token_s = time.perf_counter() - started
-                    reply += piece
-                    yield piece
+            for part in _parts(chunk):
+                if cost.first_token_s is None and not isinstance(part, Reading):
+                    cost.first_token_s = time.perf_counter() - started
+                if isinstance(part, str):  # thoughts are the model's own, and not sent back
+                    reply += part
+                yield part
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         yield cost
 
@@ -80,6 +104,7 @@ class Conversation:
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "prefill_progress": True,
             **self.options,
         }
         headers = {"Authorization": f"Bearer {self.api_key}"}
@@ -125,6 +150,22 @@ def _chunk(payload: str) -> dict[str, Any]:
     raise ChatFailed(f"the server sent something that is no part of a reply: {payload[:80]}")
 
 
+def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
+    """What one chunk tells."""
+    match chunk.get("prefill_progress"):
+        case {"done_tokens": int(done), "prompt_tokens": int(total)}:
+            yield Reading(done, total)
+    for choice in chunk["choices"]:
+        delta = choice.get("delta") or {}
+        if thought := delta.get("reasoning_content"):
+            yield Thought(thought)
+        if text := delta.get("content"):
+            yield str(text)
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            yield Called(function.get("name") or "", function.get("arguments") or "")
+
+
 def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
@@ -153,13 +194,64 @@ def _read(console: Console) -> str | None:
 
 
 def _show(conversation: Conversation, text: str, console: Console) -> None:
-    try:
-        for part in conversation.say(text):
-            if isinstance(part, Cost):
-                console.print(f"\n[dim]{part.line()}[/]")
-            else:
-                console.print(part, end="", markup=False, highlight=False, soft_wrap=True)
-    except KeyboardInterrupt:
-        console.print("\n[dim]stopped[/]")
-    except ChatFailed as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+    with Screen(console) as screen:
+        try:
+            for part in conversation.say(text):
+                screen.show(part)
+        except KeyboardInterrupt:
+            screen.note("\n[dim]stopped[/]")
+        except ChatFailed as error:
+            screen.note(f"[bold red]error:[/] {escape(str(error))}")
+
+
+class Screen:
+    """Shows one reply: a status line until it begins, thoughts and calls dimmed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.status: Status | None = None
+        self._kind: type[Part] | None = None  # of what was shown last
+
+    def __enter__(self) -> Screen:
+        if self._console.is_terminal:  # in a file it would leave an empty line
+            self.status = self._console.status("waiting")
+            self.status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_status()
+
+    def show(self, part: Part) -> None:
+        match part:
+            case Reading(done, total):
+                if self.status:
+                    self.status.update(f"reading the prompt: {done} of {total} tokens")
+            case Cost():
+                self.note(f"\n[dim]{part.line()}[/]")
+            case str():
+                self._write(str, part)
+            case Thought(text):
+                self._write(Thought, text, "dim")
+            case Called(name, arguments):
+                begun = f"calls {name} " if name else ""
+                self._write(Called, begun + arguments, "dim", apart=bool(begun))
+
+    def note(self, markup: str) -> None:
+        self._end_status()
+        self._console.print(markup, highlight=False)
+
+    def _write(
+        self, kind: type[Part], text: str, style: str | None = None, *, apart: bool = False
+    ) -> None:
+        self._end_status()
+        if self._kind is not None and (apart or self._kind is not kind):
+            self._console.print("\n")
+        self._kind = kind
+        self._console.print(
+            text, end="", style=style, markup=False, highlight=False, soft_wrap=True
+        )
+
+    def _end_status(self) -> None:
+        if self.status:
+            self.status.stop()
+            self.status = None

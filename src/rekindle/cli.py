@@ -116,6 +116,22 @@ def serve(
         bool | None,
         typer.Option("--force-cache", help="Name conversations that have no name of their own"),
     ] = None,
+    normalise: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalise/--no-normalise",
+            help="Take out headers that change with every request",
+            show_default="take out",
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How the model writes tool calls", show_default="auto: by its template"),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(help="How it writes its reasoning", show_default="auto: by its template"),
+    ] = None,
     fp8_kvcache: Annotated[
         bool | None, typer.Option("--fp8-kvcache", help="8-bit KV cells: q8_0, groups of 32")
     ] = None,

@@ -82,6 +82,9 @@ class Config(BaseModel):
     cache_write: Literal["always", "named", "on-evict"] = "always"
     context_cache: bool = True
     force_cache: bool = False
+    normalise: bool = True  # volatile headers at the top of prompts are taken out
+    tool_format: Name = "auto"  # how the model writes calls; auto: as its template says
+    reasoning_format: Name = "auto"  # and what it writes for itself
     key_ttl: float | None = Field(1800, gt=0)
     projects: Projects = {}
     threads: int | None = Field(None, ge=1, le=1024)
@@ -181,13 +184,20 @@ def _from_disk_variable(environment: Mapping[str, str]) -> Source:
 
 def _from_environment(environment: Mapping[str, str]) -> Source:
     """An empty variable is one that is not set."""
-    settings = {
-        name.removeprefix(ENV_PREFIX).lower(): None if value.lower() in ("null", "none") else value
+    written = {
+        name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(ENV_PREFIX) and value
     }
-    ours = {name: value for name, value in settings.items() if name not in OUTSIDE_SETTINGS}
-    return _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
+    ours = {name: value for name, value in written.items() if name not in OUTSIDE_SETTINGS}
+    source = _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
+    settings = {name: None if _is_null(name, value) else value for name, value in ours.items()}
+    return Source(settings, source.spell)
+
+
+def _is_null(name: str, written: str) -> bool:
+    """`none` may also be a word that a setting takes, such as the name of a format."""
+    return written.lower() in (("null", "none") if _takes_null(name) else ("null",))
 
 
 def _from_flags(flags: Mapping[str, Any], spell: Callable[[str], str]) -> Source:

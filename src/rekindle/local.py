@@ -150,4 +150,6 @@ def _request(fields: dict[str, Any]) -> ChatRequest:
         raise TypeError(f"chat() has no option {', '.join(sorted(unknown))}")
     if (request.n or 1) > 1:
         raise BadRequest("chat() gives one reply: leave `n` out", param="n")
+    if request.tools and request.tool_choice != "none":
+        raise BadRequest("chat() gives a text: call tools over HTTP", param="tools")
     return request

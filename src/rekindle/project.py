@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rekindle.api.tool import Tools
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(
@@ -50,7 +52,7 @@ class Project(_Part):
     model: str | None = None  # None: the first that is served
     provider: str | None = None  # of other programs that read the same file
     system_prompt: str = Field(min_length=1)
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(_described)] = []
+    tools: Annotated[Tools, BeforeValidator(_described)] = []
     shared: bool = False  # for the holders of every key
     cache: ProjectCache = ProjectCache()
 

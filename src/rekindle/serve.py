@@ -119,6 +119,7 @@ async def open_service(
             lambda name: service.runtime(models_of[name]),
             console,
             exact=config.exact,
+            normalise=config.normalise,
         )
         yield service
 
@@ -188,7 +189,13 @@ def _load(config: Config, path: Path, served: list[str]) -> Load:
         write_policy=config.cache_write,
         key_ttl_s=config.key_ttl,
         served=served,
+        tool_format=_chosen(config.tool_format),
+        reasoning_format=_chosen(config.reasoning_format),
     )
+
+
+def _chosen(format: str) -> str | None:
+    return None if format == "auto" else format
 
 
 def default_threads() -> int:

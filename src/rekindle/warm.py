@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
+from rekindle.api.tool import described
 from rekindle.api.turns import FailedTurn
 from rekindle.bar import OnProgress, progress_bar
 from rekindle.engine.sampling import Sampling
@@ -29,6 +30,7 @@ async def warm(
     console: Console,
     *,
     exact: bool = False,
+    normalise: bool = True,
 ) -> None:
     """Prepare those that want it, one after the other; a failure costs no more than the warmth."""
     for name, project in projects.items():
@@ -36,7 +38,7 @@ async def warm(
             continue
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                ask = _ask(project, exact=exact)
+                ask = _ask(project, exact=exact, normalise=normalise)
                 tokens = await _prepare(ask, runtime_of(name), on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
@@ -65,17 +67,18 @@ def _finished(event: Event) -> Finished:
     return event
 
 
-def _ask(project: Project, *, exact: bool) -> Ask:
+def _ask(project: Project, *, exact: bool, normalise: bool) -> Ask:
     return Ask(
         turn=0,
         messages=[{"role": "system", "content": project.system_prompt}],
-        tools=project.tools or None,
+        tools=described(project.tools),
         preparing=Preparing(
             pinned=project.cache.pinned, ttl_s=project.cache.ttl, shared=project.shared
         ),
         sampling=Sampling(),
         max_tokens=1,
         exact=exact,
+        normalise=normalise,
         salt=SALT,
         progress=True,
     )

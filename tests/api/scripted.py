@@ -19,6 +19,8 @@ from rekindle.errors import ServerError, Unavailable
 from rekindle.events import (
     TERMINAL,
     CacheReport,
+    CallArguments,
+    CallBegun,
     Event,
     Finished,
     FinishReason,
@@ -52,9 +54,17 @@ def finished(
     cache: CacheReport = MISS,
     prompt_eval_s: float = 0.25,
     message_id: str | None = None,
+    reasoning_tokens: int = 0,
 ) -> Finished:
     return Finished(
-        0, reason, prompt_tokens, completion_tokens, prompt_eval_s, cache, message_id=message_id
+        0,
+        reason,
+        prompt_tokens,
+        completion_tokens,
+        prompt_eval_s,
+        cache,
+        message_id=message_id,
+        reasoning_tokens=reasoning_tokens,
     )
 
 
@@ -68,6 +78,16 @@ def reply(
     """A turn that begins, says these texts and ends."""
     said = [Text(0, text, logs[i] if logs else None) for i, text in enumerate(texts)]
     return [Started(0, 10, 0), *said, end or finished(completion_tokens=len(texts))]
+
+
+def calling(*calls: tuple[str, str], before: Sequence[Step] = ()) -> list[Step]:
+    """A turn that calls functions, the arguments of each in pieces of five characters."""
+    parts: list[Step] = []
+    for index, (name, arguments) in enumerate(calls):
+        parts.append(CallBegun(0, index, f"call_{index}", name))
+        pieces = [arguments[at : at + 5] for at in range(0, len(arguments), 5)]
+        parts += [CallArguments(0, index, piece) for piece in pieces]
+    return [Started(0, 10, 0), *before, *parts, finished("tool_calls")]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def test_usage_says_what_was_reused_and_how_long_the_prompt_took() -> None:
         "completion_tokens": 2,
         "total_tokens": 52,
         "prompt_tokens_details": {"cached_tokens": 40},
+        "completion_tokens_details": {"reasoning_tokens": 0},
         "prompt_eval_time": 0.25,
     }
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from rekindle.api.schema import NOT_SERVED, ChatRequest
-from rekindle.runtime.wire import Ask
+from rekindle.runtime.wire import Ask, ToolUse
 from tests.api.scripted import Front, ScriptedRuntime
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
 
 def asked(settings: dict[str, Any] | None = None, **fields: Any) -> Ask:
@@ -35,6 +37,8 @@ def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
         "top_logprobs": None,
     }
     assert (ask.stop, ask.ignore_eos, ask.reuse, ask.exact) == ([], False, True, False)
+    assert (ask.tools, ask.tool_use, ask.structure) == (None, ToolUse(), None)
+    assert (ask.priority, ask.normalise) == (0, True)
     assert ask.messages == [{"role": "user", "content": "hello"}]
 
 
@@ -146,11 +150,32 @@ def test_opting_out_of_the_cache_reaches_the_runtime() -> None:
     assert asked(cache_exact=True).exact is True
 
 
+@pytest.mark.parametrize(
+    ("sent", "priority"),
+    [(-10, -10), (0, 0), (10, 10), ("low", -5), ("normal", 0), ("high", 5)],
+)
+def test_a_priority_is_a_number_or_a_word(sent: int | str, priority: int) -> None:
+    assert asked(priority=sent).priority == priority
+    front = Front()
+    front.complete(priority=sent)
+    assert front.runtime.asked.priority == priority
+
+
+@pytest.mark.parametrize(
+    ("setting", "sent", "normalise"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
+def test_prompts_are_normalised_unless_the_server_or_the_request_says_no(
+    setting: bool, sent: bool | None, normalise: bool
+) -> None:
+    assert asked({"normalise": setting}, normalise=sent).normalise is normalise
+
+
 def test_messages_are_passed_on_as_they_were_sent() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "Ada"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "4", "tool_call_id": "1"},
         {"role": "assistant"},
     ]

@@ -12,6 +12,10 @@ from pydantic import ValidationError
 from rekindle.api.schema import ChatRequest
 from tests.api.scripted import HELLO, Front, error
 
+PRIORITY = (
+    "`priority` takes a whole number from -10 to 10, higher going first, "
+    'or "low", "normal" or "high".'
+)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -109,6 +113,15 @@ def test_the_last_of_two_equal_keys_counts() -> None:
         ("logit_bias", {"five": 1}, "`logit_bias` takes token ids as keys, not 'five'."),
         ("logit_bias", {"-1": 1}, "`logit_bias` takes token ids as keys, not '-1'."),
         ("logit_bias", {"5": 101}, "`logit_bias` takes biases from -100 to 100."),
+        ("priority", 11, PRIORITY),
+        ("priority", -11, PRIORITY),
+        ("priority", 0.5, PRIORITY),
+        ("priority", True, PRIORITY),
+        ("priority", "urgent", PRIORITY),
+        ("normalise", "no", "`normalise` takes true or false, not a string."),
+        ("prefill_progress", "chunks", '`prefill_progress` takes true, false or "comments".'),
+        ("prefill_progress", 1, '`prefill_progress` takes true, false or "comments".'),
+        ("parallel_tool_calls", 1, "`parallel_tool_calls` takes true or false, not a number."),
         ("messages", "hello", "`messages` takes a list, not a string."),
         ("messages", [], "`messages` takes at least 1 item."),
         ("messages", ["hello"], "`messages.0` takes an object, not a string."),
@@ -194,12 +207,8 @@ def test_top_logprobs_need_logprobs() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("function_call", {"name": "f"}),
         ("kv_bits", 4),
         ("kv_group_size", 64),
         ("kv_quantization_start", 0),
@@ -212,6 +221,27 @@ def test_what_is_not_served_yet_is_refused_by_name(field: str, value: Any) -> No
     found = refused(Front().chat(**{field: value}), "unsupported_parameter")
     assert found["param"] == field
     assert f"`{field}`" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_a_text_completion_takes_nothing_of_a_chat(field: str, value: Any) -> None:
+    found = refused(Front().complete(**{field: value}), "unsupported_parameter")
+    assert found["param"] == field
+    assert "/v1/chat/completions" in found["message"]
+
+
+@pytest.mark.parametrize(("field", "instead"), [("functions", "tools"),
+                                                ("function_call", "tool_choice")])  # fmt: skip
+def test_the_older_form_of_tool_calling_is_told_the_newer(field: str, instead: str) -> None:
+    found = refused(Front().chat(**{field: [{"name": "f"}]}), "unsupported_parameter")
+    assert f"send `{instead}` instead of `{field}`" in found["message"]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +286,13 @@ def test_unknown_fields_are_ignored() -> None:
     [
         {"messages": [{"role": "user", "content": "x", "deep": None}]},
         {"chat_template_kwargs": {"deep": None}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": {"x": None}},
+            }
+        },
     ],
 )
 def test_json_of_the_clients_own_is_bounded_in_depth(fields: dict[str, Any]) -> None:
@@ -279,8 +316,23 @@ def test_json_of_the_clients_own_is_bounded_in_depth(fields: dict[str, Any]) -> 
         {"messages": [3] * 100_000},
         {"messages": [{"role": "user", "content": [3] * 300_000}]},
         {"chat_template_kwargs": {str(n): n for n in range(300_000)}},
+        {"messages": [{"role": "assistant", "tool_calls": [3] * 300_000}]},
+        {"tools": [3] * 300_000},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
     ],
-    ids=["biases", "digits", "stops", "bad stops", "messages", "bad messages", "parts", "kwargs"],
+    ids=[
+        "biases",
+        "digits",
+        "stops",
+        "bad stops",
+        "messages",
+        "bad messages",
+        "parts",
+        "kwargs",
+        "bad calls",
+        "bad tools",
+        "tools",
+    ],
 )
 def test_a_flood_of_faults_is_one_fault(fields: dict[str, Any]) -> None:
     """Checking ends at the first: collecting a million faults would take seconds."""

@@ -73,6 +73,12 @@ def test_an_exact_server_prepares_what_exact_turns_can_use() -> None:
     assert front.runtime.asked.exact
 
 
+def test_a_server_that_normalises_nothing_prepares_what_its_chats_will_ask_for() -> None:
+    front = ready(normalise=False)
+    prepare(front)
+    assert not front.runtime.asked.normalise
+
+
 def test_without_warmth_the_prompt_is_only_indexed() -> None:
     front = Front(ScriptedRuntime(answers=telling(ENTRY)))
     assert prepare(front, warm=False, tools=TOOLS, pinned=True, ttl=None).json() == PREPARED
@@ -122,6 +128,8 @@ def test_a_server_that_reuses_nothing_prepares_nothing() -> None:
         ("tools", [{}] * 129, "`tools` takes at most 128 items."),
         ("tools", {}, "`tools` takes a list, not an object."),
         ("tools", [3], "`tools.0` takes an object, not a number."),
+        ("tools", [{"type": "function", "function": {}}], "`tools.0.function.name` is missing."),
+        ("tools", TOOLS * 2, "`tools` has more than one function called 'get_price'."),
         ("warm", "yes", "`warm` takes true or false, not a string."),
         ("pinned", 1, "`pinned` takes true or false, not a number."),
         ("ttl", 0, "`ttl` takes a number above 0."),
@@ -148,7 +156,7 @@ def test_pinned_state_may_last_for_ever() -> None:
 
 def test_text_is_bounded_wherever_it_is() -> None:
     half = "x" * 100_000
-    tools = [{"type": "function", "function": {"description": half}}]
+    tools = [{"type": "function", "function": {"name": "f", "description": half}}]
     fits = {"role": "system", "content": "x" * 99_000}
     assert prepare(ready(), messages=[fits], tools=tools).status_code == 200
     for messages in (
@@ -165,7 +173,8 @@ def test_tools_are_bounded_in_depth() -> None:
     nested: Any = {}
     for _ in range(100):
         nested = {"inside": nested}
-    answer = prepare(ready(), tools=[nested])
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    answer = prepare(ready(), tools=[tool])
     assert answer.status_code == 400
     assert "nested at most" in error(answer)["message"]
 

@@ -57,6 +57,14 @@ def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
     assert "diverged_at" not in Front().chat().json()["x_cache"]
 
 
+@pytest.mark.parametrize("path", ["chat", "complete"])
+def test_what_was_normalised_is_told_where_something_was(path: str) -> None:
+    changed = CacheReport("hit", "full_match", 9, 12, "ram", normalised=["billing header"])
+    told = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
+    assert told["normalised"] == ["billing header"]
+    assert "normalised" not in getattr(Front(), path)().json()["x_cache"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -107,7 +107,7 @@ def test_proving_does_not_copy_the_state() -> None:
 
 def test_a_header_can_be_read_before_the_rest() -> None:
     assert parse_header(seal(RECORD, SECRET)[0]) == Header(
-        MAGIC, len(RECORD.blob), RECORD.parent, RECORD.root, exact=True, tokens=64
+        MAGIC, len(RECORD.blob), RECORD.parent, RECORD.root, exact=True, resumable=False, tokens=64
     )
 
 
@@ -193,7 +193,7 @@ def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
-@pytest.mark.parametrize(("origin", "tokens"), [(2, 1), (255, 1), (0, MOST_TOKENS + 1)])
+@pytest.mark.parametrize(("origin", "tokens"), [(4, 1), (255, 1), (0, MOST_TOKENS + 1)])
 def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
     origin: int, tokens: int
 ) -> None:

@@ -10,10 +10,18 @@ import pytest
 from rekindle.engine.base import Engine
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from tests.support.fake import FakeEngine
-from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
+from tests.support.tiny import (
+    WIDTH,
+    TinyModel,
+    write_gemma3,
+    write_lfm2,
+    write_llama,
+    write_mamba,
+)
 
 LAYERS = 2
-ENGINES = ("fake", "llama", "gemma3", "llama-q8_0")
+CUTTING = ("fake", "llama", "gemma3", "llama-q8_0")
+WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be cut
 
 
 def write_wide_llama(path: Path) -> Path:
@@ -36,15 +44,19 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama,
     "gemma3": write_gemma3,
     "llama-q8_0": write_wide_llama,
+    "mamba": write_mamba,
+    "lfm2": write_lfm2,
 }
 
 
 def build(name: str, folder: Path) -> Engine:
-    if name == "fake":
-        return FakeEngine()
+    if name.startswith("fake"):
+        return FakeEngine(can_cut=name == "fake")
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
     return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
 
 
-every_engine = pytest.mark.parametrize("engine", ENGINES, indirect=True)
+every_engine = pytest.mark.parametrize("engine", [*CUTTING, *WHOLE], indirect=True)
+cutting_engines = pytest.mark.parametrize("engine", CUTTING, indirect=True)
+whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

@@ -10,7 +10,7 @@ import pytest
 
 from rekindle.prompt.tokens import Prompt
 from tests.support.talk import Answered, Talker
-from tests.support.tiny import write_gemma3, write_llama
+from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
 
 WORDS = [
     "the",
@@ -31,12 +31,19 @@ WORDS = [
 CONVERSATIONS = 24
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+MODELS = {  # full attention, sliding window, recurrent, hybrid
+    "llama": write_llama,
+    "gemma3": write_gemma3,
+    "mamba": write_mamba,
+    "lfm2": write_lfm2,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def talker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talker]:
-    write = {"llama": write_llama, "gemma3": write_gemma3}[request.param]
-    built = Talker(write(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+    built = Talker(MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf"))
     yield built
     built.close()
 

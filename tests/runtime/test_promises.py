@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rekindle.cache.clock import Clock
 from rekindle.cache.entries import MOST_NAMES, Draft, Entries
 from rekindle.cache.key import pack
 from rekindle.cache.store import Store
-from rekindle.errors import NoRoomForPins, Unsupported
+from rekindle.errors import NoRoomForPins
 from rekindle.prompt.tokens import Prompt
 from rekindle.runtime import wire
 from rekindle.runtime.wire import Naming, Preparing
@@ -77,15 +75,6 @@ def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> N
     desk.queries.answer(wire.DeleteEntry(key_of(first)), desk.root(), admin=False)
     goes_on = desk.ask([*second.turn.tokens, 9], naming=Naming(cache_key=key_of(second)))
     assert goes_on.finished.cache.status == "hit"
-
-
-def test_a_model_whose_state_cannot_be_kept_promises_nothing() -> None:
-    desk = Desk(FakeEngine(can_cut=False))
-    reply = desk.ask(PROMPT, naming=Naming(return_cache_key=True, session_id="s"))
-    assert reply.finished.cache.new_cache_key is None
-    assert reply.finished.cache.cached_tokens == 0
-    with pytest.raises(Unsupported):
-        desk.submit(PROMPT, preparing=Preparing())
 
 
 def test_a_turn_that_starts_again_is_counted_once() -> None:

@@ -14,8 +14,8 @@ from tests.support.fake import FakeEngine
 PROMPT = list(range(100, 160))
 
 
-def cold(tokens: list[int], **ask: object) -> list[int]:
-    return Desk(FakeEngine()).ask(tokens, **ask).tokens
+def cold(tokens: list[int], *, can_cut: bool = True, **ask: object) -> list[int]:
+    return Desk(FakeEngine(can_cut=can_cut)).ask(tokens, **ask).tokens
 
 
 def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
@@ -273,15 +273,6 @@ def test_progress_is_told_when_asked_for() -> None:
     assert progress[-1] == len(PROMPT)
 
 
-def test_memory_that_cannot_be_cut_is_never_reused() -> None:
-    engine = FakeEngine(can_cut=False)
-    desk = Desk(engine)
-    first = desk.ask(PROMPT)
-    second = desk.ask([*PROMPT, *first.tokens, 5])
-    assert second.reused == 0
-    assert engine.open_sequences == 0
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     prompts=st.lists(
@@ -293,6 +284,7 @@ def test_memory_that_cannot_be_cut_is_never_reused() -> None:
     ram=st.sampled_from([0, 20_000, 1 << 20]),
     resident=st.sampled_from([0, 64, 1 << 20]),
     breaks=st.sets(st.integers(1, 60), max_size=2),
+    can_cut=st.booleans(),
     steps=st.lists(st.integers(0, 6), min_size=12, max_size=12),
     cancels=st.sets(st.integers(0, 11), max_size=3),
 )
@@ -302,12 +294,17 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     ram: int,
     resident: int,
     breaks: set[int],
+    can_cut: bool,
     steps: list[int],
     cancels: set[int],
 ) -> None:
     """Overlapping prompts, tiny budgets, breakage and cancellations, in any order."""
     engine = FakeEngine(
-        pool_tokens=pool, context_tokens=128, break_steps=breaks, break_restores=min(len(breaks), 1)
+        pool_tokens=pool,
+        context_tokens=128,
+        break_steps=breaks,
+        break_restores=min(len(breaks), 1),
+        can_cut=can_cut,
     )
     desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
     submitted = []
@@ -322,10 +319,63 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     desk.settle()
     for reply, tokens, limit in submitted:
         if isinstance(reply.events[-1], Finished):
-            assert reply.tokens == cold(tokens, max_tokens=limit)
+            assert reply.tokens == cold(tokens, can_cut=can_cut, max_tokens=limit)
         else:
             assert isinstance(reply.events[-1], Cancelled)
     assert desk.store.used_bytes <= ram
     assert desk.scheduler.turns == 0
     assert desk.device.make_room(pool)
     assert engine.open_sequences == 0
+
+
+# -- priority ------------------------------------------------------------------------------------
+
+
+def order_of_starts(desk: Desk, *turns: tuple[str, int]) -> list[str]:
+    """Names of turns in the order in which they start, one at a time."""
+    desk.submit([1], max_tokens=3)
+    desk.scheduler.step()  # takes the one sequence; the others queue
+    replies = {
+        name: desk.submit([10 + number], priority=priority, max_tokens=1)
+        for number, (name, priority) in enumerate(turns)
+    }
+    started: dict[str, None] = {}  # ordered
+    while len(started) < len(replies):
+        desk.scheduler.step()
+        started |= dict.fromkeys(name for name, reply in replies.items() if reply.started)
+    return list(started)
+
+
+def test_an_urgent_turn_goes_first_and_equals_go_in_order() -> None:
+    desk = Desk(FakeEngine(), parallel=1)
+    started = order_of_starts(desk, ("first", 0), ("low", -1), ("second", 0), ("urgent", 1))
+    assert started == ["urgent", "first", "second", "low"]
+
+
+def test_nobody_waits_for_ever() -> None:
+    """However many urgent turns come, only so many of them overtake."""
+    desk = Desk(FakeEngine(), parallel=1)
+    desk.submit([1], max_tokens=2)
+    desk.scheduler.step()
+    patient = desk.submit([2], priority=-1, max_tokens=1)
+    for number in range(200):
+        desk.submit([3 + number], priority=1, max_tokens=1)
+        for _ in range(3):
+            desk.scheduler.step()
+        if patient.ended:
+            break
+    assert patient.ended
+    assert number <= 2 * 8
+
+
+def test_a_client_that_gives_up_five_times_computes_each_token_once() -> None:
+    engine = FakeEngine(batch_tokens=16)
+    desk = Desk(engine)
+    prompt = list(range(100, 400))
+    for steps in (2, 3, 4, 5, 6):
+        reply = desk.submit(prompt)
+        for _ in range(steps):
+            desk.scheduler.step()
+        desk.cancel(reply)
+    assert desk.ask(prompt, max_tokens=1).tokens == cold(prompt, max_tokens=1)
+    assert engine.counts.computed_tokens == len(prompt)

@@ -7,12 +7,13 @@ import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from rekindle.engine.base import Abilities, Blob, Sampler, Sequence, Work
+from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import Sampled, Sampling
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 
 CELL_BYTES = 16
+CHECKPOINT_BYTES = 40
 VOCABULARY = 1000
 
 
@@ -55,6 +56,8 @@ class FakeEngine:
     def _empty(self) -> None:
         self._cells = Cells(self.pool_tokens)
         self._states: dict[tuple[bool, int], list[bytes]] = {}
+        self._going: dict[tuple[bool, int], bytes | None] = {}  # where state cannot be cut: that
+        # of the last token; None after a block without a checkpoint
 
     @property
     def abilities(self) -> Abilities:
@@ -69,6 +72,7 @@ class FakeEngine:
             can_cut=self.can_cut,
             vocabulary=VOCABULARY,
             token_bytes=CELL_BYTES,
+            checkpoint_bytes=0 if self.can_cut else CHECKPOINT_BYTES,
             fingerprint=b"fake",
         )
 
@@ -86,6 +90,7 @@ class FakeEngine:
         if slot is None:
             raise PoolFull("all sequences are open")
         self._states[exact, slot] = []
+        self._going[exact, slot] = b"start"
         return Sequence(slot, exact=exact)
 
     def _state(self, sequence: Sequence) -> list[bytes]:
@@ -94,13 +99,18 @@ class FakeEngine:
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact:
             raise ValueError("only shared sequences share, and only into an empty one")
+        if tokens != source.length and not self.can_cut:
+            raise ValueError("this state is shared whole or not at all")
         self._state(into)[:] = self._state(source)[:tokens]
+        self._going[into.exact, into.slot] = self._going[source.exact, source.slot]
         self._cells.share(source.slot, tokens, into.slot)
         into.length = tokens
 
-    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
-        if len(blob) != tokens * CELL_BYTES:
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        size = tokens * CELL_BYTES
+        if len(blob) != size + resumable * self.abilities.checkpoint_bytes:
             raise CorruptBlock("wrong length")
+        blob, checkpoint = blob[:size], bytes(blob[size:])
         if self.break_restores:
             self.break_restores -= 1
             self.reset()
@@ -108,6 +118,7 @@ class FakeEngine:
         self._grow(into, tokens)
         cells = [bytes(blob[at : at + CELL_BYTES]) for at in range(0, len(blob), CELL_BYTES)]
         self._state(into).extend(cells)
+        self._going[into.exact, into.slot] = checkpoint or None
         into.length += tokens
         self.counts.restored_tokens += tokens
 
@@ -117,11 +128,22 @@ class FakeEngine:
                 raise PoolFull("no free cells")
             self._cells.append(sequence.slot, tokens)
 
-    def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
+    def export(
+        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
+    ) -> bytes:
         self.counts.exported_tokens += stop - start
-        return b"".join(self._state(sequence)[start:stop])
+        cells = b"".join(self._state(sequence)[start:stop])
+        if not resumable:
+            return cells
+        assert stop == sequence.length
+        checkpoint = self._going[sequence.exact, sequence.slot]
+        assert checkpoint is not None
+        assert len(checkpoint) == CHECKPOINT_BYTES
+        return cells + checkpoint
 
-    def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler:
+    def sampler(
+        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+    ) -> Sampler:
         return FakeSampler(sampling)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
@@ -139,10 +161,10 @@ class FakeEngine:
         self._grow(item.sequence, len(item.tokens))
         state = self._state(item.sequence)
         for token in item.tokens:
-            before = state[-1] if state else b"start"
-            state.append(
-                hashlib.blake2b(before + token.to_bytes(4, "big"), digest_size=16).digest()
-            )
+            before = self._before(item.sequence) + token.to_bytes(4, "big")
+            state.append(hashlib.blake2b(before, digest_size=CELL_BYTES).digest())
+            going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES).digest()
+            self._going[item.sequence.exact, item.sequence.slot] = going
         item.sequence.length += len(item.tokens)
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:
@@ -151,8 +173,18 @@ class FakeEngine:
         assert not item.sampler.closed
         return Sampled(int.from_bytes(state[-1][:4], "big") % (VOCABULARY - 10) + 10)
 
+    def _before(self, sequence: Sequence) -> bytes:
+        """What the next token's state depends on; an empty sequence is a new one."""
+        state = self._state(sequence)
+        if not state:
+            return b"start"
+        going = b"" if self.can_cut else self._going[sequence.exact, sequence.slot]
+        assert going is not None, "it was restored without a checkpoint"
+        return state[-1] + going
+
     def cut(self, sequence: Sequence, tokens: int) -> None:
         if tokens < sequence.length:
+            assert self.can_cut or not tokens, "this state cannot be cut"
             del self._state(sequence)[tokens:]
             if not sequence.exact:
                 self._cells.cut(sequence.slot, tokens)

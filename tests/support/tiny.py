@@ -64,10 +64,16 @@ class TinyModel:
         self.writer.add_tensor(name, np.ones(size, np.float32))
 
     def attention_and_hidden(self, block: str) -> None:
+        self.attention(block)
+        self.hidden(block)
+
+    def attention(self, block: str) -> None:
         self.matrix(block + "attn_q.weight", WIDTH, HEADS * HEAD_WIDTH)
         self.matrix(block + "attn_k.weight", WIDTH, KV_HEADS * HEAD_WIDTH)
         self.matrix(block + "attn_v.weight", WIDTH, KV_HEADS * HEAD_WIDTH)
         self.matrix(block + "attn_output.weight", HEADS * HEAD_WIDTH, WIDTH)
+
+    def hidden(self, block: str) -> None:
         self.matrix(block + "ffn_gate.weight", WIDTH, HIDDEN)
         self.matrix(block + "ffn_up.weight", WIDTH, HIDDEN)
         self.matrix(block + "ffn_down.weight", HIDDEN, WIDTH)
@@ -145,6 +151,32 @@ def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 40
         model.writer.add_tensor(block + "ssm_a", decay)
         model.ones(block + "ssm_d", inner)
         model.matrix(block + "ssm_out.weight", inner, WIDTH)
+    model.finish()
+    return path
+
+
+def write_lfm2(path: Path, *, layers: int = 4, seed: int = 0, context: int = 4096) -> Path:
+    """Hybrid: short convolutions, whose state cannot be cut, and attention in every other layer."""
+    kernel = 3
+    model = TinyModel(path, "lfm2", layers, seed, context)
+    heads = [KV_HEADS if layer % 2 else 0 for layer in range(layers)]
+    model.number("attention.head_count", HEADS)
+    model.writer.add_array("lfm2.attention.head_count_kv", heads)
+    model.number("shortconv.l_cache", kernel)
+    model.ones("token_embd_norm.weight", WIDTH)
+    for layer, attends in enumerate(heads):
+        block = f"blk.{layer}."
+        model.ones(block + "attn_norm.weight", WIDTH)
+        model.ones(block + "ffn_norm.weight", WIDTH)
+        if attends:
+            model.ones(block + "attn_q_norm.weight", HEAD_WIDTH)
+            model.ones(block + "attn_k_norm.weight", HEAD_WIDTH)
+            model.attention(block)
+        else:
+            model.matrix(block + "shortconv.conv.weight", kernel, WIDTH)
+            model.matrix(block + "shortconv.in_proj.weight", WIDTH, 3 * WIDTH)
+            model.matrix(block + "shortconv.out_proj.weight", WIDTH, WIDTH)
+        model.hidden(block)
     model.finish()
     return path
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
@@ -15,16 +13,25 @@ from starlette.responses import Response
 
 from rekindle import __version__
 from rekindle.api import sse
+from rekindle.api.choice import Choice, Said
 from rekindle.api.json import JsonResponse
 from rekindle.api.mismatch import name_mismatch
+from rekindle.api.prefill import progress
 from rekindle.api.report import usage, x_cache
 from rekindle.api.schema import Request
 from rekindle.api.turns import Turns, while_connected
-from rekindle.events import Event, Finished, Prefill, Started, Text, TokenLog
+from rekindle.events import (
+    CallArguments,
+    CallBegun,
+    Event,
+    Finished,
+    Prefill,
+    Reasoning,
+    Started,
+    Text,
+)
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
-
-log = logging.getLogger("rekindle.turn")
 
 
 class Shape(Protocol):
@@ -34,36 +41,14 @@ class Shape(Protocol):
     whole: str  # `object` of a whole answer
     chunk: str  # `object` of a streamed chunk
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a stream says of a choice before its text, if anything."""
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        """What a stream says of a choice before its text, or before the calls it begins with."""
 
-    def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]: ...
+    def delta(self, index: int, said: Said) -> dict[str, Any]: ...
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]: ...
-
-
-@dataclass(slots=True)
-class Choice:
-    """One turn's answer as it grows."""
-
-    pieces: list[str] = field(default_factory=list)
-    logs: list[TokenLog] = field(default_factory=list)
-    finished: Finished | None = None
-
-    def add(self, event: Event) -> None:
-        match event:
-            case Text(_, text, logs):
-                self.pieces.append(text)
-                self.logs += logs or []
-            case Finished():
-                self.finished = event
-                log.info("%s", _line(event))
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
 
 class Answer:
@@ -128,8 +113,9 @@ class Answer:
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]
     ) -> AsyncGenerator[bytes, None]:
+        calling = {index for index, event in begun if isinstance(event, CallBegun)}
         for index in range(len(self._asks)):
-            if opening := self._shape.opening(index):
+            if opening := self._shape.opening(index, calls=index in calling):
                 yield self._chunk([opening])
         for index, event in begun:
             for chunk in self._chunks(index, event):
@@ -143,14 +129,20 @@ class Answer:
 
     def _chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
-            case Text(_, text, logs):
-                return [self._chunk([self._shape.delta(index, text, logs)])]
+            case Text() | Reasoning() | CallBegun() | CallArguments():
+                return [self._chunk([self._shape.delta(index, event)])]
             case Finished():
                 self._choices[index].add(event)
                 return [self._chunk([self._shape.closing(index, event)])]
             case Started() | Prefill() if self._asks[index].progress:
-                return [self._chunk([], prefill_progress=_progress(event))]
+                return [self._progress(event)]
         return []
+
+    def _progress(self, event: Started | Prefill) -> bytes:
+        told = progress(event)
+        if self._request.progress == "comments":
+            return sse.comment(f"prefill {told['done_tokens']}/{told['prompt_tokens']}")
+        return self._chunk([], prefill_progress=told)
 
     def _ending(self) -> list[bytes]:
         chunks = []
@@ -173,22 +165,6 @@ class Answer:
         return [choice.finished for choice in self._choices if choice.finished]
 
 
-def _progress(event: Started | Prefill) -> dict[str, int]:
-    done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
-    return {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
-
-
 def finite(logprob: float) -> float:
     """JSON has no infinity; this is OpenAI's own stand-in."""
     return max(logprob, -9999.0)
-
-
-def _line(turn: Finished) -> str:
-    """A finished turn in one line of the log."""
-    cache = turn.cache
-    source = f" from {cache.tier}" if cache.tier else ""
-    return (
-        f"{turn.prompt_tokens} prompt tokens: {cache.reused_tokens} reused{source} "
-        f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
-        f"{turn.completion_tokens} generated ({turn.reason})"
-    )

@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from rekindle.api.entry import EntryBody, Listing, entry_body
-from rekindle.api.fields import FreeObject, Id, Tools
+from rekindle.api.fields import FreeObject, Id
 from rekindle.api.json import OrjsonRoute
 from rekindle.api.message import Messages, rendered
 from rekindle.api.mismatch import reason_for
 from rekindle.api.questions import Questions
 from rekindle.api.schema import MOST_MESSAGES
 from rekindle.api.service import ModelNumber, Service
+from rekindle.api.tool import Tools, described
 from rekindle.runtime import wire
 
 router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
@@ -78,7 +79,7 @@ async def validate(
     question = wire.Validate(
         cache_key=body.cache_key,
         messages=rendered(body.messages),
-        tools=body.tools or None,
+        tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
     )
     told = structs.asdict(await questions.ask(runtime, question, wire.Validity))

@@ -8,15 +8,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.answer import Answer, Choice, finite
+from rekindle.api import tool_choice
+from rekindle.api.answer import Answer, finite
 from rekindle.api.auth import salt_of
+from rekindle.api.choice import Call, Choice, Said
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
 from rekindle.api.message import rendered
 from rekindle.api.schema import ChatRequest
 from rekindle.api.service import ModelNumber, Service
+from rekindle.api.tool import described
 from rekindle.config import Config
-from rekindle.events import Finished, TokenLog
+from rekindle.events import CallArguments, CallBegun, Finished, Reasoning, Text, TokenLog
 from rekindle.runtime.wire import Ask
 
 router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
@@ -39,7 +42,12 @@ def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[Ask]:
     conversation = {
         "messages": rendered(body.messages),
         "template_kwargs": _template_kwargs(body),
-        "progress": bool(body.prefill_progress and body.stream),
+        "tools": described(tool_choice.offered(body.tool_choice, body.tools)),
+        "tool_use": tool_choice.tool_use(
+            body.tool_choice, parallel=body.parallel_tool_calls is not False
+        ),
+        "structure": body.response_format.structure if body.response_format else None,
+        "progress": body.progress is not None,
     }
     return asks(
         body,
@@ -63,13 +71,13 @@ class ChatShape:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return _delta(index, {"role": "assistant", "content": ""})
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        return _delta(index, {"role": "assistant", "content": None if calls else ""})
 
-    def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]:
-        choice = _delta(index, {"content": text})
-        if logs is not None:
-            choice["logprobs"] = _logprobs(logs)
+    def delta(self, index: int, said: Said) -> dict[str, Any]:
+        choice = _delta(index, _piece(said))
+        if isinstance(said, Text) and said.logs is not None:
+            choice["logprobs"] = _logprobs(said.logs)
         return choice
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
@@ -81,13 +89,41 @@ class ChatShape:
             "index": index,
             "message": {
                 "role": "assistant",
-                "content": answer.text,
+                "content": answer.text or (None if answer.calls else ""),
                 "refusal": None,
+                **_reasoning(answer),
+                **_tool_calls(answer),
                 **_message_id(answer.finished),
             },
             "logprobs": _logprobs(answer.logs) if answer.logs else None,
             "finish_reason": answer.finished.reason,
         }
+
+
+def _piece(said: Said) -> dict[str, Any]:
+    """What one piece of a reply adds to it."""
+    match said:
+        case Text():
+            return {"content": said.text}
+        case Reasoning():
+            return {"reasoning_content": said.text}
+        case CallBegun():
+            return {"tool_calls": [{"index": said.index, **_call(Call(said.id, said.name))}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": said.index, "function": {"arguments": said.text}}]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _reasoning(answer: Choice) -> dict[str, str]:
+    return {"reasoning_content": answer.reasoning} if answer.thoughts else {}
+
+
+def _tool_calls(answer: Choice) -> dict[str, Any]:
+    return {"tool_calls": [_call(call) for call in answer.calls]} if answer.calls else {}
 
 
 def _message_id(finished: Finished) -> dict[str, str]:

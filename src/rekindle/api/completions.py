@@ -10,14 +10,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.answer import Answer, Choice, finite
+from rekindle.api.answer import Answer, finite
 from rekindle.api.auth import salt_of
+from rekindle.api.choice import Choice, Said
 from rekindle.api.defaults import asks
 from rekindle.api.json import OrjsonRoute
 from rekindle.api.schema import CompletionRequest
 from rekindle.api.service import ModelNumber, Service
 from rekindle.errors import Unsupported
-from rekindle.events import Finished, TokenLog
+from rekindle.events import Finished, Text, TokenLog
 
 router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
 
@@ -51,11 +52,12 @@ class CompletionShape:
     def __init__(self) -> None:
         self._offsets: dict[int, Offset] = defaultdict(Offset)
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         return None
 
-    def delta(self, index: int, text: str, logs: list[TokenLog] | None) -> dict[str, Any]:
-        return self._choice(index, text, logs, None)
+    def delta(self, index: int, said: Said) -> dict[str, Any]:
+        assert isinstance(said, Text), "a text's continuation has no other parts"
+        return self._choice(index, said.text, said.logs, None)
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._choice(index, "", None, finished.reason)

@@ -49,6 +49,8 @@ def asks(
             sampling=_with_seed(base, choice),
             max_tokens=max_tokens if max_tokens is not None else config.max_tokens,
             stop=request.stops,
+            priority=request.priority or 0,
+            normalise=_or(request.normalise, config.normalise),
             ignore_eos=bool(request.ignore_eos),
             reuse=reuse,
             naming=naming(request, config, choice) if reuse else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,8 +19,9 @@ MOST_STOP_CHARACTERS = 1024
 MOST_BIASES = 1024
 MOST_BIAS = 100
 MOST_DIGITS = 10  # of a token id
-MOST_TOOLS = 128
 MOST_ID_CHARACTERS = 256
+MOST_PRIORITY = 10
+PRIORITIES = {"low": -5, "normal": 0, "high": 5}
 NUMBER_LIMIT = 1 << 63  # what a 64-bit number holds
 MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand would exhaust the stack on its way
 
@@ -51,6 +52,10 @@ def _sane(biases: dict[str, float]) -> dict[str, float]:
         if not -MOST_BIAS <= bias <= MOST_BIAS:
             raise ValueError(f"takes biases from -{MOST_BIAS} to {MOST_BIAS}")
     return biases
+
+
+def _as_number(priority: Any) -> Any:
+    return PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
 
 
 def shallow(value: Any) -> Any:
@@ -105,6 +110,13 @@ PromptInput = Annotated[
     takes("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
-Tools = Annotated[
-    list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(shallow)
+Priority = Annotated[
+    int,
+    Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY),
+    BeforeValidator(_as_number),
+    takes(
+        f"a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}, higher going first, "
+        'or "low", "normal" or "high"'
+    ),
 ]
+PrefillProgress = Annotated[bool | Literal["comments"], takes('true, false or "comments"')]

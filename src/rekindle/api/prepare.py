@@ -9,12 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 
 from rekindle.api.entry import Prepared, prepared
-from rekindle.api.fields import Tools, characters
+from rekindle.api.fields import characters
 from rekindle.api.json import OrjsonRoute
 from rekindle.api.message import Messages, rendered
 from rekindle.api.questions import Questions
 from rekindle.api.service import ModelNumber, Service
+from rekindle.api.tool import Tools, described
 from rekindle.api.turns import Turns, while_connected
+from rekindle.config import Config
 from rekindle.engine.sampling import Sampling
 from rekindle.errors import BadRequest, ServerError, Unsupported
 from rekindle.events import Event, Finished
@@ -50,7 +52,7 @@ class PrepareRequest(BaseModel):
 
     @model_validator(mode="after")
     def _bounded_text(self) -> PrepareRequest:
-        found = characters(rendered(self.messages)) + characters(self.tools)
+        found = characters(rendered(self.messages)) + characters(described(self.tools))
         if found > MOST_CHARACTERS:
             raise BadRequest(
                 f"`messages` and `tools` may have {MOST_CHARACTERS} characters of text together; "
@@ -73,23 +75,24 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     runtime = service.runtime(body.model, number)
     questions = Questions.of_tenant(request)
     if body.warm:
-        work = _warmed(runtime, questions, body, exact=service.config.exact)
+        work = _warmed(runtime, questions, body, service.config)
     else:
         work = _indexed(runtime, questions, body)
     return prepared(await while_connected(request, work), runtime.name)
 
 
 async def _warmed(
-    runtime: Runtime, questions: Questions, body: PrepareRequest, *, exact: bool
+    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
 ) -> wire.EntryInfo:
     ask = wire.Ask(
         turn=0,
         messages=rendered(body.messages),
-        tools=body.tools or None,
+        tools=described(body.tools),
         preparing=body.preparing,
         sampling=Sampling(),
         max_tokens=1,
-        exact=exact,
+        exact=config.exact,
+        normalise=config.normalise,
         salt=questions.salt,
     )
     with contextlib.closing(Turns(runtime, [ask])) as turns:
@@ -119,6 +122,6 @@ async def _finished(turns: Turns) -> Finished:
 
 async def _indexed(runtime: Runtime, questions: Questions, body: PrepareRequest) -> wire.EntryInfo:
     index = wire.IndexPrompt(
-        messages=rendered(body.messages), tools=body.tools or None, preparing=body.preparing
+        messages=rendered(body.messages), tools=described(body.tools), preparing=body.preparing
     )
     return await questions.ask(runtime, index, wire.EntryInfo)

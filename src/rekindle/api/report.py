@@ -22,6 +22,9 @@ def usage(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(turn.cache.reused_tokens for turn in prompts)
         },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(turn.reasoning_tokens for turn in turns)
+        },
         "prompt_eval_time": round(sum(turn.prompt_eval_s for turn in prompts), 6),
     }
 
@@ -31,7 +34,7 @@ def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
     reports = [turn.cache for turn in turns[::choices]]
     telling = next((report for report in reports if report.status != "hit"), reports[0])
     status = _status(reports)
-    told = {
+    told: dict[str, Any] = {
         "hit": status != "miss",
         "status": status,
         "cache_key": telling.cache_key,
@@ -43,6 +46,8 @@ def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
     }
     if telling.diverged_at is not None:
         told["diverged_at"] = structs.asdict(telling.diverged_at)
+    if normalised := dict.fromkeys(what for report in reports for what in report.normalised):
+        told["normalised"] = list(normalised)
     return told
 
 

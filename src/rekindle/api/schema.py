@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rekindle.api.fields import FreeObject, Id, LogitBias, PromptInput, SessionNumber, Stop
+from rekindle.api import tool_choice
+from rekindle.api.fields import (
+    FreeObject,
+    Id,
+    LogitBias,
+    PrefillProgress,
+    Priority,
+    PromptInput,
+    SessionNumber,
+    Stop,
+)
 from rekindle.api.message import Messages
-from rekindle.errors import Unsupported
+from rekindle.api.structure import ResponseFormat
+from rekindle.api.tool import Tools
+from rekindle.api.tool_choice import ToolChoice
+from rekindle.errors import BadRequest, Unsupported
 
 MOST_CHOICES = 32
 MOST_TURNS = 128
@@ -30,22 +44,28 @@ NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversatio
 
 # Fields of the interface that this version does not serve: refused, never silently ignored.
 NOT_SERVED = {
-    "tools": "tool calling",
-    "functions": "tool calling",
-    "response_format": "structured output",
-    "kv_bits": "KV quantisation",
-    "kv_group_size": "KV quantisation",
-    "kv_quantization_start": "KV quantisation",
-    "quantized_kv_start": "KV quantisation",
-    "resize": "image input",
-    "audio": "audio",
-    "suffix": "filling in the middle",
-    "best_of": "best_of",
+    "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
+    "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
+    "kv_bits": "KV quantisation is not supported: remove",
+    "kv_group_size": "KV quantisation is not supported: remove",
+    "kv_quantization_start": "KV quantisation is not supported: remove",
+    "quantized_kv_start": "KV quantisation is not supported: remove",
+    "resize": "image input is not supported: remove",
+    "audio": "audio is not supported: remove",
+    "suffix": "filling in the middle is not supported: remove",
+    "best_of": "best_of is not supported: remove",
+}
+NOT_FOR_TEXTS = {
+    "tools": "text completions call no tools: use /v1/chat/completions, or remove",
+    "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
+    "response_format": "text completions have no form: use /v1/chat/completions, or remove",
 }
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "suffix": ("",),
     "best_of": (1,),
 }
@@ -61,6 +81,7 @@ class Request(BaseModel):
     """What chat and text completions have in common. None means: as the server is configured."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
@@ -79,6 +100,8 @@ class Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    priority: Priority | None = None
+    normalise: bool | None = None
     user: str | None = None
     use_kv_cache: bool | None = None
     cache_exact: bool | None = None
@@ -93,14 +116,10 @@ class Request(BaseModel):
     @classmethod
     def _refuse_what_is_not_served(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for name, what in NOT_SERVED.items():
+            for name, instead in cls.not_served.items():
                 value = data.get(name)
                 if value is not None and value not in HARMLESS.get(name, ()):
-                    raise Unsupported(f"{what} is not supported: remove `{name}`", param=name)
-            if data.get("tool_choice") not in (None, "none", "auto"):
-                raise Unsupported(
-                    "tool calling is not supported: remove `tool_choice`", param="tool_choice"
-                )
+                    raise Unsupported(f"{instead} `{name}`", param=name)
         return data
 
     @property
@@ -118,6 +137,11 @@ class Request(BaseModel):
         return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
     @property
+    def progress(self) -> Literal["chunks", "comments"] | None:
+        """How a stream tells of its prompt being read, if at all."""
+        return None
+
+    @property
     def names_state(self) -> bool:
         """Whether the request says by a name of its own which state it goes on from."""
         return any(getattr(self, field) is not None for field in NAMES)
@@ -132,13 +156,35 @@ class ChatRequest(Request):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
-    prefill_progress: bool | None = None
+    prefill_progress: PrefillProgress | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _choice_and_form_agree(self) -> ChatRequest:
+        tool_choice.check(self.tool_choice, self.tools)
+        form = self.response_format and self.response_format.structure
+        if form and tool_choice.forces_call(self.tool_choice):
+            raise BadRequest(
+                "`response_format` asks for text that is JSON, and `tool_choice` for a call and "
+                "no text: leave one of them out.",
+                param="response_format",
+            )
+        return self
+
+    @property
+    def progress(self) -> Literal["chunks", "comments"] | None:
+        if not (self.stream and self.prefill_progress):
+            return None
+        return "comments" if self.prefill_progress == "comments" else "chunks"
 
     @property
     def message_ids(self) -> list[str]:
@@ -155,6 +201,8 @@ class ChatRequest(Request):
 
 class CompletionRequest(Request):
     """POST /v1/completions."""
+
+    not_served = {**NOT_SERVED, **NOT_FOR_TEXTS}
 
     prompt: PromptInput
     echo: bool | None = None

@@ -26,6 +26,11 @@ def named(event: str, payload: Mapping[str, Any]) -> bytes:
     return b"event: " + event.encode() + b"\n" + data(payload)
 
 
+def comment(text: str) -> bytes:
+    """A line that every client passes over."""
+    return b": " + text.encode() + b"\n\n"
+
+
 class EventStream(Response):
     """Streams chunks until they end or the client leaves; `close` runs either way."""
 

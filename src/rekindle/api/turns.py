@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from rekindle.api.prefill import PrefillLog
 from rekindle.errors import ServerError, Unavailable
-from rekindle.events import Event, Failed, Finished, Started, Text
+from rekindle.events import CallBegun, Event, Failed, Finished, Reasoning, Started, Text
 from rekindle.runtime.process import Runtime
 from rekindle.runtime.wire import Ask
 
@@ -38,6 +39,7 @@ class Turns:
         self._unfinished = len(asks)
         self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
+        self._prefills = PrefillLog()
         try:
             for index, ask in enumerate(asks):
                 self._turns.append(runtime.submit(ask, partial(self._deliver, index)))
@@ -50,6 +52,7 @@ class Turns:
             self._runtime.leave(turn)
 
     def _deliver(self, index: int, event: Event) -> None:
+        self._prefills.hear(event)  # here and not in `next`, which a slow client may keep waiting
         self._merged.put_nowait((index, event))
 
     @property
@@ -71,7 +74,7 @@ class Turns:
         while self.open:
             index, event = await self.next()
             seen.append((index, event))
-            if isinstance(event, Text | Finished):
+            if isinstance(event, Text | Reasoning | CallBegun | Finished):
                 break
             if isinstance(event, Started) and self._asks[index].progress:
                 break

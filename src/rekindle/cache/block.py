@@ -18,7 +18,8 @@ class Wish(IntEnum):
 
 
 class Block:
-    """A node of the tree. `exact` says it was computed in canonical prefill steps."""
+    """A node of the tree. `exact` says it was computed in canonical prefill steps, `resumable` that
+    it holds a checkpoint of its end, too."""
 
     __slots__ = (
         "children",
@@ -29,6 +30,7 @@ class Block:
         "order",
         "packed",
         "parent",
+        "resumable",
         "root",
         "size_bytes",
         "start",
@@ -37,7 +39,14 @@ class Block:
     )
 
     def __init__(
-        self, key: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
+        self,
+        key: bytes,
+        parent: Block | None,
+        packed: bytes,
+        size_bytes: int,
+        *,
+        exact: bool,
+        resumable: bool = False,
     ) -> None:
         self.key = key
         self.parent = parent
@@ -45,6 +54,7 @@ class Block:
         self.packed = packed
         self.size_bytes = size_bytes  # of its state
         self.exact = exact
+        self.resumable = resumable
         self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
         self.stored = False  # on disk for certain
         self.wish = Wish.NEVER

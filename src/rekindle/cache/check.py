@@ -132,7 +132,13 @@ def _read_all(vault: Vault, steps: _Steps) -> _Survey:
             survey.bad[key] = str(error)
         else:
             survey.found[key] = BlockRow(
-                key, record.parent, record.root, record.packed, size_bytes, record.exact
+                key,
+                record.parent,
+                record.root,
+                record.packed,
+                size_bytes,
+                record.exact,
+                record.resumable,
             )
         steps.step()
     return survey

@@ -1,6 +1,6 @@
 """A block as one record of bytes that proves itself, for the tiers outside our own memory.
 
-Layout: magic, payload length, parent key, namespace, origin, token count, tokens, state; then a
+Layout: magic, payload length, parent key, namespace, kind, token count, tokens, state; then a
 keyed BLAKE3 over all of it. Nothing is believed before the whole record has been verified: a header
 is read before that only to know how much there is to verify, or what a lost index may have held.
 """
@@ -34,6 +34,7 @@ class Record:
     packed: bytes
     blob: Buffer
     exact: bool
+    resumable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Header:
     parent: bytes
     root: bytes
     exact: bool
+    resumable: bool
     tokens: int
 
     @property
@@ -65,7 +67,8 @@ def seal(record: Record, secret: bytes) -> tuple[Buffer, ...]:
     tokens, rest = divmod(len(record.packed), TOKEN_BYTES)
     if rest or tokens > MOST_TOKENS:
         raise ValueError("these are not the tokens of one block")
-    header = _HEADER.pack(MAGIC, len(record.blob), record.parent, record.root, record.exact, tokens)
+    kind = record.exact | record.resumable << 1
+    header = _HEADER.pack(MAGIC, len(record.blob), record.parent, record.root, kind, tokens)
     mac = _mac(secret, header, record.packed, record.blob)
     return header, record.packed, record.blob, mac
 
@@ -74,12 +77,12 @@ def parse_header(raw: Buffer) -> Header:
     """What these first bytes of a record claim, or CorruptBlock."""
     if len(raw) < HEADER_BYTES:
         raise CorruptBlock("it is shorter than its header")
-    magic, blob_bytes, parent, root, exact, tokens = _HEADER.unpack_from(raw)
+    magic, blob_bytes, parent, root, kind, tokens = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise CorruptBlock("it is not a block record")
-    if exact > 1 or tokens > MOST_TOKENS:
+    if kind > 3 or tokens > MOST_TOKENS:
         raise CorruptBlock("its header makes no sense")
-    return Header(magic, blob_bytes, parent, root, bool(exact), tokens)
+    return Header(magic, blob_bytes, parent, root, bool(kind & 1), bool(kind & 2), tokens)
 
 
 def prove(header_raw: Buffer, packed: Buffer, blob: Buffer, mac: Buffer, secret: bytes) -> Record:
@@ -89,7 +92,7 @@ def prove(header_raw: Buffer, packed: Buffer, blob: Buffer, mac: Buffer, secret:
         raise CorruptBlock("its length disagrees with its header")
     if not hmac.compare_digest(_mac(secret, header_raw, packed, blob), bytes(mac)):
         raise CorruptBlock("its checksum disagrees with its content")
-    return Record(header.root, header.parent, bytes(packed), blob, header.exact)
+    return Record(header.root, header.parent, bytes(packed), blob, header.exact, header.resumable)
 
 
 def _mac(secret: bytes, *parts: Buffer) -> bytes:

@@ -143,7 +143,9 @@ class DiskTier:
             block.disk_bytes = cost
         else:
             self._enter(block, cost)
-        record = Record(block.root, block.parent.key, block.packed, blob, block.exact)
+        record = Record(
+            block.root, block.parent.key, block.packed, blob, block.exact, block.resumable
+        )
         self._forget_pending(block.key)
         order = self._pending[block.key] = WriteOrder(
             block.key, record, record_bytes(len(block.packed), len(blob))

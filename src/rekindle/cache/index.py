@@ -83,6 +83,24 @@ class Index:
             found.append(node.children[best[-1]])  # of two that serve, the longer
         return Match(tuple(found), tokens + most, diverged)
 
+    def checkpoints(self, root: bytes, packed: bytes) -> Iterator[Block]:
+        """Blocks with a checkpoint from which these tokens go on, the longest prefix first."""
+        path = [self._roots[root]] if root in self._roots else []
+        for chunk in self.split(packed):
+            child = path[-1].children.get(chunk) if path else None
+            if child is None or not self.is_full(child):
+                break
+            path.append(child)
+        for node in reversed(path):
+            start = node.stop * TOKEN_BYTES
+            chunk = packed[start : start + self._block_bytes]
+            whole = node.children.get(chunk)
+            if whole is not None and whole.resumable and not self.is_full(whole):
+                yield whole
+            yield from (tail for tail in _beginnings(node, chunk) if tail.resumable)
+            if node.resumable:
+                yield node
+
     def through(self, node: Block, packed: bytes) -> Block | None:
         """The child that a run of tokens goes through: one that holds all of its next block, or
         the longest tail that this begins with."""
@@ -127,13 +145,21 @@ class Index:
             node.heads.add(head, head.packed[start : start + self._block_bytes])
 
     def add(
-        self, root: bytes, parent: Block | None, packed: bytes, size_bytes: int, *, exact: bool
+        self,
+        root: bytes,
+        parent: Block | None,
+        packed: bytes,
+        size_bytes: int,
+        *,
+        exact: bool,
+        resumable: bool = False,
     ) -> Block:
         """Put a block under its parent; without one, under the root."""
         above = parent or self.root(root)
         assert packed not in above.children, "one block for the same tokens"
         assert self.could_hold(packed), "a full block or a tail"
-        block = Block(chain_key(above.key, packed), above, packed, size_bytes, exact=exact)
+        key = chain_key(above.key, packed)
+        block = Block(key, above, packed, size_bytes, exact=exact, resumable=resumable)
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
         return block
@@ -160,13 +186,7 @@ class Index:
         """Siblings whose tokens are the beginning of this block's: it covers them."""
         above = block.parent
         assert above is not None
-        covered = []
-        packed = block.packed
-        while at := bisect_left(above.order, packed):
-            packed = packed[: shared_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
-            if found := above.children.get(packed):
-                covered.append(found)
-        return covered
+        return list(_beginnings(above, block.packed))
 
     def longer(self, parent: bytes, packed: bytes) -> Iterator[Block]:
         """Blocks under this parent, or root, that begin with these tokens and go on."""
@@ -177,3 +197,11 @@ class Index:
         while at < len(above.order) and above.order[at].startswith(packed):
             yield above.children[above.order[at]]
             at += 1
+
+
+def _beginnings(above: Block, packed: bytes) -> Iterator[Block]:
+    """Children whose tokens are the beginning of these, but not all of them; the longest first."""
+    while at := bisect_left(above.order, packed):
+        packed = packed[: shared_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
+        if found := above.children.get(packed):
+            yield found

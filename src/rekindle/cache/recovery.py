@@ -139,7 +139,15 @@ def _look(
         except CorruptBlock:
             bad.append(key)
         else:
-            found[key] = BlockRow(key, header.parent, header.root, packed, size_bytes, header.exact)
+            found[key] = BlockRow(
+                key,
+                header.parent,
+                header.root,
+                packed,
+                size_bytes,
+                header.exact,
+                header.resumable,
+            )
     return found, bad
 
 

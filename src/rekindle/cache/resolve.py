@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rekindle.cache.block import Block
+from rekindle.cache.block import Block, chain
 from rekindle.cache.index import Match
 from rekindle.cache.key import TOKEN_BYTES, shared_prefix
 
@@ -75,6 +75,40 @@ def resolve_exact(stored: Match, *, step_tokens: int) -> Plan[Handle]:
         blocks.pop()
     reused = blocks[-1].stop if blocks else 0
     return Plan(None, 0, tuple(blocks), reused, stored.tokens, stored.diverged)
+
+
+def resolve_whole(
+    packed: bytes, stored: Match, checkpoints: Iterable[Block], live: Iterable[Live[Handle]]
+) -> Plan[Handle]:
+    """Where state cannot be cut: the newest checkpoint, or a live sequence that is all prefix."""
+    common = [(each, shared_prefix(each.packed, packed)) for each in live]
+    whole = [(each, tokens) for each, tokens in common if tokens == _tokens(each.packed)]
+    best, shared = max(whole, key=lambda found: found[1], default=(None, 0))
+    matched = max([stored.tokens, *(tokens for _, tokens in common)])
+    block = next(iter(checkpoints), None)
+    if best is not None and (block is None or shared >= block.stop):
+        return Plan(best.handle, shared, (), shared, matched, stored.diverged)
+    return _resumed(block, matched, stored)
+
+
+def resolve_whole_exact(
+    stored: Match, checkpoints: Iterable[Block], *, step_tokens: int
+) -> Plan[Handle]:
+    """The newest checkpoint at the end of a canonical step that rests on such steps alone."""
+    exact = (block for block in checkpoints if all(each.exact for each in chain(block)))
+    block = next((block for block in exact if block.stop % step_tokens == 0), None)
+    return _resumed(block, stored.tokens, stored)
+
+
+def _resumed(block: Block | None, matched: int, stored: Match) -> Plan[Handle]:
+    blocks = _above(block)
+    reused = block.stop if block else 0
+    return Plan(None, 0, blocks, reused, matched, stored.diverged)
+
+
+def _above(block: Block | None) -> tuple[Block, ...]:
+    """The blocks from the first one to this."""
+    return tuple(chain(block))[::-1]
 
 
 def _tokens(packed: bytes | bytearray) -> int:

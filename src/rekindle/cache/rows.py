@@ -10,7 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 # What clients wrote is kept as bytes: SQLite's text refuses lone surrogates.
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -20,21 +20,34 @@ CREATE TABLE blocks (key BLOB PRIMARY KEY, parent BLOB NOT NULL, root BLOB NOT N
 CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT NULL,
   text BLOB NOT NULL, segments TEXT NOT NULL, created_at REAL NOT NULL, last_used_at REAL NOT NULL,
   ttl_s REAL, expires_at REAL, pinned INTEGER NOT NULL, hits INTEGER NOT NULL,
-  keyed INTEGER NOT NULL, digest BLOB NOT NULL);
+  keyed INTEGER NOT NULL, text_tokens INTEGER, replies BLOB NOT NULL, digest BLOB NOT NULL);
 CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, entry TEXT NOT NULL,
   PRIMARY KEY (root, kind, name));
 CREATE INDEX names_by_entry ON names (entry);
 INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
 COMMIT;
 """
+# From each older version to the next. Entries are only here: an upgrade must not lose pins.
+UPGRADES = {
+    "1": """
+BEGIN IMMEDIATE;
+ALTER TABLE entries ADD COLUMN text_tokens INTEGER;
+ALTER TABLE entries ADD COLUMN replies BLOB NOT NULL DEFAULT x'';
+UPDATE meta SET value = '2' WHERE key = 'schema';
+COMMIT;
+"""
+}
 _BLOCK = ("key", "parent", "root", "packed", "size_bytes", "exact")
 _BLOCK_TYPES = (bytes, bytes, bytes, bytes, int, int)
 _ENTRY = (
     *("key", "root", "packed", "text", "segments", "created_at", "last_used_at"),
-    *("ttl_s", "expires_at", "pinned", "hits", "keyed", "digest"),
+    *("ttl_s", "expires_at", "pinned", "hits", "keyed", "text_tokens", "replies", "digest"),
 )
 _MAYBE = (float, NoneType)
-_ENTRY_TYPES = (str, bytes, bytes, bytes, str, float, float, _MAYBE, _MAYBE, int, int, int, bytes)
+_ENTRY_TYPES = (
+    *(str, bytes, bytes, bytes, str, float, float),
+    *(_MAYBE, _MAYBE, int, int, int, (int, NoneType), bytes, bytes),
+)
 
 SELECT_BLOCKS = f"SELECT {', '.join(_BLOCK)} FROM blocks ORDER BY rowid"
 SELECT_ENTRIES = f"SELECT {', '.join(_ENTRY)} FROM entries ORDER BY rowid"
@@ -52,6 +65,7 @@ class BlockRow:
     packed: bytes
     size_bytes: int  # of its file
     exact: bool
+    resumable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,8 @@ class EntryRow:
     hits: int
     keyed: bool
     names: tuple[tuple[str, str], ...] = ()  # (kind, name)
+    text_tokens: int | None = None  # how many tokens the text stands for, if not for all
+    replies: bytes = b""  # packed; empty when there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +140,7 @@ def statements(change: Change) -> Iterator[Statement]:
     """A change as SQL."""
     match change:
         case PutBlock(block):
-            yield _PUT_BLOCK, tuple(getattr(block, column) for column in _BLOCK)
+            yield _PUT_BLOCK, _block_values(block)
         case DropBlock(block_key):
             yield "DELETE FROM blocks WHERE key = ?", (block_key,)
         case PutEntry(entry):
@@ -160,6 +176,12 @@ _PUT_ENTRY = _upsert("entries", _ENTRY)
 _TOUCH_ENTRY = "UPDATE entries SET last_used_at = ?, expires_at = ?, hits = ? WHERE key = ?"
 
 
+def _block_values(block: BlockRow) -> tuple[Any, ...]:
+    values = {column: getattr(block, column) for column in _BLOCK}
+    values["exact"] = block.exact | block.resumable << 1
+    return tuple(values.values())
+
+
 def _entry_values(entry: EntryRow) -> tuple[Any, ...]:
     values = {column: getattr(entry, column, None) for column in _ENTRY}
     values["segments"] = json.dumps(entry.segments)
@@ -172,8 +194,11 @@ def _digest(entry: EntryRow) -> bytes:
     their text would be a wrong answer. What a use changes is left out."""
     ttl_s = None if entry.ttl_s is None else float(entry.ttl_s)
     told = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
+    parts = [entry.root, entry.packed, entry.text, told]
+    if entry.replies or entry.text_tokens is not None:  # else it is what version 1 would have said
+        parts += entry.replies, str(entry.text_tokens).encode()
     hasher = blake3()
-    for part in (entry.root, entry.packed, entry.text, told):
+    for part in parts:
         hasher.update(len(part).to_bytes(8, "big"))
         hasher.update(part)
     return hasher.digest()
@@ -181,8 +206,8 @@ def _digest(entry: EntryRow) -> bytes:
 
 def parse_block(row: Sequence[Any]) -> BlockRow:
     """The row, or ValueError: SQLite does not check what a damaged page says of its columns."""
-    key, parent, root, packed, size_bytes, exact = _typed(row, _BLOCK_TYPES)
-    return BlockRow(key, parent, root, packed, size_bytes, bool(exact))
+    key, parent, root, packed, size_bytes, kind = _typed(row, _BLOCK_TYPES)
+    return BlockRow(key, parent, root, packed, size_bytes, bool(kind & 1), bool(kind & 2))
 
 
 def parse_entry(
@@ -190,7 +215,7 @@ def parse_entry(
 ) -> EntryRow | None:
     """The entry as it was put; None: it is another."""
     *row, digest = _typed(row, _ENTRY_TYPES)
-    key, root, packed, text, segments, *times, pinned, hits, keyed = row
+    key, root, packed, text, segments, *times, pinned, hits, keyed, text_tokens, replies = row
     created_at, last_used_at, ttl_s, expires_at = times
     entry = EntryRow(
         key=key,
@@ -206,6 +231,8 @@ def parse_entry(
         hits=hits,
         keyed=bool(keyed),
         names=tuple(names.get(key, ())),
+        text_tokens=text_tokens,
+        replies=replies,
     )
     return entry if _digest(entry) == digest else None
 

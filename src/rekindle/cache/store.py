@@ -96,12 +96,16 @@ class Store:
             if wish > block.wish:
                 self._wish(block, wish)
 
-    def wants(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
+    def checkpoints(self, root: bytes, packed: bytes) -> Iterator[Block]:
+        """Blocks with a checkpoint from which these tokens go on, the longest prefix first."""
+        return self._index.checkpoints(root, packed)
+
+    def wants(self, parent: bytes, packed: bytes, *, exact: bool, resumable: bool = False) -> bool:
         """Whether putting this block would add anything."""
         known = self._index.get(chain_key(parent, packed))
         if known is not None and known.holds(parent, packed):
-            return exact and not known.exact
-        return not self._covers(parent, packed, exact=exact)
+            return _is_better(known, exact=exact, resumable=resumable)
+        return resumable or not self._covers(parent, packed, exact=exact)
 
     def _covers(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
         """Whether a longer block holds these tokens too, and as exactly as wanted."""
@@ -117,12 +121,16 @@ class Store:
         blob: Blob,
         *,
         exact: bool,
+        resumable: bool = False,
         wish: Wish = Wish.NEVER,
     ) -> bool:
         """Keep a block under its parent. False: the parent is gone, or there is no room for it."""
         if known := self._index.get(chain_key(parent, packed)):
-            return known.holds(parent, packed) and self._replace(known, blob, exact=exact)
-        if self._covers(parent, packed, exact=exact):
+            better = _is_better(known, exact=exact, resumable=resumable)
+            return known.holds(parent, packed) and (
+                not better or self._replace(known, blob, exact=exact, resumable=resumable)
+            )
+        if not resumable and self._covers(parent, packed, exact=exact):
             return True
         above = None if parent == root else self._index.get(parent)
         if parent != root and (above is None or not self._index.is_full(above)):
@@ -131,7 +139,7 @@ class Store:
         if not in_ram and not (self._spill and self._spill.takes(above, packed, blob, wish)):
             self.counts.refused_blocks += 1
             return False
-        block = self._index.add(root, above, packed, len(blob), exact=exact)
+        block = self._index.add(root, above, packed, len(blob), exact=exact, resumable=resumable)
         if in_ram:
             self._ram.put(block, blob)
         elif self._disk:
@@ -157,15 +165,13 @@ class Store:
             self._spill.plan(block)
             self._spill.feed()
 
-    def _replace(self, known: Block, blob: Blob, *, exact: bool) -> bool:
-        """An exact block takes the place of one that is not; never the other way round."""
-        if known.exact or not exact:
-            return True
+    def _replace(self, known: Block, blob: Blob, *, exact: bool, resumable: bool) -> bool:
+        """A better block takes the place of one that is here."""
         in_ram = self._make_room(cost_bytes(blob, known.packed) - self._ram.cost(known), known)
         if not in_ram and (known in self._ram or not known.disk_bytes):
             self.counts.refused_blocks += 1
             return False
-        known.size_bytes, known.exact = len(blob), True
+        known.size_bytes, known.exact, known.resumable = len(blob), exact, resumable
         if in_ram:
             self._ram.put(known, blob)
         if known.disk_bytes and self._disk:
@@ -182,9 +188,9 @@ class Store:
 
     def _let_give_way(self, block: Block) -> None:
         """Let go of the tails that a block covers; of one on disk, not before the block is there,
-        and of a pinned one never: it was promised."""
+        and never of a pinned one, which was promised, or of one with a checkpoint."""
         for covered in self._index.shorter(block):
-            replaced = block.exact or not covered.exact
+            replaced = (block.exact or not covered.exact) and not covered.resumable
             needed = covered.disk_bytes and not block.stored
             if replaced and not needed and not covered.is_pinned:
                 self._remove(covered)
@@ -305,7 +311,14 @@ class Store:
             if not self._is_sound(row, above) or state_bytes < 0:
                 self._disk.discard(row.key)
                 continue
-            block = self._index.add(row.root, above, row.packed, state_bytes, exact=row.exact)
+            block = self._index.add(
+                row.root,
+                above,
+                row.packed,
+                state_bytes,
+                exact=row.exact,
+                resumable=row.resumable,
+            )
             block.wish = Wish.SOON
             self._disk.adopt(block, disk_cost(row.packed, state_bytes))
             self._let_give_way(block)
@@ -365,7 +378,7 @@ class Store:
         assert self._spill is not None
         for order in self._disk.settle(news.orders):
             block = self._index.get(order.key)
-            if block is not None and block.stored:
+            if block is not None and block.stored and not block.resumable:
                 block.exact = False  # the file it had before stands
             elif block is not None:
                 if self._ram.fits(cost_bytes(order.record.blob, block.packed)):
@@ -398,7 +411,7 @@ class Store:
                 continue
             if block.packed != record.packed or block.root != record.root:
                 fetch.bad[key] = "it holds other tokens"
-            elif block.exact and not record.exact:
+            elif record.exact < block.exact or record.resumable != block.resumable:
                 fetch.bad[key] = "it is older than its index says"
             else:
                 self.promote(block, record.blob)
@@ -421,6 +434,12 @@ class Store:
         if self._disk and self._spill and self._disk.state != "ok":
             self._disk.try_again()
             self._spill.catch_up()
+
+
+def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
+    """Whether a block like this adds something to the known one, and takes nothing from it."""
+    adds = exact > known.exact or resumable > known.resumable
+    return adds and exact >= known.exact and resumable >= known.resumable
 
 
 def _is_wanted(block: Block, known: Block | None) -> bool:

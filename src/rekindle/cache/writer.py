@@ -209,6 +209,7 @@ def _row(order: WriteOrder) -> BlockRow:
         packed=record.packed,
         size_bytes=order.size_bytes,
         exact=record.exact,
+        resumable=record.resumable,
     )
 
 

@@ -25,9 +25,10 @@ class Abilities:
     pool_tokens: int  # KV cells that all shared sequences have together
     sequences: int  # how many shared sequences may be open at once
     exact_sequences: int  # how many exact ones
-    can_cut: bool  # state can be cut, shared and stored at any position
+    can_cut: bool  # state can be cut and shared at any position, not at checkpoints alone
     vocabulary: int
     token_bytes: int  # state that one token adds to a block
+    checkpoint_bytes: int  # what a checkpoint adds; 0 where state can be cut
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
 
 
@@ -85,13 +86,18 @@ class Engine(Protocol):
         """An empty sequence; raises PoolFull when none is left."""
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        """Give the empty `into` the first `tokens` of `source` without copying."""
+        """Give the empty `into` the first `tokens` of `source` without copying; all of them where
+        state cannot be cut."""
 
-    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
-        """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours."""
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours. Where
+        state cannot be cut, the sequence is of use only after a block with a checkpoint."""
 
-    def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
-        """The state of positions [start, stop) as one block."""
+    def export(
+        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
+    ) -> bytes:
+        """The state of positions [start, stop) as one block; `resumable` adds a checkpoint, which
+        can be had of the sequence's end alone."""
 
     def sampler(
         self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
@@ -101,7 +107,7 @@ class Engine(Protocol):
         """Do all the work, or none of it and raise PoolFull; one result a piece of work."""
 
     def cut(self, sequence: Sequence, tokens: int) -> None:
-        """Forget everything after the first `tokens`."""
+        """Forget everything after the first `tokens`; where state cannot be cut, everything."""
 
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""

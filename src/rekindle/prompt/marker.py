@@ -1,4 +1,4 @@
-"""Where each message ends in a rendered conversation."""
+"""Where each message begins and ends in a rendered conversation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rekindle.prompt.sentinel import Sentinels
 
 
 class Markers:
-    """Sentinels at the end of each message's text, found again after rendering."""
+    """Sentinels around each message's text, found again after rendering."""
 
     def __init__(self) -> None:
         self._sentinels = Sentinels()
 
     def place(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, each with its mark; one without text stays as it is."""
+        """The messages, each with its marks; one without text stays as it is."""
         return [
             {**message, "content": self._mark(message.get("content"), index)}
             if message.get("content")
@@ -24,21 +24,24 @@ class Markers:
             for index, message in enumerate(messages)
         ]
 
-    def ends(self, marked: str, text: str) -> dict[int, int]:
-        """Byte offset in `text` of each message's end; nothing when the marks changed the text."""
+    def extents(self, marked: str, text: str) -> dict[int, tuple[int, int]]:
+        """Byte offsets in `text` of each message's beginning and end; nothing when the marks
+        changed the text."""
         pieces: list[str] = []
-        ends: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
         at_bytes = 0
         for piece in self._sentinels.split(marked):
             if isinstance(piece, int):
-                ends.setdefault(piece, []).append(at_bytes)
+                found.setdefault(piece, []).append(at_bytes)
             else:
                 pieces.append(piece)
                 at_bytes += len(piece.encode())
         if "".join(pieces) != text:
             return {}
-        # A message printed twice has no one end.
-        return {index: places[0] for index, places in ends.items() if len(places) == 1}
+        # A message printed twice has no one place.
+        return {
+            index: (places[0], places[1]) for index, places in found.items() if len(places) == 2
+        }
 
     def _mark(self, content: Any, index: int) -> Any:
         if isinstance(content, str):
@@ -46,15 +49,25 @@ class Markers:
         if not isinstance(content, list):
             return content
         parts = list(content)
-        for place in reversed(range(len(parts))):
-            if text := _text(parts[place]):
-                parts[place] = {**parts[place], "text": self._mark_text(text, index)}
-                break
+        texts = [place for place, part in enumerate(parts) if _text(part)]
+        for place in texts[:1]:
+            parts[place] = {**parts[place], "text": self._mark_start(parts[place]["text"], index)}
+        for place in texts[-1:]:
+            parts[place] = {**parts[place], "text": self._mark_end(parts[place]["text"], index)}
         return parts
 
     def _mark_text(self, text: str, index: int) -> str:
-        body = text.rstrip()  # templates trim: the mark must not shield what they would take away
-        return body + self._sentinels.stand_for(index) + text[len(body) :] if body else text
+        return self._mark_end(self._mark_start(text, index), index) if text.strip() else text
+
+    # Templates trim: the marks must not shield what they would take away.
+
+    def _mark_start(self, text: str, index: int) -> str:
+        blanks = len(text) - len(text.lstrip())
+        return text[:blanks] + self._sentinels.stand_for(index) + text[blanks:]
+
+    def _mark_end(self, text: str, index: int) -> str:
+        body = text.rstrip()
+        return body + self._sentinels.stand_for(index) + text[len(body) :]
 
 
 def _text(part: Any) -> str | None:

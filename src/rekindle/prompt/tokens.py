@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -61,11 +61,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Message `index` ends before token `end`."""
+    """Message `index` ends before token `end`; its text begins with token `start` or in it."""
 
     index: int
     role: str
     end: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,8 @@ class Encoder:
         _utf8(text)
         marked = mark(spans)
         tokens, remembered = self._tokens(spans, marked, recall)
-        ends = _message_ends(hidden, text, lambda placed: quotes.restore(render(placed)))
-        boundaries = _boundaries(messages, ends, self._edges(tokens, marked))
+        extents = _extents(hidden, text, lambda placed: quotes.restore(render(placed)))
+        boundaries = _boundaries(messages, extents, self._edges(tokens, marked))
         return Prompt(tokens, boundaries, marked, remembered)
 
     def prefix(
@@ -243,26 +244,31 @@ def _utf8(text: str) -> bytes:
         raise BadRequest("The prompt is not valid Unicode: it holds half a character.") from error
 
 
-def _message_ends(
+def _extents(
     messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
-) -> dict[int, int]:
-    """Byte offset of each message's end in `text`, as far as a marked render tells."""
+) -> dict[int, tuple[int, int]]:
+    """Byte offsets of each message in `text`, as far as a marked render tells."""
     markers = Markers()
     try:
-        return markers.ends(render(markers.place(messages)), text)
+        return markers.extents(render(markers.place(messages)), text)
     except TemplateFailed:
         return {}  # the plain render went well: only the marks were in the way
 
 
 def _boundaries(
-    messages: Sequence[Message], ends: Mapping[int, int], edges: Sequence[int]
+    messages: Sequence[Message], extents: Mapping[int, tuple[int, int]], edges: Sequence[int]
 ) -> tuple[Boundary, ...]:
-    """Each known message end as the number of tokens that reach it."""
+    """Each known message in tokens: how many reach its end, and how many come before it."""
     if not edges:
         return ()
     return tuple(
-        Boundary(index, str(messages[index].get("role", "")), bisect_left(edges, end))
-        for index, end in ends.items()
+        Boundary(
+            index,
+            str(messages[index].get("role", "")),
+            end=bisect_left(edges, end),
+            start=bisect_right(edges, start) - 1,
+        )
+        for index, (start, end) in extents.items()
     )
 
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from heapq import merge
 
 from rekindle.cache.block import Block, Wish
 from rekindle.cache.heads import Head
 from rekindle.cache.index import Match
-from rekindle.cache.key import TOKEN_BYTES, chain_key, shared_prefix
+from rekindle.cache.key import TOKEN_BYTES, shared_prefix
 from rekindle.cache.ram import Blob
-from rekindle.cache.resolve import Live, Plan, resolve, resolve_exact
+from rekindle.cache.resolve import (
+    Live,
+    Plan,
+    resolve,
+    resolve_exact,
+    resolve_whole,
+    resolve_whole_exact,
+)
 from rekindle.cache.store import Store
 from rekindle.engine.base import Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 from rekindle.events import CacheReport
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.turn import Kept, Turn
 
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 
@@ -42,11 +51,7 @@ class Resident:
     namespace: bytes
     exact_tokens: int  # up to here it was computed in canonical steps
     wish: Wish  # when its blocks are to be written to disk
-    kept_tokens: int = 0  # up to here its blocks are in the store
-    parent: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parent = self.namespace
+    kept: Kept  # up to here its blocks are in the store
 
     @property
     def tokens(self) -> int:
@@ -109,21 +114,42 @@ class Device:
             plan = self._plan(turn, active)  # without the resident it had counted on
         sequence = self._engine.open(exact=turn.ask.exact)
         tier = self._apply(plan, sequence, turn)
-        turn.sequence = sequence
+        turn.sequence, turn.kept = sequence, Kept(0, turn.namespace)
+        if turn.ask.reuse and not self._abilities.can_cut:
+            turn.checkpoints = self._checkpoints(turn, plan)
         if turn.report is None:  # a turn that starts again has reported
             turn.report = self._explain(turn, Outcome(plan, sequence.length, tier))
             self.counts.reused_tokens += sequence.length
         return Start.STARTED
 
+    def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
+        held = turn.held_tokens
+        places = Checkpoints(turn.prompt, self._abilities, exact=turn.ask.exact, held=held)
+        if plan.matched_tokens - held >= self._abilities.block_tokens:
+            places.add(plan.matched_tokens)  # conversations part here: there may be more of them
+        return places
+
     def _plan(self, turn: Turn, active: list[Turn]) -> Plan[Sequence]:
-        if not turn.ask.reuse or not self._abilities.can_cut:
+        if not turn.ask.reuse:
             return Plan.nothing()
         usable = bytes(turn.packed[:-TOKEN_BYTES])  # the last token is always computed
         stored = self._match(turn.namespace, usable)
-        if turn.ask.exact:
-            return resolve_exact(stored, step_tokens=self._abilities.step_tokens)
         live = self._live(turn.namespace, active)
-        return resolve(usable, stored, live, block_tokens=self._abilities.block_tokens)
+        block_tokens, step_tokens = self._abilities.block_tokens, self._abilities.step_tokens
+        if self._abilities.can_cut:
+            if turn.ask.exact:
+                return resolve_exact(stored, step_tokens=step_tokens)
+            return resolve(usable, stored, live, block_tokens=block_tokens)
+        checkpoints = self._resumable(turn.namespace, usable)
+        if turn.ask.exact:
+            return resolve_whole_exact(stored, checkpoints, step_tokens=step_tokens)
+        return resolve_whole(usable, stored, checkpoints, live)
+
+    def _resumable(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
+        """Checkpoints of the tenant's and of what is common to all, the newest first."""
+        roots = {namespace, self._shared or namespace}
+        found = (self._store.checkpoints(root, packed) for root in roots)
+        return merge(*found, key=lambda block: -block.stop)
 
     def _match(self, namespace: bytes, packed: bytes) -> Match:
         """What the tenant has stored, or what is common to all if that goes further."""
@@ -162,7 +188,8 @@ class Device:
         restored = []
         for block in plan.blocks:
             blob = self._blob(block, turn)
-            if blob is None or not self._restore(sequence, block, blob):
+            last = block is plan.blocks[-1]
+            if blob is None or not self._restore(sequence, block, blob, resumable=last):
                 break  # what is in place stays; the rest is computed
             from_disk = turn.fetch is not None and block.key in turn.fetch.records
             tier = "disk" if from_disk or tier == "disk" else "ram"
@@ -174,7 +201,8 @@ class Device:
         whole = [block for block in restored if block.stop <= plan.reused_tokens]
         self._store.use(whole, turn.wish)
         self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
-        self._engine.cut(sequence, plan.reused_tokens)
+        cut_short = sequence.length < plan.reused_tokens and not self._abilities.can_cut
+        self._engine.cut(sequence, 0 if cut_short else plan.reused_tokens)
         return tier if sequence.length else None
 
     def _blob(self, block: Block, turn: Turn) -> Blob | None:
@@ -183,9 +211,13 @@ class Device:
             return turn.fetch.records[block.key].blob  # RAM had no room to keep it
         return blob
 
-    def _restore(self, sequence: Sequence, block: Block, blob: Blob) -> bool:
+    def _restore(self, sequence: Sequence, block: Block, blob: Blob, *, resumable: bool) -> bool:
+        """Append a block; the checkpoint it may have is of use only in the last one."""
+        resumable = resumable and not self._abilities.can_cut
+        if block.resumable and not resumable:
+            blob = memoryview(blob)[: -self._abilities.checkpoint_bytes]
         try:
-            self._engine.restore(sequence, blob, block.tokens)
+            self._engine.restore(sequence, blob, block.tokens, resumable=resumable)
         except PoolFull:
             return False
         except CorruptBlock:
@@ -217,7 +249,7 @@ class Device:
         turn.fetch = None  # should it start again, it looks again
         if sequence is None:
             return
-        keeps = turn.ask.reuse and self._abilities.can_cut and sequence.length > 0
+        keeps = turn.ask.reuse and sequence.length > 0
         if not keeps:
             self._engine.close_sequence(sequence)
             return
@@ -234,38 +266,55 @@ class Device:
         if turn.sequence is not None and turn.ask.reuse and self._abilities.can_cut:
             self._keep_all(_resident(turn, turn.sequence))
 
+    def keep_checkpoint(self, turn: Turn) -> None:
+        """Keep a turn's state as far as it has got, with a checkpoint, while it goes on."""
+        assert turn.sequence is not None
+        resident = _resident(turn, turn.sequence)
+        self._keep_all(resident)
+        turn.kept = resident.kept.whole(self._abilities.block_tokens)
+
     def keep_one(self) -> bool:
         """Export one block of a resident; False when all are kept. For idle moments."""
         if self._store.is_congested:
             return False  # the writer says when it has caught up
         for resident in reversed(self._residents):  # the newest is the likeliest to be asked for
-            if resident.kept_tokens < resident.tokens:
+            if resident.kept.tokens < resident.tokens:
                 self._keep_next(resident)
                 return True
         return False
 
     def _keep_all(self, resident: Resident) -> None:
-        while resident.kept_tokens < resident.tokens:
+        while resident.kept.tokens < resident.tokens:
             self._keep_next(resident)
 
     def _keep_next(self, resident: Resident) -> None:
-        start = resident.kept_tokens
+        start = resident.kept.tokens
         stop = min(start + self._abilities.block_tokens, resident.tokens)
         packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-        full = stop - start == self._abilities.block_tokens
-        exact = full and stop <= resident.exact_tokens - resident.exact_tokens % (
-            self._abilities.step_tokens
-        )
+        exact = self._is_exact(resident, start, stop)
+        resumable = stop == resident.tokens and not self._abilities.can_cut
         kept = True
-        if self._store.wants(resident.parent, packed, exact=exact):
-            blob = self._engine.export(resident.sequence, start, stop)
+        if self._store.wants(resident.kept.key, packed, exact=exact, resumable=resumable):
+            blob = self._engine.export(resident.sequence, start, stop, resumable=resumable)
             self.counts.exported_bytes += len(blob)
             kept = self._store.put(
-                resident.namespace, resident.parent, packed, blob, exact=exact, wish=resident.wish
+                resident.namespace,
+                resident.kept.key,
+                packed,
+                blob,
+                exact=exact,
+                resumable=resumable,
+                wish=resident.wish,
             )
-        resident.parent = chain_key(resident.parent, packed)
-        self._store.wish_for(resident.parent, resident.wish)  # it may have been another's before
-        resident.kept_tokens = stop if kept else resident.tokens  # no room: nothing more fits
+        resident.kept = resident.kept.after(packed)
+        self._store.wish_for(resident.kept.key, resident.wish)  # it may have been another's before
+        if not kept:  # no room: nothing more fits
+            resident.kept = Kept(resident.tokens, resident.kept.key)
+
+    def _is_exact(self, resident: Resident, start: int, stop: int) -> bool:
+        """Whether the block was computed in whole canonical steps."""
+        canonical = resident.exact_tokens - resident.exact_tokens % self._abilities.step_tokens
+        return stop - start == self._abilities.block_tokens and stop <= canonical
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -320,4 +369,5 @@ def _resident(turn: Turn, sequence: Sequence) -> Resident:
         turn.namespace,
         exact_tokens=turn.prompt_tokens if sequence.exact else 0,
         wish=turn.wish,
+        kept=turn.kept,
     )

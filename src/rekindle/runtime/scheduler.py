@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 
 from rekindle.cache.key import shared_prefix
@@ -20,7 +19,9 @@ LEAST_SLICE_TOKENS = 64
 UNKNOWN_SLICE_TOKENS = 256  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
+OVERTAKEN = 8  # turns that a turn may overtake for each point of its priority
 MOST_RESTARTS = 3
+TELL_S = 1.0  # between two words on how a prompt is getting on, for whoever did not ask
 
 Emit = Callable[[list[Event]], None]
 Remember = Callable[[Turn, Finished], None]
@@ -38,8 +39,9 @@ class Scheduler:
         self._remember = remember
         self._parallel = parallel
         self._step_tokens = engine.abilities.step_tokens
-        self._waiting: deque[Turn] = deque()
+        self._waiting: list[Turn] = []
         self._active: list[Turn] = []
+        self._tickets = 0
         self._slice = SliceSize(engine.abilities.batch_tokens - parallel)
 
     @property
@@ -47,7 +49,11 @@ class Scheduler:
         return len(self._waiting) + len(self._active)
 
     def submit(self, turn: Turn) -> None:
-        self._waiting.append(turn)
+        """Take a turn in. Its priority moves it ahead of so many that came before, or lets so many
+        that come after pass: nobody waits for ever."""
+        self._tickets += 1
+        turn.place = self._tickets - OVERTAKEN * turn.ask.priority
+        _insert(self._waiting, turn)
 
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
@@ -89,7 +95,7 @@ class Scheduler:
     # -- admitting -----------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting turns, oldest first, while they can be fed; plans are made late, so that
+        """Start waiting turns in their order, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
         while self._waiting and len(self._active) < self._parallel and self._has_appetite():
             turn = next((t for t in self._waiting if self._is_due(t)), None)
@@ -111,12 +117,14 @@ class Scheduler:
 
     def _begin(self, turn: Turn) -> None:
         self._waiting.remove(turn)
-        self._active.append(turn)
+        _insert(self._active, turn)
         if not turn.started:
             turn.started = True
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
             if turn.ask.preparing is None:
-                turn.sampler = self._engine.sampler(turn.ask.sampling, turn.prompt.tokens)
+                turn.sampler = self._engine.sampler(
+                    turn.ask.sampling, turn.prompt.tokens, turn.constraint
+                )
 
     def _has_appetite(self) -> bool:
         """Whether the next step has rows left for another prompt."""
@@ -131,15 +139,18 @@ class Scheduler:
         fetching = (leader for leader in self._waiting if leader.is_fetching)
         return any(self._leads(leader, turn) for leader in (*reading, *fetching))
 
-    @staticmethod
-    def _leads(leader: Turn, turn: Turn) -> bool:
+    def _leads(self, leader: Turn, turn: Turn) -> bool:
         together = leader.ask.reuse and turn.ask.reuse and leader.ask.exact == turn.ask.exact
         if not together or leader.namespace != turn.namespace:
             return False
         common = shared_prefix(leader.packed, turn.packed)
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
         ahead = turn.ask.exact or common > leader.held_tokens
-        return common >= FOLLOW_TOKENS and ahead
+        if common < FOLLOW_TOKENS or not ahead:
+            return False
+        if leader.checkpoints and common > leader.held_tokens:
+            leader.checkpoints.add(common)
+        return True
 
     def _prefilling(self) -> list[Turn]:
         return [turn for turn in self._active if turn.pending_tokens > 1]
@@ -208,6 +219,8 @@ class Scheduler:
         for turn, _ in work:
             if turn.ask.exact and turn.generated_tokens == 1:
                 self._device.keep_prompt(turn)  # for exact turns that wait for this prefix
+            if turn.checkpoints and turn.sequence and turn.checkpoints.reach(turn.held_tokens):
+                self._device.keep_checkpoint(turn)
         self._rotate()
 
     def _news(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
@@ -223,7 +236,9 @@ class Scheduler:
         turn.slice_tokens += len(item.tokens)
         if not turn.generated_tokens:
             turn.prompt_eval_s += took_s
-            if turn.ask.progress:
+            turn.untold_s += took_s
+            if turn.ask.progress or turn.untold_s >= TELL_S:
+                turn.untold_s = 0.0
                 events.append(Prefill(turn.id, turn.held_tokens, turn.prompt_tokens))
 
     def _rotate(self) -> None:
@@ -248,32 +263,38 @@ class Scheduler:
         self._device.retire(turn)
 
     def _relieve(self, work: list[tuple[Turn, Work]]) -> None:
-        """The pool is full in mid-reply: the youngest turn waits until there is room again."""
+        """The pool is full in mid-reply: the last turn waits until there is room again."""
         rows = sum(len(item.tokens) for turn, item in work if not turn.ask.exact)
         if self._engine.free_tokens >= rows:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
         if self._device.make_room(rows):
             return
-        youngest = max((t for t in self._active if not t.ask.exact), key=lambda turn: turn.id)
+        last = max((t for t in self._active if not t.ask.exact), key=lambda turn: turn.place)
         self._device.counts.preemptions += 1
-        self._device.retire(youngest)
+        self._device.retire(last)
         self._device.make_room(self._engine.abilities.pool_tokens)
-        self._active.remove(youngest)
-        self._waiting.appendleft(youngest)
+        self._active.remove(last)
+        self._waiting.insert(0, last)
 
     def _start_over(self, error: EngineBroken) -> None:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error
         when they have been here too often."""
         self._device.lose_everything()
         lost, self._active = self._active, []
-        for turn in reversed(lost):
+        for turn in lost:
             turn.sequence = turn.fetch = None
             turn.restarts += 1
-            self._waiting.appendleft(turn)
+        self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)
             self._emit([turn.failed(ServerError(f"the engine failed repeatedly: {error}"))])
+
+
+def _insert(turns: list[Turn], turn: Turn) -> None:
+    """Put a turn behind those whose place is before its own."""
+    behind = (at for at, other in enumerate(turns) if other.place > turn.place)
+    turns.insert(next(behind, len(turns)), turn)
 
 
 class SliceSize:

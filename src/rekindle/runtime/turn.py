@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from rekindle.cache.block import Wish
 from rekindle.cache.disk import Fetch
 from rekindle.cache.entries import Entry
-from rekindle.cache.key import pack
+from rekindle.cache.key import TOKEN_BYTES, chain_key, pack
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
@@ -30,10 +31,30 @@ from rekindle.events import (
 from rekindle.prompt.output import TextStream
 from rekindle.prompt.reply import Argued, Called, Parser, Part, Said, Thought
 from rekindle.prompt.tokens import Prompt, Tokenizer
+from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.wire import Ask
 
 CALL_ID = string.ascii_letters + string.digits
 CALL_ID_CHARACTERS = 9  # Mistral's templates refuse any other length; no other minds
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How far a turn's state is in the store: so many tokens, and the key of their last block."""
+
+    tokens: int
+    key: bytes
+    before: Kept | None = None
+
+    def after(self, packed: bytes) -> Kept:
+        """One block further."""
+        tokens = self.tokens + len(packed) // TOKEN_BYTES
+        return Kept(tokens, chain_key(self.key, packed), Kept(self.tokens, self.key))
+
+    def whole(self, block_tokens: int) -> Kept:
+        """Without the tail: what comes next makes a longer block of it."""
+        tail = self.tokens % block_tokens
+        return self.before if tail and self.before else self
 
 
 class Turn:
@@ -66,9 +87,13 @@ class Turn:
         self.tokens = list(prompt.tokens)
         self.packed = bytearray(pack(self.tokens))
         self.sequence: Sequence | None = None
+        self.kept = Kept(0, namespace)
+        self.checkpoints: Checkpoints | None = None  # where state cannot be cut
         self.sampler: Sampler | None = None
         self.report: CacheReport | None = None
         self.prompt_eval_s = 0.0
+        self.untold_s = 0.0  # of that, since its progress was told
+        self.place = 0  # in the queue: lower goes first
         self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.started = False
@@ -151,6 +176,8 @@ class Turn:
             # Sampled tokens were computed one by one; so they are again, or bits would differ.
             boundary = start - start % step_tokens + step_tokens
             stop = min(boundary, self.prompt_tokens) if start < self.prompt_tokens else start + 1
+        elif self.checkpoints and (place := self.checkpoints.next_after(start)):
+            stop = min(stop, place)
         return self.tokens[start : min(stop, len(self.tokens))]
 
     def accept(self, sampled: Sampled) -> list[Event]:

@@ -37,6 +37,8 @@ class Load(Struct, tag=True, kw_only=True):
     write_policy: WritePolicy = "always"
     key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
     served: list[str] = []  # all models of this server, which share the disk budget
+    tool_format: str | None = None  # None: the one that the model's template speaks of
+    reasoning_format: str | None = None
 
 
 class Naming(Struct, kw_only=True):

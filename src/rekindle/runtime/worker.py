@@ -97,7 +97,7 @@ class Worker:
             policy=load.write_policy,
             key_ttl_s=load.key_ttl_s,
             token_bytes=abilities.token_bytes,
-            keeps=abilities.can_cut,
+            keeps=True,
         )
         self._device = Device(
             self._engine,

@@ -38,6 +38,8 @@ RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws its own seed
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
 TOKEN_CONTROL = 1 << 3
+WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or what cannot be cut alone
+STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 DEVICE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
@@ -164,9 +166,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_memory_seq_cp": (None, [_P, c_int32, c_int32, c_int32, c_int32]),
     "llama_memory_seq_pos_min": (c_int32, [_P, c_int32]),
     "llama_memory_seq_pos_max": (c_int32, [_P, c_int32]),
-    "llama_state_seq_get_size": (c_size_t, [_P, c_int32]),
-    "llama_state_seq_get_data": (c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
-    "llama_state_seq_set_data": (c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
+    "llama_state_seq_get_size_ext": (c_size_t, [_P, c_int32, c_uint32]),
+    "llama_state_seq_get_data_ext": (
+        c_size_t,
+        [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
+    ),
+    "llama_state_seq_set_data_ext": (
+        c_size_t,
+        [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
+    ),
     "llama_decode": (c_int32, [_P, Batch]),
     "llama_get_logits_ith": (POINTER(c_float), [_P, c_int32]),
     "llama_vocab_n_tokens": (c_int32, [_P]),

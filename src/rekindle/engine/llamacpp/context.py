@@ -33,6 +33,7 @@ class Shape:
     threads: int
     batch: int  # the most rows of one native call
     kv_type: str = "f16"
+    recurrent: bool = False  # some state is of one position and cannot be taken apart
 
 
 class Context:
@@ -68,6 +69,7 @@ class Context:
             )
         self._native = native
         self._memory = self._library.llama_get_memory(native)
+        self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
     def rebuild(self) -> None:
         """Throw the native context away, with all its cells, and build it again."""
@@ -108,29 +110,60 @@ class Context:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
         self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, start, stop)
         try:
-            size = self._library.llama_state_seq_get_size(self.native, self.scratch)
-            blob = (ctypes.c_uint8 * size)()
-            written = self._library.llama_state_seq_get_data(self.native, blob, size, self.scratch)
+            if self.shape.recurrent:  # of the whole sequence, and as large as many blocks
+                self.resume(self.scratch, self._nothing)
+            state = self._read(self.scratch, bindings.WHOLE_STATE)
         finally:
             self.remove(self.scratch)
-        if written != size:
-            raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
-        return bytes(blob)
+        return bytes(state[: len(state) - len(self._no_recurrence)])
 
     def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
         """Read the state into the scratch slot (reading wipes its target), then tag it over."""
-        view = np.frombuffer(blob, np.uint8)
-        source = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        read = self._library.llama_state_seq_set_data(self.native, source, len(blob), self.scratch)
-        if read != len(blob) or self._scratch_range() != (start, stop - 1):
+        if self.shape.recurrent:
+            blob = b"".join((blob, self._no_recurrence))
+        self._write(self.scratch, blob, bindings.WHOLE_STATE)
+        if not self.shape.recurrent and self._range(self.scratch) != (start, stop - 1):
             raise EngineBroken("llama.cpp rejected a block")
         self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, start, stop)
         self.remove(self.scratch)
 
-    def _scratch_range(self) -> tuple[int, int]:
+    def checkpoint(self, slot: int) -> bytes:
+        """What a slot has beside its cells: the recurrent state after its last token."""
+        return bytes(self._read(slot, bindings.PARTIAL_STATE))
+
+    def resume(self, slot: int, checkpoint: Blob) -> None:
+        """Give a slot the recurrent state of a checkpoint."""
+        self._write(slot, checkpoint, bindings.PARTIAL_STATE)
+
+    def reaches(self, slot: int, tokens: int) -> bool:
+        """Whether the state of a slot is that after so many tokens."""
+        return self._range(slot)[1] == tokens - 1
+
+    @property
+    def _no_recurrence(self) -> bytes:
+        """The end of the state of a slot that has cells alone."""
+        return self._nothing[bindings.STATE_HEADER_BYTES :]
+
+    def _read(self, slot: int, flags: int) -> memoryview:
+        size = self._library.llama_state_seq_get_size_ext(self.native, slot, flags)
+        state = (ctypes.c_uint8 * size)()
+        written = self._library.llama_state_seq_get_data_ext(self.native, state, size, slot, flags)
+        if written != size:
+            raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
+        return memoryview(state).cast("B")
+
+    def _write(self, slot: int, blob: Blob, flags: int) -> None:
+        view = np.frombuffer(blob, np.uint8)
+        source = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        size = len(view)
+        read = self._library.llama_state_seq_set_data_ext(self.native, source, size, slot, flags)
+        if read != size:
+            raise EngineBroken("llama.cpp rejected a block")
+
+    def _range(self, slot: int) -> tuple[int, int]:
         return (
-            self._library.llama_memory_seq_pos_min(self._memory, self.scratch),
-            self._library.llama_memory_seq_pos_max(self._memory, self.scratch),
+            self._library.llama_memory_seq_pos_min(self._memory, slot),
+            self._library.llama_memory_seq_pos_max(self._memory, slot),
         )
 
     def logits(self, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from rekindle.engine.base import Abilities, Blob, Sampler, Sequence, Work
+from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
@@ -49,6 +49,16 @@ class LlamaCppOptions:
     kv_type: str = "f16"  # of the KV cells: "f16" or "q8_0"
 
 
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """A block of n tokens has fixed + n * each bytes, and a checkpoint's more where there is one;
+    anything else is not a block of ours."""
+
+    fixed: int
+    each: int
+    checkpoint: int  # 0: state can be cut anywhere, so there are none
+
+
 class LlamaCppEngine:
     def __init__(self, options: LlamaCppOptions, progress: Progress = lambda _done: None) -> None:
         self._library = bindings.load_library()
@@ -67,7 +77,7 @@ class LlamaCppEngine:
         self._lanes: dict[int, Context] = {}  # exact sequence slot -> its context
         self._idle_lanes: list[Context] = []
         self._slots = list(reversed(range(self._pool.shape.sequences)))
-        self._state_bytes = self._measure_state()
+        self._state_bytes = _measure_state(self._pool)
         #: Called with every wanted row's raw logits; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
@@ -99,7 +109,10 @@ class LlamaCppEngine:
 
     def _choose_cells(self, options: LlamaCppOptions) -> tuple[int, int]:
         """Context and pool, in tokens: what was asked for, or else what memory allows."""
-        affordable = int(options.kv_fraction * self._free_bytes()) // self._cell_bytes()
+        state = self._sample_state()
+        slots_bytes = state.checkpoint * (self._sequences + 1)  # taken whatever the cells are
+        budget = int(options.kv_fraction * self._free_bytes()) - slots_bytes
+        affordable = max(budget, 0) // max(state.each, 1)
         trained = int(self._library.llama_model_n_ctx_train(self._model))
         context = options.context_tokens or min(trained, max(affordable, LEAST_CONTEXT_TOKENS))
         # Idle cells are free on a GPU, but slow every step down on a CPU.
@@ -109,14 +122,18 @@ class LlamaCppEngine:
     def _free_bytes(self) -> int:
         return gpu_free_bytes(self._library) if self._on_gpu else host_free_bytes()
 
-    def _build_pool(self, cells: int) -> Context:
+    @property
+    def _sequences(self) -> int:
+        """Those that run, and idle ones; recurrent state costs each slot, used or not."""
         residents = RESIDENT_SEQUENCES if self._can_cut else 0
-        sequences = min(self._parallel + residents, bindings.MAX_SEQUENCES - 1)
+        return min(self._parallel + residents, bindings.MAX_SEQUENCES - 1)
+
+    def _build_pool(self, cells: int) -> Context:
         batch = (2048 if self._on_gpu else 512) + self._parallel
         return Context(
             self._library,
             self._model,
-            self._shape(cells=cells, sequences=sequences, batch=batch),
+            self._shape(cells=cells, sequences=self._sequences, batch=batch),
         )
 
     def _shape(self, *, cells: int, sequences: int, batch: int) -> Shape:
@@ -126,24 +143,17 @@ class LlamaCppEngine:
             threads=self._threads,
             batch=batch,
             kv_type=self._kv_type,
+            recurrent=not self._can_cut,
         )
 
-    def _cell_bytes(self) -> int:
-        """Bytes of one token's state, measured on a throw-away context."""
+    def _sample_state(self) -> StateBytes:
+        """What state takes, measured on a throw-away context."""
         shape = self._shape(cells=256, sequences=1, batch=8)
         context = Context(self._library, self._model, shape)
         try:
-            context.decode([Rows(0, 0, [0], False)])
-            return len(context.export(0, 0, 1))
+            return _measure_state(context)
         finally:
             context.close()
-
-    def _measure_state(self) -> tuple[int, int]:
-        """A block of n tokens has fixed + n * each bytes; anything else is not a block of ours."""
-        self._pool.decode([Rows(0, 0, [0, 0], False)])
-        one, two = (len(self._pool.export(0, 0, n)) for n in (1, 2))
-        self._pool.clear()
-        return 2 * one - two, two - one
 
     @property
     def abilities(self) -> Abilities:
@@ -157,7 +167,8 @@ class LlamaCppEngine:
             exact_sequences=self._parallel,
             can_cut=self._can_cut,
             vocabulary=self.vocabulary.size,
-            token_bytes=self._state_bytes[1],
+            token_bytes=self._state_bytes.each,
+            checkpoint_bytes=self._state_bytes.checkpoint,
             fingerprint=self._fingerprint,
         )
 
@@ -214,6 +225,8 @@ class LlamaCppEngine:
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact:
             raise ValueError("only shared sequences share, and only into an empty one")
+        if tokens != source.length and not self._can_cut:
+            raise ValueError("this model's state is shared whole or not at all")
         self._pool.share(source.slot, into.slot, tokens)
         self._cells.share(source.slot, tokens, into.slot)
         into.length = tokens
@@ -221,6 +234,8 @@ class LlamaCppEngine:
     def cut(self, sequence: Sequence, tokens: int) -> None:
         if tokens >= sequence.length:
             return
+        if tokens and not self._can_cut:
+            raise ValueError("this model's state cannot be cut")
         context, slot = self._home(sequence)
         with self._reset_when_broken():
             context.remove(slot, tokens)
@@ -228,23 +243,42 @@ class LlamaCppEngine:
             self._cells.cut(slot, tokens)
         sequence.length = tokens
 
-    def export(self, sequence: Sequence, start: int, stop: int) -> bytes:
+    def export(
+        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
+    ) -> bytes:
+        if resumable and stop != sequence.length:
+            raise ValueError("a checkpoint is of where the sequence stands")
         context, slot = self._home(sequence)
         with self._reset_when_broken():
-            return context.export(slot, start, stop)
+            blob = context.export(slot, start, stop)
+            return blob + context.checkpoint(slot) if resumable else blob
 
-    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
-        fixed, each = self._state_bytes
-        if len(blob) != fixed + tokens * each:  # before llama.cpp sees a byte
-            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        cells, checkpoint = self._take_apart(blob, tokens, resumable)
         if not into.exact and self._cells.free < tokens:
             raise PoolFull("no free cells for this block")
         context, slot = self._home(into)
+        stop = into.length + tokens
         with self._reset_when_broken():
-            context.restore(slot, into.length, into.length + tokens, blob)
+            context.restore(slot, into.length, stop, cells)
+            if resumable:
+                context.resume(slot, checkpoint)
+                if not context.reaches(slot, stop):
+                    raise EngineBroken("a checkpoint is of another position")
         if not into.exact:
             self._cells.append(slot, tokens)
-        into.length += tokens
+        into.length = stop
+
+    def _take_apart(
+        self, blob: Blob, tokens: int, resumable: bool
+    ) -> tuple[memoryview, memoryview]:
+        """A block's cells and its checkpoint, whose sizes are checked before llama.cpp sees a
+        byte."""
+        view = memoryview(blob).cast("B")
+        cells = self._state_bytes.fixed + tokens * self._state_bytes.each
+        if len(view) != cells + resumable * self._state_bytes.checkpoint:
+            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(view)} bytes")
+        return view[:cells], view[cells:]
 
     def _home(self, sequence: Sequence) -> tuple[Context, int]:
         if sequence.exact:
@@ -272,12 +306,16 @@ class LlamaCppEngine:
 
     # -- computing -----------------------------------------------------------------------------
 
-    def sampler(self, sampling: Sampling, prompt: Seq[int]) -> Sampler:
+    def sampler(
+        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+    ) -> Sampler:
         return build_sampler(self._library, self.vocabulary.size, sampling, prompt)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         results: dict[int, Sampled | None] = {}
         shared = [item for item in work if not item.sequence.exact]
+        if sum(len(item.tokens) for item in shared) > self._cells.free:
+            raise PoolFull("no free cells for this step")  # a recurrent memory has no cells to lack
         if shared:
             results.update(self._step_in(self._pool, shared))
         for item in work:
@@ -319,6 +357,15 @@ class LlamaCppEngine:
         for context in (self._pool, *self._lanes.values(), *self._idle_lanes):
             context.close()
         self._library.llama_model_free(self._model)
+
+
+def _measure_state(context: Context) -> StateBytes:
+    """Export blocks of one and of two tokens, and forget them."""
+    context.decode([Rows(0, 0, [0, 0], False)])
+    one, two = (len(context.export(0, 0, tokens)) for tokens in (1, 2))
+    checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
+    context.clear()
+    return StateBytes(2 * one - two, two - one, checkpoint)
 
 
 def _fingerprint(path: Path, kv_type: str) -> bytes:

@@ -1,0 +1,69 @@
+"""Where checkpoints are taken: the places in a prompt where a later turn will want to go on.
+
+A model whose state cannot be cut goes on from a checkpoint or from the beginning, so they are laid
+where conversations part: after what all of them share, before the last user message, where the
+prompt ends and the template's own words begin, and at intervals of a long prompt. The end of a
+reply is one by itself: the sequence stands there when its turn ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rekindle.engine.base import Abilities
+from rekindle.prompt.tokens import Prompt
+
+LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096
+SYSTEM_ROLES = ("system", "developer")
+
+
+class Checkpoints:
+    """The positions still to come at which one turn's state is to be kept."""
+
+    def __init__(self, prompt: Prompt, abilities: Abilities, *, exact: bool, held: int) -> None:
+        self._grain = abilities.step_tokens if exact else 1  # canonical steps are not cut short
+        self._last = len(prompt.tokens) - 1  # a later turn computes one token at least
+        self._places: set[int] = set()
+        before = held
+        for place in sorted({self._rounded(place) for place in _places(prompt, abilities)}):
+            # One just behind another saves next to nothing, and each costs as much.
+            if place - before >= abilities.block_tokens or (place > held and not before):
+                self._places.add(place)
+                before = place
+
+    def add(self, place: int) -> None:
+        """Take one more, where another conversation is seen to part from this one."""
+        if (rounded := self._rounded(place)) > 0:
+            self._places.add(rounded)
+
+    def next_after(self, tokens: int) -> int | None:
+        return min((place for place in self._places if place > tokens), default=None)
+
+    def reach(self, tokens: int) -> bool:
+        """Whether a checkpoint is due now."""
+        due = tokens in self._places
+        self._places.discard(tokens)
+        return due
+
+    def _rounded(self, place: int) -> int:
+        place = min(place, self._last)
+        return place - place % self._grain
+
+
+def _places(prompt: Prompt, abilities: Abilities) -> Iterator[int]:
+    talk = [each for each in prompt.boundaries if each.role not in SYSTEM_ROLES]
+    if talk:
+        yield min(each.start for each in talk)
+        yield max((each.start for each in talk if each.role == "user"), default=0)
+        yield max(each.end for each in talk)
+    yield len(prompt.tokens) - 1
+    interval = interval_tokens(abilities)
+    yield from range(interval, len(prompt.tokens), interval)
+
+
+def interval_tokens(abilities: Abilities) -> int:
+    """As many tokens as take as much as a checkpoint does, within bounds."""
+    equal = math.ceil(abilities.checkpoint_bytes / max(abilities.token_bytes, 1))
+    bounded = min(max(equal, LEAST_INTERVAL_TOKENS), MOST_INTERVAL_TOKENS)
+    return -(-bounded // abilities.step_tokens) * abilities.step_tokens

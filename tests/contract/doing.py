@@ -1,0 +1,52 @@
+"""What the tests of engines do with one."""
+
+from __future__ import annotations
+
+from rekindle.engine.base import Engine, Sampler, Sequence, Work
+from rekindle.engine.sampling import Sampling
+
+GREEDY = Sampling(temperature=0)
+PROMPT = [3 + (7 * n) % 200 for n in range(150)]
+
+
+def prefill(engine: Engine, sequence: Sequence, tokens: list[int]) -> int:
+    """Append in canonical steps and choose the next token."""
+    step = engine.abilities.step_tokens
+    sampler = engine.sampler(GREEDY, tokens)
+    sampled = None
+    start = sequence.length
+    while start < len(tokens):
+        stop = min(start - start % step + step, len(tokens))
+        last = stop == len(tokens)
+        [sampled] = engine.step([Work(sequence, tokens[start:stop], sampler if last else None)])
+        start = stop
+    sampler.close()
+    assert sampled is not None
+    return sampled.token
+
+
+def decode(engine: Engine, sequence: Sequence, token: int, count: int) -> list[int]:
+    sampler: Sampler = engine.sampler(GREEDY, [])
+    tokens = [token]
+    for _ in range(count):
+        [sampled] = engine.step([Work(sequence, [tokens[-1]], sampler)])
+        assert sampled is not None
+        tokens.append(sampled.token)
+    sampler.close()
+    return tokens
+
+
+def answer(engine: Engine, sequence: Sequence, tokens: list[int]) -> list[int]:
+    return decode(engine, sequence, prefill(engine, sequence, tokens), 12)
+
+
+def cold(engine: Engine, tokens: list[int], *, exact: bool = True) -> list[int]:
+    sequence = engine.open(exact=exact)
+    said = answer(engine, sequence, tokens)
+    engine.close_sequence(sequence)
+    return said
+
+
+def blocks(engine: Engine, sequence: Sequence, stop: int) -> list[bytes]:
+    size = engine.abilities.block_tokens
+    return [engine.export(sequence, start, start + size) for start in range(0, stop, size)]

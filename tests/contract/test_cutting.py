@@ -1,0 +1,79 @@
+"""What engines promise whose state can be taken apart at any position."""
+
+from __future__ import annotations
+
+from rekindle.engine.base import Engine
+from tests.contract.doing import PROMPT, answer, blocks, cold, prefill
+from tests.contract.engines import cutting_engines
+
+pytestmark = cutting_engines
+
+
+def test_restored_blocks_answer_as_computed_ones(engine: Engine) -> None:
+    step = engine.abilities.step_tokens
+    reusable = (len(PROMPT) - 1) // step * step
+    first = engine.open(exact=True)
+    expected = answer(engine, first, PROMPT)
+    exported = blocks(engine, first, reusable)
+    second = engine.open(exact=True)
+    for blob in exported:
+        engine.restore(second, blob, engine.abilities.block_tokens)
+    assert second.length == reusable
+    assert answer(engine, second, PROMPT) == expected
+
+
+def test_blocks_move_between_shared_and_exact_sequences(engine: Engine) -> None:
+    size = engine.abilities.block_tokens
+    shared = engine.open(exact=False)
+    prefill(engine, shared, PROMPT[:size])
+    blob = engine.export(shared, 0, size)
+    exact = engine.open(exact=True)
+    engine.restore(exact, blob, size)
+    assert exact.length == size
+    back = engine.open(exact=False)
+    engine.restore(back, engine.export(exact, 0, size), size)
+    assert engine.export(back, 0, size) == blob
+
+
+def test_a_shared_prefix_costs_no_cells(engine: Engine) -> None:
+    source = engine.open(exact=False)
+    prefill(engine, source, PROMPT)
+    free = engine.free_tokens
+    into = engine.open(exact=False)
+    engine.share(source, 100, into)
+    assert into.length == 100
+    assert engine.free_tokens == free
+
+
+def test_a_sharer_outlives_its_source(engine: Engine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    source = engine.open(exact=False)
+    prefill(engine, source, PROMPT)
+    into = engine.open(exact=False)
+    engine.share(source, 128, into)
+    engine.close_sequence(source)
+    assert answer(engine, into, PROMPT) == expected
+
+
+def test_a_cut_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
+    step = engine.abilities.step_tokens
+    other = PROMPT[:step] + [9] * 30
+    expected = cold(engine, other)
+    sequence = engine.open(exact=True)
+    prefill(engine, sequence, PROMPT)
+    engine.cut(sequence, step)
+    assert sequence.length == step
+    assert answer(engine, sequence, other) == expected
+
+
+def test_closing_gives_all_cells_back(engine: Engine) -> None:
+    before = engine.free_tokens
+    one, two = engine.open(exact=False), engine.open(exact=False)
+    prefill(engine, one, PROMPT)
+    engine.share(one, 77, two)
+    prefill(engine, two, [*PROMPT[:77], 5, 6, 7])
+    assert engine.free_tokens == before - len(PROMPT) - 3
+    engine.close_sequence(one)
+    assert engine.free_tokens == before - 80
+    engine.close_sequence(two)
+    assert engine.free_tokens == before

@@ -1,0 +1,112 @@
+"""What engines promise whose state cannot be cut: it goes on from checkpoints, and from nowhere
+else."""
+
+from __future__ import annotations
+
+import pytest
+
+from rekindle.engine.base import Engine, Sequence
+from rekindle.errors import CorruptBlock
+from tests.contract.doing import PROMPT, answer, cold, prefill
+from tests.contract.engines import whole_engines
+
+pytestmark = whole_engines
+
+
+def export(engine: Engine, sequence: Sequence) -> list[tuple[bytes, int, bool]]:
+    """All of a sequence in blocks, the last one with a checkpoint."""
+    size = engine.abilities.block_tokens
+    found = []
+    for start in range(0, sequence.length, size):
+        stop = min(start + size, sequence.length)
+        last = stop == sequence.length
+        blob = engine.export(sequence, start, stop, resumable=last)
+        found.append((blob, stop - start, last))
+    return found
+
+
+def restored(engine: Engine, exported: list[tuple[bytes, int, bool]], *, exact: bool) -> Sequence:
+    sequence = engine.open(exact=exact)
+    for blob, tokens, last in exported:
+        engine.restore(sequence, blob, tokens, resumable=last)
+    return sequence
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 149])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_restored_sequence_goes_on_as_the_one_it_was_exported_from(
+    engine: Engine, tokens: int, exact: bool
+) -> None:
+    source = engine.open(exact=exact)
+    prefill(engine, source, PROMPT[:tokens])
+    again = restored(engine, export(engine, source), exact=exact)
+    assert again.length == tokens
+    assert answer(engine, again, PROMPT) == answer(engine, source, PROMPT)
+
+
+def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -> None:
+    """A block's cells are the same whenever they are read; only the checkpoint is of its moment."""
+    step = engine.abilities.step_tokens
+    expected = cold(engine, PROMPT)
+    source = engine.open(exact=True)
+    prefill(engine, source, PROMPT[:step])
+    exported = export(engine, source)
+    prefill(engine, source, PROMPT)
+    size = engine.abilities.block_tokens
+    later = [
+        (engine.export(source, start, start + size), size, False) for start in range(0, step, size)
+    ]
+    cells = len(later[-1][0])
+    assert exported[-1][0][:cells] == later[-1][0]
+    assert len(exported[-1][0]) == cells + engine.abilities.checkpoint_bytes
+    again = restored(engine, [*later[:-1], exported[-1]], exact=True)
+    assert answer(engine, again, PROMPT) == expected
+
+
+def test_restoring_disturbs_nobody(engine: Engine) -> None:
+    other = [9, 8, 7, *PROMPT[:40]]
+    expected = cold(engine, other, exact=False)
+    neighbour = engine.open(exact=False)
+    prefill(engine, neighbour, other[:20])
+    source = engine.open(exact=False)
+    prefill(engine, source, PROMPT)
+    again = restored(engine, export(engine, source), exact=False)
+    engine.close_sequence(source)
+    assert answer(engine, neighbour, other) == expected
+    assert answer(engine, again, [*PROMPT, 5]) == cold(engine, [*PROMPT, 5], exact=False)
+
+
+def test_a_sequence_is_shared_whole(engine: Engine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    source, into = engine.open(exact=False), engine.open(exact=False)
+    prefill(engine, source, PROMPT[:100])
+    with pytest.raises(ValueError, match="whole"):
+        engine.share(source, 99, into)
+    engine.share(source, 100, into)
+    prefill(engine, source, [*PROMPT[:100], 4, 4, 4])
+    engine.close_sequence(source)
+    assert answer(engine, into, PROMPT) == expected
+
+
+def test_it_can_be_emptied_and_used_again(engine: Engine) -> None:
+    sequence = engine.open(exact=False)
+    prefill(engine, sequence, PROMPT[:50])
+    engine.cut(sequence, 0)
+    assert sequence.length == 0
+    assert answer(engine, sequence, PROMPT) == cold(engine, PROMPT, exact=False)
+
+
+def test_a_block_without_its_checkpoint_is_refused(engine: Engine) -> None:
+    source, into = engine.open(exact=False), engine.open(exact=False)
+    prefill(engine, source, PROMPT[:10])
+    blob = engine.export(source, 0, 10)
+    with pytest.raises(CorruptBlock):
+        engine.restore(into, blob, 10, resumable=True)
+    assert into.length == 0
+
+
+def test_a_checkpoint_is_of_the_end_alone(engine: Engine) -> None:
+    source = engine.open(exact=False)
+    prefill(engine, source, PROMPT[:10])
+    with pytest.raises((ValueError, AssertionError)):
+        engine.export(source, 0, 9, resumable=True)
