@@ -31,6 +31,7 @@ BLOCK_TOKENS = 3
 DISK_BYTES = (1 << 20) + 140_000  # less the shares of index and bad files: room for a few blocks
 PATIENCE_S = 20.0
 STATE_BYTES = 300
+CHECKPOINT = b"checkpoint of "
 
 
 class TestClock(Clock):
@@ -46,9 +47,14 @@ class TestClock(Clock):
         return 1e9 + self.now
 
 
-def state_of(root: bytes, path: Tokens) -> bytes:
+def state_of(root: bytes, path: Tokens, *, resumable: bool = False) -> bytes:
     """The only right state of a path: any other bytes are a wrong answer."""
-    return (root[:1] + pack(path)).ljust(STATE_BYTES, b".")
+    cells = (root[:1] + pack(path)).ljust(STATE_BYTES, b".")
+    return cells + CHECKPOINT + pack(path) if resumable else cells
+
+
+def is_right(block: Block, state: bytes) -> bool:
+    return state == state_of(block.root, _path(block), resumable=block.resumable)
 
 
 runs = st.lists(st.integers(0, 2), min_size=1, max_size=11).map(tuple)
@@ -114,23 +120,40 @@ class Tiers(RuleBasedStateMachine):
 
     # -- what may happen -----------------------------------------------------------------------
 
-    @rule(root=roots, path=runs, exact=st.booleans(), wish=wishes)
-    def put(self, root: bytes, path: Tokens, exact: bool, wish: Wish) -> None:
+    @rule(root=roots, path=runs, exact=st.booleans(), resumes=st.booleans(), wish=wishes)
+    def put(self, root: bytes, path: Tokens, exact: bool, resumes: bool, wish: Wish) -> None:
         parent = root
         for end in ends(path, BLOCK_TOKENS):
             packed = pack(last_block(end, BLOCK_TOKENS))
-            if self.store.wants(parent, packed, exact=exact) and not self.store.put(
-                root, parent, packed, state_of(root, end), exact=exact, wish=wish
-            ):
-                return
+            resumable = resumes and end == path
+            if self.store.wants(parent, packed, exact=exact, resumable=resumable):
+                state = state_of(root, end, resumable=resumable)
+                if not self.store.put(
+                    root, parent, packed, state, exact=exact, resumable=resumable, wish=wish
+                ):
+                    return
             parent = chain_key(parent, packed)
+        if resumes and self.store.get(known := self.known(parent)):
+            assert known.resumable or known.exact > exact
+
+    def known(self, key: bytes) -> Block:
+        return next(block for block in self.store if block.key == key)
+
+    @rule(root=roots, path=runs)
+    def resume(self, root: bytes, path: Tokens) -> None:
+        """Every checkpoint on the way is found, and none beside it."""
+        found = list(self.store.checkpoints(root, pack(path)))
+        on_the_way = [
+            block
+            for block in self.store
+            if block.resumable and block.root == root and _path(block) == path[: block.stop]
+        ]
+        assert found == sorted(on_the_way, key=lambda block: -block.stop)
 
     @rule(root=roots, path=runs)
     def get(self, root: bytes, path: Tokens) -> None:
         got = self.fetch(root, path)
-        for block, state in got:
-            tokens = tuple(unpack(b"".join(b.packed for b in reversed(list(chain(block))))))
-            assert state == state_of(root, tokens)
+        assert all(is_right(block, state) for block, state in got)
         self.store.use([block for block, _ in got], Wish.LATE)
 
     @rule(root=roots, path=runs, ttl_s=st.none() | st.integers(1, 50), pinned=st.booleans())
@@ -274,7 +297,7 @@ class Tiers(RuleBasedStateMachine):
             self.flush()
             for block in list(self.store):
                 state = self.fetch(block.root, _path(block))
-                assert all(bytes(blob) == state_of(b.root, _path(b)) for b, blob in state)
+                assert all(is_right(each, blob) for each, blob in state)
             self.disk.close()
         shutil.rmtree(self.folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ HEADER = [7, 8]  # what a template writes after each message
 PROMPT = [*SYSTEM, *HEADER, *USER, *HEADER]
 
 
-def engine(**options: int) -> FakeEngine:
+def engine(**options: Any) -> FakeEngine:
     return FakeEngine(can_cut=False, **options)
 
 
@@ -111,8 +112,8 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tier", ["ram", "disk", "restart"])
 def test_every_tier_gives_checkpoints_back(tmp_path: Path, tier: str, exact: bool) -> None:
-    small = {"ram_bytes": 8_000} if tier == "disk" else {}
-    desk = Desk(engine(), folder=tmp_path, resident_tokens=0, **small)
+    ram_bytes = 8_000 if tier == "disk" else 1 << 30
+    desk = Desk(engine(), folder=tmp_path, resident_tokens=0, ram_bytes=ram_bytes)
     first = desk.ask(CHAT, exact=exact)
     desk.settle()
     if tier == "disk":
