@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from rekindle.bench.session import SCENARIOS
 
 SETTLE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
 
-# Turns at once, ours and theirs: each server's own default, but for the agents, who share four, and
-# for eight streams, which need eight: with four, half would only wait.
-OUR_SLOTS = {"article": 16, "document": 16, "agents": 4, "decode": 8}
-THEIR_SLOTS = {"article": 4, "document": 4, "agents": 4, "decode": 8}
+# Turns at once, ours and theirs: each server's own default, but for agents, who share four, and for
+# eight streams, which need eight: with four, half would only wait.
+OUR_SLOTS = {"article": 16, "document": 16, "agents": 4, "decode": 8, "toolloop": 4, "hybrid": 4}
+THEIR_SLOTS = {"article": 4, "document": 4, "agents": 4, "decode": 8, "toolloop": 4, "hybrid": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Corner:
 class Duel:
     """Collects the rounds of both servers, scenario after scenario."""
 
-    model: Path
+    models: Mapping[str, Path]  # by scenario
     folder: Path
     seed: str
     progress: Progress
@@ -64,8 +65,8 @@ class Duel:
                 await self._round(scenario, number, ours, theirs, task)
 
     async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Corner, Corner]:
-        ours = Setup(model=self.model, slots=OUR_SLOTS[scenario])
-        theirs = Setup(model=self.model, slots=THEIR_SLOTS[scenario])
+        ours = Setup(model=self.models[scenario], slots=OUR_SLOTS[scenario])
+        theirs = Setup(model=self.models[scenario], slots=THEIR_SLOTS[scenario])
         servers = (
             stack.enter_context(rekindle(ours, self.folder / "rekindle.log")),
             stack.enter_context(llamacpp(theirs, self.folder / "llamacpp.log")),
@@ -112,7 +113,7 @@ class Duel:
         )
 
     def comparison(self) -> Comparison:
-        model = self.model.name
+        model = ", ".join(dict.fromkeys(path.name for path in self.models.values()))
         return Comparison(
             ours=Results("Rekindle", model, self.ignores_eos[0], self.ours),
             theirs=Results("llama.cpp", model, self.ignores_eos[1], self.theirs),

@@ -6,11 +6,13 @@ import asyncio
 import secrets
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from duel import Duel
+from models import fitting
 from report import print_comparison, save
 from rich.console import Console
 from targets import Comparison
@@ -21,15 +23,15 @@ from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
 
-REPEATS = {"article": 3, "document": 3, "agents": 2, "decode": 5}
-QUICK = {"article": 1, "document": 1, "agents": 1, "decode": 2}
+REPEATS = {"article": 3, "document": 3, "agents": 2, "decode": 5, "toolloop": 3, "hybrid": 1}
+QUICK = {"article": 1, "document": 1, "agents": 1, "decode": 2, "toolloop": 1, "hybrid": 1}
 FOLDER = Path("bench-results")
 
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats.")] = False,
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(REPEATS)}.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A GGUF file; smollm2 otherwise.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A GGUF file, for all of them.")] = None,
 ) -> None:
     """Compare the two servers; a missed target is shown, only an error fails."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # both servers must end with us
@@ -41,7 +43,9 @@ def main(
         models_dir = load_config({}).models_dir
         path = model or pull("smollm2", models_dir=models_dir, progress=progress_on(console))
         chosen = {only: repeats[only]} if only else repeats
-        comparison = compare(path, chosen, console)
+        with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+            models = {name: model or fitting(name, path, Path(folder)) for name in chosen}
+            comparison = compare(models, chosen, console)
         print_comparison(comparison, console)
         save(comparison, FOLDER)
     except RekindleError as error:
@@ -49,7 +53,7 @@ def main(
         raise typer.Exit(1) from error
 
 
-def compare(model: Path, repeats: dict[str, int], console: Console) -> Comparison:
+def compare(models: dict[str, Path], repeats: dict[str, int], console: Console) -> Comparison:
     """Run every scenario so many times on both servers."""
 
     async def fight(duel: Duel) -> Comparison:
@@ -58,7 +62,7 @@ def compare(model: Path, repeats: dict[str, int], console: Console) -> Compariso
         return duel.comparison()
 
     with progress_bar(console) as progress:
-        return asyncio.run(fight(Duel(model, FOLDER, secrets.token_hex(4), progress)))
+        return asyncio.run(fight(Duel(models, FOLDER, secrets.token_hex(4), progress)))
 
 
 if __name__ == "__main__":

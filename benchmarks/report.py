@@ -24,7 +24,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Both servers' figures, then each target with what was reached."""
     console.print(_figures(comparison))
     console.print(_targets(comparison))
-    for warning in _warnings(comparison.loads):
+    for warning in (*_unequal_prompts(comparison), *_warnings(comparison.loads)):
         console.print(warning)
 
 
@@ -70,6 +70,17 @@ def _targets(comparison: Comparison) -> Table:
             "[green]met[/]" if target.is_met(comparison) else "[red]missed[/]",
         )
     return table
+
+
+def _unequal_prompts(comparison: Comparison) -> Iterator[str]:
+    """A server that leaves tools out of the prompt has less to read, and knows less."""
+    ours = comparison.ours.figures().get("toolloop_prompt_tokens")
+    theirs = comparison.theirs.figures().get("toolloop_prompt_tokens")
+    if ours != theirs:
+        yield (
+            f"The tool loop's prompts differ, {ours:.0f} tokens and {theirs:.0f}: the servers did "
+            "not write the same tools and calls into them."
+        )
 
 
 def _warnings(loads: Sequence[Load]) -> Iterator[str]:

@@ -22,6 +22,7 @@ class FakeOpenAI:
     takes_ignore_eos: bool = True
     reports_cached_tokens: bool = True
     failure: str | None = None
+    reply_word: str = "word"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     _seen: list[list[str]] = field(default_factory=list)
 
@@ -51,7 +52,7 @@ class FakeOpenAI:
         tokens = min(most, body["max_tokens"])
         yield _event({"choices": [{"delta": {"role": "assistant", "content": None}}]})
         for number in range(tokens):
-            yield _event({"choices": [{"delta": {"content": f"word{number} "}}]})
+            yield _event({"choices": [{"delta": {"content": f"{self.reply_word}{number} "}}]})
         usage = self._usage(len(words) + TEMPLATE_TOKENS, tokens, cached)
         yield _event({"choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"

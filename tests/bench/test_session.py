@@ -9,7 +9,16 @@ import orjson
 import pytest
 from rich.console import Console
 
-from rekindle.bench import BenchFailed, BenchOptions, Results, plot, print_table, run, save_json
+from rekindle.bench import (
+    SCENARIO_NAMES,
+    BenchFailed,
+    BenchOptions,
+    Results,
+    plot,
+    print_table,
+    run,
+    save_json,
+)
 from rekindle.bench.article import Article
 from rekindle.bench.document import Document
 from rekindle.bench.figures import FIGURES
@@ -23,7 +32,7 @@ def small(base_url: str, *scenarios: str) -> BenchOptions:
     return BenchOptions(
         base_url=base_url,
         label="fake",
-        scenarios=scenarios or ("article", "document", "agents", "decode"),
+        scenarios=scenarios or SCENARIO_NAMES,
         repeats=2,
         seed="the same words every time",
         article_tokens=60,
@@ -35,6 +44,9 @@ def small(base_url: str, *scenarios: str) -> BenchOptions:
         single_stream_tokens=8,
         streams=2,
         stream_tokens=4,
+        tool_result_tokens=10,
+        turns=3,
+        turn_tokens=20,
     )
 
 
@@ -44,12 +56,8 @@ def measure(options: BenchOptions) -> Results:
 
 def test_every_scenario_is_measured_as_often_as_asked(serve: Serve) -> None:
     results = measure(small(serve(FakeOpenAI())))
-    assert {name: len(rounds) for name, rounds in results.rounds.items()} == {
-        "article": 2,
-        "document": 2,
-        "agents": 2,
-        "decode": 2,
-    }
+    measured = {name: len(rounds) for name, rounds in results.rounds.items()}
+    assert measured == dict.fromkeys(SCENARIO_NAMES, 2)
     assert list(results.figures()) == list(FIGURES)
     assert (results.label, results.model) == ("fake", "fake-model")
 

@@ -86,6 +86,8 @@ entries = st.builds(
     hits=st.integers(0, 2**62),
     keyed=st.booleans(),
     names=names.map(tuple),
+    text_tokens=st.none() | st.integers(0, 2**62),
+    replies=st.binary(),
 )
 
 

@@ -193,6 +193,9 @@ class Desk:
             end_tokens=self._end_tokens,
             context_tokens=self.abilities.context_tokens,
         )
+        return self.take(turn)
+
+    def take(self, turn: Turn) -> Reply:
         reply = self.replies[turn.id] = Reply(turn)
         self.names.meet(turn)
         self.scheduler.submit(turn)

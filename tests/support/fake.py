@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import Sampled, Sampling
@@ -20,7 +22,19 @@ VOCABULARY = 1000
 @dataclass
 class FakeSampler:
     sampling: Sampling
+    constraint: Constraint | None = None
     closed: bool = False
+
+    def choose(self, state: bytes) -> int:
+        """A token that depends on all of the state, among those that are allowed."""
+        seed = int.from_bytes(state[:4], "big")
+        if self.constraint is None:
+            return seed % (VOCABULARY - 10) + 10
+        scores = np.random.default_rng(seed).standard_normal(VOCABULARY).astype(np.float32)
+        self.constraint.mask(scores)
+        token = int(scores.argmax())
+        self.constraint.accept(token)
+        return token
 
     def close(self) -> None:
         self.closed = True
@@ -144,7 +158,7 @@ class FakeEngine:
     def sampler(
         self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
-        return FakeSampler(sampling)
+        return FakeSampler(sampling, constraint)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         self.counts.steps += 1
@@ -171,7 +185,7 @@ class FakeEngine:
             return None
         assert isinstance(item.sampler, FakeSampler)
         assert not item.sampler.closed
-        return Sampled(int.from_bytes(state[-1][:4], "big") % (VOCABULARY - 10) + 10)
+        return Sampled(item.sampler.choose(state[-1]))
 
     def _before(self, sequence: Sequence) -> bytes:
         """What the next token's state depends on; an empty sequence is a new one."""

@@ -17,12 +17,14 @@ TITLES: dict[Unit, str] = {
 
 
 def plot(results: Sequence[Results], path: Path) -> None:
-    """Draw waiting times and speeds side by side into an image file."""
+    """Draw waiting times and speeds side by side into an image file, where there are any."""
     try:
         from matplotlib.figure import Figure  # not needed to serve or measure, and slow to import
     except ImportError as error:
         raise BenchFailed("a plot needs matplotlib: pip install matplotlib") from error
     panels = {unit: names for unit in TITLES if (names := _measured(results, unit))}
+    if not panels:
+        return
     figure = Figure(figsize=(10, 7), layout="constrained")
     heights = [len(names) for names in panels.values()]
     rows = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]

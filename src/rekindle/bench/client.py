@@ -14,7 +14,7 @@ from rekindle.bench.options import BenchOptions
 from rekindle.bench.reply import Recording, Reply
 from rekindle.bench.stream import BenchFailed, error_message, parse
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 # Nothing queues on our side when questions are asked at once; and every request has a connection
 # of its own: llama.cpp's server promises keep-alive after a stream and closes all the same.

@@ -44,6 +44,14 @@ FIGURES = {
     "agents_worst_s": Figure("agents: first token, warm, worst", "s", max),
     "decode_single_tokens_per_s": Figure("decode: one stream", "tokens/s"),
     "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
+    "toolloop_cold_s": Figure("tool loop: first token, cold", "s"),
+    "toolloop_warm_s": Figure("tool loop: first token, warm", "s"),
+    "toolloop_worst_s": Figure("tool loop: first token, warm, worst", "s", max),
+    "toolloop_prompt_tokens": Figure("tool loop: prompt tokens, warm", "tokens"),
+    "toolloop_computed_tokens": Figure("tool loop: prompt tokens computed, warm", "tokens"),
+    "hybrid_computed_tokens": Figure("hybrid: prompt tokens computed", "tokens"),
+    "hybrid_least_tokens": Figure("hybrid: were none computed twice", "tokens"),
+    "hybrid_agents_computed_tokens": Figure("hybrid: computed, two agents by turns", "tokens"),
 }
 
 # What the fresh short prompt is, for whoever reads a table.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rekindle.errors import ConfigError
 
-SCENARIO_NAMES = ("article", "document", "agents", "decode")
+USUAL = ("article", "document", "agents", "decode", "toolloop")
+SCENARIO_NAMES = (*USUAL, "hybrid")  # which says something on a hybrid model alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class BenchOptions:
     label: str | None = None  # the server's name in tables and plots; its address by default
     model: str | None = None  # the first model the server lists by default
     api_key: str | None = None
-    scenarios: tuple[str, ...] = SCENARIO_NAMES
+    scenarios: tuple[str, ...] = USUAL
     repeats: int = 3
     timeout_s: float = 600.0
     seed: str | None = None  # same seed, same texts; by default no text was ever sent before
@@ -30,6 +31,9 @@ class BenchOptions:
     agents: int = 6
     agent_tokens: int = 600
     agent_rounds: int = 4  # the first is cold and not counted
+    tool_result_tokens: int = 80
+    turns: int = 8
+    turn_tokens: int = 300
     single_stream_tokens: int = 128
     streams: int = 8
     stream_tokens: int = 64

@@ -16,8 +16,10 @@ from rekindle.bench.article import Article
 from rekindle.bench.decode import Decode
 from rekindle.bench.document import Document
 from rekindle.bench.figures import FIGURES
+from rekindle.bench.hybrid import Hybrid
+from rekindle.bench.toolloop import ToolLoop
 
-Round = Article | Document | Agents | Decode
+Round = Article | Document | Agents | Decode | ToolLoop | Hybrid
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Entries: conversation heads that are remembered, what clients call them, and how long they live.
 
-Blocks are derived and may vanish; an entry is a promise. It knows its tokens, the rendered text
-that they spell, and its names; all names of one head lead to one entry.
+All names of one head lead to one entry.
 """
 
 from __future__ import annotations
@@ -10,90 +9,25 @@ import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
+from rekindle.cache import replies
 from rekindle.cache.clock import Clock
-from rekindle.cache.heads import Head
+from rekindle.cache.entry import Draft, Entry, Name
 from rekindle.cache.ledger import Change, DropEntry, EntryRow, PutEntry, TouchEntry
+from rekindle.cache.replies import Replies, Reply
 from rekindle.cache.store import Store
 from rekindle.cache.texts import Texts
 
-Name = tuple[str, str]  # kind and name
-Segments = tuple[tuple[str, str], ...]
+__all__ = ["Draft", "Entries", "Entry", "Name"]
 
 KEY_BYTES = 16  # of randomness in a cache key
-OVERHEAD_BYTES = 2048  # of an entry beside its tokens and its text
 GRACE_S = 300.0  # what an entry lives at least after a restart: the wall clock may have jumped
 MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
 MOST_EXPIRED = 10_000  # keys remembered as expired, to say so
 
 
-class Entry(Head):
-    """A named or automatic conversation head."""
-
-    __slots__ = (
-        "created_at",
-        "durable",
-        "hits",
-        "key",
-        "keyed",
-        "last_used_at",
-        "names",
-        "segments",
-        "text",
-        "ttl_s",
-        "used_s",
-        "was_computed",
-    )
-
-    def __init__(self, key: str, root: bytes, packed: bytes, text: bytes, clock: Clock) -> None:
-        super().__init__(root, packed)
-        self.key = key
-        self.text = text  # rendered bytes that the tokens spell; empty when unknown
-        self.segments: Segments = ()
-        self.names: dict[Name, None] = {}  # oldest first
-        self.keyed = False  # a client was given its key
-        self.durable = True  # to be remembered across restarts
-        self.was_computed = True  # else it was only noted
-        self.hits = 0
-        self.ttl_s: float | None = None
-        self.created_at = self.last_used_at = clock.wall_s()
-        self.used_s = clock.steady_s()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody could ask for it, so that a longer head may take its place."""
-        return not (self.keyed or self.names or self.pinned)
-
-    @property
-    def cost_bytes(self) -> int:
-        return len(self.packed) + len(self.text) + OVERHEAD_BYTES
-
-    def expires_in_s(self, clock: Clock) -> float | None:
-        """The time it has left; None: it has no end, as nothing has that is pinned."""
-        if self.ttl_s is None or self.pinned:
-            return None
-        return self.used_s + self.ttl_s - clock.steady_s()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A head to be remembered."""
-
-    root: bytes
-    packed: bytes
-    text: bytes
-    segments: Segments = ()
-    names: tuple[Name, ...] = ()
-    ttl_s: float | None = None
-    keyed: bool = False
-    pinned: bool = False
-    durable: bool = True
-    is_computed: bool = True
-
-
 class Entries:
-    """Called by the engine's thread; `recall` by any."""
+    """Called by the engine's thread; `recall` and `replies` by any."""
 
     def __init__(
         self,
@@ -115,7 +49,8 @@ class Entries:
         self._by_name: dict[tuple[bytes, Name], Entry] = {}
         self._by_tokens: dict[tuple[bytes, bytes], Entry] = {}
         self._texts: dict[bytes, Texts[Entry]] = {}
-        self._texts_lock = threading.Lock()
+        self._replies: dict[bytes, Replies[Entry]] = {}
+        self._recall_lock = threading.Lock()  # around these two
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -156,9 +91,19 @@ class Entries:
 
     def recall(self, root: bytes, text: bytes) -> Entry | None:
         """The longest remembered head whose rendered bytes `text` begins with. Any thread."""
-        with self._texts_lock:
+        with self._recall_lock:
             texts = self._texts.get(root)
             return texts.longest(text) if texts else None
+
+    def replies(self, root: bytes, key: str) -> list[tuple[Entry, Reply]]:
+        """The heads that know a reply by this key, the newest first. Any thread."""
+        with self._recall_lock:
+            known = self._replies.get(root)
+            return known.find(key) if known else []
+
+    def knows_replies(self, root: bytes) -> bool:
+        """Whether a tenant has any. Any thread."""
+        return root in self._replies
 
     # -- remembering ---------------------------------------------------------------------------
 
@@ -171,13 +116,17 @@ class Entries:
         if entry is None:
             key = secrets.token_hex(KEY_BYTES)
             entry = Entry(key, draft.root, draft.packed, draft.text, self._clock)
-            if entry.cost_bytes > self._limit_bytes:
+            if draft.text_tokens is not None:
+                entry.text_tokens = draft.text_tokens
+            told_bytes = sum(reply.cost_bytes for reply in draft.replies)
+            if entry.cost_bytes + told_bytes > self._limit_bytes:
                 return None
             entry.durable = draft.durable
             self._add(entry)
+        self._learn(entry, draft.replies if entry.text == draft.text else ())
         self._update(entry, draft)
         left_behind = [self._take_name(entry, name) for name in draft.names]
-        self._supersede(entry, left_behind)
+        self._supersede(entry, [*left_behind, draft.after])
         self._save(entry)
         self._make_room()
         return entry
@@ -191,6 +140,21 @@ class Entries:
         if draft.ttl_s is not None or draft.pinned:
             entry.ttl_s = draft.ttl_s
         self._use(entry)
+
+    def _learn(self, entry: Entry, told: tuple[Reply, ...]) -> None:
+        """Remember replies of an entry beside those it knows: one head may have been delivered
+        more than once, each time with ids of its own."""
+        known = replies.newest((*entry.replies, *told))
+        if known == entry.replies:
+            return
+        cost_bytes = entry.cost_bytes
+        with self._recall_lock:
+            index = self._replies.setdefault(entry.root, Replies())
+            index.drop(entry, entry.replies)
+            index.put(entry, known)
+        entry.replies = known
+        self._used_bytes += entry.cost_bytes - cost_bytes
+        self._held_bytes[entry.root] += entry.cost_bytes - cost_bytes
 
     def _take_name(self, entry: Entry, name: Name) -> Entry | None:
         """Let the name lead to this entry; the one it led to before."""
@@ -211,6 +175,9 @@ class Entries:
     def _supersede(self, entry: Entry, left_behind: Iterable[Entry | None]) -> None:
         """Free heads that this one goes on from, or that have lost their name to it, are done."""
         shorter = self.recall(entry.root, entry.text[:-1]) if entry.text else None
+        if shorter and shorter.text_tokens < shorter.tokens:
+            # Its text is not all of it: another reply to the same prompt leaves it as it is.
+            shorter = shorter if entry.packed.startswith(shorter.packed) else None
         for other in {*left_behind, shorter} - {None, entry}:
             assert other is not None
             if other.is_free:
@@ -298,7 +265,7 @@ class Entries:
         self._used_bytes += entry.cost_bytes
         self._held_bytes[entry.root] += entry.cost_bytes
         if entry.text:
-            with self._texts_lock:
+            with self._recall_lock:
                 self._texts.setdefault(entry.root, Texts()).put(entry.text, entry)
         self._store.attach(entry)
 
@@ -312,11 +279,15 @@ class Entries:
         self._held_bytes[entry.root] -= entry.cost_bytes
         if not self._held_bytes[entry.root]:
             del self._held_bytes[entry.root]
-        with self._texts_lock:
+        with self._recall_lock:
             if texts := self._texts.get(entry.root):
                 texts.drop(entry.text, entry)
                 if not len(texts):
                     del self._texts[entry.root]
+            if known := self._replies.get(entry.root):
+                known.drop(entry, entry.replies)
+                if not len(known):
+                    del self._replies[entry.root]
         if entry.durable:
             self._journal(DropEntry(entry.key))
 
@@ -343,6 +314,8 @@ class Entries:
             hits=entry.hits,
             keyed=entry.keyed,
             names=tuple(entry.names),
+            text_tokens=None if entry.text_tokens == entry.tokens else entry.text_tokens,
+            replies=replies.packed(entry.replies),
         )
 
     def _age_s(self, row: EntryRow) -> float:
@@ -360,7 +333,10 @@ class Entries:
             entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned
             entry.ttl_s = row.ttl_s
             entry.used_s -= self._age_s(row)
+            if row.text_tokens is not None:
+                entry.text_tokens = row.text_tokens
             self._add(entry)
+            self._learn(entry, replies.unpacked(row.replies))
             for name in row.names:
                 self._add_name(entry, name)
         self._make_room()  # the budget may have become smaller

@@ -85,7 +85,9 @@ class Ledger:
             raise LedgerDamaged(problems[0])
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             raise LedgerDamaged("it has no tables")
-        if self.meta("schema") != rows.SCHEMA_VERSION:
+        while (version := self.meta("schema")) in rows.UPGRADES:
+            self._db.executescript(rows.UPGRADES[version])
+        if version != rows.SCHEMA_VERSION:
             raise LedgerDamaged("it is of another version")
 
     def close(self) -> None:

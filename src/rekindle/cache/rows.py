@@ -192,7 +192,7 @@ def _entry_values(entry: EntryRow) -> tuple[Any, ...]:
 def _digest(entry: EntryRow) -> bytes:
     """Of what an entry promises: SQLite's pages have no checksums, and tokens that do not spell
     their text would be a wrong answer. What a use changes is left out."""
-    ttl_s = None if entry.ttl_s is None else float(entry.ttl_s)
+    ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
     told = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
     parts = [entry.root, entry.packed, entry.text, told]
     if entry.replies or entry.text_tokens is not None:  # else it is what version 1 would have said

@@ -46,6 +46,13 @@ class Sequence:
 class Constraint(Protocol):
     """Which tokens may come next in one reply."""
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the reply could not be held to it to the end."""
+
+    def replay(self, tokens: Seq[int]) -> None:
+        """Begin again with a reply that has got this far."""
+
     def mask(self, logits: Any) -> None:
         """Set what may not come next to minus infinity, in place."""
 

@@ -18,6 +18,7 @@ Render = Callable[[Sequence[Message]], str]
 
 NEEDLE = "needle"
 SHOWN = re.compile(f"(?<!['\"]){NEEDLE}(?!['\"])")  # in quotes it is a printed list, not its text
+NOTHING = ("None", "null")  # as Python and as JSON prints it
 TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 
 
@@ -37,7 +38,7 @@ class ContentForms:
         if isinstance(content, str) and self.parts and not self.text:
             return {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content, list) and not self.parts:
-            return {**message, "content": "\n".join(map(_text, content))}
+            return {**message, "content": joined(content)}
         return message
 
 
@@ -51,8 +52,8 @@ def probe(render: Render) -> ContentForms:
             return None
 
     return ContentForms(
-        text=_shows(attempt(_user(NEEDLE))),
-        parts=_shows(attempt(_user([{"type": "text", "text": NEEDLE}]))),
+        text=shows(attempt(_user(NEEDLE))),
+        parts=shows(attempt(_user([{"type": "text", "text": NEEDLE}]))),
         none=all(
             _same_silence(attempt(_user(NEEDLE), empty), attempt(_user(NEEDLE), none))
             for empty, none in (
@@ -63,15 +64,23 @@ def probe(render: Render) -> ContentForms:
     )
 
 
-def _shows(rendered: str | None) -> bool:
+def shows(rendered: str | None) -> bool:
+    """Whether the needle came through as text."""
     return rendered is not None and SHOWN.search(rendered) is not None
+
+
+def joined(content: Any) -> str:
+    """Content of any form as one text."""
+    if content is None:
+        return ""
+    return "\n".join(map(_text, content)) if isinstance(content, list) else str(content)
 
 
 def _same_silence(empty: str | None, none: str | None) -> bool:
     """Whether None did no worse than "": a template may refuse the conversation either way."""
     if empty is None:
         return True
-    return none is not None and none.count("None") == empty.count("None")
+    return none is not None and all(none.count(word) == empty.count(word) for word in NOTHING)
 
 
 def _user(content: Any) -> Message:

@@ -5,7 +5,6 @@ They explain a decision; tokens make it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 from blake3 import blake3
 
 from rekindle.prompt.content import Message
+from rekindle.prompt.replay import REASONING, calls_said, canonical, chained
 
 SYSTEM_ROLES = ("system", "developer")
 HASH_DIGITS = 16
+UNSAID = frozenset({"message_id", "tool_call_id", *REASONING})  # names, and what clients leave out
 
 Segments = Sequence[tuple[str, str]]
 
@@ -31,7 +32,7 @@ def segments(
     if system := [message for message in messages if _is_system(message)]:
         found.append(("system", _hash(system)))
     if tools:
-        found.append(("tools", _digest(sorted(map(_canonical, tools)))))
+        found.append(("tools", _digest(sorted(canonical(tool).decode() for tool in tools))))
     found += (("turn", _hash(turn)) for turn in _turns(messages))
     return tuple(found)
 
@@ -86,25 +87,24 @@ def _hash(messages: Sequence[Message]) -> str:
 
 def _hashes(messages: Sequence[Message]) -> Iterator[str]:
     """The hash of each beginning of these messages, up to all of them."""
-    hasher = blake3()
-    for message in messages:
-        said = _canonical(_said(message)).encode()
-        hasher.update(len(said).to_bytes(8, "big") + said)
-        yield hasher.copy().hexdigest()[:HASH_DIGITS]
+    for digest in chained(canonical(_said(message)) for message in messages):
+        yield digest[:HASH_DIGITS]
 
 
 def _said(message: Message) -> dict[str, Any]:
-    """The message without its name, and without the empty fields that clients send back."""
-    return {
+    """The message without names, and without the empty fields that clients send back; its calls
+    however they are written."""
+    said = {
         field: value
         for field, value in message.items()
-        if field != "message_id" and value is not None
+        if field not in UNSAID and value is not None
     }
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))  # ASCII, whatever it holds
+    if calls := calls_said(message):
+        said["tool_calls"] = calls
+        if not said.get("content"):
+            said.pop("content", None)
+    return said
 
 
 def _digest(items: list[str]) -> str:
-    return blake3(_canonical(items).encode()).hexdigest()[:HASH_DIGITS]
+    return blake3(canonical(items)).hexdigest()[:HASH_DIGITS]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import Template
 
 from rekindle.errors import BadRequest, TemplateFailed
+from rekindle.prompt import arguments, toolless
+from rekindle.prompt.arguments import ArgumentForms
 from rekindle.prompt.content import Message, probe
 from rekindle.prompt.sandbox import Sandbox
+from rekindle.prompt.toolless import Toolless, uses_tools
 
 RENDER_LIMIT_S = 10.0
 DEVELOPER = "developer"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates call it
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -32,7 +38,25 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = self._compile(source)
         self._knows_developers = DEVELOPER in source
+        self._reasoning = _reasoning_field(source)
         self._forms = probe(lambda messages: self._run(messages, add_generation_prompt=True))
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether it tells of tools itself; else they are written out in Hermes's form."""
+        return self._toolless.tools
+
+    @cached_property
+    def _toolless(self) -> Toolless:
+        return toolless.probe(
+            lambda messages, tools: self._fitted(messages, tools, add_generation_prompt=True)
+        )
+
+    @cached_property
+    def _arguments(self) -> ArgumentForms:
+        return arguments.probe(
+            lambda messages: self._fitted(messages, [toolless.TOOL], add_generation_prompt=False)
+        )
 
     def render(
         self,
@@ -45,18 +69,32 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation, each message's content in a form the template takes."""
         self.check(kwargs)
+        told = [self._addressed(message) for message in messages]
+        if tools or any(map(uses_tools, told)):
+            told = self._toolless.write(told, tools)
+            tools = tools if self.shows_tools else None
+            told = [self._arguments.fit(message) for message in told]
+        return self._fitted(told, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def _fitted(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, /, **variables: Any
+    ) -> str:
         return self._run(
-            [self._forms.fit(self._addressed(message)) for message in messages],
-            add_generation_prompt=add_generation_prompt,
+            [self._forms.fit(message) for message in messages],
             tools=list(tools) if tools else None,  # templates ask `tools is not none`
-            **kwargs,
+            **variables,
         )
 
     def _addressed(self, message: Message) -> Message:
-        """OpenAI's newer name for the system role, in the word the template knows."""
+        """OpenAI's names for the system role and for reasoning, in the words the template knows."""
         if message.get("role") == DEVELOPER and not self._knows_developers:
             return {**message, "role": "system"}
-        return message
+        thought = next((message[name] for name in REASONING if message.get(name)), None)
+        if thought is None or self._reasoning is None or self._reasoning in message:
+            return message
+        if message.get("tool_calls") and message.get("content"):
+            return message  # gpt-oss refuses both at once
+        return {**message, self._reasoning: thought}
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse a client's kwargs that would replace what the server or Jinja gives."""
@@ -78,6 +116,12 @@ class ChatTemplate:
             return self._sandbox.run(self._template, variables)
         except Exception as error:  # a template can raise anything: it is a program
             raise _failed(error) from error
+
+
+def _reasoning_field(source: str) -> str | None:
+    """What the template reads a reply's reasoning from, as far as its source tells."""
+    reads = (name for name in REASONING if re.search(rf"""[.'"]{name}\b""", source))
+    return next(reads, None)
 
 
 def _failed(error: Exception) -> TemplateFailed:

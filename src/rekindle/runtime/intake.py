@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
 
 from rekindle.cache.entries import Entries
-from rekindle.cache.key import namespace, unpack
+from rekindle.cache.key import namespace
 from rekindle.engine.base import Abilities
 from rekindle.engine.llamacpp.vocabulary import Vocabulary
-from rekindle.errors import BadRequest, ContextTooLong
-from rekindle.prompt.head import Recall, Remembered
+from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
+from rekindle.prompt.arguments import parsed
+from rekindle.prompt.definitions import differ, ordered
+from rekindle.prompt.replay import Ends
 from rekindle.prompt.tokens import Encoder, Prompt
+from rekindle.prompt.volatile import settled
 from rekindle.runtime import wire
+from rekindle.runtime.history import History
+from rekindle.runtime.manner import Manner
 from rekindle.runtime.turn import Turn
 
+Messages = list[dict[str, Any]]
+Tools = list[Any] | None
+
+TOOLS_IN_ORDER = "tools"
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 
 
@@ -27,12 +39,14 @@ class Intake:
         encoder: Encoder,
         entries: Entries,
         secret: bytes,
+        manner: Manner | None = None,
     ) -> None:
         self._abilities = abilities
         self._vocabulary = vocabulary
         self._encoder = encoder
         self._entries = entries
         self._secret = secret
+        self._manner = manner or Manner(vocabulary, None)
 
     def root(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
@@ -45,37 +59,86 @@ class Intake:
             raise BadRequest(
                 f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
             )
-        if ask.ignore_eos:
-            ends = dict.fromkeys(vocabulary.end_tokens, float("-inf"))
+        prompt, changes = self._prompt(ask)
+        rules = self._manner.rules(ask, prompt)
+        if ask.ignore_eos and rules.constraint is None:  # a constrained reply ends when it is whole
+            ends = dict.fromkeys(self._manner.end_tokens, float("-inf"))
             bias = {**ask.sampling.logit_bias, **ends}
             ask.sampling = replace(ask.sampling, logit_bias=bias)
-        return Turn(
+        turn = Turn(
             ask,
-            self._prompt(ask),
+            prompt,
             namespace=self.root(_salt(ask)),
             tokenizer=vocabulary,
-            end_tokens=vocabulary.end_tokens,
+            end_tokens=self._manner.end_tokens,
             context_tokens=self._abilities.context_tokens,
+            parser=rules.parser,
+            shown=rules.shown,
+            constraint=rules.constraint,
         )
+        turn.normalised = changes
+        return turn
 
-    def _prompt(self, ask: wire.Ask) -> Prompt:
+    def _prompt(self, ask: wire.Ask) -> tuple[Prompt, list[str]]:
+        """The prompt, and what was changed in the request so that more of it matches."""
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
-        recall = self._recall(self.root(ask.salt)) if ask.reuse and not ask.exact else None
+        recalls = ask.reuse and not ask.exact
         if ask.messages is not None:
-            self._check_size(ask.messages, ask.source)
+            changes = self._settle(ask) if ask.normalise else []
             kwargs = ask.template_kwargs
             if ask.preparing is not None:
-                return self._encoder.prefix(ask.messages, tools=ask.tools, template_kwargs=kwargs)
-            return self._encoder.chat(
-                ask.messages, template_kwargs=kwargs, tools=ask.tools, recall=recall
-            )
+                return self._prefix(ask.messages, ask.tools, kwargs), changes
+            root = self.root(ask.salt) if recalls else None
+            prompt, more = self._chat(ask.messages, ask.tools, kwargs, root)
+            return prompt, [*changes, *more]
         assert ask.prompt is not None
         if not ask.prompt:
-            return self._beginning()
+            return self._beginning(), []
         if isinstance(ask.prompt, str):
             self._check_size(ask.prompt, ask.source)
-            return self._encoder.text(ask.prompt, recall=recall)
-        return self._given(ask.prompt)
+            history = History(self._entries, self.root(ask.salt), [])
+            recall = partial(history.recall, ends=self._ends) if recalls else None
+            return self._encoder.text(ask.prompt, recall=recall), []
+        return self._given(ask.prompt), []
+
+    def _settle(self, about: wire.Ask | wire.Validate | wire.IndexPrompt) -> list[str]:
+        """Take out of a request what changes without meaning; the names of what was found."""
+        assert about.messages is not None
+        messages, changes = settled(about.messages)
+        about.messages = [dict(message) for message in messages]
+        if about.tools:
+            tools = ordered(about.tools)
+            changes += [TOOLS_IN_ORDER] if differ(tools, about.tools) else []
+            about.tools = tools
+        return changes
+
+    def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
+        self._check_size(messages, "messages")
+        return self._encoder.prefix(
+            [parsed(message) for message in messages], tools=tools, template_kwargs=kwargs
+        )
+
+    def _chat(
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], root: bytes | None
+    ) -> tuple[Prompt, list[str]]:
+        """A conversation's prompt, and what was put back in it; without a root nothing is."""
+        self._check_size(messages, "messages")
+        sent = [parsed(message) for message in messages]
+        encode = partial(self._encoder.chat, tools=tools, template_kwargs=kwargs)
+        if root is None:
+            return encode(sent), []
+        history = History(self._entries, root, sent)
+        recall = partial(history.recall, ends=self._ends)
+        as_sampled, changes = history.restored()
+        if changes:
+            with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
+                return encode(as_sampled, recall=recall), changes
+        return encode(sent, recall=recall), []
+
+    @cached_property
+    def _ends(self) -> Ends:
+        known = self._vocabulary.control_texts.items()
+        return Ends(text for text, token in known if token in self._manner.end_tokens)
 
     def _check_size(self, text: object, param: str) -> None:
         """Tokenising takes its time: refuse what cannot fit before trying."""
@@ -100,24 +163,11 @@ class Intake:
 
     def prompt_about(self, op: wire.Validate | wire.IndexPrompt, salt: bytes) -> Prompt:
         """The prompt that a question about the cache is about."""
-        self._check_size(op.messages, "messages")
+        self._settle(op)
         if isinstance(op, wire.IndexPrompt):
-            return self._encoder.prefix(op.messages, tools=op.tools, template_kwargs={})
-        return self._encoder.chat(
-            op.messages,
-            template_kwargs=op.template_kwargs,
-            tools=op.tools,
-            recall=self._recall(self.root(salt)),
-        )
-
-    def _recall(self, root: bytes) -> Recall:
-        """Remembered heads of one tenant, for the encoder."""
-
-        def recall(marked: bytes) -> Remembered | None:
-            entry = self._entries.recall(root, marked)
-            return Remembered(entry.text, unpack(entry.packed)) if entry else None
-
-        return recall
+            return self._prefix(op.messages, op.tools, {})
+        prompt, _ = self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt))
+        return prompt
 
 
 def _salt(ask: wire.Ask) -> bytes:

@@ -21,9 +21,11 @@ from rekindle.events import CacheReport, Divergence, Finished, Status
 from rekindle.prompt.content import Message
 from rekindle.prompt.difference import first_difference
 from rekindle.prompt.fingerprint import fingerprint, previous
+from rekindle.prompt.quote import unmark
 from rekindle.prompt.segments import first_change, segments
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime.device import Outcome
+from rekindle.runtime.history import replies_after
 from rekindle.runtime.turn import Turn
 from rekindle.runtime.wire import Naming, WritePolicy
 
@@ -49,6 +51,16 @@ class Comparison:
     reason: str
     changed: str | None
     diverged_at: Divergence | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where a turn has got to: what is remembered of it."""
+
+    tokens: Sequence[int]
+    text: bytes
+    text_tokens: int  # that the text stands for
+    end_tokens: int = 0  # up to the end of the reply, when it was delivered as it is
 
 
 class Names:
@@ -161,6 +173,7 @@ class Names:
     def explain(self, turn: Turn, outcome: Outcome) -> CacheReport:
         """A truthful word on what was reused and why not more."""
         report = self._judge(turn, outcome)
+        report.normalised = list(turn.normalised)
         if turn.ask.preparing is None:
             self.counts.setdefault(turn.namespace, Counter())[report.status] += 1
         return report
@@ -259,14 +272,21 @@ class Names:
             )
 
     def _draft(self, turn: Turn, naming: Naming, finished: Finished) -> Draft:
-        tokens, text = self._head(turn)
+        reached = self._head(turn)
+        packed = pack(reached.tokens)
+        replies, before = replies_after(
+            self._entries, turn, reached.text, packed, end_tokens=reached.end_tokens
+        )
         preparing = turn.ask.preparing
         keyed = naming.return_cache_key or preparing is not None
         ttl_s = naming.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
             root=turn.namespace,
-            packed=pack(tokens),
-            text=text,
+            packed=packed,
+            text=reached.text,
+            text_tokens=reached.text_tokens,
+            replies=replies,
+            after=before,
             segments=segments(_conversation(turn), turn.ask.tools),
             names=tuple(_new_names(turn, naming, finished)),
             ttl_s=preparing.ttl_s if preparing else ttl_s,
@@ -275,12 +295,22 @@ class Names:
             durable=turn.wish > Wish.NEVER,
         )
 
-    def _head(self, turn: Turn) -> tuple[Sequence[int], bytes]:
+    def _head(self, turn: Turn) -> Reached:
+        prompt = turn.prompt
         if turn.ask.preparing is not None:
-            return turn.prompt.tokens, turn.prompt.marked
-        reply = turn.tokens[turn.prompt_tokens :]
-        head = self._encoder.head(turn.prompt, reply, turn.said)
-        return (head.tokens, head.marked) if head else (turn.tokens, b"")
+            return Reached(prompt.tokens, prompt.marked, len(prompt.tokens))
+        reply, said = turn.tokens[turn.prompt_tokens :], turn.said if turn.is_plain else turn.raw
+        head = self._encoder.head(prompt, reply, said)
+        if head is None:
+            return Reached(turn.tokens, b"", len(turn.tokens))
+        shown = unmark(head.marked[len(prompt.marked) :])
+        whole = shown.strip() == said.encode().strip()
+        count = len(head.tokens)
+        if turn.is_plain or (whole and turn.ask.stop):
+            return Reached(head.tokens, head.marked, count, count if whole else 0)
+        # What a stop string cut off is among these tokens; without one they are the reply.
+        end_tokens = 0 if turn.ask.stop else len(turn.tokens)
+        return Reached(turn.tokens, head.marked, count, end_tokens)
 
 
 def _proposals(naming: Naming) -> Iterator[Name]:
@@ -309,7 +339,7 @@ def _conversation(turn: Turn) -> list[Message]:
     """The request's messages and the reply."""
     messages: list[Message] = list(turn.ask.messages or [])
     if turn.ask.preparing is None and messages:
-        messages.append({"role": "assistant", "content": turn.said})
+        messages.append(turn.message)
     return messages
 
 

@@ -285,6 +285,8 @@ class Scheduler:
         for turn in lost:
             turn.sequence = turn.fetch = None
             turn.restarts += 1
+            if turn.constraint is not None:  # it may have seen a token that was lost
+                turn.constraint.replay(turn.tokens[turn.prompt_tokens :])
         self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)

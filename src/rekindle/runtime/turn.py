@@ -108,7 +108,8 @@ class Turn:
         self.reply = Delivered()
         self._parser = parser
         self._tokenizer = tokenizer
-        self._end_tokens = frozenset() if ask.ignore_eos else end_tokens
+        ends = constraint is not None or not ask.ignore_eos
+        self._end_tokens = end_tokens if ends else frozenset()
         self._text = TextStream(tokenizer, ask.stop, shown)
         self._logs: list[TokenLog] = []
         room = context_tokens - len(prompt.tokens)
@@ -250,6 +251,9 @@ class Turn:
         said = [*said, *self._say(self._text.finish())]
         if self._parser is not None:
             said += self._tell(self._parser.finish())
+        if self.constraint is not None and self.constraint.trouble:
+            trouble = f"the reply could not be held to its schema: {self.constraint.trouble}"
+            return [*said, self.failed(ServerError(trouble))]
         if reason == "stop" and self.reply.calls:
             reason = "tool_calls"
         assert self.report is not None

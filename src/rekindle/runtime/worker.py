@@ -29,6 +29,7 @@ from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime import wire
 from rekindle.runtime.device import Device
 from rekindle.runtime.intake import SHARED_SALT, Intake
+from rekindle.runtime.manner import Manner
 from rekindle.runtime.memory import Memory
 from rekindle.runtime.names import Names
 from rekindle.runtime.queries import Queries
@@ -86,8 +87,14 @@ class Worker:
             load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
         )
         entries = self._memory.entries
+        manner = Manner(
+            self._engine.vocabulary,
+            self._engine.chat_template,
+            tool_format=load.tool_format,
+            reasoning_format=load.reasoning_format,
+        )
         self._intake = Intake(
-            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret
+            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
         )
         self._names = Names(
             entries,

@@ -309,7 +309,7 @@ class LlamaCppEngine:
     def sampler(
         self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
-        return build_sampler(self._library, self.vocabulary.size, sampling, prompt)
+        return build_sampler(self._library, self.vocabulary.size, sampling, prompt, constraint)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         results: dict[int, Sampled | None] = {}

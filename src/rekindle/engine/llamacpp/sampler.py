@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.engine.base import Constraint
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.sampling import Sampled, Sampling
 
@@ -20,7 +21,8 @@ WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows
 class GreedySampler:
     """The likeliest token, biases added: one scan of the row, where a chain would copy it."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
+        self._constraint = constraint
         self._top_logprobs = sampling.top_logprobs
         self._is_biased = bool(sampling.logit_bias)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
@@ -28,13 +30,16 @@ class GreedySampler:
 
     def sample(self, _context: int, _index: int, logits: Logits) -> Sampled:
         row = logits()
+        scores = _log_softmax(row) if self._top_logprobs is not None else None
+        if self._constraint is not None:
+            self._constraint.mask(row)
         if self._is_biased:
             row = row.copy()
             row[self._biased] += self._bias
         token = int(row.argmax())
-        if self._top_logprobs is None:
-            return Sampled(token)
-        return _with_logprobs(token, _log_softmax(logits()), self._top_logprobs)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        return _sampled(token, scores, self._top_logprobs)
 
     def close(self) -> None: ...
 
@@ -42,8 +47,16 @@ class GreedySampler:
 class ChainSampler:
     """Chooses the tokens of one reply. The order follows llama.cpp's own default chain."""
 
-    def __init__(self, library: Any, vocabulary: int, sampling: Sampling, prompt: Seq[int]) -> None:
+    def __init__(
+        self,
+        library: Any,
+        vocabulary: int,
+        sampling: Sampling,
+        prompt: Seq[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         self._library = library
+        self._constraint = constraint
         self._vocabulary = vocabulary
         self._top_logprobs = sampling.top_logprobs
         self._chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
@@ -91,11 +104,17 @@ class ChainSampler:
         self._add(library.llama_sampler_init_dist(_seed(sampling.seed)))
 
     def sample(self, context: int, index: int, logits: Logits) -> Sampled:
-        """Choose from one row; `logits()` is asked for only when log probabilities are."""
+        """Choose from one row, which the chain reads where it lies; so that is where it is masked.
+
+        `logits()` costs a call: it is asked for only with a constraint or log probabilities.
+        """
+        scores = _log_softmax(logits()) if self._top_logprobs is not None else None
+        if self._constraint is not None:
+            self._constraint.mask(logits())
         token = int(self._library.llama_sampler_sample(self._chain, context, index))
-        if self._top_logprobs is None:
-            return Sampled(token)
-        return _with_logprobs(token, _log_softmax(logits()), self._top_logprobs)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        return _sampled(token, scores, self._top_logprobs)
 
     def close(self) -> None:
         if self._chain:
@@ -104,17 +123,24 @@ class ChainSampler:
 
 
 def build_sampler(
-    library: Any, vocabulary: int, sampling: Sampling, prompt: Seq[int]
+    library: Any,
+    vocabulary: int,
+    sampling: Sampling,
+    prompt: Seq[int],
+    constraint: Constraint | None = None,
 ) -> GreedySampler | ChainSampler:
     penalised = (
         sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     )
     if sampling.temperature == 0 and not penalised:
-        return GreedySampler(sampling)
-    return ChainSampler(library, vocabulary, sampling, prompt)
+        return GreedySampler(sampling, constraint)
+    return ChainSampler(library, vocabulary, sampling, prompt, constraint)
 
 
-def _with_logprobs(token: int, scores: Any, top: int) -> Sampled:
+def _sampled(token: int, scores: Any | None, top: int | None) -> Sampled:
+    """The token with log probabilities as the model gave them, before any constraint."""
+    if scores is None or top is None:
+        return Sampled(token)
     return Sampled(token, float(scores[token]), _top(scores, top))
 
 

@@ -1,0 +1,58 @@
+"""The model that a scenario is measured on, where SmolLM2 as it is would not do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
+
+ROOT = Path(__file__).parents[1]
+TEMPLATE_KEY = "tokenizer.chat_template"
+CONTEXT_TOKENS = 8192
+
+# SmolLM2's own template knows no tools, and each server makes do in its own way: Rekindle writes
+# them into messages, llama.cpp leaves tools and calls out. Under a template that shows them both
+# read the same tokens.
+TOOL_TEMPLATE = (
+    "{% set told = tools and messages[0]['role'] == 'system' %}"
+    "{% if tools %}<|im_start|>system\n{% if told %}{{ messages[0]['content'] }}\n\n{% endif %}"
+    "You may call these functions:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}{% if not (told and loop.first) %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    "{\"name\": {{ call['function']['name'] | tojson }}, "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}"
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def fitting(scenario: str, model: Path, folder: Path) -> Path:
+    """The model itself, or one written into the folder for this scenario."""
+    match scenario:
+        case "toolloop":
+            return with_tool_template(model, folder / f"{model.stem}-tools.gguf")
+        case "hybrid":
+            return _tiny_hybrid(folder / "tiny-lfm2.gguf")
+    return model
+
+
+def with_tool_template(model: Path, copy: Path) -> Path:
+    """The same weights and tokens under a chat template that shows tools."""
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(copy, reader.fields["general.architecture"].contents())
+    writer.data_alignment = reader.alignment
+    template = MetadataDetails(gguf.GGUFValueType.STRING, TOOL_TEMPLATE)
+    copy_with_new_metadata(reader, writer, {TEMPLATE_KEY: template}, [])
+    return copy
+
+
+def _tiny_hybrid(path: Path) -> Path:
+    """Random weights: what is computed twice does not depend on what they say."""
+    sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+    from tests.support.tiny import write_lfm2
+
+    return write_lfm2(path, context=CONTEXT_TOKENS)

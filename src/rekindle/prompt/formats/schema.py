@@ -1,0 +1,83 @@
+"""What the request's tools say about their names and the types of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rekindle.prompt.formats.literal import PYTHON, literal
+from rekindle.prompt.formats.source import Source, at_once
+from rekindle.prompt.formats.value import NUMBER, is_json, quoted
+
+Tools = Sequence[Mapping[str, Any]]
+
+_DEEPEST = 8  # of schemas within anyOf
+_WORDS = {
+    "boolean": {"true": "true", "false": "false"},
+    "null": {"null": "null", "none": "null"},
+}
+
+
+def names(tools: Tools) -> frozenset[str]:
+    return frozenset(name for name, _ in _functions(tools))
+
+
+def properties(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """The schemas of each tool's parameters, by the tool's name."""
+    found = {}
+    for name, function in _functions(tools):
+        parameters = function.get("parameters")
+        members = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        found[name] = members if isinstance(members, Mapping) else {}
+    return found
+
+
+def _functions(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            yield function["name"], function
+
+
+def types(schema: Any, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; empty when it does not say."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return frozenset()
+    named = schema.get("type")
+    found = {name for name in _listed(named) if isinstance(name, str)}
+    if isinstance(named, str):
+        found.add(named)
+    for way in ("anyOf", "oneOf", "allOf"):
+        for option in _listed(schema.get(way)):
+            found |= types(option, depth + 1)
+    return frozenset(found)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def typed(text: str, schema: Any) -> str:
+    """The JSON of a value that came as bare text; a string when nothing else fits."""
+    allowed = types(schema)
+    word = text.strip()
+    for type_, words in _WORDS.items():
+        if type_ in allowed and word.lower() in words:
+            return words[word.lower()]
+    if "string" in allowed:
+        return quoted(text)
+    if allowed & {"integer", "number"} and NUMBER.fullmatch(word):
+        return word
+    value = _nested(word) if allowed & {"object", "array"} else None
+    return quoted(text) if value is None else value
+
+
+def _nested(word: str) -> str | None:
+    """An object or array, as JSON or as Python would print it."""
+    if word[:1] not in ("{", "["):
+        return None
+    if is_json(word):
+        return word
+    source = Source(word, ended=True)
+    value = at_once(literal(source, PYTHON))
+    return None if source.rest().strip() else value

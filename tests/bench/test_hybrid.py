@@ -1,0 +1,84 @@
+"""Tokens computed over many turns: how they are counted, and that we compute none twice."""
+
+from __future__ import annotations
+
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rekindle.bench import BenchOptions, Results, plot, run
+from rekindle.bench.conversation import Turn
+from rekindle.bench.hybrid import Hybrid, least_for
+from tests.support.server import running
+from tests.support.tiny import write_lfm2
+
+FIRST = Turn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=0)
+NEXT = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=110)
+AGAIN = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=40)
+UNTOLD = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    """Our server on a hybrid model, in the eight turns that the bench takes."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = write_lfm2(folder / "lfm2.gguf", context=8192)
+    with running(model, folder, "--threads", "1", "--parallel", "2") as server:
+        options = BenchOptions(base_url=server.url, scenarios=("hybrid",), repeats=1, seed="same")
+        hybrid = run(options, Console(file=StringIO())).rounds["hybrid"][0]
+    assert isinstance(hybrid, Hybrid)
+    return hybrid
+
+
+def known_after(turn: Turn) -> int:
+    """Tokens computed once a turn is over: its prompt and its reply but for the last token."""
+    return turn.prompt_tokens + turn.completion_tokens - 1
+
+
+def test_eight_turns_of_a_hybrid_model_compute_no_token_twice(measured: Hybrid) -> None:
+    assert len(measured.alone) == 8
+    assert measured.figures()["hybrid_computed_tokens"] == least_for(measured.alone)
+
+
+def test_agents_that_take_turns_go_on_where_they_were(measured: Hybrid) -> None:
+    for turns in measured.agents:
+        assert len(turns) == 8
+        for earlier, later in pairwise(turns):
+            assert later.cached_tokens == known_after(earlier)
+
+
+def test_a_second_agent_does_not_compute_the_system_prompt_again(measured: Hybrid) -> None:
+    first, second = (turns[0] for turns in measured.agents)
+    assert second.computed_tokens < first.computed_tokens - BenchOptions(base_url="").agent_tokens
+
+
+def test_the_least_counts_a_reply_as_computed_but_for_its_last_token() -> None:
+    assert least_for([FIRST, NEXT]) == 150
+    assert least_for([FIRST, AGAIN]) == 150
+
+
+def test_what_the_first_turn_found_of_others_is_not_part_of_the_least() -> None:
+    found = Turn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=6)
+    assert least_for([found, NEXT]) == 144
+
+
+def test_figures_add_up_what_every_turn_computed() -> None:
+    assert Hybrid((FIRST, NEXT), ((FIRST, AGAIN), (FIRST, NEXT))).figures() == {
+        "hybrid_computed_tokens": 150,
+        "hybrid_agents_computed_tokens": 370,
+        "hybrid_least_tokens": 150,
+    }
+
+
+def test_computed_tokens_are_counted_only_when_they_are_told() -> None:
+    figures = Hybrid((FIRST, UNTOLD), ((FIRST, NEXT),)).figures()
+    assert figures == {"hybrid_least_tokens": 150}
+
+
+def test_a_bench_without_times_is_not_drawn(tmp_path: Path) -> None:
+    results = Results("a", "m", True, {"hybrid": [Hybrid((FIRST,), ((FIRST,),))]})
+    plot([results], tmp_path / "bench.png")
+    assert not (tmp_path / "bench.png").exists()
