@@ -23,8 +23,10 @@ from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
 
-REPEATS = {"article": 3, "document": 3, "agents": 2, "decode": 5, "toolloop": 3, "hybrid": 1}
-QUICK = {"article": 1, "document": 1, "agents": 1, "decode": 2, "toolloop": 1, "hybrid": 1}
+REPEATS = {
+    "article": 3, "document": 3, "agents": 2, "decode": 5, "schema": 3, "toolloop": 3, "hybrid": 1
+}  # fmt: skip
+QUICK = {**dict.fromkeys(REPEATS, 1), "decode": 2}
 FOLDER = Path("bench-results")
 
 

@@ -61,6 +61,10 @@ def _cold_over_warm(comparison: Comparison) -> list[float]:
     return _column(comparison.ours, "article", "article_turn1_over_turn2")
 
 
+def _schema_cost(comparison: Comparison) -> list[float]:
+    return _column(comparison.ours, "schema", "schema_over_free")
+
+
 TARGETS = (
     Target(
         "turn 2 / just its new tokens, context in place", "article", _beside_in_place, "<=", 1.3
@@ -80,6 +84,7 @@ TARGETS = (
         "<",
         1,
     ),
+    Target("a token with a schema / without", "schema", _schema_cost, "<=", 1.5),
     Target(
         "tool loop, median warm first token, ours / theirs",
         "toolloop",

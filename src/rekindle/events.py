@@ -119,14 +119,6 @@ class Cancelled(Struct, tag=True):
 
 
 Event = (
-    Started
-    | Prefill
-    | Text
-    | Reasoning
-    | CallBegun
-    | CallArguments
-    | Finished
-    | Failed
-    | Cancelled
+    Started | Prefill | Text | Reasoning | CallBegun | CallArguments | Finished | Failed | Cancelled
 )
 TERMINAL = (Finished, Failed, Cancelled)

@@ -8,6 +8,7 @@ from rekindle.bench.conversation import Turn
 from rekindle.bench.decode import tokens_per_s
 from rekindle.bench.document import Document
 from rekindle.bench.reply import Reply
+from rekindle.bench.schema import Schema
 from rekindle.bench.stream import BenchFailed, Usage
 
 COLD = Turn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
@@ -53,3 +54,8 @@ def test_speed_leaves_out_the_first_token_of_each_stream() -> None:
 def test_a_speed_needs_more_than_one_token() -> None:
     with pytest.raises(BenchFailed, match="too short"):
         tokens_per_s([streamed(1.0, 1.0, 1)])
+
+
+def test_a_schema_is_charged_with_the_time_it_adds_to_a_token() -> None:
+    figures = Schema(free_tokens_per_s=90, schema_tokens_per_s=60).figures()
+    assert figures["schema_over_free"] == pytest.approx(1.5)

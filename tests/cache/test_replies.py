@@ -88,16 +88,25 @@ def test_a_reply_is_found_for_as_long_as_anybody_knows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("common", "kept"),
-    [(9, (5, 4, 8)), (8, (5, 4, 8)), (7, (5, 4, 0)), (4, (5, 4, 0)), (3, (0, 0, 0))],
+    ("bytes_", "tokens", "kept"),
+    [
+        (50, 9, (5, 4, 8, 10)),
+        (10, 8, (5, 4, 8, 10)),
+        (9, 8, (5, 4, 0, 0)),
+        (10, 7, (5, 4, 0, 0)),
+        (5, 4, (5, 4, 0, 0)),
+        (4, 9, (0, 0, 0, 0)),
+        (50, 3, (0, 0, 0, 0)),
+    ],
 )
-def test_what_two_conversations_share_is_true_in_both(common: int, kept: tuple[int, ...]) -> None:
-    one = Reply(("k",), b"m", 5, 4, 8)
-    still = one.kept(common)
+def test_what_two_conversations_share_is_true_in_both(
+    bytes_: int, tokens: int, kept: tuple[int, ...]
+) -> None:
+    still = Reply(("k",), b"m", 5, 4, 8, 10).kept(bytes_, tokens)
     assert still is not None
-    assert (still.prompt_bytes, still.prompt_tokens, still.end_tokens) == kept
-    plain = Reply(("k",), b"", 5, 4, 8)
-    assert (plain.kept(common) is None) == (kept == (0, 0, 0))
+    assert still == Reply(("k",), b"m", *kept)
+    plain = Reply(("k",), b"", 5, 4, 8, 10).kept(bytes_, tokens)
+    assert plain == (Reply(("k",), b"", *kept) if any(kept) else None)
 
 
 # -- entries -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
     """Bytes of one more token, and the fingerprint."""
     engine = LlamaCppEngine(LlamaCppOptions(path=path, threads=1, kv_type=kv_type))
     try:
-        return engine._state_bytes[1], engine.abilities.fingerprint
+        return engine._state_bytes.each, engine.abilities.fingerprint
     finally:
         engine.close()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rekindle.runtime import wire
 from rekindle.runtime.turn import Turn
@@ -16,9 +18,10 @@ from tests.prompt.templates import CHATML
 from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.desk import Desk
 from tests.support.fake import FakeEngine
-from tests.support.office import HARMONY_CONTROL, Office
+from tests.support.office import HARMONY_CONTROL, MERGES, Office
 
 Message = dict[str, Any]
+LAST_TEXT = 255 + len(MERGES)  # tokens above it are control tokens
 
 
 def tool(name: str) -> Message:
@@ -292,6 +295,30 @@ def test_an_edited_reply_is_recalled_up_to_the_edit_and_no_further(
     assert turn.prompt.tokens == office.fresh(history, tools=TOOLS)
 
 
+def test_a_reply_that_stands_elsewhere_now_is_not_taken_for_the_one_in_its_place() -> None:
+    """The same call by its id, but another one after the prompt that it was sampled after."""
+    office = Office(HERMES)
+    first = called(office)
+    other = with_other_ids(edited(first.message))
+    history = [USER, other, result(other), first.message, result(first.message)]
+    turn = office.ask(history, tools=TOOLS)
+    assert turn.prompt.remembered_tokens == first.prompt_tokens
+    assert turn.prompt.tokens == office.fresh(history, tools=TOOLS)
+
+
+def test_blanks_that_a_client_adds_to_a_plain_reply_stay() -> None:
+    office = Office(HERMES)
+    first = office.ask([USER])
+    spaced = {**office.answer(first, "The thing"), "content": "The thing \n"}
+    second = office.ask([USER, spaced, USER])
+    office.answer(second, "Saying.")
+    history = [USER, spaced, {"role": "user", "content": "Something else."}]
+    turn = office.ask(history)
+    assert taken(turn, first)
+    spelled = office.letters.spelled
+    assert spelled(turn.prompt.tokens) == spelled(office.fresh(history))
+
+
 def test_an_edit_keeps_the_replies_before_it_as_they_were_sampled() -> None:
     office = Office(HERMES)
     history: list[Message] = []
@@ -305,6 +332,31 @@ def test_an_edit_keeps_the_replies_before_it_as_they_were_sampled() -> None:
     turn = office.ask(history[:5])
     assert taken(turn, turns[1])
     assert not taken(turn, turns[2])
+
+
+words = st.sampled_from(["The thing", "saying ", "user", "\n\n", "<|im_end|>", "é", " ", "tool"])
+texts = st.lists(words, max_size=4).map("".join)
+
+
+@settings(deadline=None, max_examples=60)  # the machine may be busy
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5), st.data())
+def test_whatever_is_edited_the_prompt_says_what_the_client_sent(
+    talk: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    office, history = Office(HERMES), list[Message]()
+    for asked, answered in talk:
+        history.append({"role": "user", "content": asked + "?"})
+        turn = office.ask(history)
+        history.append(office.answer(turn, answered.replace("<|im_end|>", "<|im_")))
+        at = data.draw(st.integers(0, len(history) - 1))
+        if data.draw(st.booleans()):
+            history[at] = {**history[at], "content": data.draw(texts)}
+        sent = [*history[: data.draw(st.integers(1, len(history)))], USER]
+        warm, cold = office.ask(sent).prompt.tokens, office.fresh(sent)
+        assert office.letters.spelled(warm) == office.letters.spelled(cold)
+        assert [token for token in warm if token > LAST_TEXT] == [
+            token for token in cold if token > LAST_TEXT
+        ]  # and the same control tokens
 
 
 def test_another_tenant_recalls_nothing() -> None:

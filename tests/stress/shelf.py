@@ -24,9 +24,9 @@ class WatchedEngine(FakeEngine):
         super().__post_init__()
         self.restored: list[bytes] = []
 
-    def restore(self, into: Sequence, blob: Blob, tokens: int) -> None:
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         self.restored.append(bytes(blob))
-        super().restore(into, blob, tokens)
+        super().restore(into, blob, tokens, resumable=resumable)
 
 
 @dataclass(frozen=True)

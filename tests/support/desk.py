@@ -121,7 +121,7 @@ class Desk:
             encoder or Encoder(tokenizer or NumberTokenizer(), None),
             self.logs.append,
             token_bytes=self.abilities.token_bytes,
-            keeps=True,
+            checkpoint_bytes=self.abilities.checkpoint_bytes,
             **naming,
         )
         self.device = Device(

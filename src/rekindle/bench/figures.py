@@ -44,6 +44,8 @@ FIGURES = {
     "agents_worst_s": Figure("agents: first token, warm, worst", "s", max),
     "decode_single_tokens_per_s": Figure("decode: one stream", "tokens/s"),
     "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
+    "schema_tokens_per_s": Figure("schema: one stream", "tokens/s"),
+    "schema_over_free": Figure("schema: a token with a schema / without", "x"),
     "toolloop_cold_s": Figure("tool loop: first token, cold", "s"),
     "toolloop_warm_s": Figure("tool loop: first token, warm", "s"),
     "toolloop_worst_s": Figure("tool loop: first token, warm, worst", "s", max),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rekindle.errors import ConfigError
 
-USUAL = ("article", "document", "agents", "decode", "toolloop")
+USUAL = ("article", "document", "agents", "decode", "schema", "toolloop")
 SCENARIO_NAMES = (*USUAL, "hybrid")  # which says something on a hybrid model alone
 
 

@@ -17,9 +17,10 @@ from rekindle.bench.decode import Decode
 from rekindle.bench.document import Document
 from rekindle.bench.figures import FIGURES
 from rekindle.bench.hybrid import Hybrid
+from rekindle.bench.schema import Schema
 from rekindle.bench.toolloop import ToolLoop
 
-Round = Article | Document | Agents | Decode | ToolLoop | Hybrid
+Round = Article | Document | Agents | Decode | Schema | ToolLoop | Hybrid
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
-from rekindle.bench import agents, article, decode, document, hybrid, toolloop
+from rekindle.bench import agents, article, decode, document, hybrid, schema, toolloop
 from rekindle.bench.options import BenchOptions
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
@@ -19,6 +19,7 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "document": document.measure,
     "agents": agents.measure,
     "decode": decode.measure,
+    "schema": schema.measure,
     "toolloop": toolloop.measure,
     "hybrid": hybrid.measure,
 }

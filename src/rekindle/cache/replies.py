@@ -22,31 +22,28 @@ class Reply(Struct, frozen=True, array_like=True):
     """One reply in a conversation's head. What it does not know any more is zero.
 
     The first `prompt_bytes` of the head's text and its first `prompt_tokens` are the prompt it was
-    sampled after; with it, they are the first `end_tokens`.
+    sampled after. With the reply they are the first `end_tokens`, and, when it is nothing but text,
+    the first `end_bytes`.
     """
 
     keys: tuple[str, ...]
-    message: bytes  # as JSON; empty when the text shows all of it
+    message: bytes  # as JSON; empty when it is nothing but text
     prompt_bytes: int = 0
     prompt_tokens: int = 0
     end_tokens: int = 0
+    end_bytes: int = 0
 
     @property
     def cost_bytes(self) -> int:
         return len(self.message) + sum(map(len, self.keys)) + OVERHEAD_BYTES
 
-    def kept(self, common_tokens: int) -> Reply | None:
-        """What is true of it in a conversation that shares so many tokens; None: nothing is."""
-        if self.end_tokens <= common_tokens:
-            return self
-        if self.prompt_tokens <= common_tokens:
-            return replace(self, end_tokens=0)
-        return self.alone
-
-    @property
-    def alone(self) -> Reply | None:
-        """The message by itself."""
-        return Reply(self.keys, self.message) if self.message else None
+    def kept(self, common_bytes: int, common_tokens: int) -> Reply | None:
+        """What is true of it in a conversation that shares so much; None: nothing is."""
+        if self.prompt_bytes > common_bytes or self.prompt_tokens > common_tokens:
+            return Reply(self.keys, self.message) if self.message else None
+        if self.end_bytes > common_bytes or self.end_tokens > common_tokens:
+            return replace(self, end_tokens=0, end_bytes=0)
+        return self
 
 
 _encoder = msgspec.msgpack.Encoder()

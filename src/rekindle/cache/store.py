@@ -230,15 +230,21 @@ class Store:
             self._remove(each)
         return sum(each.size_bytes for each in gone)
 
-    def lasting_bytes(self, heads: Iterable[Head], token_bytes: int) -> int:
-        """What these conversations take of the lowest tier, once computed; what they share counts
-        once."""
+    def lasting_bytes(
+        self, heads: Iterable[Head], token_bytes: int, checkpoint_bytes: int = 0
+    ) -> int:
+        """What these conversations take of the lowest tier, once computed, each with a checkpoint
+        of its end; what they share counts once."""
         costs: dict[bytes, int] = {}
         for head in heads:
             key = head.root
-            for packed in self._index.split(head.packed):
+            blocks = self._index.split(head.packed)
+            for packed in blocks:
                 key = chain_key(key, packed)
-                costs[key] = self._cost_of(packed, len(packed) // TOKEN_BYTES * token_bytes)
+                state = len(packed) // TOKEN_BYTES * token_bytes
+                costs[key] = max(costs.get(key, 0), self._cost_of(packed, state))
+            if blocks:
+                costs[key] = self._cost_of(blocks[-1], state + checkpoint_bytes)
         return sum(costs.values())
 
     def _cost_of(self, packed: bytes, state_bytes: int) -> int:

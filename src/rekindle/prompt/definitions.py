@@ -28,6 +28,19 @@ def ordered(tools: Sequence[Any]) -> list[Any]:
     return sorted(map(_tool, tools), key=_rank)
 
 
+def described(tools: Sequence[Any] | None) -> list[Any] | None:
+    """The tools as the model is told of them: how strictly they are enforced is not for it."""
+    return [_without_strictness(tool) for tool in tools] if tools else None
+
+
+def _without_strictness(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or "strict" not in function:
+        return tool
+    kept = {name: value for name, value in function.items() if name != "strict"}
+    return {**tool, "function": kept}
+
+
 def differ(one: Any, other: Any) -> bool:
     """Whether two values are written differently; to Python, order makes no difference."""
     return json.dumps(one) != json.dumps(other)

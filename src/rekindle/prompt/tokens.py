@@ -36,6 +36,7 @@ from rekindle.prompt.template import ChatTemplate
 #: First messages of users, different enough that all they share is what any would.
 PROBES = ("a", "\nb", " c", "1", "é", "“", ".")
 PADDED = "needle \n"
+NOTHING = Remembered(b"", ())
 
 
 class Tokenizer(Protocol):
@@ -90,8 +91,8 @@ class Encoder:
     def text(self, text: str, *, recall: Recall | None = None) -> Prompt:
         """A plain completion's prompt; its author may write control tokens."""
         marked = _utf8(text)
-        tokens, remembered = self._tokens([Span(text, literal=False)], marked, recall)
-        return Prompt(tokens, (), marked, remembered, raw=True)
+        tokens, known = self._tokens([Span(text, literal=False)], marked, recall)
+        return Prompt(tokens, (), marked, len(known.tokens), raw=True)
 
     def chat(
         self,
@@ -117,10 +118,10 @@ class Encoder:
         text = "".join(span.text for span in spans)
         _utf8(text)
         marked = mark(spans)
-        tokens, remembered = self._tokens(spans, marked, recall)
+        tokens, known = self._tokens(spans, marked, recall)
         extents = _extents(hidden, text, lambda placed: quotes.restore(render(placed)))
-        boundaries = _boundaries(messages, extents, self._edges(tokens, marked))
-        return Prompt(tokens, boundaries, marked, remembered)
+        boundaries = _boundaries(messages, extents, *self._edges_after(known, tokens, marked))
+        return Prompt(tokens, boundaries, marked, len(known.tokens))
 
     def prefix(
         self,
@@ -179,14 +180,14 @@ class Encoder:
 
     def _tokens(
         self, spans: Sequence[Span], marked: bytes, recall: Recall | None
-    ) -> tuple[tuple[int, ...], int]:
-        """The prompt's tokens, and how many of them were remembered."""
+    ) -> tuple[tuple[int, ...], Remembered]:
+        """The prompt's tokens, and the beginning of it that was remembered."""
         known = recall(marked) if recall else None
         rest = tokens_after(self._tokenizer, self._control, known, marked) if known else None
         if known is not None and rest is not None:
-            return (*known.tokens, *rest), len(known.tokens)
+            return (*known.tokens, *rest), known
         tokens = encoded(self._tokenizer, spans)
-        return (*self._bos(tokens), *tokens), 0
+        return (*self._bos(tokens), *tokens), NOTHING
 
     def _bos(self, tokens: Sequence[int]) -> list[int]:
         """What goes in front of `tokens`; nothing when the template wrote it already."""
@@ -194,6 +195,17 @@ class Encoder:
         if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
             return []
         return [bos]
+
+    def _edges_after(
+        self, known: Remembered, tokens: tuple[int, ...], marked: bytes
+    ) -> tuple[list[int], int, int]:
+        """Edges between tokens, and the token and the byte at which the first of them lies: the
+        beginning, or where a head ends whose tokens spell another text than is shown."""
+        if edges := self._edges(tokens, marked):
+            return edges, 0, 0
+        count, at_bytes = len(known.tokens), len(unmark(known.marked))
+        pieces = [self._piece(token) for token in tokens[count:]]
+        return _token_edges(pieces, unmark(marked)[at_bytes:]), count, at_bytes
 
     def _edges(self, tokens: tuple[int, ...], marked: bytes) -> list[int]:
         """Byte offset in the text of the edge in front of each token and of the last; or none."""
@@ -256,19 +268,25 @@ def _extents(
 
 
 def _boundaries(
-    messages: Sequence[Message], extents: Mapping[int, tuple[int, int]], edges: Sequence[int]
+    messages: Sequence[Message],
+    extents: Mapping[int, tuple[int, int]],
+    edges: Sequence[int],
+    first: int,
+    at_bytes: int,
 ) -> tuple[Boundary, ...]:
-    """Each known message in tokens: how many reach its end, and how many come before it."""
+    """Each message that lies between these edges, in tokens: how many reach its end, and how many
+    come before it."""
     if not edges:
         return ()
     return tuple(
         Boundary(
             index,
             str(messages[index].get("role", "")),
-            end=bisect_left(edges, end),
-            start=bisect_right(edges, start) - 1,
+            end=first + bisect_left(edges, end - at_bytes),
+            start=first + bisect_right(edges, start - at_bytes) - 1,
         )
         for index, (start, end) in extents.items()
+        if start >= at_bytes
     )
 
 

@@ -145,6 +145,13 @@ class Device:
             return resolve_whole_exact(stored, checkpoints, step_tokens=step_tokens)
         return resolve_whole(usable, stored, checkpoints, live)
 
+    def reusable_tokens(self, namespace: bytes, packed: bytes) -> int:
+        """How much of these tokens a turn would find in the store; changes nothing."""
+        if self._abilities.can_cut:
+            return self._match(namespace, packed).tokens
+        newest = next(self._resumable(namespace, packed), None)
+        return newest.stop if newest else 0
+
     def _resumable(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
         """Checkpoints of the tenant's and of what is common to all, the newest first."""
         roots = {namespace, self._shared or namespace}

@@ -38,10 +38,11 @@ class History:
         self._root = root
         self._sent = messages
         self._known: dict[int, list[Known]] = {}  # by message, oldest first
+        self._said: dict[int, str] = {}  # the key of all that was said up to it
         if entries.knows_replies(root):
-            given = keys(messages) if names is None else names.items()
-            found = ((index, list(self._find(each))) for index, each in given)
-            self._known = {index: known for index, known in found if known}
+            for index, each in keys(messages) if names is None else names.items():
+                if known := list(self._find(each)):
+                    self._known[index], self._said[index] = known, each[-1]
 
     def _find(self, names: Sequence[str]) -> Iterator[Known]:
         seen: set[Known] = set()
@@ -85,7 +86,7 @@ class History:
         """The prompt up to the end of a reply, or up to its beginning, or nothing of it."""
         if not reply.prompt_tokens or reply.prompt_bytes > overlap.text_bytes(entry):
             return None
-        end = self._end(overlap, ends, index, entry, reply) if reply.end_tokens else None
+        end = self._end(overlap, ends, index, entry, reply)
         if end is None:
             prompt = overlap.text[: reply.prompt_bytes]
             return Remembered(prompt, entry.first(reply.prompt_tokens))
@@ -96,13 +97,12 @@ class History:
     ) -> int | None:
         """Where the reply ends in the prompt; None when what is there is not the reply."""
         marked, begin, delivered = overlap.text, reply.prompt_bytes, _message(reply)
-        end = ends.after(marked, begin)
-        if end is None:
+        if delivered is None:  # it is nothing but text
+            return reply.end_bytes if 0 < reply.end_bytes <= overlap.text_bytes(entry) else None
+        end = ends.after(marked, begin) if reply.end_tokens else None
+        if end is None or self._said[index] not in reply.keys:  # after other messages it is another
             return None
-        if delivered is None:  # a plain one: its text is the whole of it
-            is_there = ends.after(entry.text, begin) == end <= overlap.text_bytes(entry)
-        else:
-            is_there = same(self._sent[index], delivered) and shows(marked[begin:end], delivered)
+        is_there = same(self._sent[index], delivered) and shows(marked[begin:end], delivered)
         return end if is_there else None
 
     def carried(self, text: bytes, packed: bytes) -> tuple[list[Reply], Entry | None]:
@@ -134,18 +134,16 @@ class _Overlap:
 
     def kept(self, entry: Entry, reply: Reply) -> Reply | None:
         """What is true of an entry's reply here, too."""
-        if reply.prompt_bytes > self.text_bytes(entry):
-            return reply.alone
         if entry not in self._tokens:
             self._tokens[entry] = shared_prefix(entry.packed, self._packed)
-        return reply.kept(self._tokens[entry])
+        return reply.kept(self.text_bytes(entry), self._tokens[entry])
 
 
 def replies_after(
     entries: Entries, turn: Turn, text: bytes, packed: bytes, *, end_tokens: int
 ) -> tuple[tuple[Reply, ...], Entry | None]:
     """A conversation's replies up to the turn's own, and the head that it goes on from. Without
-    `end_tokens`, the turn's reply was not delivered as it is."""
+    `end_tokens`, the tokens of the turn's reply are not all that was delivered, or more."""
     messages, marked = turn.ask.messages or [], turn.prompt.marked
     if not messages or not marked:
         return (), None
@@ -154,9 +152,10 @@ def replies_after(
     own = names.pop(len(messages), [])
     earlier, before = History(entries, turn.namespace, messages, names).carried(text, packed)
     if is_said:
-        message = b"" if turn.is_plain else canonical(turn.message)
+        plain = turn.is_plain
+        message, end_bytes = (b"", len(text)) if plain else (canonical(turn.message), 0)
         prompt = len(marked), turn.prompt_tokens
-        earlier.append(Reply(tuple(own), message, *prompt, end_tokens))
+        earlier.append(Reply(tuple(own), message, *prompt, end_tokens, end_bytes))
     return tuple(earlier), before
 
 

@@ -13,7 +13,7 @@ from rekindle.engine.base import Abilities
 from rekindle.engine.llamacpp.vocabulary import Vocabulary
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.prompt.arguments import parsed
-from rekindle.prompt.definitions import differ, ordered
+from rekindle.prompt.definitions import described, differ, ordered
 from rekindle.prompt.replay import Ends
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.prompt.volatile import settled
@@ -115,7 +115,9 @@ class Intake:
     def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
         self._check_size(messages, "messages")
         return self._encoder.prefix(
-            [parsed(message) for message in messages], tools=tools, template_kwargs=kwargs
+            [parsed(message) for message in messages],
+            tools=described(tools),
+            template_kwargs=kwargs,
         )
 
     def _chat(
@@ -124,7 +126,7 @@ class Intake:
         """A conversation's prompt, and what was put back in it; without a root nothing is."""
         self._check_size(messages, "messages")
         sent = [parsed(message) for message in messages]
-        encode = partial(self._encoder.chat, tools=tools, template_kwargs=kwargs)
+        encode = partial(self._encoder.chat, tools=described(tools), template_kwargs=kwargs)
         if root is None:
             return encode(sent), []
         history = History(self._entries, root, sent)

@@ -16,7 +16,7 @@ from rekindle.cache.entries import Draft, Entries, Entry, Name
 from rekindle.cache.heads import Head
 from rekindle.cache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.cache.store import Store
-from rekindle.errors import NoRoomForPins, Unsupported
+from rekindle.errors import NoRoomForPins
 from rekindle.events import CacheReport, Divergence, Finished, Status
 from rekindle.prompt.content import Message
 from rekindle.prompt.difference import first_difference
@@ -60,7 +60,7 @@ class Reached:
     tokens: Sequence[int]
     text: bytes
     text_tokens: int  # that the text stands for
-    end_tokens: int = 0  # up to the end of the reply, when it was delivered as it is
+    end_tokens: int = 0  # up to the end of the reply, when they are all of it and no more
 
 
 class Names:
@@ -76,7 +76,7 @@ class Names:
         policy: WritePolicy = "always",
         key_ttl_s: float | None = 1800.0,
         token_bytes: int = 0,
-        keeps: bool = True,
+        checkpoint_bytes: int = 0,
     ) -> None:
         self._entries = entries
         self._store = store
@@ -85,7 +85,7 @@ class Names:
         self._policy = policy
         self._key_ttl_s = key_ttl_s
         self._token_bytes = token_bytes
-        self._keeps = keeps  # whether the engine's state can be kept at all
+        self._checkpoint_bytes = checkpoint_bytes  # 0: state can be cut, so there are none
         self.counts: dict[bytes, Counter[Status]] = {}  # turns by what they found, by tenant
         self._last_auto: dict[bytes, int] = {}  # the last number a fingerprint was given
 
@@ -95,8 +95,6 @@ class Names:
         """Find the entry that the request names; raises NoRoomForPins."""
         turn.wish = self._wish(turn)
         if preparing := turn.ask.preparing:
-            if not self._keeps:
-                raise Unsupported("this model's state cannot be kept, so nothing can be prepared")
             if preparing.pinned:
                 self.check_pin(Head(turn.namespace, bytes(turn.packed)))
             return
@@ -145,7 +143,9 @@ class Names:
             (pinned, limit),
             ([e for e in pinned if e.root == candidate.root], limit // len(tenants)),
         ):
-            needed = self._store.lasting_bytes([*whose, candidate], self._token_bytes)
+            needed = self._store.lasting_bytes(
+                [*whose, candidate], self._token_bytes, self._checkpoint_bytes
+            )
             if needed > most or not self._entries.has_room:
                 raise NoRoomForPins(
                     f"With this one, pinned entries would take {needed} of the {most} bytes they "
@@ -186,14 +186,24 @@ class Names:
             return self._judge_named(turn, turn.named, outcome)
         plan = outcome.plan
         if reused == 0:
-            return CacheReport("miss", _why_nothing(turn, outcome), 0, 0, None)
+            short = turn.trouble is None and self._falls_short(outcome)
+            reason = "checkpoint_boundary" if short else _why_nothing(turn, outcome)
+            return CacheReport("miss", reason, 0, 0, None)
         if turn.trouble is not None:
             return CacheReport("partial_hit", turn.trouble, reused, 0, tier)
+        if self._falls_short(outcome):
+            return CacheReport("partial_hit", "checkpoint_boundary", reused, 0, tier)
         if not plan.diverged:
             return CacheReport("hit", "full_match", reused, 0, tier)
         return CacheReport(
             "partial_hit", _changed(turn.prompt, plan.matched_tokens), reused, 0, tier
         )
+
+    def _falls_short(self, outcome: Outcome) -> bool:
+        """Whether equal state is there, but none to go on from: it cannot be cut."""
+        plan = outcome.plan
+        lost = plan.matched_tokens - outcome.reused_tokens
+        return bool(self._checkpoint_bytes) and not plan.diverged and lost > 1
 
     def _judge_named(self, turn: Turn, entry: Entry, outcome: Outcome) -> CacheReport:
         reused, tier = outcome.reused_tokens, outcome.tier
@@ -207,6 +217,8 @@ class Names:
             reason = turn.trouble
         elif told.covers and turn.ask.exact:
             reason = "exact_boundary"
+        elif told.covers and self._falls_short(outcome):
+            reason = "checkpoint_boundary"
         elif told.covers:
             reason = "evicted" if entry.was_computed else "not_cached"
         status: Status = "partial_hit" if reused else "miss"
@@ -256,8 +268,6 @@ class Names:
         naming = turn.ask.naming or Naming()
         if naming.wants_message_id:
             finished.message_id = f"msg_{secrets.token_hex(12)}"
-        if not self._keeps:
-            finished.cache.cached_tokens = 0
         if not turn.ask.reuse or not finished.cache.cached_tokens:
             return
         entry = self._entries.remember(self._draft(turn, naming, finished))
@@ -303,14 +313,14 @@ class Names:
         head = self._encoder.head(prompt, reply, said)
         if head is None:
             return Reached(turn.tokens, b"", len(turn.tokens))
-        shown = unmark(head.marked[len(prompt.marked) :])
-        whole = shown.strip() == said.encode().strip()
         count = len(head.tokens)
-        if turn.is_plain or (whole and turn.ask.stop):
-            return Reached(head.tokens, head.marked, count, count if whole else 0)
-        # What a stop string cut off is among these tokens; without one they are the reply.
-        end_tokens = 0 if turn.ask.stop else len(turn.tokens)
-        return Reached(turn.tokens, head.marked, count, end_tokens)
+        if turn.is_plain:
+            return Reached(head.tokens, head.marked, count, count)
+        if turn.ask.stop:  # what that cut off is among the tokens
+            shown = unmark(head.marked[len(prompt.marked) :])
+            is_whole = shown.strip() == said.encode().strip()
+            return Reached(head.tokens, head.marked, count, count if is_whole else 0)
+        return Reached(turn.tokens, head.marked, count, len(turn.tokens))
 
 
 def _proposals(naming: Naming) -> Iterator[Name]:

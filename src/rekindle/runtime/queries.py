@@ -129,7 +129,7 @@ class Queries:
                 status="miss", reusable_tokens=0, invalidated_at=None, reason=reason
             )
         told = self._names.compare(entry, prompt, op.messages, op.tools)
-        stored = self._store.match(root, pack(prompt.tokens[:-1])).tokens
+        stored = self._device.reusable_tokens(root, pack(prompt.tokens[:-1]))
         reusable = min(stored, told.common_tokens)
         evicted = told.covers and stored < told.common_tokens - 1
         status: Status = "hit" if told.covers and not evicted else "partial_hit"

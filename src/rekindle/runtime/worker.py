@@ -24,6 +24,7 @@ from rekindle.cache.writer import Flushed, Unwritten, Written
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import RekindleError, ServerError, TemplateFailed
 from rekindle.events import Event
+from rekindle.prompt.formats.choose import FALLBACK
 from rekindle.prompt.template import ChatTemplate
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime import wire
@@ -82,7 +83,8 @@ class Worker:
         self._engine = LlamaCppEngine(_options(load), self._on_progress)
         abilities = self._engine.abilities
         self._abilities = abilities
-        encoder = Encoder(self._engine.vocabulary, _template(self._engine))
+        template = _template(self._engine)
+        encoder = Encoder(self._engine.vocabulary, template)
         self._memory = Memory(
             load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
         )
@@ -90,7 +92,7 @@ class Worker:
         manner = Manner(
             self._engine.vocabulary,
             self._engine.chat_template,
-            tool_format=load.tool_format,
+            tool_format=load.tool_format or _own_format(template),
             reasoning_format=load.reasoning_format,
         )
         self._intake = Intake(
@@ -104,7 +106,7 @@ class Worker:
             policy=load.write_policy,
             key_ttl_s=load.key_ttl_s,
             token_bytes=abilities.token_bytes,
-            keeps=True,
+            checkpoint_bytes=abilities.checkpoint_bytes,
         )
         self._device = Device(
             self._engine,
@@ -317,6 +319,11 @@ def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
     except TemplateFailed as error:
         print(f"chat is not served: {error}", file=sys.stderr)
         return None
+
+
+def _own_format(template: ChatTemplate | None) -> str | None:
+    """The format in which we ask for calls where the template does not; None where it does."""
+    return FALLBACK if template is not None and not template.shows_tools else None
 
 
 def _options(load: wire.Load) -> LlamaCppOptions:

@@ -12,6 +12,15 @@ from rekindle.prompt.formats.value import NUMBER, is_json, quoted
 Tools = Sequence[Mapping[str, Any]]
 
 _DEEPEST = 8  # of schemas within anyOf
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 _WORDS = {
     "boolean": {"true": "true", "false": "false"},
     "null": {"null": "null", "none": "null"},
@@ -24,12 +33,24 @@ def names(tools: Tools) -> frozenset[str]:
 
 def properties(tools: Tools) -> dict[str, Mapping[str, Any]]:
     """The schemas of each tool's parameters, by the tool's name."""
-    found = {}
+    found: dict[str, Mapping[str, Any]] = {}
     for name, function in _functions(tools):
         parameters = function.get("parameters")
         members = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[name] = members if isinstance(members, Mapping) else {}
+        schemas = members if isinstance(members, Mapping) else {}
+        found[name] = {each: _followed(schemas[each], parameters) for each in schemas}
     return found
+
+
+def _followed(schema: Any, parameters: Any) -> Any:
+    """A parameter's schema; one that is defined elsewhere in the same schema, from there."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return schema
+    found = parameters
+    for step in reference.removeprefix("#/").split("/"):
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else schema
 
 
 def _functions(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -47,6 +68,8 @@ def types(schema: Any, depth: int = 0) -> frozenset[str]:
     found = {name for name in _listed(named) if isinstance(name, str)}
     if isinstance(named, str):
         found.add(named)
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    found |= {_TYPES[type(value)] for value in values if type(value) in _TYPES and not found}
     for way in ("anyOf", "oneOf", "allOf"):
         for option in _listed(schema.get(way)):
             found |= types(option, depth + 1)
