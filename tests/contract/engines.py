@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.tiny import (
 )
 
 LAYERS = 2
-CUTTING = ("fake", "llama", "gemma3", "llama-q8_0")
+CUTTING = ("fake", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
 WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be cut
 
 
@@ -43,6 +44,7 @@ def write_wide_llama(path: Path) -> Path:
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama,
     "gemma3": write_gemma3,
+    "gemma3-narrow": partial(write_gemma3, window=40),  # narrower than the usual block
     "llama-q8_0": write_wide_llama,
     "mamba": write_mamba,
     "lfm2": write_lfm2,

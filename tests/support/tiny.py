@@ -101,7 +101,9 @@ def write_llama(path: Path, *, layers: int = 2, seed: int = 0, context: int = 40
     return path
 
 
-def write_gemma3(path: Path, *, layers: int = 6, seed: int = 0, context: int = 4096) -> Path:
+def write_gemma3(
+    path: Path, *, layers: int = 6, seed: int = 0, context: int = 4096, window: int = 64
+) -> Path:
     """Sliding windows beside full attention."""
     model = TinyModel(path, "gemma3", layers, seed, context)
     for key, value in {
@@ -109,7 +111,7 @@ def write_gemma3(path: Path, *, layers: int = 6, seed: int = 0, context: int = 4
         "head_count_kv": KV_HEADS,
         "key_length": HEAD_WIDTH,
         "value_length": HEAD_WIDTH,
-        "sliding_window": 64,
+        "sliding_window": window,
     }.items():
         model.number(f"attention.{key}", value)
     model.ones("output_norm.weight", WIDTH)

@@ -158,7 +158,7 @@ class LlamaCppEngine:
     @property
     def abilities(self) -> Abilities:
         return Abilities(
-            block_tokens=256 if self._on_gpu else 64,
+            block_tokens=self._block_tokens,
             step_tokens=self._step_tokens,
             context_tokens=self._context_tokens,
             batch_tokens=self._pool.shape.batch,
@@ -171,6 +171,14 @@ class LlamaCppEngine:
             checkpoint_bytes=self._state_bytes.checkpoint,
             fingerprint=self._fingerprint,
         )
+
+    @property
+    def _block_tokens(self) -> int:
+        """A power of two, and no more than a sliding window: llama.cpp leaves out of a state what
+        lies behind the window of its last token."""
+        usual = 256 if self._on_gpu else 64
+        window = int(self._library.llama_model_n_swa(self._model))
+        return min(usual, 1 << (window.bit_length() - 1)) if window > 0 else usual
 
     @property
     def _can_cut(self) -> bool:
