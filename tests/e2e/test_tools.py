@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain.agents import create_agent
+from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletion
@@ -172,23 +175,33 @@ def lookup(word: Literal["tide", "moon"]) -> str:
     return f"{word}: it rises and falls"
 
 
-def test_langchain_calls_a_tool_and_answers_from_its_result(server: Server) -> None:
+@wrap_model_call
+def calling_twice(
+    request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
+) -> ModelResponse[Any]:
+    """A small model does not know when to stop: two calls, then an answer."""
+    calls = sum(isinstance(message, ToolMessage) for message in request.messages)
+    choice = "any" if calls < 2 else "none"
+    one = {"parallel_tool_calls": False}
+    return handler(request.override(tool_choice=choice, model_settings=one))
+
+
+def test_a_langchain_agent_computes_each_token_once(server: Server) -> None:
     where: Any = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "default"}
     model = ChatOpenAI(**where, temperature=0, max_completion_tokens=40)
-    forced = model.bind_tools([lookup], tool_choice="any", parallel_tool_calls=False)
-    free = model.bind_tools([lookup], tool_choice="none")
-    talk: list[BaseMessage] = [HumanMessage("What is the tide?")]
-    called = forced.invoke(talk)
-    assert isinstance(called, AIMessage)
-    [call] = called.tool_calls
-    talk += called, ToolMessage(lookup.invoke(call["args"]), tool_call_id=call["id"])
-    answer = free.invoke(talk)
-    assert isinstance(answer, AIMessage)
-    assert answer.text
-    assert called.usage_metadata is not None
-    assert answer.usage_metadata is not None
-    reused = answer.usage_metadata["input_token_details"]["cache_read"]
-    assert reused == called.usage_metadata["total_tokens"] - 1
+    agent = create_agent(
+        model, [lookup], system_prompt="You look words up.", middleware=[calling_twice]
+    )
+    told: Any = {"messages": [HumanMessage("What is the tide, and what the moon?")]}
+    talk = agent.invoke(told)["messages"]
+    replies = [message for message in talk if isinstance(message, AIMessage)]
+    assert [bool(reply.tool_calls) for reply in replies] == [True, True, False]
+    assert replies[-1].text
+    for before, after in pairwise(replies):
+        assert before.usage_metadata is not None
+        assert after.usage_metadata is not None
+        reused = after.usage_metadata["input_token_details"]["cache_read"]
+        assert reused >= before.usage_metadata["total_tokens"] - 1
 
 
 @pytest.mark.parametrize("write", [write_lfm2, write_mamba])
