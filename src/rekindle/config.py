@@ -24,6 +24,7 @@ SECRETS = {"api_key", "admin_key"}
 FOLDERS = ("models_dir", "cache_dir", "api_keys_file")  # where `~` is the home folder
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
 GB, GIB = 10**9, 1 << 30
+AUTO = "auto"  # a format that the model's template tells
 MOST = 10_000_000  # of anything countable: what lies above is a slip of the keyboard
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -83,8 +84,8 @@ class Config(BaseModel):
     context_cache: bool = True
     force_cache: bool = False
     normalise: bool = True  # volatile headers at the top of prompts are taken out
-    tool_format: Name = "auto"  # how the model writes calls; auto: as its template says
-    reasoning_format: Name = "auto"  # and what it writes for itself
+    tool_format: Name = AUTO  # how the model writes calls; auto: as its template says
+    reasoning_format: Name = AUTO  # and what it writes for itself
     key_ttl: float | None = Field(1800, gt=0)
     projects: Projects = {}
     threads: int | None = Field(None, ge=1, le=1024)

@@ -23,7 +23,7 @@ from rekindle.api.app import build_app
 from rekindle.api.auth import Keys
 from rekindle.api.service import Service
 from rekindle.bar import progress_bar
-from rekindle.config import Config
+from rekindle.config import AUTO, Config
 from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
@@ -195,7 +195,7 @@ def _load(config: Config, path: Path, served: list[str]) -> Load:
 
 
 def _chosen(format: str) -> str | None:
-    return None if format == "auto" else format
+    return None if format == AUTO else format
 
 
 def default_threads() -> int:

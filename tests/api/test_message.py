@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rekindle.api.message import Message
 from tests.api.scripted import Front, error
 
 USER = {"role": "user", "content": "hello"}
@@ -153,3 +154,10 @@ def test_arguments_are_bounded_in_depth() -> None:
         nested = {"inside": nested}
     call = {"function": {"name": "f", "arguments": nested}}
     assert "nested at most" in refusal({"role": "assistant", "tool_calls": [call]})
+
+
+def test_an_empty_field_does_not_hide_the_reasoning_that_another_one_has() -> None:
+    message = Message.model_validate(
+        {"role": "assistant", "content": "x", "reasoning_content": "", "reasoning": "Hm."}
+    )
+    assert message.rendered()["reasoning_content"] == "Hm."

@@ -192,3 +192,17 @@ def test_a_client_that_leaves_ends_the_warming() -> None:
         sock.close()
         soon(server.is_idle)
     assert server.runtime.cancelled_turns == 1
+
+
+def test_a_server_that_normalises_nothing_is_asked_about_prompts_as_they_are() -> None:
+    front = Front(ScriptedRuntime(answers=telling(ENTRY)), normalise=False)
+    prepare(front, warm=False)
+    assert front.runtime.questioned.op == wire.IndexPrompt(
+        messages=[SYSTEM], preparing=wire.Preparing(), normalise=False
+    )
+    validity = wire.Validity(status="miss", reusable_tokens=0, invalidated_at=None, reason="x")
+    front = Front(ScriptedRuntime(answers=telling(validity)), normalise=False)
+    front.post("/v1/cache/validate", {"cache_key": "k", "messages": [SYSTEM]})
+    assert front.runtime.questioned.op == wire.Validate(
+        cache_key="k", messages=[SYSTEM], normalise=False
+    )

@@ -301,3 +301,16 @@ def test_choices_call_each_for_itself() -> None:
     assert calls["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
     assert says["message"]["content"] == "No."
     assert "tool_calls" not in says["message"]
+
+
+def test_each_choice_of_a_stream_begins_with_what_it_is() -> None:
+    """A reply that only calls has no content, whichever choice it is."""
+    runtime = ScriptedRuntime(reply("Hi"), calling(("get_weather", "{}")))
+    found = chunks(Front(runtime).chat(tools=TOOLS, n=2, stream=True))
+    first: dict[int, Any] = {}
+    for choice in (choice for chunk in found for choice in chunk["choices"]):
+        first.setdefault(choice["index"], choice["delta"])
+    assert first == {
+        0: {"role": "assistant", "content": ""},
+        1: {"role": "assistant", "content": None},
+    }

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from rekindle.engine.base import Engine, Sequence
-from rekindle.errors import CorruptBlock
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.errors import CorruptBlock, EngineBroken
 from tests.contract.doing import PROMPT, answer, cold, prefill
 from tests.contract.engines import whole_engines
 
@@ -110,3 +111,22 @@ def test_a_checkpoint_is_of_the_end_alone(engine: Engine) -> None:
     prefill(engine, source, PROMPT[:10])
     with pytest.raises((ValueError, AssertionError)):
         engine.export(source, 0, 9, resumable=True)
+
+
+def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_with(
+    engine: Engine,
+) -> None:
+    """The cells are in when the checkpoint turns out wrong: nothing of it stays."""
+    if not isinstance(engine, LlamaCppEngine):
+        pytest.skip("its checkpoints know no position")
+    expected = cold(engine, PROMPT, exact=False)
+    source, into = engine.open(exact=False), engine.open(exact=False)
+    prefill(engine, source, PROMPT[:30])
+    before = engine.export(source, 0, 30, resumable=True)
+    prefill(engine, source, PROMPT[:40])
+    after = engine.export(source, 0, 40, resumable=True)
+    cut = -engine.abilities.checkpoint_bytes
+    with pytest.raises(EngineBroken):
+        engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)
+    assert engine.free_tokens == engine.abilities.pool_tokens
+    assert cold(engine, PROMPT, exact=False) == expected

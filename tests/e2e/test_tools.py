@@ -69,9 +69,9 @@ def cached(answer: ChatCompletion) -> int:
 
 
 def held(answer: ChatCompletion) -> int:
-    """What the server has computed by the end of an answer: all but the token sampled last."""
+    """What the server has computed by the end of an answer that the model ended: all of it."""
     assert answer.usage is not None
-    return answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
+    return answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
 def work(client: openai.OpenAI, history: list[Any]) -> ChatCompletion:

@@ -98,3 +98,28 @@ def test_escapes_in_arguments_never_spell_a_control_token(
     messages = [form(message) for message in talk(arguments)]
     prompt = encoder.chat(messages, template_kwargs={}, tools=TOOLS)
     assert vocabulary.controls(prompt.tokens) == vocabulary.controls(harmless.tokens)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"\\uD83D": ["\\ud83d"]}'])
+def test_half_a_character_that_a_model_wrote_does_not_end_the_conversation(arguments: str) -> None:
+    encoder = Encoder(Vocabulary(), ChatTemplate(HERMES))
+    messages = [parsed(message) for message in talk(arguments)]
+    prompt = encoder.chat(messages, tools=TOOLS, template_kwargs={})
+    assert "\ufffd" in prompt.marked.decode(errors="ignore")
+
+
+def test_a_whole_character_in_two_escapes_is_one() -> None:
+    message = parsed(talk('{"a": "\\ud83d\\ude00"}')[1])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "😀"}
+
+
+@pytest.mark.parametrize("arguments", ['{"path": "/room', "[1, 2]", "null", "not JSON"])
+def test_a_template_that_takes_nothing_but_objects_is_given_one(arguments: str) -> None:
+    """A call that broke off comes back with an error as its result: that has to be answered."""
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})"
+        "{% endfor %}{% endfor %}"
+    )
+    assert rendered(source, arguments) == f"ff(arguments='{arguments}')"

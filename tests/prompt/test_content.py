@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rekindle.errors import TemplateFailed
+from rekindle.prompt.content import Message
 from rekindle.prompt.template import ChatTemplate
 
 from .templates import ALTERNATING, CHATML, HEADERS, PARTS
@@ -61,3 +62,22 @@ def test_a_template_that_knows_none_is_given_none() -> None:
     )
     assert content(source, None, "assistant") == "?nothing"
     assert '{"name": "now"' in content(PARTS, None, "assistant", tool_calls=[CALL])
+
+
+def test_the_parts_of_a_result_are_joined_for_a_template_that_prints_results() -> None:
+    """Users' parts are gone through; a result would come out as a printed list."""
+    source = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
+        "{% if m.content is string %}{{ m.content }}{% elif m.role == 'tool' %}"
+        "{{ m.content | tojson }}{% else %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}"
+        "{% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "Rain"}, {"type": "text", "text": "again."}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    talk: list[Message] = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": parts},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ChatTemplate(source).render(talk, tools=tools) == "f?fRain\nagain."

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.prompt.quote import Span, mark
-from rekindle.prompt.replay import Ends, keys, restored, same, shows
+from rekindle.prompt.replay import Ends, Keys, restored, same, shows
 
 Message = dict[str, Any]
 
@@ -106,14 +106,14 @@ def test_what_is_put_back_is_told() -> None:
 def test_calls_of_no_shape_are_no_reply(calls: Any) -> None:
     strange = {"role": "assistant", "tool_calls": calls}
     assert not same(strange, reply(("f", "{}")))
-    assert len(list(keys([strange]))) == 1
+    assert len(Keys([strange]).known) == 1
 
 
 # -- keys ----------------------------------------------------------------------------------------
 
 
 def said(*messages: Message) -> str:
-    *_, (_, names) = keys(messages)
+    *_, names = Keys(messages).known.values()
     return names[-1]
 
 
@@ -121,7 +121,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def test_a_reply_has_a_key_for_each_call_and_one_for_all_that_was_said() -> None:
-    [(index, names)] = keys([USER, reply(("f", "{}"), ("g", "{}"))])
+    [(index, names)] = Keys([USER, reply(("f", "{}"), ("g", "{}"))]).known.items()
     assert index == 1
     assert names[:2] == ["call:c0", "call:c1"]
     assert names[2].startswith("said:")

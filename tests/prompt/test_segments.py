@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.prompt.segments import first_change, segments
+from rekindle.prompt.segments import Told, first_change, segments
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HI = {"role": "user", "content": "hi"}
@@ -97,3 +97,17 @@ def test_only_the_last_stored_turn_may_have_grown() -> None:
 
 def test_without_the_messages_a_turn_that_grew_looks_changed() -> None:
     assert change([HI], [HI, HELLO, WHY], told=False) == "turn 1"
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_segments_after_a_reply_are_those_of_the_whole_conversation(count: int) -> None:
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "And?"},
+    ]
+    reply = {"role": "assistant", "content": "So."}
+    told = Told(talk[:count], None)
+    assert told.segments == segments(talk[:count], None)
+    assert told.after(reply) == told.after(reply) == segments([*talk[:count], reply], None)

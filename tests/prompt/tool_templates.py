@@ -111,3 +111,63 @@ TURNS = """\
 {% endif %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}\
 {{ '<|im_start|>' + role + '\n' + message['content'] | trim + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"""
+
+# gpt-oss again: every function has to have a description, and of the calls the first is shown.
+DESCRIBED = CHANNELS.replace(
+    "{{- 'type ' + tool.function.name",
+    "{{- '// ' + tool.function.description + '\n' }}{{- 'type ' + tool.function.name",
+).replace("tool.function.parameters | tojson", "(tool.function.parameters or {}) | tojson")
+
+# Mistral: ids of nine letters, and users and replies take turns, calls and results aside.
+NINE = """\
+{{- bos_token }}
+{%- set ns = namespace(index=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('conversation roles must alternate user and assistant') }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{%- endif %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call IDs should be strings with length 9!') }}
+            {%- endif %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + ', "id": "' + call.id + '"}' }}
+            {{- ', ' if not loop.last }}
+        {%- endfor %}
+        {{- ']</s>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+            {{- raise_exception('Tool call IDs should be strings with length 9!') }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content + ', "call_id": "' }}
+        {{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- message.content + '</s>' }}
+    {%- endif %}
+{%- endfor %}"""
+
+# Llama 3.1: one call in a message, and its name and parameters.
+ONE_CALL = """\
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('This model only supports single tool-calls at once!') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+    {%- else %}
+        {%- if tools and loop.first %}{{- tools | tojson + '\\n' }}{%- endif %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}"""

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from rekindle.cache.block import chain
+from rekindle.cache.key import pack, unpack
+from rekindle.errors import EngineBroken
 from rekindle.prompt.tokens import Boundary, Prompt
 from rekindle.runtime.checkpoints import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
-from rekindle.runtime.wire import Naming, Preparing
+from rekindle.runtime.wire import DeleteEntry, Naming, Preparing, Validate
 from tests.support.desk import Desk, Reply
-from tests.support.fake import CHECKPOINT_BYTES, FakeEngine
+from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES, FakeEngine
 
 SYSTEM = list(range(100, 160))
 USER = list(range(200, 230))
@@ -193,3 +196,188 @@ def test_a_long_prompt_has_them_at_intervals() -> None:
     assert interval == LEAST_INTERVAL_TOKENS
     long = said([5] * 2000, ("user", 0, 1998))
     assert places(long) == [512, 1024, 1536, 1998]
+
+
+# -- when things go wrong ------------------------------------------------------------------------
+
+
+def blocks_of(desk: Desk) -> dict[tuple[int, ...], bytes | None]:
+    """What the store holds: the tokens up to each block's end, and its cells."""
+    found = {}
+    for block in desk.store:
+        path = b"".join(each.packed for each in reversed(list(chain(block))))
+        blob = desk.store.get(block)
+        found[tuple(unpack(path))] = bytes(blob)[: block.tokens * CELL_BYTES] if blob else None
+    return found
+
+
+def test_a_store_that_was_full_for_a_while_is_given_no_block_in_a_wrong_place() -> None:
+    """The first checkpoint finds no room; then there is some, and another turn keeps the block that
+    was refused. What the turn keeps later must not be put under that one."""
+    fake = engine(batch_tokens=16)
+    desk = Desk(fake)
+    long = list(range(100, 300))
+    turn = desk.submit(said(long, ("system", 0, 20), ("user", 22, 180)), max_tokens=4)
+    limit, desk.store._ram.limit_bytes = desk.store._ram.limit_bytes, 0
+    while turn.turn.held_tokens < 22:
+        desk.scheduler.step()
+    desk.store._ram.limit_bytes = limit
+    other = desk.submit([*long[:30], 1, 2, 3], max_tokens=1, exact=True)
+    desk.run(other, turn)
+    desk.settle()
+    right = Desk(engine())
+    for path, cells in blocks_of(desk).items():
+        right.ask(list(path), max_tokens=1)
+        right.settle()
+        assert blocks_of(right)[path] == cells
+
+
+def test_a_turn_whose_earlier_blocks_were_evicted_still_keeps_its_end() -> None:
+    fake = engine(batch_tokens=16)
+    desk = Desk(fake, resident_tokens=0)
+    reply = desk.submit(CHAT, max_tokens=40)
+    while reply.turn.generated_tokens < 20:
+        desk.scheduler.step()
+    for block in list(desk.store):
+        desk.store.drop(block)
+    desk.run(reply)
+    longer = [*went_on(reply), 1, 2, 3]
+    assert desk.ask(longer).reused == len(went_on(reply))
+
+
+def test_turns_that_ended_together_stay_ended_when_keeping_the_first_breaks_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = engine()
+    desk = Desk(fake, resident_tokens=0)
+    replies = [desk.submit([n, *range(100, 120)], max_tokens=3) for n in range(3)]
+    while not all(reply.turn.generated_tokens == 2 for reply in replies):
+        desk.scheduler.step()
+
+    def broken(*_args: object, **_options: object) -> bytes:
+        fake.reset()
+        raise EngineBroken("export failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "export", broken)
+        desk.scheduler.step()
+    assert all(reply.ended for reply in replies)
+    assert desk.scheduler.turns == 0
+    assert desk.ask(PROMPT).tokens == cold(PROMPT)
+
+
+def test_a_corrupt_checkpoint_on_disk_costs_no_more_than_what_is_behind_the_one_before(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(engine(), folder=tmp_path, resident_tokens=0)
+    first = desk.ask(CHAT)
+    desk.close()
+    desk = Desk(engine(), folder=tmp_path, resident_tokens=0)
+    longer = [*went_on(first), 1, 2, 3]
+    newest = next(desk.store.checkpoints(desk.root(), pack(longer)))
+    assert desk.disk is not None
+    file = desk.disk.folder.path / "blocks" / newest.key.hex()
+    file.write_bytes(file.read_bytes()[:-1])
+    second = desk.ask(longer)
+    desk.close()
+    assert second.tokens == cold(longer)
+    assert second.reused == 92
+    assert second.finished.cache.reason == "corrupt"
+
+
+def test_choices_of_one_prompt_share_its_cells() -> None:
+    fake = engine()
+    desk = Desk(fake)
+    replies = [desk.submit(PROMPT, max_tokens=30) for _ in range(4)]
+    while not all(reply.started for reply in replies):
+        desk.scheduler.step()
+    assert fake.pool_tokens - fake.free_tokens < 2 * len(PROMPT)
+    desk.run()
+    assert fake.counts.computed_tokens == len(PROMPT) - 1 + 4 * 30
+    assert {tuple(reply.tokens) for reply in replies} == {tuple(cold(PROMPT, max_tokens=30))}
+
+
+def test_a_question_beforehand_says_what_is_short_of_a_checkpoint() -> None:
+    """All the state is there, but none to go on from at the end of what is asked about."""
+    desk = Desk(engine(), resident_tokens=0)
+    first = desk.ask(CHAT, naming=Naming(return_cache_key=True))
+    key = first.finished.cache.new_cache_key
+    assert key is not None
+    longer = [*first.turn.tokens, 1, 2, 3]
+    for block in list(desk.store):
+        if block.stop == len(went_on(first)):
+            desk.store.drop(block)
+    desk.ask([*longer, *range(40, 60)])
+    for block in desk.store:
+        if block.resumable and block.stop > 92:
+            block.resumable = False
+    told = desk.queries.validate(
+        Validate(cache_key=key, messages=[]), desk.root(), Prompt(tuple(longer), ())
+    )
+    assert (told.status, told.reason, told.reusable_tokens) == (
+        "partial_hit",
+        "checkpoint_boundary",
+        92,
+    )
+
+
+def test_what_an_entry_holds_is_what_a_turn_could_go_on_from(tmp_path: Path) -> None:
+    """Not the cells of its tokens in another's longer block."""
+    desk = Desk(engine(), folder=tmp_path, resident_tokens=0)
+    prepared = desk.ask(PROMPT, preparing=Preparing(pinned=False, ttl_s=None))
+    desk.ask([*PROMPT, *range(40, 60)])
+    [entry] = [e for e in desk.entries.of(None) if e.key == prepared.finished.cache.new_cache_key]
+    assert desk.queries.info(entry).held_tokens == len(PROMPT)
+    desk.flush()
+    assert desk.queries.info(entry).stored_tokens == 0  # whole blocks are; no checkpoint is
+    desk.store.write_everything()
+    desk.flush()
+    assert desk.queries.info(entry).stored_tokens == len(PROMPT)
+    for block in list(desk.store):
+        if block.stop == len(PROMPT):
+            desk.store.drop(block)
+    assert desk.queries.info(entry).held_tokens == len(PROMPT) - 1
+    desk.close()
+
+
+@pytest.mark.parametrize("question", ["settle", "delete"])
+@pytest.mark.parametrize("then", ["go on", "give up"])
+def test_an_engine_that_breaks_over_a_question_loses_no_turn(
+    monkeypatch: pytest.MonkeyPatch, question: str, then: str
+) -> None:
+    """What is idle is kept before the answer; turns that run have lost their sequences, too."""
+    fake = engine()
+    desk = Desk(fake)
+    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    desk.ask([*first.turn.tokens, 5, 6, 7], max_tokens=2)
+    key = first.finished.cache.new_cache_key
+    assert key is not None
+    running = desk.submit(list(range(500, 560)), max_tokens=20)
+    while running.turn.generated_tokens < 5:
+        desk.scheduler.step()
+
+    def broken(*_args: object, **_options: object) -> bytes:
+        fake.reset()
+        raise EngineBroken("export failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "export", broken)
+        if question == "settle":
+            desk.queries.settle(key, desk.root(), lambda _info: None)
+        else:
+            desk.queries.answer(DeleteEntry(key), desk.root(), admin=False)
+    if then == "give up":
+        desk.cancel(running)
+    desk.run(running)
+    expected = cold(list(range(500, 560)), max_tokens=20)
+    assert running.tokens == expected[: len(running.tokens)]
+    assert desk.ask(PROMPT).tokens == cold(PROMPT)
+    for path, cells in blocks_of(desk).items():
+        assert path[:2] != (500, 501) or cells == blocks_of_cold(path)[path]
+
+
+def blocks_of_cold(path: tuple[int, ...]) -> dict[tuple[int, ...], bytes | None]:
+    desk = Desk(engine())
+    desk.ask(list(path), max_tokens=1)
+    desk.settle()
+    return blocks_of(desk)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rekindle.prompt.replay import Chain
 from rekindle.runtime import wire
 from rekindle.runtime.turn import Turn
 from tests.prompt.templates import CHATML
@@ -210,6 +211,38 @@ def test_reasoning_that_was_edited_is_not_taken_for_what_was_sampled() -> None:
     turn = office.ask([USER, edited, result(first.message)], tools=TOOLS)
     assert turn.prompt.remembered_tokens == first.prompt_tokens
     assert "Something else." in office.letters.spelled(turn.prompt.tokens)
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning"])
+def test_reasoning_is_the_clients_own_whatever_the_field_is_called(name: str) -> None:
+    office = Office(THINKING)
+    first = thought_and_called(office, [USER])
+    edited = {**without_reasoning(first.message), name: "Something else."}
+    turn = office.ask([USER, edited, result(first.message)], tools=TOOLS)
+    spelled = office.letters.spelled(turn.prompt.tokens)
+    assert "reasoning" not in turn.normalised
+    assert THOUGHT not in spelled
+    assert "Something else." in spelled
+
+
+@pytest.mark.parametrize("change", ["edited", "removed", "told otherwise"])
+def test_reasoning_about_messages_that_are_gone_does_not_come_back(change: str) -> None:
+    """It may quote what a client has taken out."""
+    office = Office(THINKING)
+    secret = {"role": "user", "content": "My name is Bond."}
+    history = [secret, {"role": "assistant", "content": "Hi."}, USER]
+    first = thought_and_called(office, history)
+    reply = [without_reasoning(resorted(first.message)), result(first.message)]
+    sent = {
+        "edited": [{**secret, "content": "My name is X."}, *history[1:], *reply],
+        "removed": [USER, *reply],
+        "told otherwise": [{"role": "system", "content": "Be brief."}, *history, *reply],
+    }[change]
+    turn = office.ask(sent, tools=TOOLS)
+    assert THOUGHT not in office.letters.spelled(turn.prompt.tokens)
+    assert turn.normalised == ["arguments"]
+    again = office.ask([*history, *reply], tools=TOOLS)
+    assert again.normalised == ["arguments", "reasoning"]
 
 
 # -- gpt-oss -------------------------------------------------------------------------------------
@@ -485,6 +518,28 @@ def test_preparing_and_validating_see_the_same_prompt() -> None:
     assert office.ask([systems[0], USER], normalise=False).normalised == []
 
 
+def test_who_wants_nothing_normalised_is_answered_about_the_prompt_as_it_is_sent() -> None:
+    office = Office(HERMES)
+    system = {"role": "system", "content": "x-anthropic-billing-header: a=1;\nBe brief."}
+    asked = wire.Validate(
+        cache_key="k", messages=[system, USER], tools=TOOLS[::-1], normalise=False
+    )
+    turn = office.ask([system, USER], tools=TOOLS[::-1], normalise=False)
+    assert office.intake.prompt_about(asked, b"").tokens == turn.prompt.tokens
+    ready = wire.IndexPrompt(
+        messages=[system], tools=TOOLS[::-1], preparing=wire.Preparing(), normalise=False
+    )
+    prefix = office.intake.prompt_about(ready, b"").tokens
+    assert turn.prompt.tokens[: len(prefix)] == prefix
+
+
+def test_a_request_that_is_nothing_but_a_header_stays_a_request() -> None:
+    office = Office(HERMES)
+    turn = office.ask([{"role": "system", "content": "x-anthropic-billing-header: a=1;"}])
+    assert turn.normalised == []
+    assert "billing" in office.letters.spelled(turn.prompt.tokens)
+
+
 def test_the_report_says_what_was_changed() -> None:
     desk = Desk(FakeEngine())
     reply = desk.submit([1, 2, 3])
@@ -499,3 +554,24 @@ def test_validating_recalls_what_a_request_would() -> None:
     history = [USER, resorted(first.message), result(first.message)]
     asked = wire.Validate(cache_key="k", messages=history, tools=TOOLS)
     assert office.intake.prompt_about(asked, b"").remembered_tokens == len(first.tokens)
+
+
+def test_the_engines_thread_hashes_the_reply_and_not_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a thousand messages that would hold up every other turn."""
+    office = Office(HERMES)
+    history: list[Message] = [USER]
+    for number in range(20):
+        first = called(office, history)
+        history += first.message, result(first.message, f"Rain {number}.")
+    turn = office.ask(history, tools=TOOLS)
+    hashed: list[bytes] = []
+
+    def add(_chain: Chain, part: bytes) -> str:
+        hashed.append(part)
+        return ""
+
+    monkeypatch.setattr(Chain, "add", add)
+    office.answer(turn, RAW, "", calls=[("weather", SAMPLED)])
+    assert len(hashed) == 2  # for the reply's key, and for the segment it is in

@@ -7,9 +7,29 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from rekindle.engine.base import Constraint, Sampler, Work
-from rekindle.engine.sampling import Sampled, Sampling
-from tests.support.fake import FakeEngine
+import numpy as np
+
+from rekindle.engine.base import Constraint, Sampler
+from rekindle.engine.sampling import Sampling
+from tests.support.fake import VOCABULARY, FakeEngine, FakeSampler
+
+
+@dataclass
+class ScriptedSampler(FakeSampler):
+    """Follows its line to the end, and from there on whatever its constraint allows."""
+
+    line: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    def choose(self, state: bytes) -> int:
+        token = next(self.line, None)
+        if token is None:
+            return super().choose(state)
+        if self.constraint is not None:
+            scores = np.zeros(VOCABULARY, np.float32)
+            self.constraint.mask(scores)
+            assert scores[token] == 0, f"the constraint forbids the script's token {token}"
+            self.constraint.accept(token)
+        return token
 
 
 @dataclass
@@ -20,20 +40,7 @@ class ScriptedEngine(FakeEngine):
     pool_tokens: int = 1 << 17
     scripts: deque[list[int]] = field(default_factory=deque)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._lines: dict[int, Iterator[int]] = {}
-
     def sampler(
         self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
-        sampler = super().sampler(sampling, prompt, constraint)
-        self._lines[id(sampler)] = iter(self.scripts.popleft())
-        return sampler
-
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
-        results = super().step(work)
-        return [
-            Sampled(next(self._lines[id(item.sampler)])) if item.sampler else None
-            for item, _ in zip(work, results, strict=True)
-        ]
+        return ScriptedSampler(sampling, constraint, line=iter(self.scripts.popleft()))

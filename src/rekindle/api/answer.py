@@ -70,6 +70,7 @@ class Answer:
         self._shape = shape
         self._per_prompt = request.n or 1
         self._choices = [Choice() for _ in asks]
+        self._opened: set[int] = set()  # choices of a stream that have begun
         self._head = {
             "id": f"{shape.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -113,10 +114,6 @@ class Answer:
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]
     ) -> AsyncGenerator[bytes, None]:
-        calling = {index for index, event in begun if isinstance(event, CallBegun)}
-        for index in range(len(self._asks)):
-            if opening := self._shape.opening(index, calls=index in calling):
-                yield self._chunk([opening])
         for index, event in begun:
             for chunk in self._chunks(index, event):
                 yield chunk
@@ -130,13 +127,25 @@ class Answer:
     def _chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
             case Text() | Reasoning() | CallBegun() | CallArguments():
-                return [self._chunk([self._shape.delta(index, event)])]
+                return [
+                    *self._opening(index, event),
+                    self._chunk([self._shape.delta(index, event)]),
+                ]
             case Finished():
                 self._choices[index].add(event)
-                return [self._chunk([self._shape.closing(index, event)])]
+                closing = self._chunk([self._shape.closing(index, event)])
+                return [*self._opening(index, event), closing]
             case Started() | Prefill() if self._asks[index].progress:
                 return [self._progress(event)]
         return []
+
+    def _opening(self, index: int, event: Event) -> list[bytes]:
+        """What goes before a choice's first piece, which says whether it begins with a call."""
+        if index in self._opened:
+            return []
+        self._opened.add(index)
+        opening = self._shape.opening(index, calls=isinstance(event, CallBegun))
+        return [self._chunk([opening])] if opening else []
 
     def _progress(self, event: Started | Prefill) -> bytes:
         told = progress(event)

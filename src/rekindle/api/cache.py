@@ -81,6 +81,7 @@ async def validate(
         messages=rendered(body.messages),
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
+        normalise=service.config.normalise,
     )
     told = structs.asdict(await questions.ask(runtime, question, wire.Validity))
     told["reason"] = await reason_for(

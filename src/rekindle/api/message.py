@@ -134,7 +134,7 @@ def _said(data: dict[str, Any]) -> dict[str, Any]:
         del told["tool_calls"]
     if "reasoning" in told:
         reasoning = told.pop("reasoning")
-        told.setdefault("reasoning_content", reasoning)
+        told["reasoning_content"] = told.get("reasoning_content") or reasoning
     return told
 
 

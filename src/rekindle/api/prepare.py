@@ -77,7 +77,7 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     if body.warm:
         work = _warmed(runtime, questions, body, service.config)
     else:
-        work = _indexed(runtime, questions, body)
+        work = _indexed(runtime, questions, body, service.config)
     return prepared(await while_connected(request, work), runtime.name)
 
 
@@ -120,8 +120,13 @@ async def _finished(turns: Turns) -> Finished:
     return event
 
 
-async def _indexed(runtime: Runtime, questions: Questions, body: PrepareRequest) -> wire.EntryInfo:
+async def _indexed(
+    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
+) -> wire.EntryInfo:
     index = wire.IndexPrompt(
-        messages=rendered(body.messages), tools=described(body.tools), preparing=body.preparing
+        messages=rendered(body.messages),
+        tools=described(body.tools),
+        preparing=body.preparing,
+        normalise=config.normalise,
     )
     return await questions.ask(runtime, index, wire.EntryInfo)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import NamedTuple
 
 from rekindle.cache.heads import NO_HEADS
 from rekindle.cache.key import TOKEN_BYTES
@@ -17,6 +18,14 @@ class Wish(IntEnum):
     SOON = 2  # behind the turn that computed it
 
 
+class Kind(NamedTuple):
+    """What a block's state is; the better is the larger."""
+
+    size_bytes: int
+    exact: bool
+    resumable: bool
+
+
 class Block:
     """A node of the tree. `exact` says it was computed in canonical prefill steps, `resumable` that
     it holds a checkpoint of its end, too."""
@@ -25,6 +34,7 @@ class Block:
         "children",
         "disk_bytes",
         "exact",
+        "filed",
         "heads",
         "key",
         "order",
@@ -34,7 +44,6 @@ class Block:
         "root",
         "size_bytes",
         "start",
-        "stored",
         "wish",
     )
 
@@ -56,7 +65,7 @@ class Block:
         self.exact = exact
         self.resumable = resumable
         self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
-        self.stored = False  # on disk for certain
+        self.filed: Kind | None = None  # what is on disk for certain
         self.wish = Wish.NEVER
         self.heads = NO_HEADS  # conversations whose state ends here
         self.start: int = parent.stop if parent else 0
@@ -70,6 +79,19 @@ class Block:
     @property
     def stop(self) -> int:
         return self.start + self.tokens
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.size_bytes, self.exact, self.resumable)
+
+    @kind.setter
+    def kind(self, kind: Kind) -> None:
+        self.size_bytes, self.exact, self.resumable = kind
+
+    @property
+    def stored(self) -> bool:
+        """Whether it is on disk for certain."""
+        return self.filed is not None
 
     @property
     def is_root(self) -> bool:

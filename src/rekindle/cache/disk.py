@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from rekindle.cache.block import Block
+from rekindle.cache.block import Block, Kind
 from rekindle.cache.codec import Record, record_bytes
 from rekindle.cache.evict import Shares
 from rekindle.cache.folder import Folder
@@ -37,6 +37,7 @@ class Fetch:
     luck."""
 
     blocks: dict[bytes, Block]  # what was asked for
+    kinds: dict[bytes, Kind]  # what they were then
     wanted: int
     records: dict[bytes, Record] = field(default_factory=dict)
     bad: dict[bytes, str] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class DiskTier:
     def adopt(self, block: Block, size_bytes: int) -> None:
         """Count a block that was found on disk when the tier was opened."""
         self._enter(block, size_bytes)
-        block.stored = True
+        block.filed = block.kind
 
     def _enter(self, block: Block, size_bytes: int) -> None:
         above = block.parent
@@ -138,9 +139,7 @@ class DiskTier:
         assert block.parent is not None
         cost = disk_bytes(block.packed, len(blob))
         if block.disk_bytes:  # written again, as what it is now; until then the old file stands
-            self.used_bytes += cost - block.disk_bytes
-            self._shares.resize(block.root, cost - block.disk_bytes)
-            block.disk_bytes = cost
+            self.resize(block, cost)
         else:
             self._enter(block, cost)
         record = Record(
@@ -153,13 +152,19 @@ class DiskTier:
         self.pending_bytes += len(blob)
         self._writer.put(order)
 
+    def resize(self, block: Block, size_bytes: int) -> None:
+        """Count a block that is here as what it takes now."""
+        self.used_bytes += size_bytes - block.disk_bytes
+        self._shares.resize(block.root, size_bytes - block.disk_bytes)
+        block.disk_bytes = size_bytes
+
     def remove(self, block: Block, *, aside: bool = False) -> None:
         """Take a leaf of the tree off the disk; `aside` keeps its file for a look at it."""
         if not block.disk_bytes:
             return
         self.used_bytes -= block.disk_bytes
         self._shares.leave(block.root, block.key, block.disk_bytes)
-        block.disk_bytes, block.stored = 0, False
+        block.disk_bytes, block.filed = 0, None
         self._forget_pending(block.key)
         self._writer.put(Remove(block.key, aside))
 
@@ -216,7 +221,8 @@ class DiskTier:
 
     def read(self, blocks: Sequence[Block]) -> Fetch:
         """Start reading; Fetched is told when all of them are there or known to be bad."""
-        fetch = Fetch({block.key: block for block in blocks}, len(blocks))
+        kinds = {block.key: block.kind for block in blocks}
+        fetch = Fetch({block.key: block for block in blocks}, kinds, len(blocks))
         lock = threading.Lock()
         for block in blocks:
             size = record_bytes(len(block.packed), block.size_bytes)

@@ -92,8 +92,7 @@ class Index:
                 break
             path.append(child)
         for node in reversed(path):
-            start = node.stop * TOKEN_BYTES
-            chunk = packed[start : start + self._block_bytes]
+            chunk = self._next(node, packed)
             whole = node.children.get(chunk)
             if whole is not None and whole.resumable and not self.is_full(whole):
                 yield whole
@@ -102,10 +101,14 @@ class Index:
                 yield node
 
     def through(self, node: Block, packed: bytes) -> Block | None:
-        """The child that a run of tokens goes through: one that holds all of its next block, or
-        the longest tail that this begins with."""
-        start = node.stop * TOKEN_BYTES
-        chunk = packed[start : start + self._block_bytes]
+        """The child that a run of tokens goes through: one with a checkpoint of its end, or of the
+        token before, which is where a reply ends; else one that holds all of its next block, or the
+        longest tail that this begins with."""
+        chunk = self._next(node, packed)
+        if node.stop * TOKEN_BYTES + len(chunk) == len(packed):
+            for end in (chunk, chunk[:-TOKEN_BYTES]):
+                if (tail := node.children.get(end)) and tail.resumable:
+                    return tail
         at = bisect_left(node.order, chunk)
         if chunk and at < len(node.order) and node.order[at].startswith(chunk):
             return node.children[node.order[at]]
@@ -141,8 +144,7 @@ class Index:
         if node is not None:
             if node.heads is NO_HEADS:
                 node.heads = Heads()
-            start = node.stop * TOKEN_BYTES
-            node.heads.add(head, head.packed[start : start + self._block_bytes])
+            node.heads.add(head, self._next(node, head.packed))
 
     def add(
         self,
@@ -187,6 +189,20 @@ class Index:
         above = block.parent
         assert above is not None
         return list(_beginnings(above, block.packed))
+
+    def along(self, node: Block, packed: bytes) -> list[Block]:
+        """Children that hold the next of these tokens, more of them or fewer; the longest first."""
+        chunk = self._next(node, packed)
+        if not chunk:
+            return []
+        same = [node.children[chunk]] if chunk in node.children else []
+        longer = list(self.longer(node.key, chunk))
+        return [*reversed(longer), *same, *_beginnings(node, chunk)]
+
+    def _next(self, node: Block, packed: bytes) -> bytes:
+        """The tokens that come after a block, a block's worth at most."""
+        start = node.stop * TOKEN_BYTES
+        return packed[start : start + self._block_bytes]
 
     def longer(self, parent: bytes, packed: bytes) -> Iterator[Block]:
         """Blocks under this parent, or root, that begin with these tokens and go on."""

@@ -60,6 +60,12 @@ class Spill:
             return True
         return block.wish > Wish.NEVER and self._disk.has_queue_room and self.write(block, last)
 
+    def takes_again(self, block: Block, blob: Blob, in_ram: bool) -> bool:
+        """Whether the disk has room for a block that it holds, as it has become; what RAM does not
+        hold, too, waits for the writer in memory."""
+        more = disk_cost(block.packed, len(blob)) - block.disk_bytes
+        return (in_ram or self._disk.has_queue_room) and self.make_room(more, block)
+
     def takes(self, above: Block | None, packed: bytes, blob: Blob, wish: Wish) -> bool:
         """Whether the disk takes a new block that RAM has no room for; if so there is room."""
         return (

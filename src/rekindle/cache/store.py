@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rekindle.cache.block import Block, Wish, below, chain
+from rekindle.cache.block import Block, Kind, Wish, below, chain
 from rekindle.cache.codec import record_bytes
 from rekindle.cache.disk import DiskTier, Fetch, Fetched, News
 from rekindle.cache.disk import disk_bytes as disk_cost
@@ -77,6 +77,10 @@ class Store:
     def match(self, root: bytes, packed: bytes) -> Match:
         """The longest stored prefix; changes nothing."""
         return self._index.match(root, packed)
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block has this key."""
+        return self._index.get(key) is not None
 
     def get(self, block: Block) -> Blob | None:
         """The block's state if it is at hand; what lies on disk has to be fetched first."""
@@ -167,11 +171,17 @@ class Store:
 
     def _replace(self, known: Block, blob: Blob, *, exact: bool, resumable: bool) -> bool:
         """A better block takes the place of one that is here."""
-        in_ram = self._make_room(cost_bytes(blob, known.packed) - self._ram.cost(known), known)
+        cost = cost_bytes(blob, known.packed)
+        in_ram = self._make_room(cost - self._ram.cost(known), known)
+        if in_ram and known not in self._ram:  # what it took before may be what made room
+            in_ram = self._make_room(cost, known)
         if not in_ram and (known in self._ram or not known.disk_bytes):
             self.counts.refused_blocks += 1
             return False
-        known.size_bytes, known.exact, known.resumable = len(blob), exact, resumable
+        if self._spill and known.disk_bytes and not self._spill.takes_again(known, blob, in_ram):
+            self.counts.refused_blocks += 1
+            return False
+        known.kind = Kind(len(blob), exact, resumable)
         if in_ram:
             self._ram.put(known, blob)
         if known.disk_bytes and self._disk:
@@ -197,10 +207,14 @@ class Store:
         self._descend(block)
 
     def _descend(self, block: Block) -> None:
-        """Conversations that end above a new block, or in a tail beside it, may go through it."""
+        """Conversations that end above a new block, or in a tail beside it, may go through it; and
+        one that a longer block holds may end in it, if it has its checkpoint."""
         above = block.parent
         assert above is not None
         beside = [head for tail in self._index.shorter(block) for head in tail.heads]
+        if block.resumable:
+            longer = self._index.longer(above.key, block.packed)
+            beside += [head for other in longer for head in other.heads]
         for head in (*above.heads.along(block.packed), *beside):
             self._index.place(head, above)
 
@@ -228,7 +242,21 @@ class Store:
         gone = below(top) if top else []
         for each in gone:
             self._remove(each)
+        if block is not None:
+            gone += self._clear_along(block, head.packed)
         return sum(each.size_bytes for each in gone)
+
+    def _clear_along(self, node: Block, packed: bytes) -> list[Block]:
+        """Remove what lies under a block along a conversation that is gone, unless another goes
+        through it."""
+        gone = []
+        for child in self._index.along(node, packed):
+            longer = self._index.longer(node.key, child.packed)
+            if not any(each.heads for other in (child, *longer) for each in below(other)):
+                gone += below(child)
+                for each in below(child):
+                    self._remove(each)
+        return gone
 
     def lasting_bytes(
         self, heads: Iterable[Head], token_bytes: int, checkpoint_bytes: int = 0
@@ -372,9 +400,13 @@ class Store:
         assert self._disk is not None
         assert self._spill is not None
         self._disk.counts.written_bytes += sum(order.size_bytes for order in news.orders)
+        for order in news.orders:  # of one that was overtaken since, too
+            if (block := self._index.get(order.key)) and block.stored:
+                record = order.record
+                block.filed = Kind(len(record.blob), record.exact, record.resumable)
         for order in self._disk.settle(news.orders):
             if block := self._index.get(order.key):
-                block.stored = True
+                block.filed = block.kind
                 self._let_give_way(block)
         self._spill.feed()
 
@@ -384,14 +416,25 @@ class Store:
         assert self._spill is not None
         for order in self._disk.settle(news.orders):
             block = self._index.get(order.key)
-            if block is not None and block.stored and not block.resumable:
-                block.exact = False  # the file it had before stands
+            if block is not None and block.stored:
+                self._fall_back(block, block.kind if news.filed else block.filed)
             elif block is not None:
                 if self._ram.fits(cost_bytes(order.record.blob, block.packed)):
                     self.promote(block, order.record.blob)  # it may have left RAM too early
                 self._leave_disk(block)
         self._disk.shrink(news.state, sum(order.size_bytes for order in news.orders))
         self._spill.make_room(0)
+
+    def _fall_back(self, block: Block, filed: Kind | None) -> None:
+        """A block is again what its file holds: the one it had before stands, or the new one does
+        and the index will be told so when it is opened."""
+        assert self._disk is not None
+        assert filed is not None
+        block.kind = block.filed = filed
+        self._disk.resize(block, disk_cost(block.packed, filed.size_bytes))
+        blob = self._ram.get(block)
+        if blob is not None and len(blob) > filed.size_bytes:  # a checkpoint comes after the cells
+            self._ram.put(block, bytes(blob[: filed.size_bytes]))
 
     def _leave_disk(self, block: Block) -> None:
         """What RAM holds stays, unless something above it is nowhere any more."""
@@ -410,9 +453,12 @@ class Store:
     def _on_fetched(self, fetch: Fetch) -> None:
         assert self._disk is not None
         fetch.done = True
-        for key, record in fetch.records.items():
+        for key, record in list(fetch.records.items()):
             self._disk.counts.read_bytes += len(record.blob)
             block = fetch.blocks[key]
+            if block.kind != fetch.kinds[key]:  # it was replaced while it was read
+                del fetch.records[key]
+                continue
             if not self._is_on_disk(block):
                 continue
             if block.packed != record.packed or block.root != record.root:
@@ -423,9 +469,10 @@ class Store:
                 self.promote(block, record.blob)
         for key in list(fetch.bad):
             fetch.records.pop(key, None)
-            if self._is_on_disk(fetch.blocks[key]):
+            block = fetch.blocks[key]
+            if self._is_on_disk(block) and block.kind == fetch.kinds[key]:
                 self._disk.counts.corrupt_blocks += 1
-                self.drop(fetch.blocks[key], aside=True)
+                self.drop(block, aside=True)
             else:
                 del fetch.bad[key]  # it left while it was read: no fault of its file
 

@@ -42,11 +42,12 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """These are not, and why."""
+    """These are not, and why; `filed` when their files are, and the index alone does not say so."""
 
     orders: tuple[WriteOrder, ...]
     state: State
     why: str
+    filed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +152,13 @@ class Writer:
         writes = [order for order in last.values() if isinstance(order, WriteOrder)]
         removals = [order for order in last.values() if isinstance(order, Remove)]
         asked = tuple(order for order in batch if isinstance(order, WriteOrder))
-        error = self._try_files(removals, writes)
+        failed = self._try_files(removals, writes)
         self._unsettled += [DropBlock(order.key) for order in removals]
         self._unsettled += [o for o in batch if isinstance(o, Change)]
-        error = self._try_commit([] if error else writes) or error
+        error = self._try_commit([] if failed else writes) or failed
         if error is not None:
-            self._tell(Unwritten(asked, _state_of(error), _sentence(error)))
+            state, why = _state_of(error), _sentence(error)
+            self._tell(Unwritten(asked, state, why, filed=failed is None))
         elif asked:
             self._tell(Written(asked))
         for order in batch:

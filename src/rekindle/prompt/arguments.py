@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from rekindle.errors import TemplateFailed
 from rekindle.prompt.content import Message, Render
+from rekindle.prompt.formats.value import clean
 
 Form = Callable[[Any], Any]
 
@@ -19,6 +20,7 @@ AS_PYTHON = "{'key'"  # a printed dictionary, not JSON
 PROBE_NAME = "needle_tool"
 DEPTH_LIMIT = 50  # deeper ones stay strings, and messages as deep as they came
 ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+HALF = "\\ud"  # an escape of half a character begins so
 HARMLESS = frozenset('nrt"\\')  # escapes that no control token's text is made of
 
 
@@ -30,7 +32,7 @@ def parse(text: str) -> Any:
         raise ValueError("it is nested too deep") from error
     if _depth(value) > DEPTH_LIMIT:
         raise ValueError("it is nested too deep")
-    return value
+    return _whole(value) if HALF in text.lower() else value
 
 
 def parsed(message: Message) -> Message:
@@ -46,10 +48,13 @@ class ArgumentForms:
     """What a template takes as the arguments of a call."""
 
     objects: bool
+    strings: bool = True  # beside objects
 
     def fit(self, message: Message) -> Message:
         """The same message with its calls' arguments in the form the template takes."""
-        return _with_arguments(message, _unescaped if self.objects else _text)
+        if not self.objects:
+            return _with_arguments(message, _text)
+        return _with_arguments(message, _unescaped if self.strings else _wrapped)
 
 
 OBJECTS = ArgumentForms(objects=True)
@@ -60,7 +65,7 @@ def probe(render: Render) -> ArgumentForms:
     objects, strings = (_attempt(render, form) for form in ({"key": "x"}, '{"key": "x"}'))
     if objects is None or AS_PYTHON in objects:
         return ArgumentForms(objects=strings is None)
-    return OBJECTS
+    return ArgumentForms(objects=True, strings=strings is not None)
 
 
 def _attempt(render: Render, arguments: Any) -> str | None:
@@ -116,8 +121,23 @@ def _unescaped(arguments: Any) -> Any:
     return _object(arguments)
 
 
+def _wrapped(arguments: Any) -> Any:
+    """An object in any case: what is no JSON object is in one."""
+    value = _unescaped(arguments)
+    return value if isinstance(value, Mapping) else {"arguments": value}
+
+
 def _text(arguments: Any) -> Any:
     return dump(arguments) if isinstance(arguments, Mapping) else arguments
+
+
+def _whole(value: Any) -> Any:
+    """The value with halves of characters replaced: no prompt can hold one."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(name): _whole(each) for name, each in value.items()}
+    return [_whole(each) for each in value] if isinstance(value, list) else value
 
 
 def _depth(value: Any) -> int:

@@ -37,7 +37,9 @@ class ContentForms:
             return {**message, "content": None if self.none else ""}
         if isinstance(content, str) and self.parts and not self.text:
             return {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, list) and not self.parts:
+        # Templates go through the parts of what people say; a result they print as it is.
+        is_result = self.text and message.get("role") == "tool"
+        if isinstance(content, list) and (is_result or not self.parts):
             return {**message, "content": joined(content)}
         return message
 

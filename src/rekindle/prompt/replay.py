@@ -19,17 +19,24 @@ from rekindle.prompt.content import Message
 from rekindle.prompt.quote import CLOSE, OPEN, unmark
 
 CALL, SAID = "call:", "said:"  # a reply by the id of a call, or by all that was said up to it
-REASONING = ("reasoning_content", "reasoning")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 ARGUMENTS_BACK, REASONING_BACK = "arguments", "reasoning"  # what can be put back
 
 
-def keys(messages: Sequence[Message]) -> Iterator[tuple[int, list[str]]]:
-    """For each reply in a conversation: its place, and the keys it may be known by."""
-    said = chained(canonical(_said(message)) for message in messages)
-    for index, (message, digest) in enumerate(zip(messages, said, strict=True)):
-        if message.get("role") == "assistant":
-            ids = (call.get("id") for call in _calls(message) if isinstance(call, Mapping))
-            yield index, [*(CALL + id for id in ids if isinstance(id, str) and id), SAID + digest]
+class Keys:
+    """The keys that the replies of a conversation may be known by."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.known: dict[int, list[str]] = {}  # by the place of a reply
+        self._chain = Chain()
+        for index, message in enumerate(messages):
+            digest = self._chain.add(canonical(_said(message)))
+            if message.get("role") == "assistant":
+                self.known[index] = [*_ids(message), SAID + digest]
+
+    def after(self, reply: Message) -> list[str]:
+        """Those of one more reply."""
+        return [*_ids(reply), SAID + self._chain.copy().add(canonical(_said(reply)))]
 
 
 def same(sent: Message, delivered: Message) -> bool:
@@ -38,7 +45,9 @@ def same(sent: Message, delivered: Message) -> bool:
     return _said(sent) == _said(delivered) and thought in ("", _thought(delivered))
 
 
-def restored(sent: Message, delivered: Message) -> tuple[Message, list[str]]:
+def restored(
+    sent: Message, delivered: Message, *, reasoning: bool = True
+) -> tuple[Message, list[str]]:
     """A message with calls, its arguments and its reasoning as they were; and what that changed."""
     calls, was = list(_calls(sent)), list(_calls(delivered))
     done = []
@@ -46,7 +55,7 @@ def restored(sent: Message, delivered: Message) -> tuple[Message, list[str]]:
         calls = [_with_arguments(*pair) for pair in zip(calls, map(_written, was), strict=True)]
         done.append(ARGUMENTS_BACK)
     message = {**sent, "tool_calls": calls}
-    if _thought(delivered) and not _thought(sent):
+    if reasoning and _thought(delivered) and not _thought(sent):
         message["reasoning_content"] = delivered["reasoning_content"]
         done.append(REASONING_BACK)
     return message, done
@@ -87,13 +96,21 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def chained(parts: Iterable[bytes]) -> Iterator[str]:
-    """The hash of each beginning of these parts, up to all of them."""
-    hasher = blake3()
-    for part in parts:
+class Chain:
+    """The hash of each beginning of a list, as it grows."""
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def add(self, part: bytes) -> str:
         # Framed by its length: ("ab", "c") and ("a", "bc") never meet.
-        hasher.update(len(part).to_bytes(8, "big") + part)
-        yield hasher.copy().hexdigest()
+        self._hasher.update(len(part).to_bytes(8, "big") + part)
+        return self._hasher.hexdigest()
+
+    def copy(self) -> Chain:
+        other = Chain()
+        other._hasher = self._hasher.copy()
+        return other
 
 
 def calls_said(message: Message) -> list[list[Any]]:
@@ -103,6 +120,11 @@ def calls_said(message: Message) -> list[list[Any]]:
 
 def _said(message: Message) -> list[Any]:
     return [message.get("role"), _text(message), canonical(calls_said(message)).decode()]
+
+
+def _ids(message: Message) -> Iterator[str]:
+    ids = (call.get("id") for call in _calls(message) if isinstance(call, Mapping))
+    return (CALL + id for id in ids if isinstance(id, str) and id)
 
 
 def _calls(message: Message) -> Sequence[Any]:

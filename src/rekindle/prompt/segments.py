@@ -12,29 +12,41 @@ from typing import Any
 from blake3 import blake3
 
 from rekindle.prompt.content import Message
-from rekindle.prompt.replay import REASONING, calls_said, canonical, chained
+from rekindle.prompt.replay import REASONING, Chain, calls_said, canonical
 
 SYSTEM_ROLES = ("system", "developer")
 HASH_DIGITS = 16
 UNSAID = frozenset({"message_id", "tool_call_id", *REASONING})  # names, and what clients leave out
 
 Segments = Sequence[tuple[str, str]]
+Parts = tuple[tuple[str, str], ...]
 
 
-def segments(
-    messages: Sequence[Message], tools: Sequence[Any] | None
-) -> tuple[tuple[str, str], ...]:
+def segments(messages: Sequence[Message], tools: Sequence[Any] | None) -> Parts:
     """("system", hash) of all system messages, ("tools", hash), then ("turn", hash) for each turn.
 
     A turn is a user message with all that follows it; what comes before the first is one, too.
     """
-    found: list[tuple[str, str]] = []
-    if system := [message for message in messages if _is_system(message)]:
-        found.append(("system", _hash(system)))
-    if tools:
-        found.append(("tools", _digest(sorted(canonical(tool).decode() for tool in tools))))
-    found += (("turn", _hash(turn)) for turn in _turns(messages))
-    return tuple(found)
+    return Told(messages, tools).segments
+
+
+class Told:
+    """A conversation's segments, and those after one more reply."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        found: list[tuple[str, str]] = []
+        if system := [message for message in messages if _is_system(message)]:
+            found.append(("system", _hash(system)))
+        if tools:
+            found.append(("tools", _digest(sorted(canonical(tool).decode() for tool in tools))))
+        turns = list(_turns(messages))
+        self._before: Parts = (*found, *(("turn", _hash(turn)) for turn in turns[:-1]))
+        self._last = Chain()  # of the last turn, which a reply goes on with
+        hashes = [_added(self._last, message) for message in turns[-1]] if turns else []
+        self.segments: Parts = (*self._before, *(("turn", hash) for hash in hashes[-1:]))
+
+    def after(self, reply: Message) -> Parts:
+        return *self._before, ("turn", _added(self._last.copy(), reply))
 
 
 def first_change(stored: Segments, sent: Segments, messages: Sequence[Message] = ()) -> str | None:
@@ -87,8 +99,12 @@ def _hash(messages: Sequence[Message]) -> str:
 
 def _hashes(messages: Sequence[Message]) -> Iterator[str]:
     """The hash of each beginning of these messages, up to all of them."""
-    for digest in chained(canonical(_said(message)) for message in messages):
-        yield digest[:HASH_DIGITS]
+    chain = Chain()
+    return (_added(chain, message) for message in messages)
+
+
+def _added(chain: Chain, message: Message) -> str:
+    return chain.add(canonical(_said(message)))[:HASH_DIGITS]
 
 
 def _said(message: Message) -> dict[str, Any]:

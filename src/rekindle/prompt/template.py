@@ -10,9 +10,10 @@ from typing import Any
 from jinja2 import Template
 
 from rekindle.errors import BadRequest, TemplateFailed
-from rekindle.prompt import arguments, toolless
+from rekindle.prompt import arguments, demands, toolless
 from rekindle.prompt.arguments import ArgumentForms
 from rekindle.prompt.content import Message, probe
+from rekindle.prompt.demands import Demands
 from rekindle.prompt.sandbox import Sandbox
 from rekindle.prompt.toolless import Toolless, uses_tools
 
@@ -58,6 +59,14 @@ class ChatTemplate:
             lambda messages: self._fitted(messages, [toolless.TOOL], add_generation_prompt=False)
         )
 
+    @cached_property
+    def _demands(self) -> Demands:
+        def render(messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+            fitting = [self._arguments.fit(message) for message in messages]
+            return self._fitted(fitting, tools, add_generation_prompt=True)
+
+        return demands.probe(render) if self.shows_tools else demands.NONE
+
     def render(
         self,
         messages: Sequence[Message],
@@ -74,6 +83,7 @@ class ChatTemplate:
             told = self._toolless.write(told, tools)
             tools = tools if self.shows_tools else None
             told = [self._arguments.fit(message) for message in told]
+            told, tools = self._demands.fit(told, tools)
         return self._fitted(told, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def _fitted(

@@ -21,7 +21,10 @@ TOOL = {
     "function": {
         "name": PROBE_NAME,
         "description": "Find something.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "What to find."}},
+        },
     },
 }
 CALL_NAME = "needle_call"  # another one: the tool's is told anyway

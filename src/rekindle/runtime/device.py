@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
 
-from rekindle.cache.block import Block, Wish
+from rekindle.cache.block import Block, Wish, chain
 from rekindle.cache.heads import Head
 from rekindle.cache.index import Match
 from rekindle.cache.key import TOKEN_BYTES, shared_prefix
@@ -97,13 +98,14 @@ class Device:
         self._most_residents = self._abilities.sequences - self._abilities.exact_sequences
         self._residents: list[Resident] = []  # least recently used first
         self.counts = Counts()
+        self.broken: EngineBroken | None = None  # since the last step
 
     # -- starting ------------------------------------------------------------------------------
 
     def start(self, turn: Turn, active: list[Turn]) -> Start:
         """Give the turn a sequence with all that can be reused in it."""
         plan = self._plan(turn, active)
-        if turn.fetch is None:
+        if self._is_to_fetch(plan, turn):
             turn.fetch = self._store.fetch(plan.blocks)
             if turn.is_fetching:
                 return Start.FETCHING
@@ -121,6 +123,15 @@ class Device:
             turn.report = self._explain(turn, Outcome(plan, sequence.length, tier))
             self.counts.reused_tokens += sequence.length
         return Start.STARTED
+
+    def _is_to_fetch(self, plan: Plan[Sequence], turn: Turn) -> bool:
+        """Once; and again when a bad block has left another way to go on."""
+        if turn.fetch is None:
+            return True
+        if not turn.fetch.bad:
+            return False
+        turn.trouble = turn.trouble or "corrupt"
+        return any(self._blob(block, turn) is None for block in plan.blocks)
 
     def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
         held = turn.held_tokens
@@ -151,6 +162,16 @@ class Device:
             return self._match(namespace, packed).tokens
         newest = next(self._resumable(namespace, packed), None)
         return newest.stop if newest else 0
+
+    def ends(self, head: Head) -> Iterator[Block]:
+        """Blocks after which a turn could go on with a conversation."""
+        if self._abilities.can_cut:
+            return chain(head.block)
+        return self._resumable(head.root, head.packed)
+
+    def equal_tokens(self, namespace: bytes, packed: bytes) -> int:
+        """How much of these tokens the store holds, whether or not a turn can go on from there."""
+        return self._match(namespace, packed).tokens
 
     def _resumable(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
         """Checkpoints of the tenant's and of what is common to all, the newest first."""
@@ -214,9 +235,11 @@ class Device:
 
     def _blob(self, block: Block, turn: Turn) -> Blob | None:
         blob = self._store.get(block)
-        if blob is None and turn.fetch is not None and block.key in turn.fetch.records:
-            return turn.fetch.records[block.key].blob  # RAM had no room to keep it
-        return blob
+        record = turn.fetch.records.get(block.key) if turn.fetch else None
+        if blob is not None or record is None:
+            return blob
+        is_it = record.exact >= block.exact and record.resumable == block.resumable
+        return record.blob if is_it else None  # RAM had no room to keep it
 
     def _restore(self, sequence: Sequence, block: Block, blob: Blob, *, resumable: bool) -> bool:
         """Append a block; the checkpoint it may have is of use only in the last one."""
@@ -260,7 +283,7 @@ class Device:
         if not keeps:
             self._engine.close_sequence(sequence)
             return
-        resident = _resident(turn, sequence)
+        resident = self._resident(turn, sequence)
         if sequence.exact:
             self._keep_all(resident)  # its lane is wanted by the next exact turn
             self._engine.close_sequence(sequence)
@@ -271,14 +294,25 @@ class Device:
     def keep_prompt(self, turn: Turn) -> None:
         """Keep the prompt of an exact turn while it goes on."""
         if turn.sequence is not None and turn.ask.reuse and self._abilities.can_cut:
-            self._keep_all(_resident(turn, turn.sequence))
+            self._keep_all(self._resident(turn, turn.sequence))
 
     def keep_checkpoint(self, turn: Turn) -> None:
         """Keep a turn's state as far as it has got, with a checkpoint, while it goes on."""
         assert turn.sequence is not None
-        resident = _resident(turn, turn.sequence)
-        self._keep_all(resident)
-        turn.kept = resident.kept.whole(self._abilities.block_tokens)
+        resident = self._resident(turn, turn.sequence)
+        if self._keep_all(resident):
+            turn.kept = resident.kept.whole(self._abilities.block_tokens)
+
+    def _resident(self, turn: Turn, sequence: Sequence) -> Resident:
+        """What a turn has got to; kept from the beginning again if what it kept has left since."""
+        return Resident(
+            sequence,
+            bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
+            turn.namespace,
+            exact_tokens=turn.prompt_tokens if sequence.exact else 0,
+            wish=turn.wish,
+            kept=turn.kept if self._store.knows(turn.kept.key) else Kept(0, turn.namespace),
+        )
 
     def keep_one(self) -> bool:
         """Export one block of a resident; False when all are kept. For idle moments."""
@@ -290,11 +324,14 @@ class Device:
                 return True
         return False
 
-    def _keep_all(self, resident: Resident) -> None:
+    def _keep_all(self, resident: Resident) -> bool:
+        """False: there was no room for all of it."""
+        kept = True
         while resident.kept.tokens < resident.tokens:
-            self._keep_next(resident)
+            kept = self._keep_next(resident)
+        return kept
 
-    def _keep_next(self, resident: Resident) -> None:
+    def _keep_next(self, resident: Resident) -> bool:
         start = resident.kept.tokens
         stop = min(start + self._abilities.block_tokens, resident.tokens)
         packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
@@ -317,6 +354,7 @@ class Device:
         self._store.wish_for(resident.kept.key, resident.wish)  # it may have been another's before
         if not kept:  # no room: nothing more fits
             resident.kept = Kept(resident.tokens, resident.kept.key)
+        return kept
 
     def _is_exact(self, resident: Resident, start: int, stop: int) -> bool:
         """Whether the block was computed in whole canonical steps."""
@@ -349,11 +387,16 @@ class Device:
 
     def keep_everything(self) -> None:
         """Export all that is still here alone."""
-        for resident in self._residents:
-            self._keep_all(resident)
+        with self._noticing():
+            for resident in self._residents:
+                self._keep_all(resident)
 
     def forget(self, head: Head) -> None:
         """Close residents of this conversation: what was deleted is not reused from here."""
+        with self._noticing():
+            self._forget(head)
+
+    def _forget(self, head: Head) -> None:
         for resident in list(self._residents):
             least = min(len(head.packed), len(resident.packed)) // TOKEN_BYTES
             of_it = shared_prefix(head.packed, resident.packed) == least
@@ -363,18 +406,18 @@ class Device:
                 self._residents.remove(resident)
                 self._engine.close_sequence(resident.sequence)
 
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """The engine may break between two steps: turns that run are not there either any more,
+        and whoever steps next has to know."""
+        try:
+            yield
+        except EngineBroken as error:
+            self._residents.clear()
+            self.broken = error
+
     def lose_everything(self) -> None:
         """The engine was rebuilt: nothing lives there any more."""
         self._residents.clear()
+        self.broken = None
         self.counts.rebuilds += 1
-
-
-def _resident(turn: Turn, sequence: Sequence) -> Resident:
-    return Resident(
-        sequence,
-        bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
-        turn.namespace,
-        exact_tokens=turn.prompt_tokens if sequence.exact else 0,
-        wish=turn.wish,
-        kept=turn.kept,
-    )

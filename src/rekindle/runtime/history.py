@@ -7,7 +7,7 @@ it is the same, and whether the prompt shows it where it was sampled, is looked 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rekindle.cache.entries import Entries, Entry
@@ -17,7 +17,7 @@ from rekindle.cache.replies import Reply
 from rekindle.prompt.arguments import parsed
 from rekindle.prompt.content import Message
 from rekindle.prompt.head import Remembered
-from rekindle.prompt.replay import Ends, canonical, keys, restored, same, shows
+from rekindle.prompt.replay import Ends, Keys, canonical, restored, same, shows
 from rekindle.runtime.turn import Turn
 
 Known = tuple[Entry, Reply]
@@ -31,16 +31,15 @@ class History:
         entries: Entries,
         root: bytes,
         messages: Sequence[Message],
-        names: Mapping[int, Sequence[str]] | None = None,
+        keys: Keys,
     ) -> None:
-        """`names`: the keys of each reply, where they are known already."""
         self._entries = entries
         self._root = root
         self._sent = messages
         self._known: dict[int, list[Known]] = {}  # by message, oldest first
         self._said: dict[int, str] = {}  # the key of all that was said up to it
         if entries.knows_replies(root):
-            for index, each in keys(messages) if names is None else names.items():
+            for index, each in keys.known.items():
                 if known := list(self._find(each)):
                     self._known[index], self._said[index] = known, each[-1]
 
@@ -57,13 +56,19 @@ class History:
         messages, done = list(self._sent), dict[str, None]()
         for index, known in self._known.items():
             sent = messages[index]
-            delivered = (_message(reply) for _, reply in known)
-            fitting = (each for each in delivered if each and same(sent, each))
-            if sent.get("tool_calls") and (was := next(fitting, None)):
-                message, changes = restored(sent, was)
+            delivered = ((reply, _message(reply)) for _, reply in known)
+            fitting = ((reply, was) for reply, was in delivered if was and same(sent, was))
+            if sent.get("tool_calls") and (found := next(fitting, None)):
+                reply, was = found
+                follows = self._follows(index, reply)  # else it may quote what was taken out
+                message, changes = restored(sent, was, reasoning=follows)
                 messages[index] = parsed(message)
                 done.update(dict.fromkeys(changes))
         return messages, sorted(done)
+
+    def _follows(self, index: int, reply: Reply) -> bool:
+        """Whether all that was said before a reply is what was said before it then."""
+        return self._said[index] in reply.keys
 
     def recall(self, marked: bytes, ends: Ends) -> Remembered | None:
         """The longest beginning of a prompt of this conversation whose tokens are remembered."""
@@ -100,7 +105,7 @@ class History:
         if delivered is None:  # it is nothing but text
             return reply.end_bytes if 0 < reply.end_bytes <= overlap.text_bytes(entry) else None
         end = ends.after(marked, begin) if reply.end_tokens else None
-        if end is None or self._said[index] not in reply.keys:  # after other messages it is another
+        if end is None or not self._follows(index, reply):  # after other messages it is another
             return None
         is_there = same(self._sent[index], delivered) and shows(marked[begin:end], delivered)
         return end if is_there else None
@@ -148,14 +153,14 @@ def replies_after(
     if not messages or not marked:
         return (), None
     is_said = turn.ask.preparing is None
-    names = dict(keys([*messages, turn.message] if is_said else messages))
-    own = names.pop(len(messages), [])
-    earlier, before = History(entries, turn.namespace, messages, names).carried(text, packed)
+    keys = turn.keys or Keys(messages)
+    earlier, before = History(entries, turn.namespace, messages, keys).carried(text, packed)
     if is_said:
         plain = turn.is_plain
         message, end_bytes = (b"", len(text)) if plain else (canonical(turn.message), 0)
         prompt = len(marked), turn.prompt_tokens
-        earlier.append(Reply(tuple(own), message, *prompt, end_tokens, end_bytes))
+        own = tuple(keys.after(turn.message))
+        earlier.append(Reply(own, message, *prompt, end_tokens, end_bytes))
     return tuple(earlier), before
 
 

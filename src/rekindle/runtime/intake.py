@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle.cache.entries import Entries
 from rekindle.cache.key import namespace
@@ -14,7 +14,8 @@ from rekindle.engine.llamacpp.vocabulary import Vocabulary
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.prompt.arguments import parsed
 from rekindle.prompt.definitions import described, differ, ordered
-from rekindle.prompt.replay import Ends
+from rekindle.prompt.replay import Ends, Keys
+from rekindle.prompt.segments import Told
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.prompt.volatile import settled
 from rekindle.runtime import wire
@@ -27,6 +28,14 @@ Tools = list[Any] | None
 
 TOOLS_IN_ORDER = "tools"
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
+
+
+class Read(NamedTuple):
+    """A request as a prompt."""
+
+    prompt: Prompt
+    changes: list[str]  # in the request, so that more of it matches
+    keys: Keys | None = None  # of a conversation's replies
 
 
 class Intake:
@@ -59,7 +68,7 @@ class Intake:
             raise BadRequest(
                 f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
             )
-        prompt, changes = self._prompt(ask)
+        prompt, changes, keys = self._prompt(ask)
         rules = self._manner.rules(ask, prompt)
         if ask.ignore_eos and rules.constraint is None:  # a constrained reply ends when it is whole
             ends = dict.fromkeys(self._manner.end_tokens, float("-inf"))
@@ -77,34 +86,39 @@ class Intake:
             constraint=rules.constraint,
         )
         turn.normalised = changes
+        if ask.messages and ask.reuse:  # long conversations are hashed here, not between two steps
+            turn.keys, turn.told = keys, Told(ask.messages, ask.tools)
         return turn
 
-    def _prompt(self, ask: wire.Ask) -> tuple[Prompt, list[str]]:
-        """The prompt, and what was changed in the request so that more of it matches."""
+    def _prompt(self, ask: wire.Ask) -> Read:
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
         recalls = ask.reuse and not ask.exact
         if ask.messages is not None:
-            changes = self._settle(ask) if ask.normalise else []
+            changes = self._settle(ask)
             kwargs = ask.template_kwargs
             if ask.preparing is not None:
-                return self._prefix(ask.messages, ask.tools, kwargs), changes
+                return Read(self._prefix(ask.messages, ask.tools, kwargs), changes)
             root = self.root(ask.salt) if recalls else None
-            prompt, more = self._chat(ask.messages, ask.tools, kwargs, root)
-            return prompt, [*changes, *more]
+            prompt, more, keys = self._chat(ask.messages, ask.tools, kwargs, root)
+            return Read(prompt, [*changes, *more], keys)
         assert ask.prompt is not None
         if not ask.prompt:
-            return self._beginning(), []
+            return Read(self._beginning(), [])
         if isinstance(ask.prompt, str):
             self._check_size(ask.prompt, ask.source)
-            history = History(self._entries, self.root(ask.salt), [])
+            history = History(self._entries, self.root(ask.salt), [], Keys([]))
             recall = partial(history.recall, ends=self._ends) if recalls else None
-            return self._encoder.text(ask.prompt, recall=recall), []
-        return self._given(ask.prompt), []
+            return Read(self._encoder.text(ask.prompt, recall=recall), [])
+        return Read(self._given(ask.prompt), [])
 
     def _settle(self, about: wire.Ask | wire.Validate | wire.IndexPrompt) -> list[str]:
         """Take out of a request what changes without meaning; the names of what was found."""
         assert about.messages is not None
+        if not about.normalise:
+            return []
         messages, changes = settled(about.messages)
+        if not messages:  # there is nothing else to ask
+            messages, changes = list(about.messages), []
         about.messages = [dict(message) for message in messages]
         if about.tools:
             tools = ordered(about.tools)
@@ -122,20 +136,21 @@ class Intake:
 
     def _chat(
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], root: bytes | None
-    ) -> tuple[Prompt, list[str]]:
+    ) -> Read:
         """A conversation's prompt, and what was put back in it; without a root nothing is."""
         self._check_size(messages, "messages")
         sent = [parsed(message) for message in messages]
+        keys = Keys(sent)
         encode = partial(self._encoder.chat, tools=described(tools), template_kwargs=kwargs)
         if root is None:
-            return encode(sent), []
-        history = History(self._entries, root, sent)
+            return Read(encode(sent), [], keys)
+        history = History(self._entries, root, sent, keys)
         recall = partial(history.recall, ends=self._ends)
         as_sampled, changes = history.restored()
         if changes:
             with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
-                return encode(as_sampled, recall=recall), changes
-        return encode(sent, recall=recall), []
+                return Read(encode(as_sampled, recall=recall), changes, keys)
+        return Read(encode(sent, recall=recall), [], keys)
 
     @cached_property
     def _ends(self) -> Ends:
@@ -168,8 +183,7 @@ class Intake:
         self._settle(op)
         if isinstance(op, wire.IndexPrompt):
             return self._prefix(op.messages, op.tools, {})
-        prompt, _ = self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt))
-        return prompt
+        return self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt)).prompt
 
 
 def _salt(ask: wire.Ask) -> bytes:

@@ -47,7 +47,7 @@ class Manner:
         self._shown = self._tokens(self.format.markers)
         self.end_tokens = vocabulary.end_tokens | self._tokens(self.format.ends)
         self._grammars = Grammars(
-            vocabulary, vocabulary_size=vocabulary.size, end_tokens=vocabulary.end_tokens
+            vocabulary, vocabulary_size=vocabulary.size, end_tokens=self.end_tokens
         )
 
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:

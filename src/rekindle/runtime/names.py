@@ -22,7 +22,7 @@ from rekindle.prompt.content import Message
 from rekindle.prompt.difference import first_difference
 from rekindle.prompt.fingerprint import fingerprint, previous
 from rekindle.prompt.quote import unmark
-from rekindle.prompt.segments import first_change, segments
+from rekindle.prompt.segments import Parts, Told, first_change, segments
 from rekindle.prompt.tokens import Encoder, Prompt
 from rekindle.runtime.device import Outcome
 from rekindle.runtime.history import replies_after
@@ -283,7 +283,7 @@ class Names:
 
     def _draft(self, turn: Turn, naming: Naming, finished: Finished) -> Draft:
         reached = self._head(turn)
-        packed = pack(reached.tokens)
+        packed = bytes(turn.packed[: len(reached.tokens) * TOKEN_BYTES])
         replies, before = replies_after(
             self._entries, turn, reached.text, packed, end_tokens=reached.end_tokens
         )
@@ -297,7 +297,7 @@ class Names:
             text_tokens=reached.text_tokens,
             replies=replies,
             after=before,
-            segments=segments(_conversation(turn), turn.ask.tools),
+            segments=_segments(turn),
             names=tuple(_new_names(turn, naming, finished)),
             ttl_s=preparing.ttl_s if preparing else ttl_s,
             keyed=keyed,
@@ -319,8 +319,10 @@ class Names:
         if turn.ask.stop:  # what that cut off is among the tokens
             shown = unmark(head.marked[len(prompt.marked) :])
             is_whole = shown.strip() == said.encode().strip()
+            is_whole &= not turn.broke_off
             return Reached(head.tokens, head.marked, count, count if is_whole else 0)
-        return Reached(turn.tokens, head.marked, count, len(turn.tokens))
+        end = 0 if turn.broke_off else len(turn.tokens)
+        return Reached(turn.tokens, head.marked, count, end)
 
 
 def _proposals(naming: Naming) -> Iterator[Name]:
@@ -351,6 +353,13 @@ def _conversation(turn: Turn) -> list[Message]:
     if turn.ask.preparing is None and messages:
         messages.append(turn.message)
     return messages
+
+
+def _segments(turn: Turn) -> Parts:
+    messages = turn.ask.messages or []
+    told = turn.told or Told(messages, turn.ask.tools)
+    is_said = turn.ask.preparing is None and messages
+    return told.after(turn.message) if is_said else told.segments
 
 
 def _is_named(naming: Naming) -> bool:

@@ -129,15 +129,17 @@ class Queries:
                 status="miss", reusable_tokens=0, invalidated_at=None, reason=reason
             )
         told = self._names.compare(entry, prompt, op.messages, op.tools)
-        stored = self._device.reusable_tokens(root, pack(prompt.tokens[:-1]))
+        packed = pack(prompt.tokens[:-1])
+        stored = self._device.reusable_tokens(root, packed)
         reusable = min(stored, told.common_tokens)
-        evicted = told.covers and stored < told.common_tokens - 1
-        status: Status = "hit" if told.covers and not evicted else "partial_hit"
+        short = told.covers and stored < told.common_tokens - 1
+        evicted = self._device.equal_tokens(root, packed) < told.common_tokens - 1
+        status: Status = "hit" if told.covers and not short else "partial_hit"
         return wire.Validity(
             status=status if reusable else "miss",
             reusable_tokens=reusable,
             invalidated_at=told.changed,
-            reason="evicted" if evicted else told.reason,
+            reason=("evicted" if evicted else "checkpoint_boundary") if short else told.reason,
             diverged_at=told.diverged_at,
         )
 
@@ -157,7 +159,7 @@ class Queries:
     # -- words ---------------------------------------------------------------------------------
 
     def info(self, entry: Entry) -> wire.EntryInfo:
-        blocks = list(chain(entry.block))
+        blocks, ends = list(chain(entry.block)), list(self._device.ends(entry))
         at_hand = all(self._store.get(block) is not None for block in blocks)
         left_s = entry.expires_in_s(self._clock)
         tokens = entry.tokens
@@ -167,8 +169,8 @@ class Queries:
             token_count=tokens,
             tier=("ram" if at_hand else "disk") if blocks else None,
             size_bytes=sum(block.size_bytes for block in blocks),
-            held_tokens=min(blocks[0].stop, tokens) if blocks else 0,
-            stored_tokens=min(max((b.stop for b in blocks if b.stored), default=0), tokens),
+            held_tokens=min(max((b.stop for b in ends), default=0), tokens),
+            stored_tokens=min(max((b.stop for b in ends if b.stored), default=0), tokens),
             hit_count=entry.hits,
             pinned=entry.pinned,
             ttl=entry.ttl_s,

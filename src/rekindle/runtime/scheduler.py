@@ -57,6 +57,7 @@ class Scheduler:
 
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
+        self._notice()
         for turn in [*self._waiting, *self._active]:
             if turn.id == turn_id:
                 self._emit([turn.cancelled()])
@@ -74,6 +75,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """One native call's worth of work; False when there is nothing at all to do."""
+        self._notice()
         try:
             self._admit()
             work = self._compose()
@@ -143,7 +145,7 @@ class Scheduler:
         together = leader.ask.reuse and turn.ask.reuse and leader.ask.exact == turn.ask.exact
         if not together or leader.namespace != turn.namespace:
             return False
-        common = shared_prefix(leader.packed, turn.packed)
+        common = min(shared_prefix(leader.packed, turn.packed), len(turn.tokens) - 1)
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
         ahead = turn.ask.exact or common > leader.held_tokens
         if common < FOLLOW_TOKENS or not ahead:
@@ -214,8 +216,10 @@ class Scheduler:
                 ended.append(turn)
         if events:
             self._emit(events)  # before keeping: clients do not wait for that
+        for turn in ended:  # all of them, before keeping the first can break the engine
+            self._leave(turn)
         for turn in ended:
-            self._end(turn)
+            self._device.retire(turn)
         for turn, _ in work:
             if turn.ask.exact and turn.generated_tokens == 1:
                 self._device.keep_prompt(turn)  # for exact turns that wait for this prefix
@@ -253,6 +257,10 @@ class Scheduler:
 
     def _end(self, turn: Turn) -> None:
         """Give back everything a turn holds; what it computed is kept."""
+        self._leave(turn)
+        self._device.retire(turn)
+
+    def _leave(self, turn: Turn) -> None:
         if turn in self._active:
             self._active.remove(turn)
         else:
@@ -260,7 +268,6 @@ class Scheduler:
         if turn.sampler is not None:
             turn.sampler.close()
             turn.sampler = None
-        self._device.retire(turn)
 
     def _relieve(self, work: list[tuple[Turn, Work]]) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
@@ -276,6 +283,11 @@ class Scheduler:
         self._device.make_room(self._engine.abilities.pool_tokens)
         self._active.remove(last)
         self._waiting.insert(0, last)
+
+    def _notice(self) -> None:
+        """Start over if the engine broke since the last step."""
+        if self._device.broken is not None:
+            self._start_over(self._device.broken)
 
     def _start_over(self, error: EngineBroken) -> None:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error

@@ -29,9 +29,12 @@ from rekindle.events import (
     TokenLog,
 )
 from rekindle.prompt.output import TextStream
+from rekindle.prompt.replay import Keys
 from rekindle.prompt.reply import Argued, Called, Parser, Part, Said, Thought
+from rekindle.prompt.segments import Told
 from rekindle.prompt.tokens import Prompt, Tokenizer
 from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.logs import Logs
 from rekindle.runtime.wire import Ask
 
 CALL_ID = string.ascii_letters + string.digits
@@ -103,15 +106,20 @@ class Turn:
         self.wish = Wish.NEVER  # when what it computes is to be written to disk
         self.fetch: Fetch | None = None  # its blocks on their way from disk
         self.normalised: list[str] = []  # what was changed in the request so that more matches
+        self.keys: Keys | None = None  # of the conversation's replies
+        self.told: Told | None = None  # its segments
         self.constraint = constraint
         self.reasoning_tokens = 0
-        self.reply = Delivered()
+        self.reply = Delivered(parallel=ask.tool_use.parallel)
+        self.broke_off = False  # in the middle of a thought or a call, or after the one call
+        self._is_cut = False  # by a stop string, in the middle of a call
         self._parser = parser
+        self._shown = shown
         self._tokenizer = tokenizer
         ends = constraint is not None or not ask.ignore_eos
         self._end_tokens = end_tokens if ends else frozenset()
         self._text = TextStream(tokenizer, ask.stop, shown)
-        self._logs: list[TokenLog] = []
+        self._logs = Logs()
         room = context_tokens - len(prompt.tokens)
         self._most_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
 
@@ -191,61 +199,62 @@ class Turn:
         text = self._text.push(sampled.token)
         self._log(sampled)
         events = self._say(text)
-        self.reasoning_tokens += thinking or self._is_thinking
-        if self._text.stopped or self._has_called:
-            return self._finish("stop", events)
+        if thinking or self._is_thinking:
+            self.reasoning_tokens += 1
+            self._logs.drop()
+        if self._text.stopped or self.reply.is_enough:
+            return self._break_off("stop", events)
         if self.remaining_tokens <= 0:
-            return self._finish("length", events)
+            return self._break_off("length", events)
         return events
 
     @property
     def _is_thinking(self) -> bool:
         return self._parser is not None and self._parser.thinking
 
-    @property
-    def _has_called(self) -> bool:
-        """Whether the one call is made that a client takes at a time."""
-        calls = self._parser.ended_calls if self._parser else 0
-        return calls > 0 and not self.ask.tool_use.parallel
-
     def _log(self, sampled: Sampled) -> None:
         if sampled.logprob is not None:
             piece = self._tokenizer.piece
             top = [(piece(token, special=True), score) for token, score in sampled.top]
             own = piece(sampled.token, special=True)
-            self._logs.append(TokenLog(own, sampled.logprob, top))
+            log = TokenLog(own, sampled.logprob, top)
+            self._logs.add(log, marker=sampled.token in self._shown)
 
     def _say(self, text: str) -> list[Event]:
         self.reply.raw.append(text)
         if self._parser is None:
-            return self._tell([Said(text)])
+            self.reply.add(Said(text))
+            logs = self._logs.all()
+            return [Text(self.id, text, logs or None)] if text or logs else []
         return self._tell(self._parser.push(text))
 
     def _tell(self, parts: Iterable[Part]) -> list[Event]:
-        """Parts of the reply as events; log probabilities are those of what is said."""
-        events = [event for part in parts if (event := self._event(part)) is not None]
-        if self._logs and not self._is_thinking and not self.reply.calls:
-            logs, self._logs = self._logs, []
-            said = next((event for event in events if isinstance(event, Text)), None)
-            if said is None:
-                return [*events, Text(self.id, "", logs)]
-            said.logs = logs
-        return events
+        """Parts of the reply as events."""
+        return [event for part in parts if (event := self._event(part)) is not None]
 
     def _event(self, part: Part) -> Event | None:
-        self.reply.add(part)
+        """Log probabilities are those of what is said."""
+        if not self.reply.add(part):
+            return None
         match part:
             case Said(text) if text:
-                return Text(self.id, text)
+                return Text(self.id, text, self._logs.of(text) or None)
             case Thought(text) if text:
-                self._logs.clear()
+                self._logs.drop()
                 return Reasoning(self.id, text)
             case Called(call, name):
-                self._logs.clear()
+                self._logs.drop()
                 return CallBegun(self.id, call, self.reply.calls[call].id, name)
             case Argued(call, text) if text:
                 return CallArguments(self.id, call, text)
         return None
+
+    def _break_off(self, reason: FinishReason, said: list[Event]) -> list[Event]:
+        """The model has not ended its reply itself."""
+        self.broke_off = bool(self.reply.calls) or self._is_thinking
+        ended = self._parser.ended_calls if self._parser else 0
+        self._is_cut = self._text.stopped and ended < len(self.reply.calls)
+        return self._finish(reason, said)
 
     def _finish(self, reason: FinishReason, said: list[Event]) -> list[Event]:
         said = [*said, *self._say(self._text.finish())]
@@ -254,7 +263,7 @@ class Turn:
         if self.constraint is not None and self.constraint.trouble:
             trouble = f"the reply could not be held to its schema: {self.constraint.trouble}"
             return [*said, self.failed(ServerError(trouble))]
-        if reason == "stop" and self.reply.calls:
+        if reason == "stop" and self.reply.calls and not self._is_cut:
             reason = "tool_calls"
         assert self.report is not None
         kept = self.held_tokens if self.ask.reuse else 0
@@ -296,15 +305,22 @@ class Call:
 
 
 class Delivered:
-    """What a client was given of a reply, part by part."""
+    """What a client was given of a reply, part by part. One that takes one call at a time is given
+    nothing of what follows it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parallel: bool = True) -> None:
         self.raw: list[str] = []
         self.calls: list[Call] = []
+        self.is_enough = False  # the one call was made, and the reply goes on
+        self._parallel = parallel
         self._said: list[str] = []
         self._thought: list[str] = []
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Part) -> bool:
+        """Whether it is part of what the client is given."""
+        self.is_enough |= self._is_beyond(part)
+        if self.is_enough:
+            return False
         match part:
             case Said(text):
                 self._said.append(text)
@@ -314,6 +330,12 @@ class Delivered:
                 self.calls.append(Call(name))
             case Argued(call, text):
                 self.calls[call].arguments.append(text)
+        return True
+
+    def _is_beyond(self, part: Part) -> bool:
+        if self._parallel or not self.calls:
+            return False
+        return not isinstance(part, Argued)
 
     @property
     def content(self) -> str:

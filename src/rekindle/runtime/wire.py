@@ -139,6 +139,7 @@ class Validate(Struct, tag=True, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}
+    normalise: bool = True
 
 
 class IndexPrompt(Struct, tag=True, kw_only=True):
@@ -147,6 +148,7 @@ class IndexPrompt(Struct, tag=True, kw_only=True):
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     preparing: Preparing
+    normalise: bool = True
 
 
 class Settle(Struct, tag=True):

@@ -151,7 +151,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_layer": (c_int32, [_P]),
     "llama_model_n_swa": (c_int32, [_P]),
     "llama_model_size": (c_uint64, [_P]),
-    "llama_model_n_swa": (c_int32, [_P]),
     "llama_model_is_recurrent": (c_bool, [_P]),
     "llama_model_is_hybrid": (c_bool, [_P]),
     "llama_model_has_encoder": (c_bool, [_P]),

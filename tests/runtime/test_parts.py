@@ -1,0 +1,177 @@
+"""A reply in parts: log probabilities belong to what is said, one call at a time is one, and what
+broke off is not taken for a whole reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.events import CacheReport, Event, Finished, Text
+from rekindle.runtime.turn import Turn
+from rekindle.runtime.wire import Ask, ToolUse
+from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
+from tests.support.agent import Agent, as_it_was
+from tests.support.office import CHATML_CONTROL, HARMONY_CONTROL
+
+PYTHONIC = HERMES.replace("<tool_call>\n", "<|tool_call_start|>").replace("<tools>", "[")
+ONE_AT_A_TIME = ToolUse(parallel=False)
+TAGGED = (*CHATML_CONTROL, "<think>", "</think>", "<tool_call>", "</tool_call>")
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("read", "write")
+]
+
+
+def call(step: int) -> str:
+    arguments = f'{{"path":"/room/{step}",  "text": "swept {step}"}}'
+    return f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+
+
+def thinking(step: int) -> str:
+    return f"<think>\nRoom {step} comes next.\n</think>\n\n" + call(step)
+
+
+def turn_of(agent: Agent, **fields: Any) -> Turn:
+    fields = {"tools": TOOLS, "max_tokens": None, **fields}
+    ask = Ask(turn=1, messages=agent.history, sampling=Sampling(top_logprobs=0), **fields)
+    turn = agent.intake.turn(ask)
+    turn.report = CacheReport("miss", "", 0, 0, None)
+    return turn
+
+
+def heard(turn: Turn, tokens: list[int]) -> list[Event]:
+    events: list[Event] = []
+    for token in tokens:
+        events += turn.accept(Sampled(token, -1.0, ()))
+        if events and isinstance(events[-1], Finished):
+            break
+    return events
+
+
+def texts(events: list[Event]) -> list[Text]:
+    return [event for event in events if isinstance(event, Text)]
+
+
+def logged(events: list[Event]) -> bytes:
+    return b"".join(log.piece for event in texts(events) for log in event.logs or ())
+
+
+CHANNELLED = (
+    "<|channel|>analysis<|message|>Hm, a final word.<|end|><|start|>assistant<|channel|>final"
+    "<|message|>a thing<|return|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "control", "raw", "said"),
+    [
+        (THINKING, CHATML_CONTROL, "<think>\nHm.\n</think>\n\nHello <b> there\n" + call(0), ...),
+        (THINKING, TAGGED, "<think>\nHm.\n</think>\n\nHello <b> there\n" + call(0), ...),
+        (HERMES, TAGGED, "x <<y " + call(0), "x <<y"),
+        (HERMES, TAGGED, "x <tool_call> y", "x <tool_call> y"),
+        (HERMES, TAGGED, call(0), ""),
+        (THINKING, TAGGED, "<think>\nHm.", ""),
+        (HERMES, CHATML_CONTROL, "Zürich €", "Zürich €"),
+        (CHANNELS, HARMONY_CONTROL, CHANNELLED, "a thing"),
+    ],
+)
+def test_log_probabilities_are_those_of_the_tokens_that_were_said(
+    template: str, control: tuple[str, ...], raw: str, said: Any
+) -> None:
+    said = "Hello <b> there" if said is ... else said
+    end = "<|return|>" if control is HARMONY_CONTROL else "<|im_end|>"
+    agent = Agent(template, control=control, ends=(end,), tools=TOOLS)
+    events = heard(turn_of(agent), [*agent.letters.sampled(raw), agent.letters.control_texts[end]])
+    assert "".join(event.text for event in texts(events)) == said
+    assert logged(events) == said.encode()
+    assert all(event.text for event in texts(events))  # a call's stream begins with no text
+
+
+def test_without_parts_every_token_is_logged_at_once() -> None:
+    agent = Agent(HERMES, tools=TOOLS)
+    events = heard(turn_of(agent, tools=None, stop=["ab"]), agent.letters.sampled("xay"))
+    assert [event.logs and event.logs[0].piece for event in texts(events)] == [b"x", b"a", b"y"]
+
+
+# -- one call at a time --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", ["\n" + call(1), "\nDone! " * 3])
+def test_a_client_that_takes_one_call_at_a_time_gets_one(more: str) -> None:
+    agent = Agent(HERMES, tools=TOOLS)
+    reply = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
+    assert reply.finished.reason == "tool_calls"
+    assert len(reply.turn.reply.calls) == 1
+    assert reply.turn.message["content"] is None
+    assert len(reply.tokens) < len(call(0) + more)  # nor is the rest sampled
+
+
+def test_of_calls_that_come_as_one_list_one_is_taken() -> None:
+    agent = Agent(PYTHONIC, tools=TOOLS)
+    reply = agent.step('[read(path="a"), write(path="b")]', tool_use=ONE_AT_A_TIME)
+    assert [each.name for each in reply.turn.reply.calls] == ["read"]
+
+
+@pytest.mark.parametrize("more", ["", "\n" + call(1)])
+def test_one_call_at_a_time_comes_back_whole(more: str) -> None:
+    agent = Agent(HERMES, tools=TOOLS)
+    first = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
+    agent.go_on(first, as_it_was, "done")
+    second = agent.step("ok", tool_use=ONE_AT_A_TIME)
+    spelled = agent.letters.spelled(second.turn.prompt.tokens)
+    assert spelled.count("</tool_call><|im_end|>") == 1
+    assert spelled.count('"name": "write"') == 2  # the definition, and the call
+    if not more:
+        assert second.reused == len(first.turn.tokens)
+
+
+# -- broken off ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"), [({"max_tokens": 60}, "length"), ({"stop": ["swept"]}, "stop")]
+)
+def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
+    fields: dict[str, Any], end: str
+) -> None:
+    agent = Agent(HERMES, tools=TOOLS)
+    agent.history[0]["content"] = "Short."
+    agent.engine.scripts.append(agent.letters.sampled(call(0)))
+    ask = {"max_tokens": None, "tools": TOOLS, **fields}
+    request = Ask(turn=1, messages=agent.history, sampling=Sampling(temperature=0), **ask)
+    reply = agent.desk.take(agent.intake.turn(request))
+    agent.desk.run(reply)
+    assert reply.finished.reason == end
+    agent.history = [*agent.history, reply.turn.message, {"role": "user", "content": "Go on."}]
+    later = agent.step("ok")
+    fresh = agent.step("ok", exact=True)
+    spelled = agent.letters.spelled
+    assert spelled(later.turn.prompt.tokens) == spelled(fresh.turn.prompt.tokens)
+    assert "</tool_call><|im_end|>" in spelled(later.turn.prompt.tokens)
+
+
+def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
+    """In channels nothing but the next marker tells where the arguments end."""
+    agent = Agent(CHANNELS, control=HARMONY_CONTROL, ends=("<|call|>",), tools=TOOLS)
+    raw = '<|channel|>commentary to=functions.write<|message|>{"path": "a", "text": "swept"}'
+    assert agent.step(raw).finished.reason == "tool_calls"
+    stopped = agent.step(raw, stop=["swept"])
+    assert stopped.finished.reason == "stop"
+    assert stopped.turn.message["tool_calls"][0]["function"]["arguments"] == (
+        '{"path": "a", "text": "'
+    )
+
+
+def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
+    agent = Agent(THINKING, tools=TOOLS)
+    agent.engine.scripts.append(agent.letters.sampled(thinking(0)))
+    sampling = Sampling(temperature=0)
+    request = Ask(turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS)
+    reply = agent.desk.take(agent.intake.turn(request))
+    agent.desk.run(reply)
+    assert reply.finished.reason == "length"
+    agent.history = [*agent.history, reply.turn.message]
+    later = agent.step("ok")
+    assert "</think>\n\n<|im_end|>" in agent.letters.spelled(later.turn.prompt.tokens)

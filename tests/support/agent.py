@@ -1,0 +1,108 @@
+"""An agent: a conversation with a scripted model through the real runtime."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rekindle.engine.sampling import Sampling
+from rekindle.prompt.template import ChatTemplate
+from rekindle.prompt.tokens import Encoder
+from rekindle.runtime.intake import Intake
+from rekindle.runtime.manner import Manner
+from rekindle.runtime.wire import Ask
+from tests.support.desk import Desk, Reply
+from tests.support.office import CHATML_CONTROL, Letters
+from tests.support.scripted import ScriptedEngine
+
+Message = dict[str, Any]
+Change = Callable[[Message], Message]
+
+
+class Agent:
+    """What the model writes is given; what is made of it, and what is computed, is looked at."""
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        control: Sequence[str] = CHATML_CONTROL,
+        ends: Sequence[str] = ("<|im_end|>",),
+        bos: str = "",
+        tools: Sequence[Message] = (),
+        can_cut: bool = True,
+        names_results: bool = False,
+    ) -> None:
+        """The first of `ends` is the one that a reply ends with when nothing else is said."""
+        self.letters = Letters(control, ends)
+        self.engine = ScriptedEngine(can_cut=can_cut)
+        vocabulary: Any = self.letters
+        self.template = ChatTemplate(template, bos_token=bos, eos_token=ends[0])
+        encoder = Encoder(self.letters, self.template)
+        self.manner = Manner(vocabulary, template)
+        self.desk = Desk(
+            self.engine, encoder=encoder, tokenizer=vocabulary, end_tokens=self.manner.end_tokens
+        )
+        self.intake = Intake(
+            self.engine.abilities, vocabulary, encoder, self.desk.entries, b"", self.manner
+        )
+        self._end = ends[0]
+        self._tools = list(tools)
+        self._names_results = names_results  # OpenAI's clients do not
+        self._ids = itertools.count(1000)
+        self.replies: list[Reply] = []
+        self.history: list[Message] = [
+            {"role": "system", "content": "You work on files. " * 8},
+            {"role": "user", "content": "Tidy the house."},
+        ]
+
+    def step(self, raw: str, *, end: str | None = None, **ask: Any) -> Reply:
+        """The model writes `raw`, then its end; with an empty `end` it goes on as it may."""
+        self.engine.scripts.append(self.letters.sampled(raw + (self._end if end is None else end)))
+        request = Ask(
+            turn=next(self._ids),
+            messages=json.loads(json.dumps(self.history)),
+            sampling=Sampling(temperature=0),
+            max_tokens=None,
+            **{"tools": self._tools, **ask},
+        )
+        reply = self.desk.take(self.intake.turn(request))
+        self.desk.run(reply)
+        self.replies.append(reply)
+        return reply
+
+    def go_on(self, reply: Reply, change: Change, *results: str) -> None:
+        """The client sends a reply back in its own way, with what its calls returned."""
+        message = change(reply.turn.message)
+        self.history.append(message)
+        for call, result in zip(message["tool_calls"], results, strict=True):
+            name = {"name": call["function"]["name"]} if self._names_results else {}
+            answer = {"tool_call_id": call["id"], "content": result}
+            self.history.append({"role": "tool", **answer, **name})
+
+
+def as_it_was(message: Message) -> Message:
+    return message
+
+
+def without_reasoning(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+def with_json_reordered(message: Message) -> Message:
+    """As a client does that parses arguments and writes them again."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _reordered(call)}}
+        for call in message["tool_calls"]
+    ]
+    return without_reasoning({**message, "tool_calls": calls})
+
+
+def _reordered(call: Message) -> str:
+    parsed = json.loads(call["function"]["arguments"])
+    return json.dumps(dict(reversed(parsed.items())), indent=1)
+
+
+CHANGES: tuple[Change, ...] = (as_it_was, without_reasoning, with_json_reordered)
