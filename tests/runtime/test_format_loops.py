@@ -151,6 +151,15 @@ def test_deepseek_v31_with_thought_computes_its_first_call_again() -> None:
     assert third.reused == len(second.turn.tokens)
 
 
+def test_two_calls_that_a_template_shows_one_by_one_cost_the_reply_and_no_more() -> None:
+    """Llama's template takes one call in a message, so each is shown with its own result."""
+    family = FAMILIES["llama3"]
+    agent = family.agent()
+    first = work(agent, family, with_json_reordered, [0, 1])
+    second = work(agent, family, with_json_reordered, [2])
+    assert second.reused == first.turn.prompt_tokens
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 def test_two_calls_in_a_reply_are_reused_as_one_is(name: str) -> None:
     family = FAMILIES[name]

@@ -33,7 +33,6 @@ class Agent:
         bos: str = "",
         tools: Sequence[Message] = (),
         can_cut: bool = True,
-        names_results: bool = False,
     ) -> None:
         """The first of `ends` is the one that a reply ends with when nothing else is said."""
         self.letters = Letters(control, ends)
@@ -50,7 +49,6 @@ class Agent:
         )
         self._end = ends[0]
         self._tools = list(tools)
-        self._names_results = names_results  # OpenAI's clients do not
         self._ids = itertools.count(1000)
         self.replies: list[Reply] = []
         self.history: list[Message] = [
@@ -78,9 +76,8 @@ class Agent:
         message = change(reply.turn.message)
         self.history.append(message)
         for call, result in zip(message["tool_calls"], results, strict=True):
-            name = {"name": call["function"]["name"]} if self._names_results else {}
             answer = {"tool_call_id": call["id"], "content": result}
-            self.history.append({"role": "tool", **answer, **name})
+            self.history.append({"role": "tool", **answer})
 
 
 def as_it_was(message: Message) -> Message:

@@ -48,7 +48,6 @@ class Family:
     parallel: bool = True  # whether its template takes more than one call in a reply
     answer: str = "All is tidy."
     opening: str = ""  # of a reply that has to call: what is up to the model, not to the grammar
-    names_results: bool = False  # whether its template wants each result to name its function
 
     @property
     def end(self) -> str:
@@ -63,7 +62,6 @@ class Family:
             bos=self.bos,
             tools=TOOLS,
             can_cut=can_cut,
-            names_results=self.names_results,
         )
 
 
@@ -274,7 +272,6 @@ FUNCTION_GEMMA = Family(
     ("<end_of_turn>",),
     call_end="<start_function_response>",
     bos="<bos>",
-    names_results=True,
 )
 GEMMA_4 = Family(
     gemma_templates.GEMMA_4,

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from rekindle.cache.block import Block, Kind, Wish, below, chain
 from rekindle.cache.codec import record_bytes
-from rekindle.cache.disk import DiskTier, Fetch, Fetched, News
+from rekindle.cache.disk import DiskTier, Fetch, News
 from rekindle.cache.disk import disk_bytes as disk_cost
 from rekindle.cache.heads import Head
 from rekindle.cache.index import Index, Match
 from rekindle.cache.key import TOKEN_BYTES, chain_key
 from rekindle.cache.ledger import BlockRow
+from rekindle.cache.listener import Listener
 from rekindle.cache.ram import OVERHEAD_BYTES, Blob, RamTier, cost_bytes
 from rekindle.cache.spill import Spared, Spill
-from rekindle.cache.writer import Flushed, Unwritten, Written
 
 
 @dataclass(slots=True)
@@ -41,7 +41,11 @@ class Store:
         self._index = Index(block_tokens)
         self._ram = RamTier(ram_bytes)
         self._disk = disk
-        self._spill = Spill(self._index, self._ram, disk, self._evict) if disk else None
+        self._spill: Spill | None = None
+        self._listener: Listener | None = None
+        if disk is not None:
+            self._spill = Spill(self._index, self._ram, disk, self._evict)
+            self._listener = Listener(self, self._index, self._ram, disk, self._spill)
         self.counts = StoreCounts()
 
     def __len__(self) -> int:
@@ -194,16 +198,16 @@ class Store:
         conversations that go through it end there."""
         self.counts.stored_blocks += 1
         self.counts.stored_bytes += len(blob)
-        self._let_give_way(block)
+        self.let_give_way(block)
 
-    def _let_give_way(self, block: Block) -> None:
+    def let_give_way(self, block: Block) -> None:
         """Let go of the tails that a block covers; of one on disk, not before the block is there,
         and never of a pinned one, which was promised, or of one with a checkpoint."""
         for covered in self._index.shorter(block):
             replaced = (block.exact or not covered.exact) and not covered.resumable
             needed = covered.disk_bytes and not block.stored
             if replaced and not needed and not covered.is_pinned:
-                self._remove(covered)
+                self.remove(covered)
         self._descend(block)
 
     def _descend(self, block: Block) -> None:
@@ -241,7 +245,7 @@ class Store:
             block, top = block.parent, block
         gone = below(top) if top else []
         for each in gone:
-            self._remove(each)
+            self.remove(each)
         if block is not None:
             gone += self._clear_along(block, head.packed)
         return sum(each.size_bytes for each in gone)
@@ -255,7 +259,7 @@ class Store:
             if not any(each.heads for other in (child, *longer) for each in below(other)):
                 gone += below(child)
                 for each in below(child):
-                    self._remove(each)
+                    self.remove(each)
         return gone
 
     def lasting_bytes(
@@ -292,9 +296,10 @@ class Store:
         if self._index.get(block.key) is not block:
             return
         for each in below(block):
-            self._remove(each, aside=aside and each is block)
+            self.remove(each, aside=aside and each is block)
 
-    def _remove(self, block: Block, *, aside: bool = False) -> None:
+    def remove(self, block: Block, *, aside: bool = False) -> None:
+        """Forget a leaf of the tree."""
         above = block.parent
         assert above is not None
         self._ram.drop(block)
@@ -307,7 +312,7 @@ class Store:
     def _evict(self, block: Block) -> None:
         self.counts.evicted_blocks += 1
         self.counts.evicted[block.root] += 1
-        self._remove(block)
+        self.remove(block)
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -355,7 +360,7 @@ class Store:
             )
             block.wish = Wish.SOON
             self._disk.adopt(block, disk_cost(row.packed, state_bytes))
-            self._let_give_way(block)
+            self.let_give_way(block)
         self._spill.make_room(0)  # the budget may have become smaller
 
     def _is_sound(self, row: BlockRow, above: Block | None) -> bool:
@@ -385,102 +390,9 @@ class Store:
         return self._disk.read(missing) if missing and self._disk else None
 
     def hear(self, news: News) -> None:
-        """What the disk has done in the meantime."""
-        match news:
-            case Written():
-                self._on_written(news)
-            case Unwritten():
-                self._on_unwritten(news)
-            case Fetched(fetch):
-                self._on_fetched(fetch)
-            case Flushed(then):
-                then()
-
-    def _on_written(self, news: Written) -> None:
-        assert self._disk is not None
-        assert self._spill is not None
-        self._disk.counts.written_bytes += sum(order.size_bytes for order in news.orders)
-        for order in news.orders:  # of one that was overtaken since, too
-            if (block := self._index.get(order.key)) and block.stored:
-                record = order.record
-                block.filed = Kind(len(record.blob), record.exact, record.resumable)
-        for order in self._disk.settle(news.orders):
-            if block := self._index.get(order.key):
-                block.filed = block.kind
-                self._let_give_way(block)
-        self._spill.feed()
-
-    def _on_unwritten(self, news: Unwritten) -> None:
-        """These are not on disk, so nothing below them is reachable there either."""
-        assert self._disk is not None
-        assert self._spill is not None
-        for order in self._disk.settle(news.orders):
-            block = self._index.get(order.key)
-            if block is not None and block.stored:
-                self._fall_back(block, block.kind if news.filed else block.filed)
-            elif block is not None:
-                if self._ram.fits(cost_bytes(order.record.blob, block.packed)):
-                    self.promote(block, order.record.blob)  # it may have left RAM too early
-                self._leave_disk(block)
-        self._disk.shrink(news.state, sum(order.size_bytes for order in news.orders))
-        self._spill.make_room(0)
-
-    def _fall_back(self, block: Block, filed: Kind | None) -> None:
-        """A block is again what its file holds: the one it had before stands, or the new one does
-        and the index will be told so when it is opened."""
-        assert self._disk is not None
-        assert filed is not None
-        block.kind = block.filed = filed
-        self._disk.resize(block, disk_cost(block.packed, filed.size_bytes))
-        blob = self._ram.get(block)
-        if blob is not None and len(blob) > filed.size_bytes:  # a checkpoint comes after the cells
-            self._ram.put(block, bytes(blob[: filed.size_bytes]))
-
-    def _leave_disk(self, block: Block) -> None:
-        """What RAM holds stays, unless something above it is nowhere any more."""
-        assert self._disk is not None
-        found = below(block)
-        kept: set[Block | None] = {block.parent}
-        for each in reversed(found):  # parents first
-            if each in self._ram and each.parent in kept:
-                kept.add(each)
-        for each in found:
-            if each in kept:
-                self._disk.remove(each)
-            else:
-                self._remove(each)
-
-    def _on_fetched(self, fetch: Fetch) -> None:
-        assert self._disk is not None
-        fetch.done = True
-        for key, record in list(fetch.records.items()):
-            self._disk.counts.read_bytes += len(record.blob)
-            block = fetch.blocks[key]
-            if block.kind != fetch.kinds[key]:  # it was replaced while it was read
-                del fetch.records[key]
-                continue
-            if not self._is_on_disk(block):
-                continue
-            if block.packed != record.packed or block.root != record.root:
-                fetch.bad[key] = "it holds other tokens"
-            elif record.exact < block.exact or record.resumable != block.resumable:
-                fetch.bad[key] = "it is older than its index says"
-            else:
-                self.promote(block, record.blob)
-        for key in list(fetch.bad):
-            fetch.records.pop(key, None)
-            block = fetch.blocks[key]
-            if self._is_on_disk(block) and block.kind == fetch.kinds[key]:
-                self._disk.counts.corrupt_blocks += 1
-                self.drop(block, aside=True)
-            else:
-                del fetch.bad[key]  # it left while it was read: no fault of its file
-
-    def _is_on_disk(self, block: Block) -> bool:
-        """Whether its file is the block's, now and for good."""
-        assert self._disk is not None
-        known = self._index.get(block.key) is block
-        return known and bool(block.disk_bytes) and self._disk.queued(block) is None
+        """Take in what the disk has done in the meantime."""
+        assert self._listener is not None
+        self._listener.hear(news)
 
     def retry_disk(self) -> None:
         """Try a disk again that had failed, and write what it missed."""

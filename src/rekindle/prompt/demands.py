@@ -1,7 +1,8 @@
 """What templates demand of tools and calls beyond what OpenAI's clients send.
 
 gpt-oss's fails for a function without a description, Mistral's for an id of other than nine
-letters, Llama's for two calls in one message; gpt-oss's leaves the second one out.
+letters, Llama's for two calls in one message; gpt-oss's leaves the second one out; Gemma's shows the
+name of the function that a result came from.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Demands:
         self, messages: Sequence[Message], tools: Sequence[Any] | None
     ) -> tuple[list[Message], list[Any] | None]:
         """The conversation and its tools as the template takes them."""
-        fitting = list(_one_by_one(messages)) if self.one_call else list(messages)
+        fitting = _naming_results(messages)
+        fitting = list(_one_by_one(fitting)) if self.one_call else fitting
         if self.short_ids:
             fitting = [_with_short_ids(message) for message in fitting]
         return fitting, [_telling(tool, self.told) for tool in tools] if tools else None
@@ -81,6 +83,19 @@ def probe(render: RenderTools) -> Demands:
     single = Demands(short_ids=short_ids, one_call=True)
     one_call = not shown(ids, one, two) and shown(single, one, two)
     return Demands(told, short_ids, one_call)
+
+
+def _naming_results(messages: Sequence[Message]) -> list[Message]:
+    """Each result with the name of the function it came from, which some templates show and
+    OpenAI's clients leave out."""
+    names: dict[Any, Any] = {}
+    named: list[Message] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call.get("id")] = (call.get("function") or {}).get("name")
+        name = names.get(message.get("tool_call_id")) if message.get("role") == "tool" else None
+        named.append({**message, "name": name} if name and not message.get("name") else message)
+    return named
 
 
 def _calling(calls: Sequence[tuple[str, str]]) -> Message:
