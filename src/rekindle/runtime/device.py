@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
 
-from rekindle.cache.block import Block, Wish, chain
+from rekindle.cache.block import Block, chain
 from rekindle.cache.heads import Head
 from rekindle.cache.index import Match
 from rekindle.cache.key import TOKEN_BYTES, shared_prefix
@@ -26,37 +26,10 @@ from rekindle.engine.base import Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 from rekindle.events import CacheReport
 from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.keeper import Counts, Keeper, Resident
 from rekindle.runtime.turn import Kept, Turn
 
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
-
-
-@dataclass(slots=True)
-class Counts:
-    """What reuse has saved and cost, in tokens and bytes."""
-
-    computed_tokens: int = 0
-    reused_tokens: int = 0
-    restored_bytes: int = 0
-    exported_bytes: int = 0
-    preemptions: int = 0
-    rebuilds: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    """A finished sequence that stays in the pool until room is needed."""
-
-    sequence: Sequence
-    packed: bytes
-    namespace: bytes
-    exact_tokens: int  # up to here it was computed in canonical steps
-    wish: Wish  # when its blocks are to be written to disk
-    kept: Kept  # up to here its blocks are in the store
-
-    @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +71,7 @@ class Device:
         self._most_residents = self._abilities.sequences - self._abilities.exact_sequences
         self._residents: list[Resident] = []  # least recently used first
         self.counts = Counts()
+        self._keeper = Keeper(engine, store, self.counts)
         self.broken: EngineBroken | None = None  # since the last step
 
     # -- starting ------------------------------------------------------------------------------
@@ -283,9 +257,9 @@ class Device:
         if not keeps:
             self._engine.close_sequence(sequence)
             return
-        resident = self._resident(turn, sequence)
+        resident = self._keeper.resident(turn, sequence)
         if sequence.exact:
-            self._keep_all(resident)  # its lane is wanted by the next exact turn
+            self._keeper.keep_all(resident)  # its lane is wanted by the next exact turn
             self._engine.close_sequence(sequence)
             return
         self._residents.append(resident)
@@ -294,25 +268,14 @@ class Device:
     def keep_prompt(self, turn: Turn) -> None:
         """Keep the prompt of an exact turn while it goes on."""
         if turn.sequence is not None and turn.ask.reuse and self._abilities.can_cut:
-            self._keep_all(self._resident(turn, turn.sequence))
+            self._keeper.keep_all(self._keeper.resident(turn, turn.sequence))
 
     def keep_checkpoint(self, turn: Turn) -> None:
         """Keep a turn's state as far as it has got, with a checkpoint, while it goes on."""
         assert turn.sequence is not None
-        resident = self._resident(turn, turn.sequence)
-        if self._keep_all(resident):
+        resident = self._keeper.resident(turn, turn.sequence)
+        if self._keeper.keep_all(resident):
             turn.kept = resident.kept.whole(self._abilities.block_tokens)
-
-    def _resident(self, turn: Turn, sequence: Sequence) -> Resident:
-        """What a turn has got to; kept from the beginning again if what it kept has left since."""
-        return Resident(
-            sequence,
-            bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
-            turn.namespace,
-            exact_tokens=turn.prompt_tokens if sequence.exact else 0,
-            wish=turn.wish,
-            kept=turn.kept if self._store.knows(turn.kept.key) else Kept(0, turn.namespace),
-        )
 
     def keep_one(self) -> bool:
         """Export one block of a resident; False when all are kept. For idle moments."""
@@ -320,46 +283,9 @@ class Device:
             return False  # the writer says when it has caught up
         for resident in reversed(self._residents):  # the newest is the likeliest to be asked for
             if resident.kept.tokens < resident.tokens:
-                self._keep_next(resident)
+                self._keeper.keep_next(resident)
                 return True
         return False
-
-    def _keep_all(self, resident: Resident) -> bool:
-        """False: there was no room for all of it."""
-        kept = True
-        while resident.kept.tokens < resident.tokens:
-            kept = self._keep_next(resident)
-        return kept
-
-    def _keep_next(self, resident: Resident) -> bool:
-        start = resident.kept.tokens
-        stop = min(start + self._abilities.block_tokens, resident.tokens)
-        packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-        exact = self._is_exact(resident, start, stop)
-        resumable = stop == resident.tokens and not self._abilities.can_cut
-        kept = True
-        if self._store.wants(resident.kept.key, packed, exact=exact, resumable=resumable):
-            blob = self._engine.export(resident.sequence, start, stop, resumable=resumable)
-            self.counts.exported_bytes += len(blob)
-            kept = self._store.put(
-                resident.namespace,
-                resident.kept.key,
-                packed,
-                blob,
-                exact=exact,
-                resumable=resumable,
-                wish=resident.wish,
-            )
-        resident.kept = resident.kept.after(packed)
-        self._store.wish_for(resident.kept.key, resident.wish)  # it may have been another's before
-        if not kept:  # no room: nothing more fits
-            resident.kept = Kept(resident.tokens, resident.kept.key)
-        return kept
-
-    def _is_exact(self, resident: Resident, start: int, stop: int) -> bool:
-        """Whether the block was computed in whole canonical steps."""
-        canonical = resident.exact_tokens - resident.exact_tokens % self._abilities.step_tokens
-        return stop - start == self._abilities.block_tokens and stop <= canonical
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -381,7 +307,7 @@ class Device:
             self._evict(self._residents[0])
 
     def _evict(self, resident: Resident) -> None:
-        self._keep_all(resident)
+        self._keeper.keep_all(resident)
         self._residents.remove(resident)
         self._engine.close_sequence(resident.sequence)
 
@@ -389,7 +315,7 @@ class Device:
         """Export all that is still here alone."""
         with self._noticing():
             for resident in self._residents:
-                self._keep_all(resident)
+                self._keeper.keep_all(resident)
 
     def forget(self, head: Head) -> None:
         """Close residents of this conversation: what was deleted is not reused from here."""
@@ -402,7 +328,7 @@ class Device:
             of_it = shared_prefix(head.packed, resident.packed) == least
             if resident.namespace == head.root and of_it:
                 if resident.tokens > head.tokens:
-                    self._keep_all(resident)  # a longer conversation may rest on it
+                    self._keeper.keep_all(resident)  # a longer conversation may rest on it
                 self._residents.remove(resident)
                 self._engine.close_sequence(resident.sequence)
 
