@@ -98,20 +98,6 @@ def test_followers_wait_and_share_what_the_leader_computes() -> None:
     assert [reply.reused for reply in replies] == [0, *[len(PROMPT)] * 3]
 
 
-def test_a_client_that_gives_up_five_times_computes_each_token_once() -> None:
-    fake = engine(batch_tokens=16)
-    desk = Desk(fake)
-    prompt = list(range(100, 400))
-    for steps in (2, 3, 4, 5, 6):
-        reply = desk.submit(prompt)
-        for _ in range(steps):
-            desk.scheduler.step()
-        desk.cancel(reply)
-    last = desk.ask(prompt, max_tokens=1)
-    assert last.tokens == cold(prompt, max_tokens=1)
-    assert fake.counts.computed_tokens == len(prompt)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tier", ["ram", "disk", "restart"])
 def test_every_tier_gives_checkpoints_back(tmp_path: Path, tier: str, exact: bool) -> None:

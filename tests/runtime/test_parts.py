@@ -12,25 +12,12 @@ from rekindle.events import CacheReport, Event, Finished, Text
 from rekindle.runtime.turn import Turn
 from rekindle.runtime.wire import Ask, ToolUse
 from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
-from tests.support.agent import Agent, as_it_was
+from tests.support.agent import TOOLS, Agent, as_it_was, call, thinking
 from tests.support.office import CHATML_CONTROL, HARMONY_CONTROL
 
 PYTHONIC = HERMES.replace("<tool_call>\n", "<|tool_call_start|>").replace("<tools>", "[")
 ONE_AT_A_TIME = ToolUse(parallel=False)
 TAGGED = (*CHATML_CONTROL, "<think>", "</think>", "<tool_call>", "</tool_call>")
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("read", "write")
-]
-
-
-def call(step: int) -> str:
-    arguments = f'{{"path":"/room/{step}",  "text": "swept {step}"}}'
-    return f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
-
-
-def thinking(step: int) -> str:
-    return f"<think>\nRoom {step} comes next.\n</think>\n\n" + call(step)
 
 
 def turn_of(agent: Agent, **fields: Any) -> Turn:

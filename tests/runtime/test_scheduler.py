@@ -368,8 +368,9 @@ def test_nobody_waits_for_ever() -> None:
     assert number <= 2 * 8
 
 
-def test_a_client_that_gives_up_five_times_computes_each_token_once() -> None:
-    engine = FakeEngine(batch_tokens=16)
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_a_client_that_gives_up_five_times_computes_each_token_once(can_cut: bool) -> None:
+    engine = FakeEngine(batch_tokens=16, can_cut=can_cut)
     desk = Desk(engine)
     prompt = list(range(100, 400))
     for steps in (2, 3, 4, 5, 6):
@@ -377,5 +378,6 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once() -> None:
         for _ in range(steps):
             desk.scheduler.step()
         desk.cancel(reply)
-    assert desk.ask(prompt, max_tokens=1).tokens == cold(prompt, max_tokens=1)
+    expected = cold(prompt, max_tokens=1, can_cut=can_cut)
+    assert desk.ask(prompt, max_tokens=1).tokens == expected
     assert engine.counts.computed_tokens == len(prompt)

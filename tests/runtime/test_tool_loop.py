@@ -10,9 +10,12 @@ import pytest
 from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.agent import (
     CHANGES,
+    TOOLS,
     Agent,
     Change,
     as_it_was,
+    call,
+    thinking,
     with_json_reordered,
     without_reasoning,
 )
@@ -20,19 +23,6 @@ from tests.support.desk import Reply
 from tests.support.office import HARMONY_CONTROL
 
 STEPS = 12
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
-    for name in ("read", "write")
-]
-
-
-def call(step: int) -> str:
-    arguments = f'{{"path":"/room/{step}",  "text": "swept {step}"}}'
-    return f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
-
-
-def thinking(step: int) -> str:
-    return f"<think>\nRoom {step} comes next.\n</think>\n\n" + call(step)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -21,6 +21,22 @@ Message = dict[str, Any]
 Change = Callable[[Message], Message]
 
 
+#: What the tests' agent may call, and how its model writes that.
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("read", "write")
+]
+
+
+def call(step: int) -> str:
+    arguments = f'{{"path":"/room/{step}",  "text": "swept {step}"}}'
+    return f'<tool_call>\n{{"name": "write", "arguments": {arguments}}}\n</tool_call>'
+
+
+def thinking(step: int) -> str:
+    return f"<think>\nRoom {step} comes next.\n</think>\n\n" + call(step)
+
+
 class Agent:
     """What the model writes is given; what is made of it, and what is computed, is looked at."""
 
