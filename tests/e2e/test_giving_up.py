@@ -1,0 +1,74 @@
+"""Clients that hang up in the middle of a long prompt, and come again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server import Server, running
+from tests.support.tiny import write_lfm2, write_llama
+
+LAYERS = 8  # enough to make a prompt last
+CONTEXT = 8192
+WAIT_S = 30.0
+
+
+def body(**more: Any) -> dict[str, Any]:
+    text = "".join(f"The {number}th wave broke on the rocks. " for number in range(185))
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 1,
+        **more,
+    }
+
+
+def give_up_after(client: httpx.Client, tokens: int) -> int:
+    """Hang up when more of the prompt than this is read; how much was."""
+    asked = body(stream=True, prefill_progress=True)
+    with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            progress = json.loads(line.removeprefix("data: ")).get("prefill_progress")
+            if progress and progress["done_tokens"] > tokens:
+                return int(progress["done_tokens"])
+    raise AssertionError("the prompt was read to its end")
+
+
+def computed_tokens(server: Server) -> int:
+    with server.client() as client:
+        return int(client.get("/v1/cache/stats").json()["computed_tokens"])
+
+
+def await_rest(server: Server) -> None:
+    """Until the turn of a client that is gone is gone, too: nothing more is computed."""
+    deadline = time.monotonic() + WAIT_S
+    before = -1
+    while (now := computed_tokens(server)) != before:
+        assert time.monotonic() < deadline, "it goes on for nobody"
+        before = now
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("write", [write_llama, write_lfm2])
+def test_five_that_hang_up_and_one_that_waits_compute_each_token_once(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = write(tmp_path / "tiny.gguf", layers=LAYERS, context=CONTEXT)
+    with running(model, tmp_path, "--max-model-len", str(CONTEXT)) as server:
+        read = 0
+        for _ in range(5):
+            with server.client() as client:
+                read = give_up_after(client, read)
+            await_rest(server)
+        with server.client() as client:
+            usage = client.post("/v1/chat/completions", json=body()).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= read
+        assert computed_tokens(server) == usage["prompt_tokens"]
