@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from rekindle.engine.base import Engine, Sequence
-from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import CorruptBlock, EngineBroken
 from tests.contract.doing import PROMPT, answer, cold, prefill
 from tests.contract.engines import whole_engines
@@ -117,8 +116,6 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     engine: Engine,
 ) -> None:
     """The cells are in when the checkpoint turns out wrong: nothing of it stays."""
-    if not isinstance(engine, LlamaCppEngine):
-        pytest.skip("its checkpoints know no position")
     expected = cold(engine, PROMPT, exact=False)
     source, into = engine.open(exact=False), engine.open(exact=False)
     prefill(engine, source, PROMPT[:30])

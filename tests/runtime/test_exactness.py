@@ -28,7 +28,7 @@ WORDS = [
     "remembers",
     "twice",
 ]
-CONVERSATIONS = 24
+CONVERSATIONS = 16
 
 
 MODELS = {  # full attention, sliding window, recurrent, hybrid

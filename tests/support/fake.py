@@ -129,6 +129,9 @@ class FakeEngine:
             self.break_restores -= 1
             self.reset()
             raise EngineBroken("restore failed half-way")
+        if resumable and int.from_bytes(checkpoint[-4:], "big") != into.length + tokens:
+            self.reset()
+            raise EngineBroken("a checkpoint is of another position")
         self._grow(into, tokens)
         cells = [bytes(blob[at : at + CELL_BYTES]) for at in range(0, len(blob), CELL_BYTES)]
         self._state(into).extend(cells)
@@ -177,8 +180,9 @@ class FakeEngine:
         for token in item.tokens:
             before = self._before(item.sequence) + token.to_bytes(4, "big")
             state.append(hashlib.blake2b(before, digest_size=CELL_BYTES).digest())
-            going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES).digest()
-            self._going[item.sequence.exact, item.sequence.slot] = going
+            going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES - 4).digest()
+            position = len(state).to_bytes(4, "big")
+            self._going[item.sequence.exact, item.sequence.slot] = going + position
         item.sequence.length += len(item.tokens)
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:
