@@ -1,8 +1,8 @@
 """What templates demand of tools and calls beyond what OpenAI's clients send.
 
 gpt-oss's fails for a function without a description, Mistral's for an id of other than nine
-letters, Llama's for two calls in one message; gpt-oss's leaves the second one out; Gemma's shows the
-name of the function that a result came from.
+letters, Llama's for two calls in one message; gpt-oss's leaves the second one out; Gemma's shows
+the name of the function that a result came from.
 """
 
 from __future__ import annotations
