@@ -82,6 +82,7 @@ class Device:
         if self._is_to_fetch(plan, turn):
             turn.fetch = self._store.fetch(plan.blocks)
             if turn.is_fetching:
+                self._store.use(plan.blocks)  # or what is kept meanwhile might take their place
                 return Start.FETCHING
         if not turn.ask.exact and not self._reserve(turn, plan, active):
             if active:
