@@ -13,7 +13,7 @@ import json
 from collections import OrderedDict
 from pathlib import Path
 
-from rekindle.cache.evict import Ranking
+from rekindle.kvcache.policy import Ranking
 
 TRACE_BLOCK_TOKENS = 512
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.cache.block import Block, Wish
-from rekindle.cache.disk import DiskTier, News
-from rekindle.cache.folder import open_folder
-from rekindle.cache.key import chain_key, pack
-from rekindle.cache.store import Store
 from rekindle.engine.base import Blob, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.kvcache.block import Block, Wish
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.disk import DiskTier, News
 
 TOKENS = 1536
 ROOT = b"r" * 32

@@ -50,7 +50,7 @@ def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator
             yield server
         return
     port = _free_port()
-    arguments = ["-m", "rekindle.cli", "serve", "--host", HOST, "--port", port]
+    arguments = ["-m", "rekindle.cli.main", "serve", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--parallel", str(setup.slots)]
     arguments += ["--threads", str(setup.threads), "--max-model-len", str(setup.context)]
     arguments += ["--cache-dir", str(cache_dir)]

@@ -11,7 +11,7 @@ import yaml
 
 from rekindle.config import Config, load_config
 from rekindle.errors import ConfigError
-from rekindle.project import Project
+from rekindle.server.presets import Project
 
 GIB = 1 << 30
 GB = 10**9

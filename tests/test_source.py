@@ -13,7 +13,7 @@ import rekindle
 
 SOURCE = Path(rekindle.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-PARTS = ("prompt", "cache", "engine")  # they meet in runtime, and nowhere else
+PARTS = ("chat", "kvcache", "engine")  # they meet in runtime, and nowhere else
 
 #: Ways to turn bytes or text from outside into running code.
 BANNED = re.compile(
@@ -38,7 +38,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_there_is_something_to_look_at() -> None:
     assert {part for part in PARTS if (SOURCE / part).is_dir()} == set(PARTS)
-    assert "rekindle.cache.key" in imported(SOURCE / "cache" / "store.py")
+    assert "rekindle.kvcache.key" in imported(SOURCE / "kvcache" / "store.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -71,7 +71,7 @@ def test_what_only_looks_alike_is_let_through(line: str) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_prompt_cache_and_engine_never_import_each_other(part: str) -> None:
+def test_chat_kvcache_and_engine_never_import_each_other(part: str) -> None:
     others = tuple(f"rekindle.{other}" for other in PARTS if other != part)
     met = {
         f"{path.name}: {module}"

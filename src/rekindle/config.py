@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rekindle.errors import ConfigError
-from rekindle.project import Projects
+from rekindle.server.presets import Projects
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"

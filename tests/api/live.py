@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.serve import say_goodbye
+from rekindle.server.launch import say_goodbye
 from tests.api.scripted import Front
 
 PATIENCE_S = 10.0

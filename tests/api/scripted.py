@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rekindle.api.app import build_app
-from rekindle.api.service import Service
 from rekindle.config import Config
 from rekindle.errors import ServerError, Unavailable
-from rekindle.events import (
+from rekindle.protocol import wire
+from rekindle.protocol.events import (
     TERMINAL,
     CacheReport,
     CallArguments,
@@ -28,9 +27,10 @@ from rekindle.events import (
     Text,
     TokenLog,
 )
-from rekindle.runtime import wire
-from rekindle.runtime.process import Deliver, RefusedQuery, Runtime
-from rekindle.runtime.wire import Ask, Ready
+from rekindle.protocol.wire import Ask, Ready
+from rekindle.server.app import build_app
+from rekindle.server.runtime_client import Deliver, RefusedQuery, Runtime
+from rekindle.server.service import Service
 
 PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

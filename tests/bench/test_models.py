@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 
-from rekindle.prompt.template import ChatTemplate
+from rekindle.chat.template import ChatTemplate
 from tests.support.tiny import write_llama
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -322,8 +322,8 @@ def test_a_session_is_compared_not_trusted(smollm2: httpx.Client) -> None:
 def guided(folder: Path, *flags: str) -> Iterator[Server]:
     """A server started with the words of the guide."""
     log = folder / "guided.log"
-    command = [sys.executable, "-m", "rekindle.cli", "--server", "--port", "0", "--threads", "1",
-               "--cache-dir", str(folder / "kv")]  # fmt: skip
+    command = [sys.executable, "-m", "rekindle.cli.main", "--server", "--port", "0",
+               "--threads", "1", "--cache-dir", str(folder / "kv")]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
     try:

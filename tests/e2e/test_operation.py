@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api import keyfile
+from rekindle.server import keyfile
 from tests.contract.engines import write_wide_llama
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
@@ -46,7 +46,7 @@ class House:
         """`rekindle cache … --json`"""
         flags = ["--base-url", f"{self.server.url}/v1", "--json"]
         told = subprocess.run(
-            [sys.executable, "-m", "rekindle.cli", "cache", *arguments, *flags],
+            [sys.executable, "-m", "rekindle.cli.main", "cache", *arguments, *flags],
             env={**os.environ, "REKINDLE_API_KEY": key},
             capture_output=True,
             text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.prompt.tokens import Prompt
+from rekindle.chat.encode import Prompt
 from tests.support.talk import Answered, Talker
 
 CONVERSATIONS = 30

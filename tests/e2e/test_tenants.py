@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api import keyfile
+from rekindle.server import keyfile
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 
@@ -295,7 +295,7 @@ def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
 
 
 def run_cache(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rekindle.cli", "cache", *arguments]
+    command = [sys.executable, "-m", "rekindle.cli.main", "cache", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.api import keyfile
+from rekindle.server import keyfile
 from tests.support import tiny
 from tests.support.server import Server, running
 

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.errors import ModelError
 from rekindle.models import package
-from rekindle.models.registry import CatalogueModel
+from rekindle.models.catalogue import CatalogueModel
 
 from .tiny import RecordedProgress, gguf_bytes, write_wheel
 

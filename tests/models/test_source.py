@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.errors import ModelError
-from rekindle.models.registry import SMOLLM2
+from rekindle.models.catalogue import SMOLLM2
 from rekindle.models.source import HubModel, LocalModel, PackagedModel, locate
 
 MODELS = Path("models")

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from rekindle.models.registry import CatalogueModel
+from rekindle.models.catalogue import CatalogueModel
 
 MEMBER = "tiny_model/tiny.gguf"
 

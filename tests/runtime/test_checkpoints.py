@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rekindle.cache.block import chain
-from rekindle.cache.key import pack, unpack
+from rekindle.chat.encode import Boundary, Prompt
 from rekindle.errors import EngineBroken
-from rekindle.prompt.tokens import Boundary, Prompt
+from rekindle.kvcache.block import chain
+from rekindle.kvcache.key import pack, unpack
+from rekindle.protocol.wire import DeleteEntry, Naming, Preparing, Validate
 from rekindle.runtime.checkpoints import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
-from rekindle.runtime.wire import DeleteEntry, Naming, Preparing, Validate
-from tests.support.desk import Desk, Reply
 from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES, FakeEngine
+from tests.support.harness import Desk, Reply
 
 SYSTEM = list(range(100, 160))
 USER = list(range(200, 230))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.prompt.tokens import Prompt
+from rekindle.chat.encode import Prompt
 from tests.support.talk import Answered, Talker
 from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
 

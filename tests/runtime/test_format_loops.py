@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from rekindle.prompt.formats.choose import NAMES
-from rekindle.runtime.wire import ToolUse
-from tests.prompt.grammar.validator import valid
+from rekindle.chat.tools.registry import NAMES
+from rekindle.protocol.wire import ToolUse
+from tests.chat.grammar.validator import valid
 from tests.support.agent import CHANGES, Agent, Change, as_it_was, with_json_reordered
-from tests.support.desk import Reply
 from tests.support.families import FAMILIES, SWEEP, Family, sweep
+from tests.support.harness import Reply
 
 STEPS = 4
 REQUIRED = ToolUse(choice="required")

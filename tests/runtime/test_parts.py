@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rekindle.engine.sampling import Sampled, Sampling
-from rekindle.events import CacheReport, Event, Finished, Text
+from rekindle.protocol.events import CacheReport, Event, Finished, Text
+from rekindle.protocol.wire import Ask, ToolUse
 from rekindle.runtime.turn import Turn
-from rekindle.runtime.wire import Ask, ToolUse
-from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
+from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.agent import TOOLS, Agent, as_it_was, call, thinking
-from tests.support.office import CHATML_CONTROL, HARMONY_CONTROL
+from tests.support.conversations import CHATML_CONTROL, HARMONY_CONTROL
 
 PYTHONIC = HERMES.replace("<tool_call>\n", "<|tool_call_start|>").replace("<tools>", "[")
 ONE_AT_A_TIME = ToolUse(parallel=False)

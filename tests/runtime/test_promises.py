@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.cache.clock import Clock
-from rekindle.cache.entries import MOST_NAMES, Draft, Entries
-from rekindle.cache.key import pack
-from rekindle.cache.store import Store
+from rekindle.chat.encode import Prompt
 from rekindle.errors import NoRoomForPins
-from rekindle.prompt.tokens import Prompt
-from rekindle.runtime import wire
-from rekindle.runtime.wire import Naming, Preparing
-from tests.support.desk import Desk, Reply
+from rekindle.kvcache.clock import Clock
+from rekindle.kvcache.entries import MOST_NAMES, Draft, Entries
+from rekindle.kvcache.key import pack
+from rekindle.kvcache.store import Store
+from rekindle.protocol import wire
+from rekindle.protocol.wire import Naming, Preparing
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk, Reply
 
 PROMPT = list(range(100, 140))
 ROOT = b"r" * 32

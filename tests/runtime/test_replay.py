@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.prompt.replay import Chain
-from rekindle.runtime import wire
+from rekindle.chat.replay import Chain
+from rekindle.protocol import wire
 from rekindle.runtime.turn import Turn
-from tests.prompt.templates import CHATML
-from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
-from tests.support.desk import Desk
+from tests.chat.templates import CHATML
+from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
+from tests.support.conversations import HARMONY_CONTROL, MERGES, Office
 from tests.support.fake import FakeEngine
-from tests.support.office import HARMONY_CONTROL, MERGES, Office
+from tests.support.harness import Desk
 
 Message = dict[str, Any]
 LAST_TEXT = 255 + len(MERGES)  # tokens above it are control tokens

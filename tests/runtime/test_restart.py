@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.runtime.wire import EntryInfo, Naming, Preparing
-from tests.support.desk import Desk
+from rekindle.protocol.wire import EntryInfo, Naming, Preparing
 from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.harness import Desk
 
 FIRST = list(range(100, 140))
 
@@ -199,7 +199,7 @@ def test_who_waits_for_the_disk_is_not_kept_waiting_by_busy_turns(tmp_path: Path
     desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
     assert desk.disk is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rekindle.cache.writer.PATIENCE_S", 3600.0)
+        patch.setattr("rekindle.kvcache.disk.writer.PATIENCE_S", 3600.0)
         desk.disk.give_way(busy=True)
         desk.ask(FIRST)
         desk.flush()

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.errors import ContextTooLong
-from rekindle.events import Cancelled, Failed, Finished, Prefill
-from tests.support.desk import Desk
+from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk
 
 PROMPT = list(range(100, 160))
 

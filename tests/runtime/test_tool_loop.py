@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.prompt.tool_templates import CHANNELS, HERMES, THINKING
+from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.agent import (
     CHANGES,
     TOOLS,
@@ -19,8 +19,8 @@ from tests.support.agent import (
     with_json_reordered,
     without_reasoning,
 )
-from tests.support.desk import Reply
-from tests.support.office import HARMONY_CONTROL
+from tests.support.conversations import HARMONY_CONTROL
+from tests.support.harness import Reply
 
 STEPS = 12
 

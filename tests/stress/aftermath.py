@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from rekindle.cache.check import check
-from rekindle.cache.folder import open_folder
+from rekindle.kvcache.disk.check import check
+from rekindle.kvcache.disk.folder import open_folder
 from tests.stress.diary import Diary, WitnessedDesk
-from tests.support.desk import Desk
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk
 
 PLENTY_BYTES = 1 << 30
 SAMPLES = 4

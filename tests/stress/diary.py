@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rekindle.cache.block import Block, chain
-from rekindle.cache.disk import DiskTier
-from rekindle.cache.files import Calls
-from rekindle.cache.folder import open_folder
-from rekindle.cache.key import unpack
-from rekindle.cache.ledger import Change, DropEntry
+from rekindle.kvcache.block import Block, chain
+from rekindle.kvcache.disk.files import Calls
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.disk.index_db import Change, DropEntry
+from rekindle.kvcache.key import unpack
+from rekindle.kvcache.tiers.disk import DiskTier
 from tests.stress.trouble import vault_with
-from tests.support.desk import Desk
+from tests.support.harness import Desk
 
 SALTS = (b"", b"other")
 

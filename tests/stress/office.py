@@ -8,19 +8,19 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rekindle.cache.disk import DiskTier, News
-from rekindle.cache.files import Calls
-from rekindle.cache.key import namespace
-from rekindle.prompt.tokens import Encoder
-from rekindle.runtime import wire
-from rekindle.runtime.device import Device
-from rekindle.runtime.memory import Memory
-from rekindle.runtime.names import Names
-from rekindle.runtime.queries import Queries
+from rekindle.chat.encode import Encoder
+from rekindle.kvcache.disk.files import Calls
+from rekindle.kvcache.key import namespace
+from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.protocol import wire
+from rekindle.runtime.admin import Queries
+from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
+from rekindle.runtime.sessions import Names
+from rekindle.runtime.storage import Memory
 from tests.stress.trouble import vault_with
-from tests.support.desk import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
 from tests.support.fake import FakeEngine
+from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
 
 
 def load(cache_dir: Path, **more: Any) -> wire.Load:

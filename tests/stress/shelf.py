@@ -6,12 +6,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rekindle.cache.codec import HEADER_BYTES, MAC_BYTES
-from rekindle.cache.key import TOKEN_BYTES
 from rekindle.engine.base import Blob, Sequence
-from rekindle.runtime.wire import Naming
-from tests.support.desk import Desk, Reply
+from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES
+from rekindle.kvcache.key import TOKEN_BYTES
+from rekindle.protocol.wire import Naming
 from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.harness import Desk, Reply
 
 QUESTION = list(range(100, 128))
 BLOCK_TOKENS = FakeEngine().block_tokens

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.runtime.memory import LEAST_QUEUE_BYTES
-from rekindle.runtime.wire import Preparing
+from rekindle.protocol.wire import Preparing
+from rekindle.runtime.storage import LEAST_QUEUE_BYTES
 from tests.stress.office import Office, load
 from tests.support.fake import FakeEngine
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cache.check import check
-from rekindle.cache.codec import HEADER_BYTES
 from rekindle.engine.base import Abilities
+from rekindle.kvcache.codec import HEADER_BYTES
+from rekindle.kvcache.disk.check import check
 from tests.stress.shelf import BLOCK_TOKENS, Shelf, write_shelf
-from tests.support.desk import Desk
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk
 
 FLIPS = 40  # of each file's bytes behind the header, beside all of the header
 CUTS = 25

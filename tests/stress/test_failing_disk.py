@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.runtime import wire
-from rekindle.runtime.memory import LEAST_QUEUE_BYTES
+from rekindle.protocol import wire
+from rekindle.runtime.storage import LEAST_QUEUE_BYTES
 from tests.stress.office import Office, load
 from tests.stress.trouble import Trouble
 from tests.support.fake import FakeEngine

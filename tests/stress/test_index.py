@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cache.check import check
-from rekindle.cache.entries import Entry
-from rekindle.cache.key import pack, unpack
-from rekindle.prompt.head import Remembered
-from rekindle.prompt.tokens import Encoder
-from rekindle.runtime.wire import Naming
-from tests.support.desk import Desk, NumberTokenizer, Reply
+from rekindle.chat.encode import Encoder
+from rekindle.chat.known_prefix import Remembered
+from rekindle.kvcache.disk.check import check
+from rekindle.kvcache.entries import Entry
+from rekindle.kvcache.key import pack, unpack
+from rekindle.protocol.wire import Naming
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk, NumberTokenizer, Reply
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
 FLIPS = 120

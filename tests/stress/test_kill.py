@@ -6,12 +6,12 @@ import random
 import shutil
 from pathlib import Path
 
-from rekindle.cache.disk import LEAST_INDEX_BYTES
+from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
 from tests.stress.aftermath import PLENTY_BYTES, index_agrees_with_files, promises_are_kept
 from tests.stress.diary import Diary, Promises
 from tests.stress.writer import Order, writing
-from tests.support.desk import Desk
 from tests.support.fake import FakeEngine
+from tests.support.harness import Desk
 
 ROUNDS = 54
 SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.cache.check import check
-from rekindle.cache.folder import open_folder
 from rekindle.errors import FolderLocked
+from rekindle.kvcache.disk.check import check
+from rekindle.kvcache.disk.folder import open_folder
 from tests.stress.aftermath import (
     PLENTY_BYTES,
     identity,

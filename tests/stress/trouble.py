@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from rekindle.cache.files import SYSTEM, Calls, Files
-from rekindle.cache.folder import read_secret
-from rekindle.cache.vault import Vault
+from rekindle.kvcache.disk.block_files import Vault
+from rekindle.kvcache.disk.files import SYSTEM, Calls, Files
+from rekindle.kvcache.disk.folder import read_secret
 
 
 @dataclass

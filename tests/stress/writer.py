@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rekindle.cache.files import SYSTEM, Calls
 from rekindle.errors import NoRoomForPins
-from rekindle.runtime import wire
+from rekindle.kvcache.disk.files import SYSTEM, Calls
+from rekindle.protocol import wire
 from tests.stress.diary import SALTS, Diary, WitnessedDesk
 from tests.support.fake import FakeEngine
 

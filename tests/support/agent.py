@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rekindle.chat.encode import Encoder
+from rekindle.chat.template import ChatTemplate
 from rekindle.engine.sampling import Sampling
-from rekindle.prompt.template import ChatTemplate
-from rekindle.prompt.tokens import Encoder
-from rekindle.runtime.intake import Intake
-from rekindle.runtime.manner import Manner
-from rekindle.runtime.wire import Ask
-from tests.support.desk import Desk, Reply
-from tests.support.office import CHATML_CONTROL, Letters
+from rekindle.protocol.wire import Ask
+from rekindle.runtime.input_processor import Intake
+from rekindle.runtime.output_format import Manner
+from tests.support.conversations import CHATML_CONTROL, Letters
+from tests.support.harness import Desk, Reply
 from tests.support.scripted import ScriptedEngine
 
 Message = dict[str, Any]

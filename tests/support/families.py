@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.prompt import deepseek_templates, gemma_templates
-from tests.prompt import family_templates as templates
-from tests.prompt.tool_templates import CHANNELS, HERMES
+from tests.chat import deepseek_templates, gemma_templates
+from tests.chat import family_templates as templates
+from tests.chat.tool_templates import CHANNELS, HERMES
 from tests.support.agent import Agent
-from tests.support.office import CHATML_CONTROL, HARMONY_CONTROL
+from tests.support.conversations import CHATML_CONTROL, HARMONY_CONTROL
 
 Arguments = dict[str, Any]
 

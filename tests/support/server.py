@@ -41,7 +41,7 @@ def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
     """`rekindle serve`, ready to answer; ended on the way out."""
     port = _free_port()
     log = folder / "server.log"
-    command = [sys.executable, "-m", "rekindle.cli", "serve"]
+    command = [sys.executable, "-m", "rekindle.cli.main", "serve"]
     if "--cache-dir" not in flags:
         flags = (*flags, "--cache-dir", str(folder / "kv"))
     with log.open("wb") as output:

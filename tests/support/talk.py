@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.template import ChatTemplate
 from rekindle.engine.base import Sequence
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.prompt.template import ChatTemplate
-from rekindle.prompt.tokens import Encoder, Prompt
-from tests.support.desk import Desk, Reply
+from tests.support.harness import Desk, Reply
 
 
 @dataclass

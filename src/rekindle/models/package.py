@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rekindle.errors import ModelError
+from rekindle.models.catalogue import CatalogueModel
 from rekindle.models.progress import Progress, task
-from rekindle.models.registry import CatalogueModel
 from rekindle.models.workspace import require_room
 
 POLL_S = 0.1

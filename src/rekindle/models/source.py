@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rekindle.errors import ModelError
-from rekindle.models.registry import CATALOGUE, CatalogueModel
+from rekindle.models.catalogue import CATALOGUE, CatalogueModel
 
 HUB_ID = re.compile(
     r"(?P<owner>\w[\w.-]{0,95})/(?P<repo>\w[\w.-]{0,95})(?::(?P<wanted>\w[\w./+-]{0,199}))?",

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from rekindle.chat.encode import Prompt
 from rekindle.engine.base import Abilities
-from rekindle.prompt.tokens import Prompt
 
 LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096
 SYSTEM_ROLES = ("system", "developer")

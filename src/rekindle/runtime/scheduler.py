@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
-from rekindle.cache.key import shared_prefix
 from rekindle.engine.base import Engine, Work
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.events import TERMINAL, Event, Finished, Prefill, Started
-from rekindle.runtime.device import Device, Start
+from rekindle.kvcache.key import shared_prefix
+from rekindle.protocol.events import TERMINAL, Event, Finished, Prefill, Started
+from rekindle.runtime.kv_manager import Device, Start
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies

@@ -6,14 +6,19 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.cache.block import Wish
-from rekindle.cache.disk import Fetch
-from rekindle.cache.entries import Entry
-from rekindle.cache.key import TOKEN_BYTES, chain_key, pack
+from rekindle.chat.detokenize import TextStream
+from rekindle.chat.encode import Prompt, Tokenizer
+from rekindle.chat.message_hashes import Told
+from rekindle.chat.replay import Keys
+from rekindle.chat.reply import Argued, Called, Parser, Part, Said, Thought
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.events import (
+from rekindle.kvcache.block import Wish
+from rekindle.kvcache.entries import Entry
+from rekindle.kvcache.key import TOKEN_BYTES, chain_key, pack
+from rekindle.kvcache.tiers.disk import Fetch
+from rekindle.protocol.events import (
     CacheReport,
     CallArguments,
     CallBegun,
@@ -26,15 +31,10 @@ from rekindle.events import (
     Text,
     TokenLog,
 )
-from rekindle.prompt.output import TextStream
-from rekindle.prompt.replay import Keys
-from rekindle.prompt.reply import Argued, Called, Parser, Part, Said, Thought
-from rekindle.prompt.segments import Told
-from rekindle.prompt.tokens import Prompt, Tokenizer
+from rekindle.protocol.wire import Ask
+from rekindle.runtime.assistant_message import Delivered
 from rekindle.runtime.checkpoints import Checkpoints
-from rekindle.runtime.delivered import Delivered
-from rekindle.runtime.logs import Logs
-from rekindle.runtime.wire import Ask
+from rekindle.runtime.logprobs import Logs
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence,
 from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
-from rekindle.engine.llamacpp.kv import check_kv_type
+from rekindle.engine.llamacpp.kv_types import check_kv_type
 from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
 from rekindle.engine.llamacpp.sampler import ChainSampler, GreedySampler, build_sampler
-from rekindle.engine.llamacpp.vocabulary import Vocabulary
+from rekindle.engine.llamacpp.tokenizer import Vocabulary
 from rekindle.engine.sampling import Sampled, Sampling
 from rekindle.errors import CorruptBlock, EngineBroken, ModelError, PoolFull
 

@@ -1,0 +1,132 @@
+"""/v1/internal/model/kv_cache: the sessions that one model keeps, by their ids.
+
+Always the caller's own, the admin's too: an id says nothing of whose it is, so that the admin's
+`remove_cache` would remove every tenant's session 7. Across tenants there are cache keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+
+from rekindle.api.cache.questions import Questions
+from rekindle.api.openai.fields import MOST_ID_CHARACTERS, SessionNumber, takes
+from rekindle.errors import NotFound
+from rekindle.protocol import wire
+from rekindle.server.json import OrjsonRoute
+from rekindle.server.service import ModelNumber, Service
+
+NUMBERED = "kv_cache_session_id"
+KINDS = (NUMBERED, "session_id", "message_id")
+
+router = APIRouter(prefix="/v1/internal/model/kv_cache", route_class=OrjsonRoute, tags=["sessions"])
+
+SessionId = Annotated[
+    SessionNumber | Annotated[str, Field(min_length=1, max_length=MOST_ID_CHARACTERS)],
+    takes(f"a whole number, or a string of 1 to {MOST_ID_CHARACTERS} characters"),
+]
+
+
+class RemoveRequest(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    session_id: SessionId
+
+
+class RemoveOldRequest(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    seconds: float = Field(ge=0)
+
+
+class Session(BaseModel):
+    session_id: int | str
+    kind: str
+    size_bytes: int
+    last_used: float
+
+
+class Sessions(BaseModel):
+    model: str
+    caches: list[Session]
+    count: int
+    total_size_bytes: int  # an entry of several names counts once
+
+
+class SessionRemoved(BaseModel):
+    status: str
+    session_id: int | str
+    removed: int
+    freed_bytes: int
+
+
+class OldRemoved(BaseModel):
+    status: str
+    removed: int
+    freed_bytes: int
+
+
+@router.get("/info")
+async def show_sessions(request: Request, number: ModelNumber = None) -> Sessions:
+    """The numbered sessions, sessions and messages whose state is kept, with its size."""
+    service: Service = request.state.service
+    runtime = service.runtime(None, number)
+    listing = await Questions.of_tenant(request).ask(runtime, wire.ListEntries(), wire.Listing)
+    named = [(info, list(_sessions(info))) for info in listing.entries]
+    caches = [session for _, sessions in named for session in sessions]
+    return Sessions(
+        model=runtime.name,
+        caches=caches,
+        count=len(caches),
+        total_size_bytes=sum(info.size_bytes for info, sessions in named if sessions),
+    )
+
+
+@router.post("/remove_cache")
+async def remove_session(
+    body: RemoveRequest, request: Request, number: ModelNumber = None
+) -> SessionRemoved:
+    """Forget the state of one session."""
+    service: Service = request.state.service
+    runtime = service.runtime(None, number)
+    op = wire.RemoveSession(body.session_id)
+    removed = await Questions.of_tenant(request).ask(runtime, op, wire.Removed)
+    if not removed.entries:
+        raise NotFound(
+            f"No state is kept under this id; GET {router.prefix}/info lists those you have.",
+            param="session_id",
+        )
+    return SessionRemoved(
+        status="ok",
+        session_id=body.session_id,
+        removed=removed.entries,
+        freed_bytes=removed.freed_bytes,
+    )
+
+
+@router.post("/remove_old_caches")
+async def remove_old(
+    body: RemoveOldRequest, request: Request, number: ModelNumber = None
+) -> OldRemoved:
+    """Forget the state that was not used for so many seconds, unless it is pinned."""
+    service: Service = request.state.service
+    runtime = service.runtime(None, number)
+    removed = await Questions.of_tenant(request).ask(
+        runtime, wire.RemoveOld(body.seconds), wire.Removed
+    )
+    return OldRemoved(status="ok", removed=removed.entries, freed_bytes=removed.freed_bytes)
+
+
+def _sessions(info: wire.EntryInfo) -> Iterator[Session]:
+    for name in info.names:
+        if name.kind in KINDS:
+            yield Session(
+                session_id=int(name.name) if name.kind == NUMBERED else name.name,
+                kind=name.kind,
+                size_bytes=info.size_bytes,
+                last_used=info.last_used,
+            )

@@ -1,0 +1,132 @@
+"""POST /v1/cache/prepare: the state of a prompt's beginning, computed ahead of its first use."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request
+
+from rekindle.api.cache.questions import Questions
+from rekindle.api.cache.schema import Prepared, prepared
+from rekindle.api.openai.fields import characters
+from rekindle.api.openai.message import Messages, rendered
+from rekindle.api.openai.tool import Tools, described
+from rekindle.config import Config
+from rekindle.engine.sampling import Sampling
+from rekindle.errors import BadRequest, ServerError, Unsupported
+from rekindle.protocol import wire
+from rekindle.protocol.events import Event, Finished
+from rekindle.server.json import OrjsonRoute
+from rekindle.server.runtime_client import Runtime
+from rekindle.server.service import ModelNumber, Service
+from rekindle.server.turns import Turns, while_connected
+
+MOST_MESSAGES = 200
+MOST_CHARACTERS = 200_000
+TTL_S = 1800.0
+MOST_TTL_S = 10 * 365 * 86_400.0
+
+router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
+
+
+class PrepareRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    tools: Tools | None = None
+    warm: bool = True
+    pinned: bool = False
+    ttl: float | None = Field(TTL_S, gt=0, le=MOST_TTL_S)
+
+    @model_validator(mode="after")
+    def _ends_or_is_pinned(self) -> PrepareRequest:
+        if self.ttl is None and not self.pinned:
+            raise BadRequest(
+                "`ttl` takes a number of seconds; null, which is never, needs `pinned: true`.",
+                param="ttl",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounded_text(self) -> PrepareRequest:
+        found = characters(rendered(self.messages)) + characters(described(self.tools))
+        if found > MOST_CHARACTERS:
+            raise BadRequest(
+                f"`messages` and `tools` may have {MOST_CHARACTERS} characters of text together; "
+                f"these have {found}.",
+                param="messages",
+            )
+        return self
+
+    @property
+    def preparing(self) -> wire.Preparing:
+        return wire.Preparing(pinned=self.pinned, ttl_s=self.ttl)
+
+
+@router.post("/v1/cache/prepare")
+async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
+    """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
+    service: Service = request.state.service
+    if not service.config.context_cache:
+        raise Unsupported("this server reuses nothing: it was started without --context-cache")
+    runtime = service.runtime(body.model, number)
+    questions = Questions.of_tenant(request)
+    if body.warm:
+        work = _warmed(runtime, questions, body, service.config)
+    else:
+        work = _indexed(runtime, questions, body, service.config)
+    return prepared(await while_connected(request, work), runtime.name)
+
+
+async def _warmed(
+    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
+) -> wire.EntryInfo:
+    ask = wire.Ask(
+        turn=0,
+        messages=rendered(body.messages),
+        tools=described(body.tools),
+        preparing=body.preparing,
+        sampling=Sampling(),
+        max_tokens=1,
+        exact=config.exact,
+        normalise=config.normalise,
+        salt=questions.salt,
+    )
+    with contextlib.closing(Turns(runtime, [ask])) as turns:
+        finished = await _finished(turns)
+    if finished.cache.new_cache_key is None:
+        raise ServerError("the prompt was computed, but its state could not be kept")
+    settle = wire.Settle(finished.cache.new_cache_key)
+    info = await questions.ask(runtime, settle, wire.EntryInfo)
+    if info.held_tokens < info.token_count:
+        raise NoRoom(
+            f"The prompt was computed, but of its {info.token_count} tokens only "
+            f"{info.held_tokens} could be kept. Raise --ram-cache or --disk-cache."
+        )
+    return info
+
+
+class NoRoom(ServerError):
+    status, kind, code = 507, "insufficient_storage_error", "no_room"
+
+
+async def _finished(turns: Turns) -> Finished:
+    event: Event | None = None
+    while not isinstance(event, Finished):
+        _, event = await turns.next()
+    return event
+
+
+async def _indexed(
+    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
+) -> wire.EntryInfo:
+    index = wire.IndexPrompt(
+        messages=rendered(body.messages),
+        tools=described(body.tools),
+        preparing=body.preparing,
+        normalise=config.normalise,
+    )
+    return await questions.ask(runtime, index, wire.EntryInfo)

@@ -1,0 +1,74 @@
+"""An entry of the cache as clients see it."""
+
+from __future__ import annotations
+
+from msgspec import structs
+from pydantic import BaseModel
+
+from rekindle.protocol.wire import EntryInfo
+
+
+class SegmentBody(BaseModel):
+    type: str
+    hash: str
+
+
+class NameBody(BaseModel):
+    kind: str
+    name: str
+
+
+class EntryBody(BaseModel):
+    """State that is kept: what it is of, where it is, and until when."""
+
+    cache_key: str
+    model: str
+    segments: list[SegmentBody]
+    token_count: int
+    stored_tokens: int  # that would survive the end of the server
+    tier: str | None
+    size_bytes: int
+    hit_count: int
+    pinned: bool
+    ttl: float | None
+    created_at: float
+    last_used: float
+    expires_at: float | None
+    names: list[NameBody]
+    tenant: str | None = None  # told to the admin alone
+
+
+class Listing(BaseModel):
+    entries: list[EntryBody]
+    count: int
+
+
+class Prepared(BaseModel):
+    cache_key: str
+    model: str
+    token_count: int
+    size_bytes: int
+    segments: list[SegmentBody]
+
+
+def entry_body(info: EntryInfo, model: str, *, admin: bool) -> EntryBody:
+    fields = structs.asdict(info)
+    fields |= {"model": model, "segments": _segments(info)}
+    fields["names"] = [NameBody(kind=each.kind, name=each.name) for each in info.names]
+    if not admin:
+        del fields["tenant"]
+    return EntryBody(**fields)
+
+
+def prepared(info: EntryInfo, model: str) -> Prepared:
+    return Prepared(
+        cache_key=info.cache_key,
+        model=model,
+        token_count=info.token_count,
+        size_bytes=info.size_bytes,
+        segments=_segments(info),
+    )
+
+
+def _segments(info: EntryInfo) -> list[SegmentBody]:
+    return [SegmentBody(type=each.type, hash=each.hash) for each in info.segments]

@@ -1,0 +1,114 @@
+"""GET /v1/cache/stats: what the cache holds and what it was good for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from rekindle.api.cache.questions import Questions
+from rekindle.protocol import wire
+from rekindle.server.service import ModelNumber, Service
+
+HEALTHY = ("ok", "off")  # states of the disk tier in which nothing is amiss
+OF_THE_SERVER = (
+    "ram_limit_bytes",
+    "disk_limit_bytes",
+    "disk_queued_bytes",
+    "disk_written_bytes",
+    "disk_read_bytes",
+    "corrupt_blocks",
+    "computed_tokens",
+    "reused_tokens",
+    "turns",
+)
+
+router = APIRouter(tags=["cache"])
+
+
+class CacheStats(BaseModel):
+    """Figures of the asking tenant; those of the whole server are told to the admin alone."""
+
+    total_entries: int
+    by_tier: dict[str, int]
+    ram_bytes: int
+    disk_bytes: int
+    unique_bytes: int  # of state, whatever is shared counted once
+    logical_bytes: int  # what the entries would take if they shared nothing
+    total_hits: int
+    total_partial_hits: int
+    total_misses: int
+    hit_rate: float
+    pinned_entries: int
+    evictions: int
+
+    ram_limit_bytes: int | None = None
+    disk_limit_bytes: int | None = None
+    disk_state: str | None = None
+    disk_queued_bytes: int | None = None
+    disk_written_bytes: int | None = None
+    disk_read_bytes: int | None = None
+    corrupt_blocks: int | None = None
+    computed_tokens: int | None = None
+    reused_tokens: int | None = None
+    turns: int | None = None
+
+
+@router.get("/v1/cache/stats", response_model_exclude_unset=True)
+async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
+    """What the cache holds and how often it helped, over all models or the numbered one."""
+    service: Service = request.state.service
+    questions = Questions.of(request)
+    stats = [
+        await questions.ask(runtime, wire.GetStats(), wire.Stats)
+        for runtime in service.chosen(number)
+    ]
+    return total(stats, admin=questions.admin)
+
+
+def total(stats: Sequence[wire.Stats], *, admin: bool) -> CacheStats:
+    def added(field: str) -> int:
+        return sum(getattr(each, field) for each in stats)
+
+    hits, partial_hits, misses = added("hits"), added("partial_hits"), added("misses")
+    told = CacheStats(
+        total_entries=added("entries"),
+        by_tier=_by_tier(stats),
+        ram_bytes=added("ram_bytes"),
+        disk_bytes=added("disk_bytes"),
+        unique_bytes=added("unique_bytes"),
+        logical_bytes=added("logical_bytes"),
+        total_hits=hits,
+        total_partial_hits=partial_hits,
+        total_misses=misses,
+        hit_rate=_rate(hits + partial_hits, misses),
+        pinned_entries=added("pinned_entries"),
+        evictions=added("evictions"),
+    )
+    if not admin:
+        return told
+    whole = {field: added(field) for field in OF_THE_SERVER}
+    return told.model_copy(
+        update={**whole, "disk_state": _worst(each.disk_state for each in stats)}
+    )
+
+
+def _rate(good: int, bad: int) -> float:
+    return round(good / (good + bad), 4) if good + bad else 0.0
+
+
+def _by_tier(stats: Sequence[wire.Stats]) -> dict[str, int]:
+    tiers: Counter[str] = Counter()
+    for each in stats:
+        tiers.update(each.by_tier)
+    return dict(tiers)
+
+
+def _worst(states: Iterable[str]) -> str:
+    """What is amiss with any of them; else whether any of them is in use."""
+    found = set(states)
+    amiss = sorted(found - set(HEALTHY))
+    return amiss[0] if amiss else min(found, key=HEALTHY.index)

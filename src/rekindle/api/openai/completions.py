@@ -1,0 +1,104 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections import defaultdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.openai.answer import Answer, finite
+from rekindle.api.openai.choice import Choice, Said
+from rekindle.api.openai.defaults import asks
+from rekindle.api.openai.schema import CompletionRequest
+from rekindle.errors import Unsupported
+from rekindle.protocol.events import Finished, Text, TokenLog
+from rekindle.server.auth import salt_of
+from rekindle.server.json import OrjsonRoute
+from rekindle.server.service import ModelNumber, Service
+
+router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
+
+
+@router.post("/v1/completions")
+async def create_completion(
+    body: CompletionRequest, request: Request, number: ModelNumber = None
+) -> Response:
+    """Continue a text, or each of a list of texts."""
+    if body.echo:
+        raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
+    service: Service = request.state.service
+    runtime = service.runtime(body.model, number)
+    turns = asks(
+        body,
+        service.config,
+        salt_of(request),
+        [{"prompt": prompt} for prompt in body.prompts],
+        max_tokens=body.max_tokens,
+        top_logprobs=body.logprobs,
+    )
+    answer = Answer(runtime, turns, body, CompletionShape(), others=service.others(runtime))
+    return await answer.respond(request)
+
+
+class CompletionShape:
+    id_prefix = "cmpl"
+    whole = "text_completion"
+    chunk = "text_completion"
+
+    def __init__(self) -> None:
+        self._offsets: dict[int, Offset] = defaultdict(Offset)
+
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, index: int, said: Said) -> dict[str, Any]:
+        assert isinstance(said, Text), "a text's continuation has no other parts"
+        return self._choice(index, said.text, said.logs, None)
+
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]:
+        return self._choice(index, "", None, finished.reason)
+
+    def choice(self, index: int, answer: Choice) -> dict[str, Any]:
+        assert answer.finished is not None
+        return self._choice(index, answer.text, answer.logs, answer.finished.reason)
+
+    def _choice(
+        self, index: int, text: str, logs: list[TokenLog] | None, reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _logprobs(logs, self._offsets[index]) if logs else None,
+            "finish_reason": reason,
+        }
+
+
+class Offset:
+    """Where in the text the next token begins; a character split over tokens counts at its end."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def advance(self, piece: bytes) -> int:
+        """The offset of this token."""
+        start = self._characters
+        self._characters += len(self._decoder.decode(piece))
+        return start
+
+
+def _logprobs(logs: list[TokenLog], offset: Offset) -> dict[str, Any]:
+    return {
+        "tokens": [_text(log.piece) for log in logs],
+        "token_logprobs": [finite(log.logprob) for log in logs],
+        "top_logprobs": [{_text(piece): finite(score) for piece, score in log.top} for log in logs],
+        "text_offset": [offset.advance(log.piece) for log in logs],
+    }
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="replace")

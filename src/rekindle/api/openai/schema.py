@@ -1,0 +1,244 @@
+"""Requests as OpenAI clients send them: known fields are checked, unknown ones ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rekindle.api.openai import tool_choice
+from rekindle.api.openai.fields import (
+    FreeObject,
+    Id,
+    LogitBias,
+    PrefillProgress,
+    Priority,
+    PromptInput,
+    SessionNumber,
+    Stop,
+)
+from rekindle.api.openai.message import Messages
+from rekindle.api.openai.response_format import ResponseFormat
+from rekindle.api.openai.tool import Tools
+from rekindle.api.openai.tool_choice import ToolChoice
+from rekindle.errors import BadRequest, Unsupported
+
+MOST_CHOICES = 32
+MOST_TURNS = 128
+MOST_TOKENS = 10_000_000
+MOST_MESSAGES = 100_000
+SEED_LIMIT = 1 << 63
+
+CACHE_FIELDS = (
+    "use_kv_cache",
+    "cache_exact",
+    "cache_key",
+    "return_cache_key",
+    "session_id",
+    "kv_cache_session_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversation
+
+# Fields of the interface that this version does not serve: refused, never silently ignored.
+NOT_SERVED = {
+    "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
+    "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
+    "kv_bits": "KV quantisation is not supported: remove",
+    "kv_group_size": "KV quantisation is not supported: remove",
+    "kv_quantization_start": "KV quantisation is not supported: remove",
+    "quantized_kv_start": "KV quantisation is not supported: remove",
+    "resize": "image input is not supported: remove",
+    "audio": "audio is not supported: remove",
+    "suffix": "filling in the middle is not supported: remove",
+    "best_of": "best_of is not supported: remove",
+}
+NOT_FOR_TEXTS = {
+    "tools": "text completions call no tools: use /v1/chat/completions, or remove",
+    "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
+    "response_format": "text completions have no form: use /v1/chat/completions, or remove",
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+
+class Request(BaseModel):
+    """What chat and text completions have in common. None means: as the server is configured."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_TOKENS)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_context_size: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: Stop | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    normalise: bool | None = None
+    user: str | None = None
+    use_kv_cache: bool | None = None
+    cache_exact: bool | None = None
+    cache_key: Id | None = None
+    return_cache_key: bool | None = None
+    session_id: Id | None = None
+    kv_cache_session_id: SessionNumber | None = None
+    prompt_cache_key: Id | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_served(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name, instead in cls.not_served.items():
+                value = data.get(name)
+                if value is not None and value not in HARMLESS.get(name, ()):
+                    raise Unsupported(f"{instead} `{name}`", param=name)
+        return data
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def asks_about_cache(self) -> bool:
+        return any(getattr(self, field) is not None for field in CACHE_FIELDS)
+
+    @property
+    def progress(self) -> Literal["chunks", "comments"] | None:
+        """How a stream tells of its prompt being read, if at all."""
+        return None
+
+    @property
+    def names_state(self) -> bool:
+        """Whether the request says by a name of its own which state it goes on from."""
+        return any(getattr(self, field) is not None for field in NAMES)
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: FreeObject | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    prefill_progress: PrefillProgress | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _choice_and_form_agree(self) -> ChatRequest:
+        tool_choice.check(self.tool_choice, self.tools)
+        form = self.response_format and self.response_format.structure
+        if form and tool_choice.forces_call(self.tool_choice):
+            raise BadRequest(
+                "`response_format` asks for text that is JSON, and `tool_choice` for a call and "
+                "no text: leave one of them out.",
+                param="response_format",
+            )
+        return self
+
+    @property
+    def progress(self) -> Literal["chunks", "comments"] | None:
+        if not (self.stream and self.prefill_progress):
+            return None
+        return "comments" if self.prefill_progress == "comments" else "chunks"
+
+    @property
+    def message_ids(self) -> list[str]:
+        """The ids by which messages are looked for, newest first; none unless that is wanted."""
+        if not self.use_kv_cache:
+            return []
+        ids = (message.message_id for message in reversed(self.messages))
+        return [message_id for message_id in ids if message_id is not None]
+
+    @property
+    def names_state(self) -> bool:
+        return super().names_state or bool(self.message_ids)
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    not_served = {**NOT_SERVED, **NOT_FOR_TEXTS}
+
+    prompt: PromptInput
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _some_prompts(cls, value: Any) -> Any:
+        if value == [] or (isinstance(value, list) and [] in value):
+            raise ValueError("takes at least one prompt, and of tokens at least one in each")
+        return value
+
+    @model_validator(mode="after")
+    def _few_turns(self) -> CompletionRequest:
+        if len(self.prompts) * (self.n or 1) > MOST_TURNS:
+            raise Unsupported(
+                f"one request may ask for at most {MOST_TURNS} answers (prompts times `n`)",
+                param="prompt",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_prompt_for_a_name(self) -> CompletionRequest:
+        if len(self.prompts) > 1:
+            for field in (*NAMES, "return_cache_key"):
+                value = getattr(self, field)
+                if value is not None and value is not False:  # session 0 is a name
+                    raise Unsupported(
+                        f"a name goes with one prompt: send one, or remove `{field}`", param=field
+                    )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]

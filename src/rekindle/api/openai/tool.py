@@ -1,0 +1,76 @@
+"""The functions that a reply may call, as chats, the cache's endpoints and projects take them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from rekindle.api.openai.fields import shallow, takes
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def _named(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError
+    return name
+
+
+FunctionName = Annotated[
+    str,
+    AfterValidator(_named),
+    takes("a name of 1 to 64 letters, digits, dots, dashes and underscores"),
+]
+
+
+class Function(BaseModel):
+    """What the model is told about a function; fields the template may know are passed on."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+def _few(tools: Any) -> Any:
+    """Counted first: of too many tools it does not matter what they are."""
+    if isinstance(tools, list) and len(tools) > MOST_TOOLS:
+        raise ValueError(f"takes at most {MOST_TOOLS} items")
+    return tools
+
+
+def _distinct(tools: list[Tool]) -> list[Tool]:
+    seen: set[str] = set()
+    for tool in tools:
+        name = tool.function.name
+        if name in seen:
+            raise ValueError(f"has more than one function called {name!r}")
+        seen.add(name)
+    return tools
+
+
+Tools = Annotated[
+    list[Tool],
+    Field(fail_fast=True),
+    AfterValidator(_distinct),
+    BeforeValidator(shallow),
+    BeforeValidator(_few),
+]
+
+
+def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """What the template sees. A null says nothing; one inside a schema is part of it and stays."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()] or None

@@ -1,0 +1,185 @@
+"""Keeping what a client wrote apart from the control tokens a template writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from rekindle.chat.placeholders import Sentinels
+from rekindle.errors import BadRequest
+
+DEPTH_LIMIT = 100
+OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal in marked bytes; UTF-8 has neither
+MARK = re.compile(b"([\xff\xfe])")
+CHARACTER_BYTES = 4  # of UTF-8, at most
+
+
+class Span(NamedTuple):
+    """A stretch of a prompt; control-token text in a literal one is only text."""
+
+    text: str
+    literal: bool
+
+
+class ControlTexts:
+    """The texts a vocabulary reads as control tokens."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = sorted({text for text in texts if text})
+        self._whole = re.compile(_any_of(known))
+        self._first = re.compile(_any_of(sorted({text[0] for text in known})))
+        self._beginnings = {text[:length] for text in known for length in range(1, len(text))}
+        self._longest = max(map(len, known), default=0)
+
+    def split(self, text: str) -> Iterator[Span]:
+        """The text in spans, literal where it is a control token's or could be made into one."""
+        at = 0
+        for match in self._whole.finditer(text):
+            yield Span(text[at : match.start()], literal=False)
+            yield Span(match[0], literal=True)
+            at = match.end()
+        rest = text[at:]
+        tail = self._tail(rest)
+        yield Span(rest[: len(rest) - len(tail)], literal=False)
+        yield Span(tail, literal=True)
+
+    def across(self, before: str, after: str) -> bool:
+        """Whether the two, put side by side, hold a control text that neither holds alone."""
+        seam = min(len(before), self._longest)
+        window = before[len(before) - seam :] + after[: self._longest]
+        starts = (first.start() for first in self._first.finditer(window, 0, seam))
+        whole = (self._whole.match(window, start) for start in starts)
+        return any(match is not None and match.end() > seam for match in whole)
+
+    def cut_at(self, marked: bytes, at: int) -> bool:
+        """Whether `at` is inside a control text that the template wrote."""
+        reach = CHARACTER_BYTES * self._longest
+        before = MARK.split(marked[max(0, at - reach) : at])[-1]
+        after = MARK.split(marked[at : at + reach])[0]
+        return not _is_open(marked, at) and self.across(
+            before.decode(errors="ignore"), after.decode(errors="ignore")
+        )
+
+    def _tail(self, text: str) -> str:
+        """The end of `text` that begins a control text: the next string may hold the rest."""
+        window = text[-self._longest :]
+        for match in self._first.finditer(window):
+            if window[match.start() :] in self._beginnings:
+                return window[match.start() :]
+        return ""
+
+
+class Quotes:
+    """Control-token text of one conversation: out of the template's sight, then back as text."""
+
+    def __init__(self, control: ControlTexts) -> None:
+        self._control = control
+        self._sentinels = Sentinels()
+        self._literals: list[str] = []
+
+    def hide(self, value: Any, depth: int = 0) -> Any:
+        """A copy of `value`, a sentinel in place of control-token text in every string of it."""
+        if depth > DEPTH_LIMIT:
+            raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.hide(key, depth): self.hide(item, depth + 1) for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.hide(item, depth + 1) for item in value]
+        return value
+
+    def spans(self, rendered: str) -> list[Span]:
+        """The rendered text with its literals back in place; one span when there are none."""
+        return [
+            Span(self._literals[piece], literal=True)
+            if isinstance(piece, int)
+            else Span(piece, literal=False)
+            for piece in self._sentinels.split(rendered)
+            if piece != ""
+        ]
+
+    def restore(self, rendered: str) -> str:
+        return "".join(span.text for span in self.spans(rendered))
+
+    def _hide_text(self, text: str) -> str:
+        return "".join(
+            self._sentinel(span.text) if span.literal and span.text else span.text
+            for span in self._control.split(text)
+        )
+
+    def _sentinel(self, literal: str) -> str:
+        self._literals.append(literal)
+        return self._sentinels.stand_for(len(self._literals) - 1)
+
+
+def mark(spans: Iterable[Span]) -> bytes:
+    """The text of `spans` as marked bytes, in which a literal differs from what it spells.
+
+    One form for one list of spans: each literal is wrapped on its own, neighbours too, and an
+    empty one leaves nothing. Bytes that begin alike so far mean the same so far.
+    """
+    return b"".join(
+        OPEN + text.encode() + CLOSE if literal else text.encode()
+        for text, literal in spans
+        if text
+    )
+
+
+def mark_beginning(spans: Iterable[Span], size_bytes: int) -> bytes:
+    """The marked form of the first bytes of the text; a literal cut short is left open."""
+    parts: list[bytes] = []
+    for text, literal in spans:
+        whole = text.encode()
+        kept = whole[:size_bytes]
+        if literal and kept:
+            parts += OPEN, kept, CLOSE if kept == whole else b""
+        else:
+            parts.append(kept)
+        size_bytes -= len(kept)
+    return b"".join(parts)
+
+
+def spans_from(marked: bytes, at: int) -> list[Span]:
+    """The spans of marked bytes from `at` on; UnicodeDecodeError in the middle of a character."""
+    literal = _is_open(marked, at)
+    spans: list[Span] = []
+    for piece in MARK.split(marked[at:]):
+        if piece in (OPEN, CLOSE):
+            literal = piece == OPEN
+        elif piece:
+            spans.append(Span(piece.decode(), literal))
+    return spans
+
+
+def unmark(marked: bytes) -> bytes:
+    """The text alone."""
+    return marked.translate(None, OPEN + CLOSE)
+
+
+def _is_open(marked: bytes, at: int) -> bool:
+    """Whether `at` is inside a literal."""
+    return marked.rfind(OPEN, 0, at) > marked.rfind(CLOSE, 0, at)
+
+
+def _any_of(texts: list[str]) -> str:
+    """A pattern for the longest of the sorted `texts`; of thousands, few are tried anywhere."""
+    if not texts:
+        return r"(?!)"
+    if len(texts) == 1:
+        return re.escape(texts[0])
+    shared = shared_length(texts[0], texts[-1])  # sorted: these two differ the earliest
+    rests = [text[shared:] for text in texts]
+    branches = [_any_of(list(group)) for _, group in groupby(filter(None, rests), itemgetter(0))]
+    optional = "?" if "" in rests else ""
+    return f"{re.escape(texts[0][:shared])}(?:{'|'.join(branches)}){optional}"
+
+
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

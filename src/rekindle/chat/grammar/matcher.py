@@ -1,0 +1,127 @@
+"""Which tokens may come next in a reply that has to follow a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from rekindle.chat.encode import Tokenizer
+from rekindle.chat.grammar.lark import Grammar
+from rekindle.errors import BadRequest, Unsupported
+
+#: A step costs 10 ms at worst and a reply 40 MB; what needs more ends with an error.
+LIMITS = LLParserLimits(
+    max_items_in_row=1_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+_SILENT = 0
+_NO_TEXT = b"\xff"  # in no character; llguidance marks control tokens by it
+_FORBIDDEN = np.float32(-np.inf)
+_MOST_CHARACTERS = 300  # of what llguidance says
+
+
+class Constraint:
+    """Follows one reply. When the reply is complete, only end tokens may come.
+
+    A grammar that turns out too costly does not stop the engine: it leaves end tokens alone, and
+    `trouble` says so.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._beginning = matcher
+        self._matcher = matcher.deep_copy()  # an error stays with a matcher for ever
+
+    @property
+    def trouble(self) -> str | None:
+        """Why this reply cannot be gone on with."""
+        return _first_line(self._matcher.get_error()) or None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but an end token may come."""
+        return self._matcher.is_stopped()
+
+    def mask(self, logits: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """Set what may not come next to minus infinity, in place."""
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        told = logits[: allowed.size * 8]
+        forbidden = np.unpackbits(~allowed, count=told.size, bitorder="little").view(np.bool_)
+        np.copyto(told, _FORBIDDEN, where=forbidden)
+        logits[told.size :] = _FORBIDDEN
+
+    def accept(self, token: int) -> None:
+        """Take note of the token that was chosen."""
+        self._matcher.consume_token(token)
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Begin again with a reply that has got this far."""
+        self._matcher = self._beginning.deep_copy()
+        self._matcher.consume_tokens(list(tokens))
+
+
+class Grammars:
+    """Makes constraints for one vocabulary; any thread may call it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocabulary_size: int, end_tokens: Collection[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._size = vocabulary_size
+        self._ends = sorted(end_tokens)
+        self._lock = Lock()
+        self._native: LLTokenizer | None = None
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """Raises BadRequest when the grammar cannot be built, or only at too high a cost."""
+        matcher = LLMatcher(self._vocabulary(), grammar.lark, log_level=_SILENT, limits=LIMITS)
+        if problem := _first_line(matcher.get_error()):
+            raise BadRequest(f"The schema cannot be enforced: {problem}.", param=grammar.param)
+        return Constraint(matcher)
+
+    def _vocabulary(self) -> LLTokenizer:
+        """Built when it is first needed: it takes a second, and most servers never need it."""
+        if not self._ends:
+            raise Unsupported("This model has no end token, so its replies cannot be constrained.")
+        with self._lock:
+            if self._native is None:
+                pieces = _Pieces(self._tokenizer, self._size, self._ends[0])
+                self._native = LLTokenizer(
+                    TokenizerWrapper(pieces), n_vocab=self._size, eos_token=self._ends
+                )
+            return self._native
+
+
+class _Pieces:
+    """A vocabulary as llguidance reads it."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end_token: int) -> None:
+        self._encode = tokenizer.encode
+        control = {token for token in tokenizer.control_texts.values() if token < size}
+        self.eos_token_id = end_token
+        self.bos_token_id = tokenizer.bos
+        self.special_token_ids = sorted(control)
+        self.tokens = [_piece(tokenizer, token, token in control) for token in range(size)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text; asked for only where tokens are forced, which they are not."""
+        return self._encode(text.decode(errors="replace"), special=False)
+
+
+def _piece(tokenizer: Tokenizer, token: int, is_control: bool) -> bytes:
+    piece = tokenizer.piece(token, special=is_control)
+    return b"" if piece.startswith(_NO_TEXT) and not is_control else piece
+
+
+def _first_line(problem: str) -> str:
+    """What llguidance says, without its notes to developers."""
+    lines = problem.replace("<non-verbose/>", "").strip().splitlines()
+    return lines[0].strip()[:_MOST_CHARACTERS] if lines else ""

@@ -1,0 +1,151 @@
+"""Literals in other notations than JSON, turned into JSON while they arrive."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from rekindle.chat.tools.json_value import NUMBER, clean, is_json, quoted
+from rekindle.chat.tools.reader import Finder, Reading, Source
+
+DEEPEST = 200  # levels of nesting; what is deeper is no argument of anything
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS |= {word: word for word in ("true", "false", "null")}
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_JSON = {"(": "[", ")": "]"}  # a tuple is an array
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL
+)
+_ESCAPED = {
+    **dict(zip("abfnrtv", "\a\b\f\n\r\t\v", strict=True)),
+    **{character: character for character in "\\'\"/"},
+    "\n": "",
+}
+
+
+class Dialect(NamedTuple):
+    """How a notation writes strings and bare words."""
+
+    quotes: Mapping[str, Finder]  # each quote, and what finds its end
+    escaped: Collection[str]  # quotes between which a backslash escapes
+    word: re.Pattern[str]
+    key: re.Pattern[str]
+    loose: bool  # a bare word that is no number or constant is a string
+
+
+PYTHON = Dialect(
+    quotes={quote: Finder(quote, escapes=True) for quote in ('"""', "'''", '"', "'")},
+    escaped=('"""', "'''", '"', "'"),
+    word=re.compile(r"[\w.+-]*"),
+    key=re.compile(r"[\w.+-]*"),
+    loose=False,
+)
+
+
+def loose(quote: str) -> Dialect:
+    """Bare keys, and strings between a token of their own."""
+    return Dialect(
+        quotes={quote: Finder(quote), '"': Finder('"', escapes=True)},
+        escaped=('"',),
+        word=re.compile(r"[^,{}\[\]<]*"),
+        key=re.compile(r"[^:,{}\[\]<]*"),
+        loose=True,
+    )
+
+
+def literal(source: Source, dialect: Dialect) -> Reading[str | None]:
+    """The JSON of the literal that comes next; None when there is none that can be read."""
+    out: list[str] = []
+    closers: list[str] = []
+    while len(closers) <= DEEPEST:
+        yield from source.space()
+        first = yield from source.peek()
+        if first in _CLOSERS and first:
+            source.skip(1)
+            closers.append(_CLOSERS[first])
+            out.append(_JSON.get(first, first))
+            continue
+        if closers and first in (",", ":") and first:
+            source.skip(1)
+            out.append(first)
+            continue
+        if closers and first == closers[-1]:
+            source.skip(1)
+            _close(out, closers)
+        else:
+            at_key = bool(closers) and closers[-1] == "}" and out[-1] in ("{", ",")
+            token = yield from _atom(source, dialect, at_key=at_key)
+            if token is None:
+                return None
+            out.append(token)
+        if not closers:
+            text = "".join(out)
+            return text if len(out) == 1 or is_json(text) else None
+    return None
+
+
+def _close(out: list[str], closers: list[str]) -> None:
+    if out[-1] == ",":  # Python allows one after the last item
+        out.pop()
+    closer = closers.pop()
+    out.append(_JSON.get(closer, closer))
+
+
+def _atom(source: Source, dialect: Dialect, *, at_key: bool) -> Reading[str | None]:
+    """A string, number or constant, or a key, which JSON always quotes."""
+    string = yield from text(source, dialect)
+    if string is not None:
+        return quoted(string)
+    if (yield from source.peek()) == "":
+        return None
+    word = (yield from source.run(dialect.key if at_key else dialect.word)).strip()
+    # A word that the text's end may have cut short is not known.
+    if not word or (yield from source.peek()) == "":
+        return None
+    if at_key:
+        return quoted(word)
+    value = _constant(word)
+    return quoted(word) if value is None and dialect.loose else value
+
+
+def text(source: Source, dialect: Dialect) -> Reading[str | None]:
+    """The string that comes next; None when none does, or when its end is missing."""
+    quote = yield from source.starts(*dialect.quotes)
+    if quote is None:
+        return None
+    body, end = yield from source.through(dialect.quotes[quote])
+    if end is None:
+        return None
+    return clean(_ESCAPE.sub(_unescape, body)) if quote in dialect.escaped else body
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
+    if code or match[4]:
+        number = int(code, 16) if code else int(match[4], 8)
+        return chr(number) if number <= 0x10FFFF else match[0]
+    return _ESCAPED.get(match[5], match[0])
+
+
+def _constant(word: str) -> str | None:
+    if word in _WORDS:
+        return _WORDS[word]
+    if NUMBER.fullmatch(word):
+        return word
+    for read in (_whole, _fraction):
+        try:
+            return read(word)
+        except ValueError:
+            continue
+    return None
+
+
+def _whole(word: str) -> str:
+    return str(int(word, 0))
+
+
+def _fraction(word: str) -> str:
+    return json.dumps(float(word), allow_nan=False)

@@ -1,0 +1,18 @@
+"""Replies without any calls."""
+
+from __future__ import annotations
+
+from rekindle.chat.reply import Part, Said
+
+
+class Plain:
+    """Says what comes, as it comes."""
+
+    thinking = False
+    ended_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        return [Said(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []

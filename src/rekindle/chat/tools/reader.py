@@ -1,0 +1,205 @@
+"""Text on its way in, read as if all of it were there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import Protocol, TypeVar
+
+from rekindle.chat.reply import Part
+
+T = TypeVar("T")
+
+#: Reading that pauses, by yielding None, while the text it needs has not come yet.
+Reading = Generator[None, None, T]
+#: Reading that hands out parts on its way.
+Steps = Generator[Part | None, None, T]
+
+SPACE = re.compile(r"\s*")
+
+
+class Finder:
+    """Finds the first of some markers, none of which begins another.
+
+    With `escapes`, a backslash takes the next character's meaning away.
+    """
+
+    def __init__(self, *markers: str, escapes: bool = False) -> None:
+        self.markers = markers
+        self.pattern = "|".join(map(re.escape, markers)) or "(?!)"
+        escape = r"\\." if escapes else "(?!)"
+        self._whole = re.compile(f"({self.pattern})|{escape}", re.DOTALL)
+        starts = [_prefixes(marker[:-1]) for marker in markers if len(marker) > 1]
+        starts += [r"\\"] * escapes
+        self._part = re.compile(f"(?:{'|'.join(starts) or '(?!)'})\\Z")
+        self._reach = max(map(len, markers), default=1)
+
+    def find(self, text: str, at: int) -> tuple[int, str | None]:
+        """How far the text is free of markers, and the marker that is there."""
+        for match in self._whole.finditer(text, at):
+            if match[1] is not None:
+                return match.start(), match[1]
+            at = match.end()
+        return self.certain(text, at), None
+
+    def certain(self, text: str, at: int) -> int:
+        """Where the text's end begins that may still become a marker."""
+        part = self._part.search(text, max(at, len(text) - self._reach))
+        return part.start() if part else len(text)
+
+
+class Scan(Protocol):
+    """Follows a text, from where it last stopped, to the end of something."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def read(self, text: str, at: int, *, ended: bool) -> int:
+        """How far the thing certainly reaches."""
+
+
+class Source:
+    """What has come and was not taken yet; never more than a marker's length once read.
+
+    Every method decides by the text alone, never by how it was cut; that makes the parsers which
+    are written with them independent of the cuts as well.
+    """
+
+    def __init__(self, text: str = "", *, ended: bool = False) -> None:
+        self._text = text
+        self._at = 0
+        self.ended = ended
+        self._held: list[str] | None = None
+
+    def feed(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def hold(self, text: str = "") -> None:
+        """Remember what is taken from now on, after this text that already was."""
+        self._held = [text]
+
+    def release(self) -> str:
+        """All that was taken since `hold`."""
+        held, self._held = self._held or [], None
+        return "".join(held)
+
+    def drop(self) -> None:
+        """Forget what was held."""
+        self._held = None
+
+    def peek(self) -> Reading[str]:
+        """The next character, which stays; nothing at the end."""
+        while self._at == len(self._text):
+            if self.ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def skip(self, characters: int) -> None:
+        """Take text that is known to be there."""
+        self._take(self._at + characters)
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """All characters that the pattern, a repeated class, matches."""
+        taken = ""
+        pieces: list[str] = []
+        while True:
+            match = pattern.match(self._text, self._at)
+            if match and match.end() > self._at:
+                taken = self._take(match.end())
+                pieces.append(taken)
+            if self.ended or self._at < len(self._text):
+                return taken if len(pieces) < 2 else "".join(pieces)
+            yield
+
+    def space(self) -> Reading[str]:
+        return self.run(SPACE)
+
+    def starts(self, *markers: str) -> Reading[str | None]:
+        """Take the longest of the markers that comes next."""
+        marker = yield from self._next_of(markers)
+        if marker is not None:
+            self.skip(len(marker))
+        return marker
+
+    def at_marker(self, finder: Finder) -> Reading[bool]:
+        """Whether one of the markers comes next; it stays."""
+        return (yield from self._next_of(finder.markers)) is not None
+
+    def _next_of(self, markers: tuple[str, ...]) -> Reading[str | None]:
+        while True:
+            found, waits = "", False
+            for marker in markers:
+                if self._text.startswith(marker, self._at):
+                    found = max(found, marker, key=len)
+                elif marker.startswith(self._text[self._at : self._at + len(marker)]):
+                    waits = not self.ended  # what has come of it may become more
+            if not waits:
+                return found or None
+            yield
+
+    def until(self, finder: Finder) -> Reading[tuple[str, str | None]]:
+        """Some text without a marker, and the marker that follows, which stays.
+
+        Without one, either more follows or, when the text is empty too, this is the end.
+        """
+        while True:
+            end, marker = finder.find(self._text, self._at)
+            if self.ended and marker is None:
+                end = len(self._text)
+            if end > self._at or marker is not None or self.ended:
+                return self._take(end), marker
+            yield
+
+    def through(self, finder: Finder) -> Reading[tuple[str, str | None]]:
+        """All text up to a marker, which is taken, or up to the end."""
+        pieces = []
+        while True:
+            text, marker = yield from self.until(finder)
+            pieces.append(text)
+            if marker is not None:
+                self.skip(len(marker))
+            if marker is not None or not text:
+                return "".join(pieces), marker
+
+    def scan(self, scan: Scan) -> Reading[str]:
+        """The next piece of what is scanned; nothing when there is no more of it."""
+        while not scan.done:
+            end = scan.read(self._text, self._at, ended=self.ended)
+            if end > self._at:
+                return self._take(end)
+            if self.ended:
+                break
+            if not scan.done:
+                yield
+        return ""
+
+    def rest(self) -> str:
+        """Everything that has come."""
+        return self._take(len(self._text))
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._held is not None:
+            self._held.append(text)
+        return text
+
+
+def at_once(reading: Reading[T]) -> T:
+    """What a reading of an ended source returns."""
+    try:
+        next(reading)
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    raise RuntimeError("the source has not ended")
+
+
+def _prefixes(text: str) -> str:
+    """A pattern for every beginning of the text."""
+    pattern = ""
+    for character in reversed(text):
+        pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")
+    return pattern

@@ -1,0 +1,192 @@
+"""`rekindle cache`: look at what a server keeps, and tidy it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+
+from rekindle.cli import cache_client as admin
+from rekindle.cli.cache_client import CacheClient
+from rekindle.cli.progress import progress_bar
+from rekindle.config import load_config
+from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle.kvcache.disk.check import FolderReport
+
+app = typer.Typer(
+    name="cache",
+    help="Look at what a server keeps, and tidy it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+BaseUrl = Annotated[str, typer.Option(help="A running server")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="REKINDLE_API_KEY", help="Its key; an admin key sees everybody's"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the server answered")]
+Key = Annotated[str, typer.Argument(help="A cache key, or enough of its beginning")]
+HERE = "http://127.0.0.1:8080/v1"
+
+
+def _show(answer: Any, view: RenderableType, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        Console().print(admin.plain(view) if isinstance(view, str) else view)
+
+
+@app.command("ls")
+def list_entries(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """List the entries, those used last first."""
+    answer = CacheClient(base_url, api_key).listing()
+    _show(answer, admin.entries_table(answer["entries"]), as_json=as_json)
+
+
+@app.command()
+def stats(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Tell what the cache holds and how often it helped."""
+    answer = CacheClient(base_url, api_key).stats()
+    _show(answer, admin.stats_table(answer), as_json=as_json)
+
+
+@app.command()
+def show(
+    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """Show one entry in full."""
+    client = CacheClient(base_url, api_key)
+    answer = client.entry(client.find(key)["cache_key"])
+    _show(answer, admin.entry_table(answer), as_json=as_json)
+
+
+@app.command()
+def pin(
+    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """Keep an entry whatever else needs its room."""
+    client = CacheClient(base_url, api_key)
+    answer = client.pin(client.find(key)["cache_key"])
+    _show(answer, f"{answer['cache_key']} is pinned", as_json=as_json)
+
+
+@app.command()
+def unpin(
+    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """Let an entry go when its time comes."""
+    client = CacheClient(base_url, api_key)
+    answer = client.unpin(client.find(key)["cache_key"])
+    _show(answer, f"{answer['cache_key']} is no longer pinned", as_json=as_json)
+
+
+@app.command("rm")
+def remove(
+    keys: Annotated[list[str], typer.Argument(help="Cache keys, or enough of their beginnings")],
+    base_url: BaseUrl = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forget entries; none of them when one cannot be found."""
+    client = CacheClient(base_url, api_key)
+    found = dict.fromkeys(client.find(key)["cache_key"] for key in keys)
+    answers = [client.remove(key) for key in found]
+    _show(answers, "\n".join(f"{key} is forgotten" for key in found), as_json=as_json)
+
+
+@app.command("gc")
+def collect(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+    """Remove now what has expired."""
+    answer = CacheClient(base_url, api_key).collect()
+    freed = decimal(answer["freed_bytes"])
+    _show(answer, f"removed {answer['removed']} entries, freed {freed}", as_json=as_json)
+
+
+@app.command()
+def check(
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended")] = False,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="The folder", show_default="that of the settings")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Settings file", show_default="rekindle.yaml if there"),
+    ] = None,
+) -> None:
+    """Verify the files on disk, without a server; exit status 1 when something was found."""
+    from rekindle.kvcache.disk.check import check as verify
+
+    folder = load_config({"cache_dir": cache_dir}, file=config).cache_dir
+    try:
+        with progress_bar("checking", Console(stderr=True)) as on_progress:
+            reports = verify(folder, repair=repair, progress=on_progress)
+    except OSError as error:
+        raise RekindleError(f"cannot check {folder}: {error.strerror}") from None
+    Console().print(_findings(folder, reports, repaired=repair))
+    raise typer.Exit(code=int(any(report.findings for report in reports)))
+
+
+def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
+    """What a check of the files on disk found, folder by folder."""
+    lines = [admin.plain(f"{folder}: {len(reports)} models have state here")]
+    for report in reports:
+        if report.in_use:
+            lines.append(
+                admin.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
+            )
+            continue
+        found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
+        style = "red" if report.findings else "green"
+        lines.append(
+            admin.plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style)
+        )
+        lines += [admin.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
+    if any(report.findings for report in reports):
+        lines.append(admin.plain("Mended." if repaired else "Run it with --repair to mend this."))
+    return Group(*lines)
+
+
+@app.command()
+def explain(
+    key: Annotated[str, typer.Option(help="A cache key, or enough of its beginning")],
+    messages: Annotated[
+        Path, typer.Option(help="JSON: a list of messages, or the body of a request")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Which of the models", show_default="the entry's")
+    ] = None,
+    base_url: BaseUrl = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a request would reuse of an entry, and where the two part."""
+    question = _question(messages)
+    client = CacheClient(base_url, api_key)
+    entry = client.find(key)
+    question["model"] = model or question.get("model") or entry["model"]
+    answer = client.validate({**question, "cache_key": entry["cache_key"]})
+    _show(answer, admin.explanation(answer), as_json=as_json)
+
+
+def _question(path: Path) -> dict[str, Any]:
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RekindleError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise RekindleError(f"{path} is not JSON") from None
+    match written:
+        case list():
+            return {"messages": written}
+        case {"messages": list()}:
+            known = ("model", "messages", "tools", "chat_template_kwargs")
+            return {name: written[name] for name in known if name in written}
+    raise RekindleError(f"{path} holds neither a list of messages nor an object with `messages`")

@@ -1,0 +1,266 @@
+"""The command line: serve, pull, chat, bench, key, cache."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from rekindle import __version__
+from rekindle.cli import cache as cache_cli
+from rekindle.config import load_config
+from rekindle.errors import RekindleError
+
+app = typer.Typer(
+    name="rekindle",
+    help="An OpenAI-compatible server that never computes the same prompt twice.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.add_typer(cache_cli.app)
+console = Console(stderr=True)
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="Settings file", show_default="rekindle.yaml if there"),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rekindle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Serve models, fetch them, talk to them, measure them."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable",
+            show_default="smollm2",
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 for any free one", show_default="8080")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Accept this key; repeatable, each its own cache")
+    ] = None,
+    admin_key: Annotated[
+        list[str] | None, typer.Option(help="Accept this key and let it see every cache")
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="File of keys from `rekindle key`; may change any time")
+    ] = None,
+    no_auth: Annotated[
+        bool | None, typer.Option("--no-auth", help="Allow a public address without a key")
+    ] = None,
+    exact: Annotated[
+        bool | None, typer.Option("--exact", help="Warm answers bit-identical to cold ones")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(help="Turns computed at once", show_default="16")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Turns that may wait", show_default="256")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Context in tokens", show_default="the model's, if memory allows"),
+    ] = None,
+    kv_fraction: Annotated[
+        float | None, typer.Option(help="Share of free memory for the KV pool", show_default="0.3")
+    ] = None,
+    ram_cache: Annotated[
+        str | None, typer.Option(help="RAM for cached state: 512MiB, 4GB …", show_default="2GiB")
+    ] = None,
+    disk_cache: Annotated[
+        str | None, typer.Option(help="Disk for cached state; 0 for none", show_default="10GB")
+    ] = None,
+    disk_floor: Annotated[
+        str | None, typer.Option(help="Free disk space left to others", show_default="1GiB")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Folder for it", show_default="~/.cache/rekindle/kv")
+    ] = None,
+    cache_write: Annotated[
+        str | None,
+        typer.Option(help="Write to disk always, named (only) or on-evict", show_default="always"),
+    ] = None,
+    context_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--context-cache/--no-context-cache", help="Reuse state", show_default="reuse"
+        ),
+    ] = None,
+    force_cache: Annotated[
+        bool | None,
+        typer.Option("--force-cache", help="Name conversations that have no name of their own"),
+    ] = None,
+    normalise: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalise/--no-normalise",
+            help="Take out headers that change with every request",
+            show_default="take out",
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(help="How the model writes tool calls", show_default="auto: by its template"),
+    ] = None,
+    reasoning_format: Annotated[
+        str | None,
+        typer.Option(help="How it writes its reasoning", show_default="auto: by its template"),
+    ] = None,
+    fp8_kvcache: Annotated[
+        bool | None, typer.Option("--fp8-kvcache", help="8-bit KV cells: q8_0, groups of 32")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads", show_default="all cores, to 16")
+    ] = None,
+    gpu_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers on the GPU", show_default="all when the library has one"),
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error", show_default="info")
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
+    from rekindle.server.launch import serve as run_server
+
+    flags = {name: value for name, value in locals().items() if name != "run_server"}
+    flags.pop("config")
+    run_server(load_config(flags, file=config), console)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="Catalogue name or hub id org/repo[:quant-or-file]")],
+    config: ConfigFile = None,
+) -> None:
+    """Fetch a model, check it, and print where it is."""
+    from rekindle.models.progress import progress_on
+    from rekindle.models.pull import pull as fetch
+
+    settings = load_config({}, file=config)
+    typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
+
+
+@app.command()
+def chat(
+    base_url: Annotated[str, typer.Option(help="A running server")] = "http://127.0.0.1:8080/v1",
+    model: Annotated[str, typer.Option(help="Which of its models")] = "default",
+    system: Annotated[str | None, typer.Option(help="System prompt")] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="REKINDLE_API_KEY", help="The server's key, if it needs one")
+    ] = "none",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
+) -> None:
+    """Talk to a running server; each turn shows what was reused and how fast it began."""
+    from rekindle.cli.chat import Conversation, converse
+
+    conversation = Conversation(
+        base_url=base_url,
+        model=model,
+        api_key=api_key,
+        options={"max_tokens": max_tokens, "temperature": temperature},
+        system=system,
+    )
+    converse(conversation, Console())
+
+
+@app.command()
+def bench(
+    base_url: Annotated[
+        str, typer.Option(help="Any OpenAI-compatible server")
+    ] = "http://127.0.0.1:8080/v1",
+    model: Annotated[str | None, typer.Option(help="Which of its models")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Its key, if it needs one")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats")] = False,
+) -> None:
+    """Measure a server: cold turn, turns two and three, questions at once, decode speed."""
+    from rekindle.bench import BenchOptions, plot, print_table, run, save_json
+
+    given: dict[str, Any] = {"model": model, "api_key": api_key, "repeats": 1 if quick else None}
+    options = BenchOptions(
+        base_url=base_url, **{name: value for name, value in given.items() if value is not None}
+    )
+    out = Console()
+    results = run(options, console)
+    print_table(results, out)
+    output.mkdir(parents=True, exist_ok=True)
+    save_json(results, output / "bench.json")
+    plot([results], output / "bench.png")
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose key it is")],
+    file: Annotated[
+        Path | None, typer.Option(help="Append it to this file of --api-keys-file")
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Let it see every cache")] = False,
+) -> None:
+    """Make an API key. It is shown once; the file holds its digest alone."""
+    from rekindle.server import keyfile
+
+    secret = keyfile.new_key()
+    line = keyfile.line_for(name, secret, admin=admin)
+    if file is None:
+        console.print("The key, then its line for the file of --api-keys-file:")
+    else:
+        keyfile.append(file, line)
+    typer.echo(secret)
+    if file is None:
+        typer.echo(line)
+
+
+def respelled(arguments: Sequence[str]) -> list[str]:
+    """`--server --m MODEL …` as `serve --model MODEL …`; anything else as it is."""
+    given = list(arguments)
+    if "--server" in given and given[0].startswith("-"):
+        given.remove("--server")
+        given.insert(0, "serve")
+    if given[:1] != ["serve"]:
+        return given
+    return [re.sub(r"^--m(?==|$)", "--model", argument) for argument in given]
+
+
+def main() -> None:
+    """Run; an error of ours is one sentence, never a traceback."""
+    try:
+        app(respelled(sys.argv[1:]))
+    except RekindleError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

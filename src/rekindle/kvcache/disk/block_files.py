@@ -1,0 +1,180 @@
+"""Blocks as files: each named by its chain key, each proving itself when it is read."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from rekindle.errors import CorruptBlock
+from rekindle.kvcache.codec import (
+    HEADER_BYTES,
+    MAC_BYTES,
+    Header,
+    Record,
+    parse_header,
+    prove,
+    seal,
+)
+from rekindle.kvcache.disk.files import Files, is_temporary
+from rekindle.kvcache.key import KEY_BYTES, chain_key
+
+MOST_ASIDE = 16  # bad files kept for a look at them
+MOST_ASIDE_BYTES = 64 << 20  # unless the tier grants them less
+_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
+#: What says nothing about the file: this process has too much open, or too little memory.
+_OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
+
+
+class Vault:
+    """The block files of one model. Any thread may read; one at a time may change things."""
+
+    def __init__(self, files: Files, secret: bytes, aside: Files) -> None:
+        self.most_aside_bytes = MOST_ASIDE_BYTES
+        self._files = files
+        self._secret = secret
+        self._aside = aside
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Keep these blocks; on return they are on disk."""
+        items = {
+            _name(chain_key(record.parent, record.packed)): seal(record, self._secret)
+            for record in records
+        }
+        self._files.write_all(list(items.items()))
+
+    def read(self, key: bytes, size_bytes: int) -> Record:
+        """The block as it was written, or CorruptBlock with the reason.
+
+        An OSError means that this process lacks handles or memory: the file may be fine.
+        """
+        with _blamed_on_the_file():
+            header = self._header(key, size_bytes)
+            head, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
+            packed = bytearray(header.packed_bytes)
+            # Not a bytearray: filling that with zeros first takes as long as reading.
+            blob = np.empty(header.blob_bytes, np.uint8).data
+            self._files.read_into(_name(key), (head, packed, blob, mac), size_bytes)
+        record = prove(head, packed, blob, mac, self._secret)
+        if chain_key(record.parent, record.packed) != key:
+            raise CorruptBlock("it is another block than its name says")
+        return record
+
+    def _header(self, key: bytes, size_bytes: int) -> Header:
+        """The header of a file whose size is the one expected and the one it claims."""
+        raw, found_bytes = self._files.head(_name(key), HEADER_BYTES)
+        if found_bytes != size_bytes:
+            raise CorruptBlock(f"its file has {found_bytes} bytes instead of {size_bytes}")
+        header = parse_header(raw)
+        if header.record_bytes != size_bytes:
+            raise CorruptBlock("its length disagrees with its header")
+        return header
+
+    def tentative(self, key: bytes) -> tuple[Header, bytes, int]:
+        """Header, tokens and size of a file that looks like the block its name says.
+
+        Good enough to rebuild an index, which is believed no further: `read` proves the rest.
+        """
+        with _blamed_on_the_file():
+            _, size_bytes = self._files.head(_name(key), 0)
+            header = self._header(key, size_bytes)
+            raw, _ = self._files.head(_name(key), HEADER_BYTES + header.packed_bytes)
+        packed = raw[HEADER_BYTES:]
+        if len(packed) != header.packed_bytes or chain_key(header.parent, packed) != key:
+            raise CorruptBlock("it is another block than its name says")
+        return header, packed, size_bytes
+
+    def set_aside(self, key: bytes) -> None:
+        """Take a bad file out of use; the latest few are kept."""
+        self._put_aside(_name(key))
+
+    def set_aside_impostors(self) -> int:
+        """Take folders, links and pipes with a block's name out of the way of that block."""
+        impostors = [name for name in self.foreign() if _NAME.fullmatch(name)]
+        for name in impostors:
+            self._put_aside(name)
+        return len(impostors)
+
+    def set_aside_foreign(self) -> None:
+        """Take everything that is not ours out of the folder."""
+        for name in self.foreign():
+            self._put_aside(name)
+
+    def _put_aside(self, name: str) -> None:
+        stamp = f"{time.time_ns():020d}"  # sorts by age
+        try:
+            self._files.move(name, self._aside, f"{stamp}-{name[-2 * KEY_BYTES :]}")
+        except FileNotFoundError:
+            return
+        except OSError:
+            self._files.discard(name)
+        else:
+            self._trim()
+
+    def _trim(self) -> None:
+        sizes = self._aside.sizes()
+        kept_bytes = 0
+        for age, name in enumerate(reversed(self._aside.names())):
+            kept_bytes += sizes.get(name, 0)
+            if age >= MOST_ASIDE or kept_bytes > self.most_aside_bytes:
+                with suppress(OSError):  # one more than intended; the next time may do better
+                    self._aside.discard(name)
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Remove these blocks' files; one that cannot be removed does not keep the others."""
+        failed: OSError | None = None
+        for key in keys:
+            try:
+                self._files.unlink(_name(key))
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def sizes(self) -> dict[bytes, int]:
+        """The files that have a block's name."""
+        found = self._files.sizes().items()
+        return {bytes.fromhex(name): size for name, size in found if _NAME.fullmatch(name)}
+
+    def foreign(self) -> list[str]:
+        """Names of what is neither a block's file nor an unfinished one."""
+        files = self._files.sizes()
+        return [
+            name
+            for name in self._files.names()
+            if name not in files or not (_NAME.fullmatch(name) or is_temporary(name))
+        ]
+
+    def unfinished(self) -> list[str]:
+        """Names of what `sweep` would remove."""
+        return [name for name in self._files.sizes() if is_temporary(name)]
+
+    def sweep(self) -> None:
+        """Remove what unfinished writes have left."""
+        self._files.sweep()
+
+    def free_bytes(self) -> int:
+        return self._files.free_bytes()
+
+
+def _name(key: bytes) -> str:
+    if len(key) != KEY_BYTES:
+        raise ValueError("not a block's key")
+    return key.hex()
+
+
+@contextmanager
+def _blamed_on_the_file() -> Iterator[None]:
+    """To whoever wants the block, a file that cannot be read is as bad as a wrong one."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptBlock("its file is missing") from None
+    except OSError as error:
+        if error.errno in _OUR_OWN_FAULT:
+            raise
+        raise CorruptBlock(f"its file cannot be read: {error.strerror}") from error

@@ -1,0 +1,202 @@
+"""Proving that index and files agree, byte by byte; for `rekindle cache check`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rekindle.errors import CorruptBlock, FolderLocked, LedgerDamaged
+from rekindle.kvcache.disk.block_files import Vault
+from rekindle.kvcache.disk.folder import INDEX, claim, gate, model_folders, open_vault, read_secret
+from rekindle.kvcache.disk.index_db import BlockRow, Ledger
+from rekindle.kvcache.disk.recovery import (
+    Census,
+    compare,
+    open_index,
+    open_readable,
+    put_away,
+    settle,
+)
+
+Kind = Literal[
+    "index_damaged",
+    "bad_file",
+    "lost_row",
+    "unknown_file",
+    "unreachable_file",
+    "dangling_name",
+    "unfinished_write",
+    "foreign_file",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    key: str  # of the block, in hex; empty when it is about something else
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    path: Path
+    in_use: bool = False  # by another process, and so not looked at
+    blocks: int = 0  # files verified whole
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What reading every file of a folder showed."""
+
+    found: dict[bytes, BlockRow]
+    bad: dict[bytes, str]
+
+
+def check(
+    cache_dir: Path,
+    *,
+    repair: bool,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[FolderReport]:
+    """Verify every model's folder that is not in use; `progress` is told files done and in all.
+
+    What `repair` mends is reported all the same; a check after it finds nothing.
+    """
+    if not cache_dir.is_dir():
+        return []
+    home, secret = cache_dir.resolve(), read_secret(cache_dir)
+    reports: dict[Path, FolderReport] = {}
+    with ExitStack() as resources:
+        vaults: dict[Path, Vault] = {}
+        with gate(home):
+            for path in model_folders(home):
+                reports[path] = FolderReport(path, in_use=True)
+                try:
+                    resources.callback(os.close, claim(path))
+                except FolderLocked:
+                    continue
+                vaults[path] = open_vault(path, secret, resources)
+        steps = _Steps(sum(len(vault.sizes()) for vault in vaults.values()), progress)
+        for path, vault in vaults.items():
+            reports[path] = _check_folder(path, vault, steps, repair=repair)
+    return list(reports.values())
+
+
+class _Steps:
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def step(self) -> None:
+        self._done += 1
+        self._progress(self._done, self._total)
+
+
+def _check_folder(path: Path, vault: Vault, steps: _Steps, *, repair: bool) -> FolderReport:
+    findings = list(_strangers(vault))
+    if repair:
+        vault.sweep()
+        vault.set_aside_foreign()
+    survey = _read_all(vault, steps)
+    findings += [
+        Finding("bad_file", key.hex(), f"A block's file is bad: {why}.")
+        for key, why in survey.bad.items()
+    ]
+    ledger, damage = _open(path / INDEX, repair=repair)
+    findings += damage
+    if ledger is not None:
+        try:
+            findings += _check_index(vault, ledger, survey, repair=repair)
+        finally:
+            ledger.close()
+    return FolderReport(path, blocks=len(survey.found), findings=tuple(findings))
+
+
+def _strangers(vault: Vault) -> Iterator[Finding]:
+    for name in vault.unfinished():
+        yield Finding("unfinished_write", "", f"A write was not finished: {name!a}.")
+    for name in vault.foreign():
+        yield Finding("foreign_file", "", f"This is not a block's file: {name!a}.")
+
+
+def _read_all(vault: Vault, steps: _Steps) -> _Survey:
+    survey = _Survey({}, {})
+    for key, size_bytes in sorted(vault.sizes().items()):
+        try:
+            record = vault.read(key, size_bytes)
+        except CorruptBlock as error:
+            survey.bad[key] = str(error)
+        else:
+            survey.found[key] = BlockRow(
+                key,
+                record.parent,
+                record.root,
+                record.packed,
+                size_bytes,
+                record.exact,
+                record.resumable,
+            )
+        steps.step()
+    return survey
+
+
+def _open(index: Path, *, repair: bool) -> tuple[Ledger | None, list[Finding]]:
+    """The index, unless it is damaged and stays so."""
+    try:
+        return _open_sound(index), []
+    except LedgerDamaged as error:
+        finding = Finding("index_damaged", "", f"The index cannot be used: {error}.")
+    if not repair:
+        return None, [finding]
+    if index.is_symlink() or index.exists():
+        put_away(index)
+    ledger, _, _ = open_index(index)
+    return ledger, [finding]
+
+
+def _open_sound(index: Path) -> Ledger:
+    if not index.exists():
+        raise LedgerDamaged("it is missing")
+    ledger = open_readable(index)
+    try:
+        if problems := ledger.problems():
+            raise LedgerDamaged(problems[0])
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def _check_index(
+    vault: Vault, ledger: Ledger, survey: _Survey, *, repair: bool
+) -> Iterable[Finding]:
+    rows = ledger.blocks()
+    census = compare(rows, survey.found)
+    dangling = ledger.dangling_names()
+    findings = [
+        *_disagreements(census, {row.key for row in rows}, survey),
+        *(Finding("dangling_name", "", "A name belongs to no entry.") for _ in dangling),
+    ]
+    if repair:
+        ledger.commit(dangling)
+        settle(vault, ledger, census, survey.bad)
+        ledger.backup()
+    return findings
+
+
+def _disagreements(census: Census, known: set[bytes], survey: _Survey) -> Iterator[Finding]:
+    for key in census.lost:
+        if key in survey.bad:
+            continue  # said already
+        why = "its ancestors are gone" if key in survey.found else "its file is missing"
+        yield Finding("lost_row", key.hex(), f"The index has a block but {why}.")
+    for row in census.adopted:
+        what = "is otherwise in the index" if row.key in known else "is not in the index"
+        yield Finding("unknown_file", row.key.hex(), f"A good block {what}.")
+    for key in census.unreachable:
+        if key not in known:
+            yield Finding("unreachable_file", key.hex(), "A block's ancestors are gone.")

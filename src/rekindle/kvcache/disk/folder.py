@@ -1,0 +1,265 @@
+"""The cache folder of one model: who owns it, what is in it, how large it may grow.
+
+<cache_dir>/lock                    held while folders are claimed or removed
+<cache_dir>/secret                  32 random bytes
+<cache_dir>/<model>/lock            held while a process uses this folder
+<cache_dir>/<model>/model           what the model was called
+<cache_dir>/<model>/index.db        the ledger; beside it its backup, and a damaged one
+<cache_dir>/<model>/blocks/         the vault
+<cache_dir>/<model>/aside/          bad files, kept for a look at them
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from rekindle.errors import ConfigError, FolderLocked, LedgerDamaged
+from rekindle.kvcache.disk.block_files import Vault
+from rekindle.kvcache.disk.files import Files, make_folder
+from rekindle.kvcache.disk.index_db import BACKUP, Ledger, beside
+from rekindle.kvcache.disk.recovery import Recovery, recover
+
+SECRET_BYTES = 32
+INDEX = "index.db"
+_LOCK = "lock"
+_NAME = "model"
+_MODEL_DIGITS = 32
+_MODEL = re.compile(f"[0-9a-f]{{{_MODEL_DIGITS}}}")
+
+
+@dataclass(slots=True)
+class Folder:
+    """A folder that this process owns until it closes it."""
+
+    path: Path
+    vault: Vault
+    ledger: Ledger
+    limit_bytes: int
+    recovery: Recovery
+    _resources: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+def open_folder(
+    cache_dir: Path, identity: bytes, *, limit_bytes: int, served: Sequence[str] = ("",)
+) -> Folder:
+    """Own a model's folder, or raise FolderLocked; `limit_bytes` is for all of `cache_dir`.
+
+    `served` are the models of this server, this one's first; the others open folders of their own,
+    which are known by what they were called last time.
+    """
+    secret = read_secret(cache_dir)
+    home = cache_dir.resolve()
+    path = home / blake3(identity).hexdigest()[:_MODEL_DIGITS]
+    with ExitStack() as resources:
+        with gate(home):
+            lock = _claim_new(path)
+            resources.callback(os.close, lock)
+            idle_bytes = _make_way(home, path.name, served, limit_bytes // 2)
+        _write_name(path / _NAME, served[0])
+        _touch(lock)
+        resources.callback(_touch, lock)
+        vault = open_vault(path, secret, resources)
+        ledger, recovery = recover(vault, path / INDEX)
+        resources.callback(ledger.close)
+        limit = max(limit_bytes - idle_bytes, 0) // len(served)
+        return Folder(path, vault, ledger, limit, recovery, resources.pop_all())
+
+
+def open_vault(path: Path, secret: bytes, resources: ExitStack) -> Vault:
+    blocks, aside = Files(path / "blocks"), Files(path / "aside")
+    resources.callback(blocks.close)
+    resources.callback(aside.close)
+    return Vault(blocks, secret, aside)
+
+
+# -- the secret ----------------------------------------------------------------------------------
+
+
+def read_secret(cache_dir: Path) -> bytes:
+    """The secret of this cache, made when there is none; processes that start together agree."""
+    cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = cache_dir / "secret"
+    with suppress(FileNotFoundError):
+        return _read_secret(path)
+    new = cache_dir / f".secret.{secrets.token_hex(8)}.tmp"
+    try:
+        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.flush()
+            os.fsync(handle)
+        with suppress(FileExistsError):  # whose secret was first is everybody's
+            path.hardlink_to(new)
+    finally:
+        new.unlink(missing_ok=True)
+    _sync_folder(cache_dir)
+    return _read_secret(path)
+
+
+def _read_secret(path: Path) -> bytes:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        secret = file.read(SECRET_BYTES + 1)
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"{path} must hold {SECRET_BYTES} bytes and does not. Remove it to have a new secret "
+            "made; blocks stored under the old one are then computed again."
+        )
+    return secret
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- owning --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def gate(home: Path) -> Iterator[None]:
+    """One process at a time claims or removes folders: a look at one is not taken for a claim."""
+    handle = _open_lock(home / _LOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def claim(folder: Path) -> int:
+    """A handle that owns this folder while it is open. Ask within the gate."""
+    handle = _open_lock(folder / _LOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise FolderLocked(
+            f"Another process is using the cache folder {folder}. "
+            "Give this one its own with --cache-dir."
+        ) from None
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _claim_new(folder: Path) -> int:
+    os.close(make_folder(folder))
+    handle = claim(folder)
+    _sync_folder(folder.parent)
+    return handle
+
+
+def _touch(lock: int) -> None:
+    """The model was used just now."""
+    with suppress(OSError):  # it only looks older than it is
+        os.utime(lock)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+# -- the other models of this cache --------------------------------------------------------------
+
+
+def model_folders(home: Path) -> list[Path]:
+    """What looks like a model's folder of ours; everything else is left alone."""
+    return sorted(path for path in home.iterdir() if _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    if not _MODEL.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    lock = path / _LOCK
+    return lock.is_file() and not lock.is_symlink()
+
+
+def _write_name(path: Path, name: str) -> None:
+    """Note what the model is called, for the other models of a server to know its folder by."""
+    with suppress(OSError):  # it only counts as idle then
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(name.encode(errors="surrogateescape"))
+
+
+def _is_one_of(served: Sequence[str], path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as file:
+            name = file.read(1 << 16).decode(errors="surrogateescape")
+    except OSError:
+        return False
+    return bool(name) and name in served
+
+
+def _make_way(home: Path, mine: str, served: Sequence[str], most_bytes: int) -> int:
+    """Remove idle models until they take no more than this; what they take in the end."""
+    with ExitStack() as claims:
+        sizes: dict[Path, int] = {}
+        for folder in model_folders(home):
+            with suppress(FolderLocked):
+                if folder.name != mine and not _is_one_of(served, folder / _NAME):
+                    claims.callback(os.close, claim(folder))
+                    sizes[folder] = _used_bytes(folder)
+        for folder in sorted(sizes, key=lambda folder: (folder / _LOCK).stat().st_mtime_ns):
+            if sum(sizes.values()) <= most_bytes:
+                break
+            if not _may_have_pins(folder / INDEX):
+                _remove(folder)
+                sizes[folder] = _used_bytes(folder)
+        return sum(sizes.values())
+
+
+def _used_bytes(folder: Path) -> int:
+    return sum(
+        (Path(above) / name).lstat().st_size
+        for above, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def _may_have_pins(index: Path) -> bool:
+    """Whether a promise might be broken by removing this; when in doubt it might."""
+    if not index.exists():
+        return beside(index, BACKUP).exists()
+    try:
+        ledger = Ledger(index)
+    except (OSError, sqlite3.Error, LedgerDamaged):
+        return True
+    try:
+        return any(entry.pinned for entry in ledger.entries())
+    except (sqlite3.Error, LedgerDamaged):
+        return True
+    finally:
+        ledger.close()
+
+
+def _remove(folder: Path) -> None:
+    """The lock goes last: until then what is left still looks like ours, and is removed later."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path)
+            elif path.name != _LOCK:
+                path.unlink()
+        shutil.rmtree(folder)

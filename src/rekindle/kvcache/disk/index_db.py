@@ -1,0 +1,215 @@
+"""The index on disk: which blocks there are, and the entries and names that were promised."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from rekindle.errors import LedgerDamaged
+from rekindle.kvcache.disk import index_rows as rows
+from rekindle.kvcache.disk.index_rows import (
+    BlockRow,
+    Change,
+    DropBlock,
+    DropEntry,
+    DropName,
+    EntryRow,
+    PutBlock,
+    PutEntry,
+    SetMeta,
+    TouchEntry,
+)
+
+__all__ = [
+    "BlockRow",
+    "Change",
+    "DropBlock",
+    "DropEntry",
+    "DropName",
+    "EntryRow",
+    "Ledger",
+    "PutBlock",
+    "PutEntry",
+    "SetMeta",
+    "TouchEntry",
+]
+
+SIDECARS = ("-wal", "-shm", "-journal")
+BACKUP = ".bak"
+_TIMEOUT_S = 5.0
+# Our own statements are no errors, so SQLITE_ERROR is a table or a column that is not there.
+_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+
+# One process owns the folder: an exclusive lock needs no shared memory, so there is no mapped file
+# whose truncation would end the process. `fullfsync` is macOS's real fsync; it covers the blocks
+# that were written before, too. A small log puts little at risk and stays within the budget.
+_PRAGMAS = """
+PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
+PRAGMA fullfsync = ON; PRAGMA wal_autocheckpoint = 64; PRAGMA journal_size_limit = 524288;
+PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON;
+"""
+
+
+class Ledger:
+    """A SQLite file, made when it is missing. One thread at a time.
+
+    A file that is there but not whole, or not ours, is LedgerDamaged; any other trouble is an
+    OSError or a sqlite3.Error and says nothing against the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        is_new = _make_private(path)
+        self._db = sqlite3.connect(
+            path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        self._db.text_factory = bytes.decode  # its error is a ValueError, as for any bad row
+        try:
+            with _telling_damage():
+                self._begin(is_new)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _begin(self, is_new: bool) -> None:
+        self._db.executescript(_PRAGMAS)
+        if is_new:
+            self._db.executescript(rows.SCHEMA)
+            return
+        if problems := self._problems("quick_check"):
+            raise LedgerDamaged(problems[0])
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            raise LedgerDamaged("it has no tables")
+        while (version := self.meta("schema")) in rows.UPGRADES:
+            self._db.executescript(rows.UPGRADES[version])
+        if version != rows.SCHEMA_VERSION:
+            raise LedgerDamaged("it is of another version")
+
+    def close(self) -> None:
+        """Move the log into the file, and let go of it."""
+        with suppress(sqlite3.Error):  # the log is as good; the next opening reads it
+            self._checkpoint()
+        self._db.close()
+
+    def _checkpoint(self) -> None:
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def meta(self, key: str) -> str | None:
+        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if found is None else str(found[0])
+
+    def blocks(self) -> list[BlockRow]:
+        """All blocks in the order in which they first came."""
+        with _telling_damage():
+            return [rows.parse_block(row) for row in self._db.execute(rows.SELECT_BLOCKS)]
+
+    def entries(self) -> list[EntryRow]:
+        """All entries with their names."""
+        names: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        with _telling_damage():
+            for entry, kind, name in self._db.execute(rows.SELECT_NAMES):
+                names[entry].append((kind, rows.parse_text(name)))
+            found = self._db.execute(rows.SELECT_ENTRIES)
+            entries = [rows.parse_entry(row, names) for row in found]
+            return [entry for entry in entries if entry is not None]
+
+    def dangling_names(self) -> list[DropName]:
+        """For each name whose entry is not there, the change that drops it."""
+        with _telling_damage():
+            found = self._db.execute(rows.SELECT_DANGLING)
+            return [DropName(root, kind, rows.parse_text(name)) for root, kind, name in found]
+
+    def problems(self) -> list[str]:
+        """What SQLite's full check finds."""
+        with _telling_damage():
+            return self._problems("integrity_check")
+
+    def _problems(self, check: str) -> list[str]:
+        told = self._db.execute(f"PRAGMA {check}(10)")
+        found = [" ".join(str(row[0]).split()) for row in told]
+        return [] if found == ["ok"] else found
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def commit(self, changes: Iterable[Change]) -> None:
+        """All of it, on disk on return, or nothing of it."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for change in changes:
+                for statement, values in rows.statements(change):
+                    self._db.execute(statement, values)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # after some errors SQLite has rolled back by itself
+                with suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            raise
+
+    def backup(self) -> None:
+        """Keep a copy beside the index, whole or not at all."""
+        self._checkpoint()  # so that a lost log never leaves the index older than its copy
+        new = beside(self._path, f"{BACKUP}.tmp")
+        new.unlink(missing_ok=True)
+        try:
+            _make_private(new)
+            with closing(sqlite3.connect(new, isolation_level=None)) as copy:
+                copy.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
+                self._db.backup(copy)
+            publish(new, beside(self._path, BACKUP))
+        except BaseException:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def publish(new: Path, path: Path) -> None:
+    """Give a finished file its name, on disk."""
+    _sync(new)  # before the rename: a crash may lose the new file, never tear the old
+    new.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _make_private(path: Path) -> bool:
+    """Whether the file had to be made. SQLite would let others read it, and would follow links."""
+    for each in (path, *(beside(path, suffix) for suffix in SIDECARS)):
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(each.lstat().st_mode):
+                raise LedgerDamaged("it is not a regular file")
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        return False
+    os.close(handle)
+    return True
+
+
+@contextmanager
+def _telling_damage() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extension
+        if code not in _DAMAGE:
+            raise
+        raise LedgerDamaged(str(error)) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LedgerDamaged(f"a row makes no sense: {error}") from error

@@ -1,0 +1,115 @@
+"""Decide what a request will reuse. Pure: it looks, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rekindle.kvcache.block import Block, chain
+from rekindle.kvcache.key import TOKEN_BYTES, shared_prefix
+from rekindle.kvcache.tree import Match
+
+Handle = TypeVar("Handle")
+
+
+@dataclass(frozen=True, slots=True)
+class Live(Generic[Handle]):
+    """A sequence in the engine's own memory and the tokens it holds, packed."""
+
+    handle: Handle
+    packed: bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[Handle]):
+    """Share from a live sequence, then restore blocks, then compute from `reused_tokens` on."""
+
+    share: Handle | None
+    shared_tokens: int
+    blocks: tuple[Block, ...]  # to restore after the shared part, in order
+    reused_tokens: int  # the last block is cut back to this
+    matched_tokens: int  # equal tokens found, whether or not they may be reused
+    diverged: bool  # what was found goes on differently from the request
+
+    @classmethod
+    def nothing(cls) -> Plan[Handle]:
+        return cls(None, 0, (), 0, 0, diverged=False)
+
+
+def resolve(
+    packed: bytes, stored: Match, live: Iterable[Live[Handle]], *, block_tokens: int
+) -> Plan[Handle]:
+    """The longest equal prefix; from live sequences as far as they go, for they cost nothing.
+
+    `packed` are the tokens that may be reused: all but the last, which is always computed.
+    """
+    best: Live[Handle] | None = None
+    shared = 0
+    for candidate in live:
+        if (tokens := shared_prefix(candidate.packed, packed)) > shared:
+            best, shared = candidate, tokens
+    if stored.tokens <= shared:
+        diverged = best is not None and shared < min(_tokens(best.packed), _tokens(packed))
+        handle = best.handle if best else None
+        return Plan(handle, shared, (), shared, shared, diverged)
+    aligned = shared - shared % block_tokens  # blocks go in whole, so share up to one's start
+    return Plan(
+        best.handle if best and aligned else None,
+        aligned,
+        tuple(block for block in stored.blocks if block.start >= aligned),
+        stored.tokens,
+        stored.tokens,
+        stored.diverged,
+    )
+
+
+def resolve_exact(stored: Match, *, step_tokens: int) -> Plan[Handle]:
+    """Whole canonical steps only: what a cold run would compute bit for bit the same."""
+    blocks: list[Block] = []
+    for block in stored.blocks:
+        if not block.exact or block.stop > stored.tokens:
+            break
+        blocks.append(block)
+    while blocks and blocks[-1].stop % step_tokens:
+        blocks.pop()
+    reused = blocks[-1].stop if blocks else 0
+    return Plan(None, 0, tuple(blocks), reused, stored.tokens, stored.diverged)
+
+
+def resolve_whole(
+    packed: bytes, stored: Match, checkpoints: Iterable[Block], live: Iterable[Live[Handle]]
+) -> Plan[Handle]:
+    """Where state cannot be cut: the newest checkpoint, or a live sequence that is all prefix."""
+    common = [(each, shared_prefix(each.packed, packed)) for each in live]
+    whole = [(each, tokens) for each, tokens in common if tokens == _tokens(each.packed)]
+    best, shared = max(whole, key=lambda found: found[1], default=(None, 0))
+    matched = max([stored.tokens, *(tokens for _, tokens in common)])
+    block = next(iter(checkpoints), None)
+    if best is not None and (block is None or shared >= block.stop):
+        return Plan(best.handle, shared, (), shared, matched, stored.diverged)
+    return _resumed(block, matched, stored)
+
+
+def resolve_whole_exact(
+    stored: Match, checkpoints: Iterable[Block], *, step_tokens: int
+) -> Plan[Handle]:
+    """The newest checkpoint at the end of a canonical step that rests on such steps alone."""
+    exact = (block for block in checkpoints if all(each.exact for each in chain(block)))
+    block = next((block for block in exact if block.stop % step_tokens == 0), None)
+    return _resumed(block, stored.tokens, stored)
+
+
+def _resumed(block: Block | None, matched: int, stored: Match) -> Plan[Handle]:
+    blocks = _above(block)
+    reused = block.stop if block else 0
+    return Plan(None, 0, blocks, reused, matched, stored.diverged)
+
+
+def _above(block: Block | None) -> tuple[Block, ...]:
+    """The blocks from the first one to this."""
+    return tuple(chain(block))[::-1]
+
+
+def _tokens(packed: bytes | bytearray) -> int:
+    return len(packed) // TOKEN_BYTES

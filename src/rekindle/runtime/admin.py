@@ -1,0 +1,220 @@
+"""Questions about the cache, answered as one tenant sees it, or as the admin does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from blake3 import blake3
+
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_hashes import segments
+from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
+from rekindle.kvcache.block import chain
+from rekindle.kvcache.clock import Clock
+from rekindle.kvcache.entries import Draft, Entries, Entry
+from rekindle.kvcache.handles import Head
+from rekindle.kvcache.key import pack
+from rekindle.kvcache.store import Store
+from rekindle.protocol import wire
+from rekindle.protocol.events import Status
+from rekindle.runtime.kv_manager import Device
+from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Names
+
+Reply = Callable[[wire.CacheAnswer], None]
+
+
+class Queries:
+    """Called by the engine's thread. `root` is the asking tenant's, None that of the admin."""
+
+    def __init__(
+        self, entries: Entries, store: Store, device: Device, names: Names, clock: Clock
+    ) -> None:
+        self._entries = entries
+        self._store = store
+        self._device = device
+        self._names = names
+        self._clock = clock
+        self.disk_state = "off"  # of a runtime without a disk tier: why it has none
+
+    def answer(self, op: wire.CacheOp, root: bytes, *, admin: bool) -> wire.CacheAnswer:
+        """All but Settle, which takes its time, and what needs a prompt encoded first."""
+        view = None if admin else root
+        match op:
+            case wire.ListEntries():
+                return wire.Listing([self.info(entry) for entry in self._entries.of(view)])
+            case wire.ShowEntry(key):
+                return self.info(self.find(view, key))
+            case wire.GetStats():
+                return self._stats(view)
+            case wire.DeleteEntry(key):
+                return self._remove([self.find(view, key)])
+            case wire.PinEntry(key, pinned):
+                return self._pin(self.find(view, key), pinned=pinned)
+            case wire.Collect():
+                return wire.Removed(*self._entries.collect(view))
+            case wire.RemoveSession(name):
+                return self._remove(self._named(view, name))
+            case wire.RemoveOld(seconds):
+                return self._remove(self._entries.older(view, seconds))
+        raise BadRequest(f"{type(op).__name__} cannot be answered here")
+
+    def find(self, view: bytes | None, key: str) -> Entry:
+        """The entry, or CacheKeyNotFound: another tenant's is as unknown as any."""
+        if view is not None:
+            entry = self._entries.by_key(view, key)
+        else:
+            entry = next((each for each in self._entries.of(None) if each.key == key), None)
+        if entry is None:
+            raise CacheKeyNotFound
+        return entry
+
+    def _named(self, view: bytes | None, name: int | str) -> list[Entry]:
+        kinds = (NUMBER,) if isinstance(name, int) else (SESSION, MESSAGE)
+        found = [
+            entry
+            for entry in self._entries.of(view)
+            if any((kind, str(name)) in entry.names for kind in kinds)
+        ]
+        if not found:
+            raise NotFound(
+                "No such session; GET /v1/internal/model/kv_cache/info lists those there are.",
+                param="session_id",
+            )
+        return found
+
+    def _remove(self, entries: list[Entry]) -> wire.Removed:
+        return wire.Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
+
+    def _pin(self, entry: Entry, *, pinned: bool) -> wire.EntryInfo:
+        if pinned and not entry.pinned:
+            self._names.check_pin(entry)
+            self._entries.pin(entry)
+            if entry.block is not None and entry.durable:
+                self._store.write_chain(entry.block)
+        elif not pinned:
+            self._entries.unpin(entry)
+        return self.info(entry)
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def index(self, op: wire.IndexPrompt, root: bytes, prompt: Prompt) -> wire.EntryInfo:
+        """An entry that knows its tokens before any of them is computed."""
+        packed = pack(prompt.tokens)
+        if op.preparing.pinned:
+            self._names.check_pin(Head(root, packed))
+        entry = self._entries.remember(
+            Draft(
+                root=root,
+                packed=packed,
+                text=prompt.marked,
+                segments=segments(op.messages, op.tools),
+                ttl_s=op.preparing.ttl_s,
+                keyed=True,
+                pinned=op.preparing.pinned,
+                is_computed=False,
+            )
+        )
+        if entry is None:
+            raise BadRequest("the prompt is too long to be remembered", param="messages")
+        return self.info(entry)
+
+    def validate(self, op: wire.Validate, root: bytes, prompt: Prompt) -> wire.Validity:
+        """Would this request hit? Nothing is touched, nothing counted."""
+        entry = self._entries.by_key(root, op.cache_key)
+        if entry is None:
+            expired = self._entries.has_expired(root, op.cache_key)
+            reason = "expired" if expired else "cache_key_not_found"
+            return wire.Validity(
+                status="miss", reusable_tokens=0, invalidated_at=None, reason=reason
+            )
+        told = self._names.compare(entry, prompt, op.messages, op.tools)
+        packed = pack(prompt.tokens[:-1])
+        stored = self._device.reusable_tokens(root, packed)
+        reusable = min(stored, told.common_tokens)
+        short = told.covers and stored < told.common_tokens - 1
+        evicted = self._device.equal_tokens(root, packed) < told.common_tokens - 1
+        status: Status = "hit" if told.covers and not short else "partial_hit"
+        return wire.Validity(
+            status=status if reusable else "miss",
+            reusable_tokens=reusable,
+            invalidated_at=told.changed,
+            reason=("evicted" if evicted else "checkpoint_boundary") if short else told.reason,
+            diverged_at=told.diverged_at,
+        )
+
+    def settle(self, key: str, view: bytes | None, reply: Reply) -> None:
+        """Answer when the entry is stored as safely as this server can."""
+        entry = self._entries.any_by_key(view, key)  # its time may have been shorter than the work
+        if entry is None:
+            raise CacheKeyNotFound
+        self._device.keep_everything()
+        disk = self._store.disk
+        if disk is None or entry.block is None or not entry.durable:
+            reply(self.info(entry))
+            return
+        self._store.write_chain(entry.block)
+        disk.flush(lambda: reply(self.info(entry)))
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def info(self, entry: Entry) -> wire.EntryInfo:
+        blocks, ends = list(chain(entry.block)), list(self._device.ends(entry))
+        at_hand = all(self._store.get(block) is not None for block in blocks)
+        left_s = entry.expires_in_s(self._clock)
+        tokens = entry.tokens
+        return wire.EntryInfo(
+            cache_key=entry.key,
+            segments=[wire.Segment(*segment) for segment in entry.segments],
+            token_count=tokens,
+            tier=("ram" if at_hand else "disk") if blocks else None,
+            size_bytes=sum(block.size_bytes for block in blocks),
+            held_tokens=min(max((b.stop for b in ends), default=0), tokens),
+            stored_tokens=min(max((b.stop for b in ends if b.stored), default=0), tokens),
+            hit_count=entry.hits,
+            pinned=entry.pinned,
+            ttl=entry.ttl_s,
+            created_at=entry.created_at,
+            last_used=entry.last_used_at,
+            expires_at=None if left_s is None else self._clock.wall_s() + left_s,
+            names=[wire.NameInfo(kind, name) for kind, name in sorted(entry.names)],
+            tenant=blake3(entry.root).hexdigest()[:12],
+        )
+
+    def _stats(self, view: bytes | None) -> wire.Stats:
+        entries = [self.info(entry) for entry in self._entries.of(view)]
+        blocks = [block for block in self._store if view in (None, block.root)]
+        turns: Counter[Status] = Counter()
+        for root, counts in self._names.counts.items():
+            if view in (None, root):
+                turns += counts
+        ram, disk = self._store.held_bytes(view)
+        stats = wire.Stats(
+            entries=len(entries),
+            pinned_entries=sum(entry.pinned for entry in entries),
+            by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
+            ram_bytes=ram,
+            disk_bytes=disk,
+            unique_bytes=sum(block.size_bytes for block in blocks),
+            logical_bytes=sum(entry.size_bytes for entry in entries),
+            hits=turns["hit"],
+            partial_hits=turns["partial_hit"],
+            misses=turns["miss"],
+            evictions=self._store.evictions(view),
+        )
+        if view is None:
+            self._add_totals(stats)
+        return stats
+
+    def _add_totals(self, stats: wire.Stats) -> None:
+        stats.ram_limit_bytes = self._store.limit_bytes
+        stats.computed_tokens = self._device.counts.computed_tokens
+        stats.reused_tokens = self._device.counts.reused_tokens
+        stats.disk_state = self.disk_state
+        if disk := self._store.disk:
+            stats.disk_limit_bytes = disk.limit_bytes
+            stats.disk_state = disk.state
+            stats.disk_queued_bytes = disk.pending_bytes
+            stats.disk_written_bytes = disk.counts.written_bytes
+            stats.disk_read_bytes = disk.counts.read_bytes
+            stats.corrupt_blocks = disk.counts.corrupt_blocks

@@ -1,0 +1,225 @@
+"""A running server: models pulled and loaded, then HTTP until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from rekindle.cli.progress import progress_bar
+from rekindle.config import AUTO, Config
+from rekindle.errors import ConfigError
+from rekindle.models.progress import progress_on
+from rekindle.models.pull import pull
+from rekindle.protocol.wire import Load
+from rekindle.server import served_models
+from rekindle.server.app import build_app
+from rekindle.server.auth import Keys
+from rekindle.server.runtime_client import Runtime
+from rekindle.server.service import Service
+from rekindle.server.warmup import warm
+
+log = logging.getLogger("rekindle")
+
+GOODBYE_S = 1
+DRAIN_S = 10  # what streams in flight get to finish after a request to stop
+
+
+def serve(config: Config, console: Console) -> None:
+    """Run until a signal says stop."""
+    served_models.refuse_contradictions(config)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(message)s",
+        datefmt="%H:%M:%S",
+        handlers=[RichHandler(console=console, show_path=False)],
+    )
+    keys = Keys.of(config)
+    with bind(config) as door:  # before anything slow: a taken port is known at once
+        models = fetch(config, console)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(config, models, keys, door, console))
+
+
+def fetch(config: Config, console: Console) -> dict[str, Path]:
+    """The models' files by what clients call them; those that are missing are pulled."""
+    return {
+        served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
+        for served, name in served_models.served_names(config).items()
+    }
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def bind(config: Config) -> socket.socket:
+    """Take the port; nobody is let in before the models are loaded."""
+    door = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((config.host, config.port))
+    except OSError as error:
+        door.close()
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror}; "
+            "choose others with --host and --port"
+        ) from None
+    return door
+
+
+async def _serve(
+    config: Config, models: dict[str, Path], keys: Keys, door: socket.socket, console: Console
+) -> None:
+    async with open_service(config, models, console) as service:
+        server = build_server(config, service, keys)
+        door.listen(server.config.backlog)
+        _announce(config, service, door, console)
+        with _signals_kept_quiet():
+            await answer(server, door)
+
+
+@asynccontextmanager
+async def open_service(
+    config: Config, models: dict[str, Path], console: Console
+) -> AsyncIterator[Service]:
+    """The models loaded and the projects warm; all of it ended on every way out."""
+    if config.fp8_kvcache:
+        log.info("KV cells are q8_0 (8 bits, groups of 32)")
+    runtimes = [
+        Runtime(
+            name, _load(config, path, [str(each) for each in models.values()]), queue=config.queue
+        )
+        for name, path in models.items()
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        for runtime in runtimes:
+            stack.push_async_callback(runtime.stop)
+            await _start(runtime, console)
+        service = Service(config, runtimes)
+        models_of = served_models.project_models(config)
+        await warm(
+            config.projects,
+            lambda name: service.runtime(models_of[name]),
+            console,
+            exact=config.exact,
+            normalise=config.normalise,
+        )
+        yield service
+
+
+class Server(uvicorn.Server):
+    """Drains when told to stop; told twice, it ends at once."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # the runtimes see that we are gone, and end by themselves
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+
+def build_server(config: Config, service: Service, keys: Keys) -> Server:
+    @asynccontextmanager
+    async def already_open() -> AsyncIterator[Service]:
+        yield service
+
+    return Server(
+        uvicorn.Config(
+            build_app(config, already_open, keys),
+            log_config=None,
+            log_level="warning" if config.log_level == "info" else config.log_level,
+            timeout_graceful_shutdown=DRAIN_S,
+            lifespan="on",
+        )
+    )
+
+
+async def answer(server: Server, door: socket.socket) -> None:
+    """Answer at the door until the server is told to stop, then see everybody out."""
+    await server.serve(sockets=[door])
+    await say_goodbye(server)
+
+
+async def say_goodbye(server: uvicorn.Server) -> None:
+    """Uvicorn cancels what did not finish in time, and does not wait for its last words."""
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=GOODBYE_S)
+
+
+@contextlib.contextmanager
+def _signals_kept_quiet() -> Iterator[None]:
+    """Uvicorn repeats the signal that stopped it; by then there is nothing left to stop."""
+    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def _load(config: Config, path: Path, served: list[str]) -> Load:
+    return Load(
+        path=str(path),
+        parallel=config.parallel,
+        context_tokens=config.max_model_len,
+        kv_fraction=config.kv_fraction,
+        threads=config.threads or default_threads(),
+        gpu_layers=config.gpu_layers,
+        ram_bytes=config.ram_cache,
+        kv_type="q8_0" if config.fp8_kvcache else "f16",
+        disk_bytes=config.disk_cache,
+        disk_floor_bytes=config.disk_floor,
+        cache_dir=str(config.cache_dir),
+        write_policy=config.cache_write,
+        key_ttl_s=config.key_ttl,
+        served=served,
+        tool_format=_chosen(config.tool_format),
+        reasoning_format=_chosen(config.reasoning_format),
+    )
+
+
+def _chosen(format: str) -> str | None:
+    return None if format == AUTO else format
+
+
+def default_threads() -> int:
+    """The cores this process may use, up to where more threads stop helping."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(usable or 4, 16)
+
+
+async def _start(runtime: Runtime, console: Console) -> None:
+    with progress_bar(f"loading {runtime.name}", console) as on_progress:
+        await runtime.start(lambda fraction: on_progress(fraction, 1))
+
+
+def _announce(config: Config, service: Service, door: socket.socket, console: Console) -> None:
+    for runtime in service.runtimes:
+        assert runtime.ready is not None
+        context = f"context {runtime.ready.context_tokens} tokens"
+        console.print(
+            f"[bold]{escape(runtime.name)}[/] is loaded: {context}, "
+            f"up to {config.parallel} turns at once" + (", exact mode" if config.exact else ""),
+            soft_wrap=True,
+        )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = escape(f"http://{host}:{door.getsockname()[1]}")
+    console.print(
+        f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C.", soft_wrap=True
+    )

@@ -1,0 +1,129 @@
+"""GET /metrics: what every runtime counts, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from rekindle.api.cache.questions import Questions
+from rekindle.api.cache.stats import HEALTHY
+from rekindle.errors import Forbidden, ServerError
+from rekindle.protocol import wire
+from rekindle.server.auth import admin_of
+from rekindle.server.runtime_client import Runtime
+from rekindle.server.service import Service
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+SCRAPE_S = 5.0  # what a runtime gets to answer; a scraper gives up after ten
+
+GAUGES = {
+    "turns": "Turns waiting and running.",
+    "ram_bytes": "State held in memory.",
+    "ram_limit_bytes": "What may be held in memory.",
+    "disk_bytes": "State held on disk.",
+    "disk_limit_bytes": "What may be held on disk.",
+    "disk_queued_bytes": "State waiting to be written to disk.",
+}
+COUNTERS = {
+    "computed_tokens": "Tokens that were computed, of prompts and replies.",
+    "reused_tokens": "Prompt tokens that were not computed again.",
+    "hits": "Turns that reused all they could have.",
+    "partial_hits": "Turns that reused a part.",
+    "misses": "Turns that reused nothing.",
+    "disk_written_bytes": "State written to disk.",
+    "disk_read_bytes": "State read from disk.",
+    "evictions": "Blocks forgotten to make room.",
+    "corrupt_blocks": "Stored blocks that were not what was stored.",
+}
+
+router = APIRouter(tags=["metrics"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one runtime said of itself; no stats when it did not answer."""
+
+    model: str
+    restarts: int
+    stats: wire.Stats | None
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def show_metrics(request: Request) -> Response:
+    """Figures of the whole server in Prometheus' text; with API keys, for the admin's alone."""
+    if not admin_of(request):
+        raise Forbidden("Metrics are of the whole server: ask with an admin key.")
+    service: Service = request.state.service
+    questions = Questions.of(request)
+    readings = await asyncio.gather(*(_read(questions, runtime) for runtime in service.runtimes))
+    return Response(generate_latest(Readings(readings)), media_type=TEXT)
+
+
+async def _read(questions: Questions, runtime: Runtime) -> Reading:
+    stats = None
+    try:
+        async with asyncio.timeout(SCRAPE_S):
+            stats = await questions.ask(runtime, wire.GetStats(), wire.Stats)
+    except (ServerError, TimeoutError):
+        pass  # told as a model that is not up
+    return Reading(runtime.name, runtime.restarts, stats)
+
+
+class Readings(Collector):
+    """All figures, labelled by model."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._readings = readings
+        self._stats = [(each.model, each.stats) for each in readings if each.stats is not None]
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("rekindle_up", "Whether the model answers.", labels=["model"])
+        restarts = CounterMetricFamily(
+            "rekindle_runtime_restarts", "Times the model's process was replaced.", labels=["model"]
+        )
+        for reading in self._readings:
+            up.add_metric([reading.model], reading.stats is not None)
+            restarts.add_metric([reading.model], reading.restarts)
+        yield from (up, restarts)
+        for field, what in GAUGES.items():
+            yield self._filled(
+                GaugeMetricFamily(f"rekindle_{field}", what, labels=["model"]), field
+            )
+        for field, what in COUNTERS.items():
+            family = CounterMetricFamily(f"rekindle_{field}", what, labels=["model"])
+            yield self._filled(family, field)
+        yield from self._disk()
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, field: str
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        for model, stats in self._stats:
+            family.add_metric([model], getattr(stats, field))
+        return family
+
+    def _disk(self) -> Iterator[Metric]:
+        degraded = GaugeMetricFamily(
+            "rekindle_disk_degraded",
+            "Whether state that should be written to disk is not.",
+            labels=["model"],
+        )
+        state = InfoMetricFamily(
+            "rekindle_disk_state", "How the disk tier is, and why.", labels=["model"]
+        )
+        for model, stats in self._stats:
+            degraded.add_metric([model], stats.disk_state not in HEALTHY)
+            state.add_metric([model], {"state": stats.disk_state})
+        yield from (degraded, state)

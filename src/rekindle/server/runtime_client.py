@@ -1,0 +1,243 @@
+"""The front's side of a runtime: the child process, its turns, its restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncGenerator, Callable
+
+from msgspec import structs
+
+from rekindle.errors import ModelError, RuntimeDied, ServerError, TooManyRequests, Unavailable
+from rekindle.protocol import wire
+from rekindle.protocol.events import TERMINAL, Event
+from rekindle.runtime.turn import failure
+
+log = logging.getLogger("rekindle.runtime")
+
+RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
+STOP_S = 120.0  # what a runtime gets to write its state to disk
+# How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
+# steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
+# prefill by 40 % as soon as another program wants a core.
+SPIN = {"GOMP_SPINCOUNT": "100000"}
+
+OnLoading = Callable[[float], None]
+Deliver = Callable[[Event], None]
+News = asyncio.Queue[wire.ToFront | None]  # of a runtime's life; None: it is gone
+
+
+class RefusedQuery(ServerError):
+    """A runtime's refusal as it told it."""
+
+    def __init__(self, refused: wire.Refused) -> None:
+        super().__init__(refused.message, param=refused.param)
+        self.status, self.kind, self.code = refused.status, refused.kind, refused.code
+
+
+class Runtime:
+    """One model in a process of its own. A death costs the turns in flight, never the server."""
+
+    def __init__(self, name: str, load: wire.Load, *, queue: int) -> None:
+        self.name = name
+        self._load = load
+        self._most_turns = load.parallel + queue
+        self._turns: dict[int, Deliver] = {}
+        self._queries: dict[int, asyncio.Future[wire.CacheAnswer]] = {}
+        self._ids = itertools.count(1)
+        self._process: Process | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self.ready: wire.Ready | None = None
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def turns(self) -> int:
+        return len(self._turns)
+
+    async def start(self, on_loading: OnLoading = lambda _fraction: None) -> None:
+        """Load the model; raises ModelError when it cannot be loaded."""
+        news = await self._spawn()
+        await self._await_ready(news, on_loading)
+        self._watcher = asyncio.create_task(self._watch(news))
+
+    async def stop(self) -> None:
+        """End the process: kindly first, then for certain. Turns in flight are told."""
+        self.ready = None
+        if self._watcher:
+            self._watcher.cancel()
+        self._fail_turns(Unavailable("the server is stopping"))
+        if self._process is None:
+            return
+        self._send(wire.Stop())
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        self._hang_up()
+
+    def submit(self, ask: wire.Ask, deliver: Deliver) -> int:
+        """Begin a turn: `deliver` is called with its events, up to its terminal one."""
+        if self.ready is None:
+            raise Unavailable(f"model {self.name} is loading; try again in a moment")
+        if len(self._turns) >= self._most_turns:
+            raise TooManyRequests(
+                f"{len(self._turns)} requests are already queued or running; try again later"
+            )
+        turn = next(self._ids)
+        self._turns[turn] = deliver
+        self._send(structs.replace(ask, turn=turn))
+        return turn
+
+    def leave(self, turn: int) -> None:
+        """Nobody listens any more: cancel the turn, unless it has ended."""
+        if self._turns.pop(turn, None) is not None and self.ready is not None:
+            self._send(wire.Cancel(turn))
+
+    async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
+        """Events of one turn, up to its terminal one; leaving early cancels the turn."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        turn = self.submit(ask, events.put_nowait)
+        try:
+            ended = False
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, TERMINAL)
+                yield event
+        finally:
+            self.leave(turn)
+
+    async def query(
+        self, op: wire.CacheOp, *, salt: bytes, admin: bool = False
+    ) -> wire.CacheAnswer:
+        """Ask about the cache; an answer that is a refusal raises."""
+        if self.ready is None:
+            raise Unavailable(f"model {self.name} is loading; try again in a moment")
+        number = next(self._ids)
+        asked: asyncio.Future[wire.CacheAnswer] = asyncio.get_running_loop().create_future()
+        self._queries[number] = asked
+        try:
+            self._send(wire.Query(id=number, salt=salt, admin=admin, op=op))
+            answer = await asked
+        finally:
+            del self._queries[number]
+        if isinstance(answer, wire.Refused):
+            raise RefusedQuery(answer)
+        return answer
+
+    def _settle(self, number: int, answer: wire.CacheAnswer) -> None:
+        asked = self._queries.get(number)
+        if asked is not None and not asked.done():
+            asked.set_result(answer)
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, message: wire.ToRuntime) -> None:
+        assert self._transport is not None
+        self._transport.write(wire.frame(message))
+
+    async def _spawn(self) -> News:
+        self._hang_up()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rekindle.runtime.main",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                env=SPIN | os.environ,
+            )
+        news: News = asyncio.Queue()
+
+        def hear(message: wire.ToFront | None) -> None:
+            match message:
+                case wire.Events(events):
+                    self._deliver(events)
+                case wire.Answer(id, answer):
+                    self._settle(id, answer)
+                case wire.Note(level, text):
+                    log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+                case _:
+                    news.put_nowait(message)
+
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: wire.FrameReader(hear), sock=ours)
+        self._send(self._load)
+        return news
+
+    async def _await_ready(self, news: News, on_loading: OnLoading) -> None:
+        while True:
+            match await news.get():
+                case wire.Loading(fraction):
+                    on_loading(fraction)
+                case wire.Ready() as ready:
+                    self.ready = ready
+                    return
+                case wire.LoadFailed(message):
+                    raise ModelError(message)
+                case _:
+                    assert self._process is not None
+                    status = await self._process.wait()
+                    raise ModelError(
+                        f"the runtime of {self.name} died while loading (exit status {status}): "
+                        "the model file may be damaged, or memory too small"
+                    )
+
+    async def _watch(self, news: News) -> None:
+        """When the process dies, say so to every turn and start it again."""
+        while True:
+            while await news.get() is not None:
+                pass
+            assert self._process is not None
+            status = await self._process.wait()
+            self._abandon(status)
+            news = await self._restart()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if deliver := self._turns.get(event.turn):
+                if isinstance(event, TERMINAL):
+                    del self._turns[event.turn]
+                deliver(event)
+
+    def _abandon(self, status: int) -> None:
+        self.ready = None
+        log.error("runtime of %s died (exit status %s); restarting it", self.name, status)
+        error = RuntimeDied(
+            f"the process running model {self.name} died (exit status {status}) and is being "
+            "restarted; send the request again"
+        )
+        self._fail_turns(error)
+
+    def _fail_turns(self, error: ServerError) -> None:
+        self._deliver([failure(turn, error) for turn in self._turns])
+        for asked in self._queries.values():
+            if not asked.done():
+                asked.set_exception(error)
+
+    async def _restart(self) -> News:
+        for attempt in itertools.count():
+            await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
+            try:
+                news = await self._spawn()
+                await self._await_ready(news, lambda _fraction: None)
+            except (ModelError, OSError) as error:
+                log.error("restarting %s failed: %s", self.name, error)
+            else:
+                self.restarts += 1
+                log.warning("runtime of %s is back", self.name)
+                return news
+        raise AssertionError("unreachable")

@@ -1,0 +1,79 @@
+"""What the routes work with: the configuration and the running models."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import Header
+
+from rekindle.config import Config
+from rekindle.errors import BadRequest, ModelNotFound
+from rekindle.server.runtime_client import Runtime
+
+DEFAULT = "default"
+ModelNumber = Annotated[
+    str | None,
+    Header(alias="X-Model-Id", description="The number of a loaded model, counted from 0."),
+]
+
+
+class Service:
+    """The first runtime is the startup model, which answers when a request names none."""
+
+    def __init__(self, config: Config, runtimes: list[Runtime]) -> None:
+        self.config = config
+        self._runtimes = {runtime.name: runtime for runtime in runtimes}
+        self._startup = runtimes[0]
+        self._created = int(time.time())
+
+    @property
+    def runtimes(self) -> list[Runtime]:
+        """In the order of `--model`, which is how they are numbered."""
+        return list(self._runtimes.values())
+
+    def runtime(self, model: str | None, number: str | None = None) -> Runtime:
+        """The model of this name; without one, the model of this number."""
+        numbered = self._startup if number is None else self._numbered(number)
+        if model in (None, "", DEFAULT):
+            return numbered
+        found = self._runtimes.get(model)
+        if found is None:
+            served = ", ".join(self._runtimes)
+            raise ModelNotFound(
+                f"The model {model[:128]!r} is not served here. Served: {served}. "
+                "Leave `model` out for the first of them.",
+                param="model",
+            )
+        return found
+
+    def _numbered(self, number: str) -> Runtime:
+        loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
+        if number not in loaded:
+            names = ", ".join(f"{place} ({runtime.name})" for place, runtime in loaded.items())
+            raise BadRequest(
+                f"`X-Model-Id` takes the number of a loaded model: {names}.", param="X-Model-Id"
+            )
+        return loaded[number]
+
+    def chosen(self, number: str | None) -> list[Runtime]:
+        """The model of this number alone; without one, all of them."""
+        return self.runtimes if number is None else [self._numbered(number)]
+
+    def others(self, runtime: Runtime) -> list[Runtime]:
+        return [other for other in self.runtimes if other is not runtime]
+
+    def is_ready(self) -> bool:
+        return self._startup.ready is not None
+
+    def models(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": runtime.name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "rekindle",
+                "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
+            }
+            for runtime in self._runtimes.values()
+        ]

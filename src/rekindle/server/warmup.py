@@ -1,0 +1,84 @@
+"""Projects prepared at startup: their first user waits for nothing but the question's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+
+from rekindle.api.openai.tool import described
+from rekindle.cli.progress import OnProgress, progress_bar
+from rekindle.engine.sampling import Sampling
+from rekindle.errors import ServerError, Unavailable
+from rekindle.protocol.events import Event, Failed, Finished, Prefill
+from rekindle.protocol.wire import Ask, Preparing, Settle
+from rekindle.server.presets import Project
+from rekindle.server.runtime_client import Runtime
+from rekindle.server.turns import FailedTurn
+
+log = logging.getLogger("rekindle")
+
+# Whoever asks an open server has no salt; what is shared belongs to everybody all the same.
+SALT = b""
+
+
+async def warm(
+    projects: Mapping[str, Project],
+    runtime_of: Callable[[str], Runtime],
+    console: Console,
+    *,
+    exact: bool = False,
+    normalise: bool = True,
+) -> None:
+    """Prepare those that want it, one after the other; a failure costs no more than the warmth."""
+    for name, project in projects.items():
+        if not project.cache.warm_on_startup:
+            continue
+        try:
+            with progress_bar(f"warming {name}", console) as on_progress:
+                ask = _ask(project, exact=exact, normalise=normalise)
+                tokens = await _prepare(ask, runtime_of(name), on_progress)
+        except ServerError as error:
+            log.warning("project %s could not be prepared: %s", name, error)
+        else:
+            log.info("project %s is prepared: %d tokens", name, tokens)
+
+
+async def _prepare(ask: Ask, runtime: Runtime, on_progress: OnProgress) -> int:
+    """Compute and keep it; returns its tokens, or raises a ServerError."""
+    async with contextlib.aclosing(runtime.ask(ask)) as events:
+        async for event in events:
+            if isinstance(event, Prefill):
+                on_progress(event.done_tokens, event.prompt_tokens)
+    finished = _finished(event)
+    if (key := finished.cache.new_cache_key) is not None:
+        await runtime.query(Settle(key), salt=SALT, admin=True)  # what is shared is nobody's own
+    return finished.prompt_tokens
+
+
+def _finished(event: Event) -> Finished:
+    """The turn's last event, if it is the one that was hoped for."""
+    if isinstance(event, Failed):
+        raise FailedTurn(event)
+    if not isinstance(event, Finished):
+        raise Unavailable("its turn was cancelled")
+    return event
+
+
+def _ask(project: Project, *, exact: bool, normalise: bool) -> Ask:
+    return Ask(
+        turn=0,
+        messages=[{"role": "system", "content": project.system_prompt}],
+        tools=described(project.tools),
+        preparing=Preparing(
+            pinned=project.cache.pinned, ttl_s=project.cache.ttl, shared=project.shared
+        ),
+        sampling=Sampling(),
+        max_tokens=1,
+        exact=exact,
+        normalise=normalise,
+        salt=SALT,
+        progress=True,
+    )

@@ -1,0 +1,221 @@
+"""The entries of the cache over HTTP: listed, shown, validated, pinned, evicted, collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from rekindle.protocol import wire
+from rekindle.protocol.events import Divergence
+from tests.api.cache.entries import ENTRY, entry, holding, telling
+from tests.api.scripted import UNKNOWN_KEY, Answers, Front, ScriptedRuntime, error
+
+ODD_KEYS = ["none", "a/b", "a%2Fb", "..%2f..%2fetc", "%00", "x" * 5000, "%ff%fe", "stats/", " "]
+ALPHA = {"Authorization": "Bearer alpha"}
+ROOT = {"Authorization": "Bearer root"}
+MESSAGES = [{"role": "system", "content": "Be brief."}]
+
+
+def front_of(*answers: Answers, **settings: Any) -> Front:
+    runtimes = [ScriptedRuntime(name=f"m{n}", answers=each) for n, each in enumerate(answers)]
+    return Front(*runtimes, **settings)
+
+
+def keyed(*answers: Answers) -> Front:
+    return front_of(*answers, api_key=["alpha"], admin_key=["root"])
+
+
+def test_an_entry_is_shown_with_all_that_is_known_of_it() -> None:
+    answer = keyed(holding(ENTRY)).get("/v1/cache/key-1", headers=ALPHA)
+    assert answer.json() == {
+        "cache_key": "key-1",
+        "model": "m0",
+        "segments": [{"type": "system", "hash": "a1b2c3d4"}, {"type": "turn", "hash": "00ff00ff"}],
+        "token_count": 1730,
+        "stored_tokens": 1728,
+        "tier": "disk",
+        "size_bytes": 255_120_384,
+        "hit_count": 3,
+        "pinned": True,
+        "ttl": None,
+        "created_at": 1000.5,
+        "last_used": 2000.25,
+        "expires_at": None,
+        "names": [{"kind": "session_id", "name": "chat-123"}],
+    }
+
+
+def test_entries_of_all_models_are_listed_the_last_used_first() -> None:
+    front = front_of(
+        holding(entry("old", last_used=1.0), entry("new", last_used=3.0)),
+        holding(entry("between", last_used=2.0)),
+    )
+    listed = front.get("/v1/cache").json()
+    assert listed["count"] == 3
+    assert [(each["cache_key"], each["model"]) for each in listed["entries"]] == [
+        ("new", "m0"),
+        ("between", "m1"),
+        ("old", "m0"),
+    ]
+
+
+def test_an_empty_cache_is_an_empty_list() -> None:
+    assert front_of(holding()).get("/v1/cache").json() == {"entries": [], "count": 0}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/cache"),
+        ("GET", "/v1/cache/key-1"),
+        ("DELETE", "/v1/cache/key-1"),
+        ("POST", "/v1/cache/key-1/pin"),
+        ("POST", "/v1/cache/key-1/unpin"),
+    ],
+)
+def test_a_tenant_asks_for_itself_and_the_admin_for_all(method: str, path: str) -> None:
+    front = keyed(holding(ENTRY))
+    for headers in (ALPHA, ROOT):
+        content = {"content-type": "application/json"}
+        assert front.request(method, path, headers=headers | content).status_code == 200
+    tenant, admin = front.runtime.questions
+    assert (tenant.admin, admin.admin) == (False, True)
+    assert b"" != tenant.salt != admin.salt
+
+
+def test_whose_an_entry_is_is_told_to_the_admin_alone() -> None:
+    front = keyed(holding(ENTRY))
+    assert front.get("/v1/cache", headers=ROOT).json()["entries"][0]["tenant"] == "7e4a"
+    assert "tenant" not in front.get("/v1/cache", headers=ALPHA).json()["entries"][0]
+    assert front_of(holding(ENTRY)).get("/v1/cache/key-1").json()["tenant"] == "7e4a"
+
+
+def test_an_entry_is_found_whichever_model_has_it() -> None:
+    front = front_of(holding(), holding(ENTRY))
+    assert front.get("/v1/cache/key-1").json()["model"] == "m1"
+    assert front.post("/v1/cache/key-1/unpin", {}).json()["pinned"] is False
+    assert front.post("/v1/cache/key-1/pin", {}).json()["pinned"] is True
+    evicted = front.request("DELETE", "/v1/cache/key-1")
+    assert evicted.json() == {"status": "evicted", "cache_key": "key-1"}
+
+
+@pytest.mark.parametrize("key", ODD_KEYS)
+@pytest.mark.parametrize(
+    ("method", "after"), [("GET", ""), ("DELETE", ""), ("POST", "/pin"), ("POST", "/unpin")]
+)
+def test_an_unknown_key_is_not_found_whatever_it_looks_like(
+    method: str, after: str, key: str
+) -> None:
+    options: dict[str, Any] = {"json": {}} if method == "POST" else {}
+    answer = front_of(holding(ENTRY), holding()).request(
+        method, f"/v1/cache/{key}{after}", **options
+    )
+    assert answer.status_code == 404
+    assert error(answer)["code"] == "cache_key_not_found"
+
+
+def test_a_model_that_is_away_may_be_the_one_that_knows_the_key() -> None:
+    front = front_of(holding(), holding(ENTRY))
+    front.runtimes[1].ready = None
+    assert front.get("/v1/cache/key-1").status_code == 503
+    assert front.get("/v1/cache").status_code == 503
+
+
+def test_another_refusal_is_passed_on_as_it_is() -> None:
+    full = wire.Refused(507, "insufficient_storage_error", "pins_exceed_budget", "no room", None)
+    answer = front_of(telling(full), holding(ENTRY)).post("/v1/cache/key-1/pin", {})
+    assert answer.status_code == 507
+    assert error(answer)["code"] == "pins_exceed_budget"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"  {}"])
+def test_what_has_expired_is_collected_from_all_models(content: bytes) -> None:
+    front = front_of(telling(wire.Removed(2, 300)), telling(wire.Removed(1, 50)))
+    headers = {"content-type": "application/json"}
+    answer = front.request("POST", "/v1/cache/gc", content=content, headers=headers)
+    assert answer.json() == {"status": "ok", "removed": 3, "freed_bytes": 350}
+    assert front.runtime.questioned.op == wire.Collect()
+
+
+def validated(*answers: Answers, **fields: Any) -> httpx.Response:
+    body = {"cache_key": "k", "model": "m0", "messages": MESSAGES, **fields}
+    return front_of(*answers).post("/v1/cache/validate", body)
+
+
+HIT = wire.Validity(status="hit", reusable_tokens=1730, invalidated_at=None, reason="full_match")
+UNKNOWN = wire.Validity(
+    status="miss", reusable_tokens=0, invalidated_at=None, reason="cache_key_not_found"
+)
+
+
+def test_a_key_is_validated_against_messages_and_tools() -> None:
+    front = keyed(telling(HIT))
+    tools = [{"type": "function", "function": {"name": "get_price", "parameters": {}}}]
+    messages = [{**MESSAGES[0], "message_id": "m"}]
+    body = {"cache_key": "k", "model": "m0", "messages": messages, "tools": tools}
+    answer = front.post("/v1/cache/validate", body, headers=ROOT)
+    assert answer.json() == {
+        "status": "hit",
+        "reusable_tokens": 1730,
+        "invalidated_at": None,
+        "reason": "full_match",
+    }
+    asked = front.runtime.questioned
+    assert asked.op == wire.Validate(cache_key="k", messages=MESSAGES, tools=tools)
+    assert not asked.admin  # it would hit for one who owns it, not for one who may look at it
+
+
+def test_a_change_is_shown_where_it_is() -> None:
+    changed = wire.Validity(
+        status="partial_hit",
+        reusable_tokens=12,
+        invalidated_at="turn 2",
+        reason="turn_changed",
+        diverged_at=Divergence(3, "user", "risks", "chances"),
+    )
+    told = validated(telling(changed)).json()
+    assert told["invalidated_at"] == "turn 2"
+    assert told["diverged_at"] == {
+        "message": 3,
+        "role": "user",
+        "stored": "risks",
+        "sent": "chances",
+    }
+
+
+def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() -> None:
+    assert validated(telling(UNKNOWN)).json()["reason"] == "cache_key_not_found"
+    told = validated(telling(UNKNOWN), telling(UNKNOWN_KEY)).json()
+    assert (told["status"], told["reason"]) == ("miss", "cache_key_not_found")
+    told = validated(telling(UNKNOWN), holding(entry("k"))).json()
+    assert (told["status"], told["reason"]) == ("miss", "model_mismatch")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("cache_key", "", "`cache_key` takes a string of 1 to 256 characters."),
+        ("cache_key", None, "`cache_key` takes a string of 1 to 256 characters."),
+        ("messages", [], "`messages` takes at least 1 item."),
+        ("messages", "x", "`messages` takes a list, not a string."),
+        ("tools", ["f"], "`tools.0` takes an object, not a string."),
+        ("tools", [{}] * 129, "`tools` takes at most 128 items."),
+        ("model", 3, "`model` takes a string, not a number."),
+    ],
+)
+def test_a_bad_question_says_what_it_takes(field: str, value: Any, sentence: str) -> None:
+    answer = validated(telling(HIT), **{field: value})
+    assert answer.status_code == 400
+    assert error(answer)["message"] == sentence
+    assert error(answer)["param"] == field
+
+
+def test_a_key_has_to_be_asked_for() -> None:
+    answer = front_of(telling(HIT)).post("/v1/cache/validate", {"messages": MESSAGES})
+    assert error(answer)["message"] == "`cache_key` is missing."
+
+
+def test_an_unknown_model_has_no_cache_to_validate() -> None:
+    assert validated(telling(HIT), model="gpt-5").status_code == 404

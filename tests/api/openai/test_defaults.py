@@ -1,0 +1,211 @@
+"""What of a request, and of the server's settings, reaches the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from rekindle.api.openai.schema import NOT_SERVED, ChatRequest
+from rekindle.protocol.wire import Ask, ToolUse
+from tests.api.scripted import Front, ScriptedRuntime
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def asked(settings: dict[str, Any] | None = None, **fields: Any) -> Ask:
+    front = Front(**(settings or {}))
+    assert front.chat(**fields).status_code == 200
+    return front.runtime.asked
+
+
+def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
+    ask = asked()
+    assert ask.max_tokens == 100
+    assert asdict(ask.sampling) == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "repetition_context_size": 20,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "seed": None,
+        "top_logprobs": None,
+    }
+    assert (ask.stop, ask.ignore_eos, ask.reuse, ask.exact) == ([], False, True, False)
+    assert (ask.tools, ask.tool_use, ask.structure) == (None, ToolUse(), None)
+    assert (ask.priority, ask.normalise) == (0, True)
+    assert ask.messages == [{"role": "user", "content": "hello"}]
+
+
+def test_settings_change_the_defaults() -> None:
+    ask = asked(
+        {
+            "max_tokens": 7,
+            "temperature": 0.1,
+            "top_p": 0.2,
+            "repetition_penalty": 1.3,
+            "repetition_context_size": 64,
+            "exact": True,
+        }
+    )
+    assert ask.max_tokens == 7
+    assert (ask.sampling.temperature, ask.sampling.top_p) == (0.1, 0.2)
+    assert (ask.sampling.repetition_penalty, ask.sampling.repetition_context_size) == (1.3, 64)
+    assert ask.exact
+
+
+def test_a_request_wins_over_the_settings() -> None:
+    fields = {
+        "temperature": 0,
+        "top_p": 1,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "repetition_context_size": 0,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 2,
+    }
+    ask = asked({"temperature": 0.5, "max_tokens": None}, **fields, max_tokens=3, cache_exact=False)
+    sampling = asdict(ask.sampling)
+    assert {name: sampling[name] for name in fields} == fields
+    assert ask.max_tokens == 3
+
+
+def test_without_a_limit_the_model_speaks_until_it_stops() -> None:
+    assert asked({"max_tokens": None}).max_tokens is None
+    assert asked({"max_tokens": None}, max_tokens=None).max_tokens is None
+
+
+def test_a_null_means_what_the_server_is_set_to() -> None:
+    fields = set(ChatRequest.model_fields) - {"messages"} | set(NOT_SERVED)
+    assert asked(**dict.fromkeys(fields)) == asked()
+
+
+def test_max_completion_tokens_wins_over_max_tokens() -> None:
+    assert asked(max_tokens=5, max_completion_tokens=9).max_tokens == 9
+    assert asked(max_completion_tokens=9).max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops"), [("END", ["END"]), (["a", "b"], ["a", "b"]), ([], []), (None, [])]
+)
+def test_a_stop_is_a_string_or_a_list(stop: Any, stops: list[str]) -> None:
+    assert asked(stop=stop).stop == stops
+
+
+def test_choices_of_one_seed_have_seeds_of_their_own() -> None:
+    front = Front()
+    front.chat(n=3, seed=41)
+    assert [ask.sampling.seed for ask in front.runtime.asks] == [41, 42, 43]
+
+
+def test_choices_without_a_seed_are_left_to_chance() -> None:
+    front = Front()
+    front.chat(n=2)
+    assert [ask.sampling.seed for ask in front.runtime.asks] == [None, None]
+
+
+def test_the_highest_seed_still_has_neighbours() -> None:
+    front = Front()
+    assert front.chat(n=2, seed=2**63 - 1).status_code == 200
+    assert len({ask.sampling.seed for ask in front.runtime.asks}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "top_logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_chat_logprobs_are_a_switch_and_a_number(
+    fields: dict[str, Any], top_logprobs: int | None
+) -> None:
+    assert asked(**fields).sampling.top_logprobs == top_logprobs
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 5])
+def test_completion_logprobs_are_a_number(logprobs: int | None) -> None:
+    front = Front()
+    front.complete(logprobs=logprobs)
+    assert front.runtime.asked.sampling.top_logprobs == logprobs
+
+
+def test_biases_are_told_by_token_id() -> None:
+    ask = asked(logit_bias={"50256": -100, "7": 2.5})
+    assert ask.sampling.logit_bias == {50256: -100.0, 7: 2.5}
+
+
+def test_opting_out_of_the_cache_reaches_the_runtime() -> None:
+    assert asked(use_kv_cache=False).reuse is False
+    assert asked(use_kv_cache=True).reuse is True
+    assert asked(cache_exact=True).exact is True
+
+
+@pytest.mark.parametrize(
+    ("sent", "priority"),
+    [(-10, -10), (0, 0), (10, 10), ("low", -5), ("normal", 0), ("high", 5)],
+)
+def test_a_priority_is_a_number_or_a_word(sent: int | str, priority: int) -> None:
+    assert asked(priority=sent).priority == priority
+    front = Front()
+    front.complete(priority=sent)
+    assert front.runtime.asked.priority == priority
+
+
+@pytest.mark.parametrize(
+    ("setting", "sent", "normalise"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
+def test_prompts_are_normalised_unless_the_server_or_the_request_says_no(
+    setting: bool, sent: bool | None, normalise: bool
+) -> None:
+    assert asked({"normalise": setting}, normalise=sent).normalise is normalise
+
+
+def test_messages_are_passed_on_as_they_were_sent() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "Ada"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "assistant"},
+    ]
+    assert asked(messages=messages).messages == messages
+
+
+def test_template_arguments_are_passed_on() -> None:
+    ask = asked(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert ask.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+
+
+def test_a_name_picks_a_model_and_no_name_the_first() -> None:
+    def names(model: str | None) -> list[int]:
+        runtimes = [ScriptedRuntime(name="first"), ScriptedRuntime(name="org/second:q4")]
+        answer = Front(*runtimes).chat(model=model)
+        assert answer.json()["model"] in ("first", "org/second:q4")
+        return [len(runtime.asks) for runtime in runtimes]
+
+    assert names(None) == names("default") == names("") == names("first") == [1, 0]
+    assert names("org/second:q4") == [0, 1]
+
+
+def test_each_key_has_a_salt_of_its_own() -> None:
+    front = Front(api_key=["alpha", "beta"])
+    for key in ("alpha", "beta", "alpha"):
+        front.post(
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}]},
+            headers={"Authorization": f"Bearer {key}"},
+        )
+    first, second, third = (ask.salt for ask in front.runtime.asks)
+    assert first == third != second
+    assert asked().salt == b""

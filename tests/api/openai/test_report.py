@@ -1,0 +1,154 @@
+"""What an answer says of the cache: `x_cache`, and the id by which a reply can be named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from rekindle.protocol.events import CacheReport, Divergence
+from tests.api.cache.entries import entry, holding
+from tests.api.scripted import Front, ScriptedRuntime, chunks, events, finished, reply
+
+EDITED = CacheReport(
+    "partial_hit",
+    "turn_changed",
+    1851,
+    1958,
+    "disk",
+    cache_key="abc123",
+    new_cache_key="def456",
+    diverged_at=Divergence(2, "user", "our top risks", "our top chances"),
+)
+TOLD = {
+    "hit": True,
+    "status": "partial_hit",
+    "cache_key": "abc123",
+    "reused_tokens": 1851,
+    "new_cache_key": "def456",
+    "cached_tokens": 1958,
+    "reason": "turn_changed",
+    "tier": "disk",
+    "diverged_at": {
+        "message": 2,
+        "role": "user",
+        "stored": "our top risks",
+        "sent": "our top chances",
+    },
+}
+
+
+def runtime_reporting(report: CacheReport, **options: Any) -> ScriptedRuntime:
+    return ScriptedRuntime(reply("x", end=finished(cache=report)), **options)
+
+
+def not_found() -> CacheReport:
+    return CacheReport("miss", "cache_key_not_found", 0, 12, None)
+
+
+def test_a_whole_answer_tells_what_became_of_the_key() -> None:
+    front = Front(runtime_reporting(EDITED))
+    assert front.chat().json()["x_cache"] == TOLD
+    assert front.complete().json()["x_cache"] == TOLD
+
+
+def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
+    assert "diverged_at" not in Front().chat().json()["x_cache"]
+
+
+@pytest.mark.parametrize("path", ["chat", "complete"])
+def test_what_was_normalised_is_told_where_something_was(path: str) -> None:
+    changed = CacheReport("hit", "full_match", 9, 12, "ram", normalised=["billing header"])
+    told = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
+    assert told["normalised"] == ["billing header"]
+    assert "normalised" not in getattr(Front(), path)().json()["x_cache"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_key": "abc123"},
+        {"return_cache_key": True},
+        {"session_id": "s"},
+        {"kv_cache_session_id": 0},
+        {"prompt_cache_key": "p"},
+        {"prompt_cache_retention": "24h"},
+        {"use_kv_cache": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("path", ["chat", "complete"])
+def test_a_stream_ends_with_the_same_report_flat_and_as_a_chunk(
+    path: str, fields: dict[str, Any]
+) -> None:
+    front = Front(runtime_reporting(EDITED))
+    answer = getattr(front, path)(stream=True, **fields)
+    *_, told, done = events(answer.text)
+    assert (told.name, done.data) == ("x_cache", "[DONE]")
+    assert {name: told.json[name] for name in TOLD} == TOLD
+    assert told.json["choices"] == []
+    assert told.json["object"] in ("chat.completion.chunk", "text_completion")
+
+
+def test_the_first_choice_speaks_for_all() -> None:
+    second = CacheReport("hit", "full_match", 9, 12, "device")
+    runtime = ScriptedRuntime(
+        reply("a", end=finished(cache=EDITED)), reply("b", end=finished(cache=second))
+    )
+    assert Front(runtime).chat(n=2, cache_key="abc123").json()["x_cache"] == TOLD
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_reply_has_its_id_when_it_was_asked_for(stream: bool) -> None:
+    runtime = ScriptedRuntime(
+        reply("a", end=finished(message_id="msg_1")), reply("b", end=finished(message_id="msg_2"))
+    )
+    answer = Front(runtime).chat(n=2, use_kv_cache=True, stream=stream)
+    if stream:
+        found = [chunk["choices"][0] for chunk in chunks(answer) if chunk["choices"]]
+        ids = {
+            choice["index"]: choice["delta"]["message_id"]
+            for choice in found
+            if choice["finish_reason"]
+        }
+        assert all("message_id" not in c["delta"] for c in found if not c["finish_reason"])
+        [ChatCompletionChunk.model_validate(chunk) for chunk in chunks(answer)]
+    else:
+        ids = {c["index"]: c["message"]["message_id"] for c in answer.json()["choices"]}
+        ChatCompletion.model_validate(answer.json())
+    assert ids == {0: "msg_1", 1: "msg_2"}
+
+
+def test_a_reply_has_no_id_otherwise() -> None:
+    assert "message_id" not in Front().chat().json()["choices"][0]["message"]
+    assert chunks(Front().chat(stream=True))[-1]["choices"][0]["delta"] == {}
+
+
+@pytest.mark.parametrize("path", ["chat", "complete"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_key_of_another_model_is_told_to_be_that(path: str, stream: bool) -> None:
+    other = ScriptedRuntime(name="other", answers=holding(entry("k")))
+    front = Front(runtime_reporting(not_found()), other, api_key=["alpha"])
+    answer = getattr(front, path)(
+        cache_key="k", stream=stream, headers={"Authorization": "Bearer alpha"}
+    )
+    report = events(answer.text)[-2].json if stream else answer.json()["x_cache"]
+    assert (report["status"], report["reason"]) == ("miss", "model_mismatch")
+    assert other.questioned.salt == front.runtime.asked.salt != b""
+    assert not other.questioned.admin
+
+
+def test_a_key_that_no_model_knows_is_not_found() -> None:
+    others = [ScriptedRuntime(name="b"), ScriptedRuntime(name="c")]
+    others[0].ready = None
+    answer = Front(runtime_reporting(not_found()), *others).chat(cache_key="k")
+    assert answer.json()["x_cache"]["reason"] == "cache_key_not_found"
+    assert len(others[1].questions) == 1
+
+
+def test_other_models_are_asked_about_nothing_else() -> None:
+    other = ScriptedRuntime(name="other", answers=holding(entry("k")))
+    answer = Front(runtime_reporting(EDITED), other).chat(cache_key="k")
+    assert answer.json()["x_cache"]["reason"] == "turn_changed"
+    assert other.questions == []

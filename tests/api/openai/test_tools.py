@@ -1,0 +1,316 @@
+"""Tools: what a request may say of them, and how a reply's calls and thoughts are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from rekindle.protocol.events import Reasoning, Started, Text
+from rekindle.protocol.wire import Ask, ToolUse, Validate, Validity
+from tests.api.cache.entries import telling
+from tests.api.scripted import Front, ScriptedRuntime, Step, calling, chunks, error, finished, reply
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Weather now.", "parameters": SCHEMA},
+}
+TIME = {"type": "function", "function": {"name": "get-time.v2"}}
+TOOLS = [WEATHER, TIME]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def asked(**fields: Any) -> Ask:
+    front = Front()
+    answer = front.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return front.runtime.asked
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def test_tools_reach_the_runtime_as_they_were_sent() -> None:
+    ask = asked(tools=TOOLS)
+    assert ask.tools == TOOLS
+    assert ask.tool_use == ToolUse(choice="auto", parallel=True)
+
+
+def test_a_null_of_a_tool_says_nothing_and_one_of_its_schema_stays() -> None:
+    spoken = {**WEATHER, "function": {**WEATHER["function"], "strict": None, "x": None}}
+    assert asked(tools=[spoken]).tools == [WEATHER]
+
+
+def test_what_a_template_may_know_of_a_function_is_passed_on() -> None:
+    told = {"name": "f", "strict": True, "return": {"type": "string"}}
+    assert asked(tools=[{"type": "function", "function": told}]).tools == [
+        {"type": "function", "function": told}
+    ]
+
+
+def test_no_tools_are_none() -> None:
+    assert asked(tools=[]).tools is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "use"),
+    [
+        (None, ToolUse()),
+        ("none", ToolUse(choice="none")),
+        ("auto", ToolUse(choice="auto")),
+        ("required", ToolUse(choice="required")),
+        (NAMED, ToolUse(choice="required", name="get_weather")),
+        (allowed("auto", *TOOLS), ToolUse(choice="auto")),
+        (allowed("required", *TOOLS), ToolUse(choice="required")),
+        (allowed("required", NAMED), ToolUse(choice="required", name="get_weather")),
+    ],
+)
+def test_each_choice_has_its_word_and_leaves_the_prompt_alone(choice: Any, use: ToolUse) -> None:
+    ask = asked(tools=TOOLS, tool_choice=choice)
+    assert ask.tool_use == use
+    assert ask.tools == TOOLS
+
+
+def test_tools_that_are_not_allowed_are_not_offered() -> None:
+    ask = asked(tools=TOOLS, tool_choice=allowed("auto", TIME))
+    assert (ask.tools, ask.tool_use) == ([TIME], ToolUse(choice="auto"))
+
+
+@pytest.mark.parametrize(("sent", "parallel"), [(None, True), (True, True), (False, False)])
+def test_several_calls_at_once_can_be_refused(sent: bool | None, parallel: bool) -> None:
+    assert asked(tools=TOOLS, parallel_tool_calls=sent).tool_use.parallel is parallel
+
+
+def test_every_choice_of_an_answer_has_the_same_tools() -> None:
+    front = Front()
+    front.chat(tools=TOOLS, tool_choice="required", n=2)
+    assert [ask.tools for ask in front.runtime.asks] == [TOOLS, TOOLS]
+    assert {ask.tool_use.choice for ask in front.runtime.asks} == {"required"}
+
+
+def function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+NAME = "takes a name of 1 to 64 letters, digits, dots, dashes and underscores."
+
+
+@pytest.mark.parametrize(
+    ("tools", "sentence"),
+    [
+        ({}, "`tools` takes a list, not an object."),
+        (["f"], "`tools.0` takes an object, not a string."),
+        ([{}], "`tools.0.type` is missing."),
+        ([{"type": "function"}], "`tools.0.function` is missing."),
+        ([{"type": "function", "function": "f"}], "`tools.0.function` takes an object, not a stri"),
+        ([{"type": "function", "function": {}}], "`tools.0.function.name` is missing."),
+        ([{"type": "custom", "custom": {"name": "f"}}], "`tools.0.type` takes 'function'."),
+        ([{"type": "web_search"}], "`tools.0.type` takes 'function'."),
+        (function(name=""), f"`tools.0.function.name` {NAME}"),
+        (function(name="two words"), f"`tools.0.function.name` {NAME}"),
+        (function(name="f\n"), f"`tools.0.function.name` {NAME}"),
+        (function(name="f" * 65), f"`tools.0.function.name` {NAME}"),
+        (function(name=3), f"`tools.0.function.name` {NAME}"),
+        (function(description=3), "`tools.0.function.description` takes a string, not a number."),
+        (function(parameters=[]), "`tools.0.function.parameters` takes an object, not a list."),
+        (function(parameters="{}"), "`tools.0.function.parameters` takes an object, not a string."),
+        (function(strict="yes"), "`tools.0.function.strict` takes true or false, not a string."),
+        (function() * 2, "`tools` has more than one function called 'f'."),
+        (function() * 129, "`tools` takes at most 128 items."),
+    ],
+)
+def test_a_tool_that_is_none_says_what_it_takes(tools: Any, sentence: str) -> None:
+    front = Front()
+    answer = front.chat(tools=tools)
+    assert answer.status_code == 400
+    assert error(answer)["message"].startswith(sentence)
+    assert error(answer)["param"] == "tools"
+    assert front.runtime.asks == []
+
+
+def test_as_many_tools_as_may_be_are_fine() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}" + "x" * 60}} for n in range(100)]
+    assert asked(tools=tools).tools == tools
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "any",
+        3,
+        ["auto"],
+        {"type": "function"},
+        {"type": "function", "name": "get_weather"},
+        {"type": "custom", "custom": {"name": "get_weather"}},
+        {"type": "allowed_tools"},
+        allowed("none", NAMED),
+        allowed("auto"),
+    ],
+)
+def test_a_choice_has_one_sentence_for_all_it_may_be(choice: Any) -> None:
+    found = error(Front().chat(tools=TOOLS, tool_choice=choice))
+    assert found["message"].startswith('`tool_choice` takes "none", "auto", "required", {"type"')
+    assert found["param"] == "tool_choice"
+
+
+OTHER = {"type": "function", "function": {"name": "get_news"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "required"}, "needs `tools`"),
+        ({"tool_choice": "required", "tools": []}, "needs `tools`"),
+        ({"tool_choice": NAMED}, "'get_weather', which is not among `tools`"),
+        ({"tool_choice": OTHER, "tools": TOOLS}, "'get_news', which is not among `tools`"),
+        ({"tool_choice": allowed("auto", NAMED, OTHER), "tools": TOOLS}, "'get_news'"),
+    ],
+)
+def test_a_choice_among_tools_that_are_not_there_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
+    answer = Front().chat(**fields)
+    assert answer.status_code == 400
+    assert said in error(answer)["message"]
+    assert error(answer)["param"] == "tool_choice"
+
+
+VALID = Validity(status="hit", reusable_tokens=1, invalidated_at=None, reason="full_match")
+
+
+def test_a_cache_key_is_validated_with_the_same_tools() -> None:
+    body = {"cache_key": "k", "messages": [{"role": "user", "content": "x"}]}
+    front = Front(ScriptedRuntime(answers=telling(VALID)))
+    assert front.post("/v1/cache/validate", {**body, "tools": TOOLS}).status_code == 200
+    assert isinstance(front.runtime.questioned.op, Validate)
+    assert front.runtime.questioned.op.tools == TOOLS
+    bad = front.post("/v1/cache/validate", {**body, "tools": [{"type": "custom"}]})
+    assert error(bad)["message"] == "`tools.0.type` takes 'function'."
+    assert len(front.runtime.questions) == 1
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+PARIS = ("get_weather", '{"city": "Paris"}')
+ROME = ("get_weather", '{"city": "Rome"}')
+
+
+def test_a_reply_that_only_calls_has_no_content() -> None:
+    body = Front(ScriptedRuntime(calling(PARIS, ROME))).chat(tools=TOOLS).json()
+    ChatCompletion.model_validate(body)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "tool_calls": [
+            {"id": "call_0", "type": "function",
+             "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}},
+            {"id": "call_1", "type": "function",
+             "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}},
+        ],
+    }  # fmt: skip
+
+
+def test_what_is_said_before_a_call_is_content() -> None:
+    runtime = ScriptedRuntime(calling(PARIS, before=[Text(0, "Let me "), Text(0, "look.")]))
+    message = Front(runtime).chat(tools=TOOLS).json()["choices"][0]["message"]
+    assert message["content"] == "Let me look."
+    assert len(message["tool_calls"]) == 1
+
+
+def test_a_stream_of_calls_has_openais_shape() -> None:
+    answer = Front(ScriptedRuntime(calling(PARIS, ROME))).chat(tools=TOOLS, stream=True)
+    found = chunks(answer)
+    for chunk in found:
+        ChatCompletionChunk.model_validate(chunk)
+    deltas = [chunk["choices"][0]["delta"] for chunk in found]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    assert deltas[1] == {
+        "tool_calls": [
+            {"index": 0, "id": "call_0", "type": "function",
+             "function": {"name": "get_weather", "arguments": ""}}
+        ]
+    }  # fmt: skip
+    assert deltas[2] == {"tool_calls": [{"index": 0, "function": {"arguments": '{"cit'}}]}
+    assert [d["tool_calls"][0]["index"] for d in deltas[1:-1]] == [0] * 5 + [1] * 5
+    assert deltas[-1] == {}
+    assert found[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_stream_that_speaks_before_it_calls_opens_with_text() -> None:
+    runtime = ScriptedRuntime(calling(PARIS, before=[Text(0, "Let me look.")]))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(Front(runtime).chat(stream=True))]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[1] == {"content": "Let me look."}
+
+
+THINKING: list[Step] = [
+    Started(0, 10, 0),
+    Reasoning(0, "Hm, "),
+    Reasoning(0, "two."),
+    Text(0, "2"),
+    finished(completion_tokens=9, reasoning_tokens=7),
+]
+
+
+def test_reasoning_stands_beside_the_content() -> None:
+    body = Front(ScriptedRuntime(THINKING)).chat().json()
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("2", "Hm, two.")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+
+
+def test_reasoning_is_streamed_as_it_comes() -> None:
+    answer = Front(ScriptedRuntime(THINKING)).chat(
+        stream=True, stream_options={"include_usage": True}
+    )
+    *parts, usage = chunks(answer)
+    assert [part["choices"][0]["delta"] for part in parts] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm, "},
+        {"reasoning_content": "two."},
+        {"content": "2"},
+        {},
+    ]
+    assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+
+
+def test_a_reply_cut_in_its_thoughts_has_empty_content() -> None:
+    script: list[Step] = [Reasoning(0, "Hm"), finished("length", reasoning_tokens=1)]
+    message = Front(ScriptedRuntime(script)).chat().json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("", "Hm")
+
+
+def test_a_plain_reply_says_nothing_of_calls_and_thoughts() -> None:
+    message = Front().chat(tools=TOOLS).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello", "refusal": None}
+
+
+def test_choices_call_each_for_itself() -> None:
+    runtime = ScriptedRuntime(calling(PARIS), reply("No."))
+    calls, says = Front(runtime).chat(tools=TOOLS, n=2).json()["choices"]
+    assert calls["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert says["message"]["content"] == "No."
+    assert "tool_calls" not in says["message"]
+
+
+def test_each_choice_of_a_stream_begins_with_what_it_is() -> None:
+    """A reply that only calls has no content, whichever choice it is."""
+    runtime = ScriptedRuntime(reply("Hi"), calling(("get_weather", "{}")))
+    found = chunks(Front(runtime).chat(tools=TOOLS, n=2, stream=True))
+    first: dict[int, Any] = {}
+    for choice in (choice for chunk in found for choice in chunk["choices"]):
+        first.setdefault(choice["index"], choice["delta"])
+    assert first == {
+        0: {"role": "assistant", "content": ""},
+        1: {"role": "assistant", "content": None},
+    }

@@ -1,0 +1,461 @@
+"""Replies that have to call: what any model writes is read back as calls that follow the tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rekindle.chat.grammar.lark import Grammar
+from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
+from rekindle.chat.reply import Argued, Called, Part, Said, Thought
+from rekindle.chat.tools import registry as choose
+from rekindle.errors import Unsupported
+from tests.chat.grammar.validator import valid
+from tests.chat.grammar.writer import Writer
+
+SEEDS = range(5)
+BAR = "\uff5c"  # a vertical line of full width
+DEEPSEEK = [
+    f"<{BAR}tool▁{name}{BAR}>"
+    for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+]
+HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"]
+HEADER = "<|channel|>commentary to=functions."
+# Each format's control tokens, and what one call looks like.
+FORMATS: dict[str, tuple[str, list[str], str]] = {
+    "hermes": (
+        "hermes",
+        [],
+        r'<tool_call>\n\{"name": "\S+", "arguments": \{.*\}\}\n</tool_call>',
+    ),
+    "hermes of Phi-4": (
+        "hermes",
+        ["<|tool_call|>", "<|/tool_call|>"],
+        r'<\|tool_call\|>\[\{"name": "\S+", "arguments": \{.*\}\}\]<\|/tool_call\|>',
+    ),
+    "qwen3-coder": (
+        "qwen3-coder",
+        [],
+        r"<tool_call>\n<function=\S+>\n"
+        r"(<parameter=\w+>\n.*\n</parameter>\n)*"
+        r"</function>\n</tool_call>",
+    ),
+    "llama3-json": (
+        "llama3-json",
+        ["<|python_tag|>"],
+        r'(<\|python_tag\|>)?\{"name": ?"\S+", ?"parameters": ?\{.*\}\}',
+    ),
+    "pythonic": ("pythonic", [], r"\[[\w.-]+\(.*\)\]"),
+    "pythonic of LFM2": (
+        "pythonic",
+        ["<|tool_call_start|>", "<|tool_call_end|>"],
+        r"<\|tool_call_start\|>\[[\w.-]+\(.*\)\]<\|tool_call_end\|>",
+    ),
+    "mistral": (
+        "mistral",
+        ["[TOOL_CALLS]"],
+        r'\[TOOL_CALLS\]\[\{"name": "\S+", "arguments": \{.*\}\}\]',
+    ),
+    "mistral since 2025": (
+        "mistral",
+        ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
+        r"\[TOOL_CALLS\][\w.-]+\[ARGS\]\{.*\}",
+    ),
+    "deepseek": ("deepseek", DEEPSEEK, "{}{}.*{}.*{}{}".format(*DEEPSEEK)),
+    "harmony": (
+        "harmony",
+        HARMONY,
+        r"(<\|channel\|>analysis<\|message\|>.*<\|end\|><\|start\|>assistant)?"
+        r"<\|channel\|>commentary to=functions\.\S+ <\|constrain\|>json<\|message\|>\{.*\}",
+    ),
+    "functiongemma": (
+        "functiongemma",
+        ["<start_function_call>", "<end_function_call>", "<escape>"],
+        r"<start_function_call>call:[\w.-]+\{.*\}<end_function_call>",
+    ),
+    "gemma4": (
+        "gemma4",
+        ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
+        r"<\|tool_call>call:[\w.-]+\{.*\}<tool_call\|>",
+    ),
+    "gemma3": ("gemma3", [], r"```tool_code\n[\w.-]+\(.*\)\n```"),
+}  # fmt: skip
+PLACE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 6},
+        "capital": {"type": "boolean"},
+    },
+    "required": ["name", "capital"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "city": {"type": "string", "maxLength": 12},
+        "places": {"type": "array", "items": PLACE, "minItems": 1, "maxItems": 2},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3},
+        "exact": {"type": "boolean"},
+        "until": {"type": ["integer", "null"]},
+    },
+    "required": ["unit", "city", "places"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "look-up.v2",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string", "maxLength": 20}},
+                "required": ["query"],
+            },
+        },
+    },
+]
+SCHEMAS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in TOOLS}
+STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+
+
+class Case:
+    """One format with its vocabulary."""
+
+    def __init__(self, name: str) -> None:
+        self.format, self.control, self.syntax = FORMATS[name]
+        self.writer = Writer(self.control)
+
+    def grammar(self, tools: Any = TOOLS, **how: Any) -> Grammar:
+        asked: dict[str, Any] = {
+            "required": True,
+            "name": None,
+            "parallel": False,
+            "thought": None,
+            "opened": False,
+        }
+        control = self.writer.vocabulary.control_texts
+        grammar = calls_grammar(self.format, tools, control=control, **{**asked, **how})
+        assert grammar is not None
+        return grammar
+
+    def read(self, text: str, *, thinks: bool = False, opened: bool = False) -> list[Part]:
+        format = choose.choose(None, name=self.format, thought_name="think" if thinks else "none")
+        parser = format.parser(TOOLS, calls=True, opened=opened)
+        return [*parser.push(text), *parser.finish()]
+
+
+@pytest.fixture(params=FORMATS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def calls(parts: list[Part]) -> list[tuple[str, Any]]:
+    found: list[tuple[str, list[str]]] = []
+    for part in parts:
+        if isinstance(part, Called):
+            found.append((part.name, []))
+        elif isinstance(part, Argued):
+            found[part.call][1].append(part.text)
+    return [(name, json.loads("".join(texts))) for name, texts in found]
+
+
+def said(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Said))
+
+
+def thought(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def follows(made: tuple[str, Any], schemas: Mapping[str, Any] = SCHEMAS) -> bool:
+    name, arguments = made
+    return isinstance(arguments, dict) and valid(arguments, schemas[name])
+
+
+def test_a_required_call_is_written_as_the_model_writes_it(case: Case) -> None:
+    grammar = case.grammar()
+    for seed in SEEDS:
+        text = case.writer.write(grammar, seed)
+        assert re.fullmatch(case.syntax, text, re.DOTALL), text
+
+
+def test_a_required_call_is_read_as_one_call_that_follows_its_tool(case: Case) -> None:
+    grammar = case.grammar()
+    seen = set()
+    for seed in range(8):
+        text = case.writer.write(grammar, seed)
+        parts = case.read(text)
+        made = calls(parts)
+        assert len(made) == 1, text
+        assert follows(made[0]), text
+        assert not said(parts), text
+        seen.add(made[0][0])
+    assert len(seen) > 1
+
+
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}, "shade": {"$ref": "#/$defs/shade"}},
+    "required": ["root", "shade"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "leaf": {"type": "boolean"},
+                "left": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                "right": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
+            "required": ["leaf"],
+            "additionalProperties": False,
+        },
+        "shade": {"type": "string", "enum": ["light", "dark"]},
+    },
+}
+
+
+def test_a_tool_may_have_definitions_that_contain_themselves(case: Case) -> None:
+    grammar = case.grammar([tool(TREE, name="now", strict=True)])
+    for seed in SEEDS:
+        text = case.writer.write(grammar, seed)
+        [made] = calls(case.read(text))
+        if case.format != "qwen3-coder":  # whose reader does not follow references to types
+            assert follows(made, {"now": TREE}), text
+
+
+def test_a_named_tool_is_the_one_that_is_called(case: Case) -> None:
+    grammar = case.grammar(name="get_weather", parallel=True)
+    for seed in SEEDS:
+        text = case.writer.write(grammar, seed)
+        made = calls(case.read(text))
+        assert [name for name, _ in made] == ["get_weather"], text
+        assert follows(made[0]), text
+
+
+def test_parallel_calls_are_all_read(case: Case) -> None:
+    grammar = case.grammar(TOOLS[1:2], parallel=True)
+    several = 0
+    for seed in range(12):
+        text = case.writer.write(grammar, seed)
+        parts = case.read(text)
+        made = calls(parts)
+        assert made == [("now", {})] * len(made)
+        assert not said(parts), text
+        several += len(made) > 1
+    assert several or case.format == "harmony"  # where a call ends the reply
+
+
+def test_without_parallel_calls_there_is_one(case: Case) -> None:
+    grammar = case.grammar(TOOLS[1:2])
+    for seed in SEEDS:
+        assert len(calls(case.read(case.writer.write(grammar, seed)))) == 1
+
+
+def test_free_text_is_no_required_call(case: Case) -> None:
+    assert not case.writer.takes(case.grammar(), "Hello.")
+    assert not case.writer.takes(case.grammar(), "")
+
+
+# -- thought ---------------------------------------------------------------------------------------
+
+THINKERS = [name for name, (format, *_) in FORMATS.items() if format != "harmony"]
+THINK = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("name", THINKERS)
+@pytest.mark.parametrize("control", [(), THINK])
+def test_a_thought_may_come_before_a_required_call(name: str, control: tuple[str, ...]) -> None:
+    case = Case(name)
+    case.writer = Writer([*case.control, *control])
+    grammar = case.grammar(thought=THINK)
+    begun = "<think>\nThe weather {is} [asked] for.\n</think>\n\n"
+    parts = case.read(case.writer.write(grammar, 1, start=begun), thinks=True)
+    assert thought(parts) == "The weather {is} [asked] for."
+    assert follows(calls(parts)[0])
+    assert case.writer.takes(grammar, case.writer.write(case.grammar(), 1))
+
+
+@pytest.mark.parametrize("name", THINKERS)
+def test_a_thought_that_the_prompt_opened_has_to_end_first(name: str) -> None:
+    case = Case(name)
+    grammar = case.grammar(thought=THINK, opened=True)
+    text = case.writer.write(grammar, 1, start="Let me see.</think>")
+    parts = case.read(text, thinks=True, opened=True)
+    assert thought(parts) == "Let me see."
+    assert follows(calls(parts)[0])
+
+
+def test_harmony_may_think_before_a_required_call() -> None:
+    case = Case("harmony")
+    thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    parts = case.read(case.writer.write(case.grammar(), 2, start=thinking))
+    assert thought(parts) == "Hm."
+    assert follows(calls(parts)[0])
+    opened = case.grammar(opened=True)
+    text = case.writer.write(opened, 2, start="Hm.<|end|><|start|>assistant<|channel|>commentary")
+    assert follows(calls(choose_opened(text))[0])
+
+
+def choose_opened(text: str) -> list[Part]:
+    parser = choose.choose(None, name="harmony").parser(TOOLS, calls=True, opened=True)
+    return [*parser.push(text), *parser.finish()]
+
+
+# -- strict tools that need not be called ----------------------------------------------------------
+
+
+def test_without_strict_tools_or_a_required_call_nothing_is_asked(case: Case) -> None:
+    asked: dict[str, Any] = {"name": None, "parallel": True, "thought": None, "opened": False}
+    assert calls_grammar(case.format, TOOLS, required=False, control={}, **asked) is None
+
+
+def test_a_reply_need_not_call_strict_tools(case: Case) -> None:
+    grammar = case.grammar(STRICT, required=False, parallel=True)
+    before = "<|channel|>final<|message|>" if case.format == "harmony" else ""
+    assert case.writer.takes(grammar, before + "Hello, {how} [are] <you>?")
+
+
+def test_a_call_of_a_strict_tool_follows_it_wherever_it_comes(case: Case) -> None:
+    grammar = case.grammar(STRICT, required=False, parallel=True)
+    text = case.writer.write(case.grammar(STRICT, name="get_weather"), 3)
+    between = {"harmony": "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"}
+    before = between.get(case.format, "Wait.")
+    if not case.control and case.format in ("llama3-json", "pythonic"):
+        before = ""  # nothing but the beginning tells a call from a text
+    if case.format == "llama3-json":
+        text = "<|python_tag|>" + text.removeprefix("<|python_tag|>")
+    assert case.writer.takes(grammar, before + text)
+    parts = case.read(before + text)
+    assert said(parts) == ("Wait." if before else "")
+    assert follows(calls(parts)[0])
+    spoilt = text.replace("celsius", "kelvin").replace("fahrenheit", "kelvin")
+    assert spoilt != text
+    assert not case.writer.takes(grammar, before + spoilt)
+
+
+def test_with_an_answer_schema_a_reply_is_a_call_or_that_answer(case: Case) -> None:
+    answer = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    grammar = case.grammar(required=False, answer=answer)
+    before = "<|channel|>final<|message|>" if case.format == "harmony" else ""
+    assert case.writer.takes(grammar, before + '{"sum": 4}')
+    assert not case.writer.takes(grammar, before + "Four.")
+    assert case.writer.takes(grammar, case.writer.write(case.grammar(), 3))
+
+
+# -- what cannot be written ------------------------------------------------------------------------
+
+
+def tool(parameters: Any, *, strict: bool = False, name: str = "f") -> dict[str, Any]:
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+def test_a_strict_tool_whose_schema_is_not_enforced_is_refused_by_name() -> None:
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(Unsupported, match=r"'f'.*`uniqueItems`.*#/properties/a") as refused:
+        Case("hermes").grammar([tool(unique, strict=True)])
+    assert refused.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "integer", "format": "int32"},
+        {"$ref": "https://example.com/a.json"},
+        {"type": "integer", "multipleOf": 10**9},
+    ],
+)
+def test_of_a_tool_that_is_not_strict_as_much_is_enforced_as_can_be(odd: Any, case: Case) -> None:
+    schema = {"type": "object", "properties": {"a": odd}, "required": ["a"]}
+    for seed in range(2):
+        text = case.writer.write(case.grammar([tool(schema, name="now")]), seed)
+        [(name, arguments)] = calls(case.read(text))
+        assert name == "now"
+        assert isinstance(arguments, dict)
+
+
+def test_an_argument_that_python_cannot_name_is_left_out_or_refused() -> None:
+    odd = {"type": "object", "properties": {"my-key": {"type": "null"}}}
+    assert Case("pythonic").writer.takes(Case("pythonic").grammar([tool(odd)]), "[f()]")
+    with pytest.raises(Unsupported, match="my-key"):
+        Case("pythonic").grammar([tool({**odd, "required": ["my-key"]})])
+
+
+def test_replies_that_are_read_as_text_alone_cannot_be_made_to_call() -> None:
+    with pytest.raises(Unsupported):
+        calls_grammar(
+            "plain", TOOLS, required=True, name=None, parallel=True, thought=None, opened=False,
+            control={},
+        )  # fmt: skip
+
+
+def test_text_in_a_schema_never_becomes_a_control_token(case: Case) -> None:
+    spelt = "<|im_end|>" + "".join(case.control[:1])
+    schema = {"type": "object", "properties": {"a": {"const": spelt}}, "required": ["a"]}
+    grammar = case.grammar([tool(schema, name="now")])
+    text = case.writer.write(grammar, 1, start="" if case.format != "harmony" else HEADER)
+    assert "<|im_end|>" in text
+    constraint = case.writer.constraint(grammar)
+    tokens = case.writer.vocabulary.encode(text.split("<|im_end|>")[0], special=True)
+    for token in tokens:
+        constraint.accept(token)
+    assert not case.writer.allowed(constraint) & case.writer.vocabulary.end_tokens
+    assert constraint.trouble is None
+
+
+def test_replies_read_as_text_may_still_have_to_be_an_answer() -> None:
+    grammar = calls_grammar(
+        "plain", TOOLS, required=False, name=None, parallel=True, thought=None, opened=False,
+        control={}, answer={"const": 4},
+    )  # fmt: skip
+    assert grammar is not None
+    assert Writer().takes(grammar, "4")
+
+
+def test_every_format_with_calls_has_a_grammar() -> None:
+    assert {format for format, *_ in FORMATS.values()} == set(choose.NAMES) - {"plain"}
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def test_an_answer_may_come_after_a_thought() -> None:
+    writer = Writer()
+    for opened, start in ((False, "<think>2 + 2</think>\n"), (True, "2 + 2</think>\n\n")):
+        grammar = answer_grammar(
+            "hermes", {"type": "integer"}, thought=THINK, opened=opened, control={}
+        )
+        assert writer.takes(grammar, start + "4")
+        assert writer.takes(grammar, "4") is not opened
+        assert not writer.takes(grammar, start + "four")
+
+
+def test_an_answer_in_harmony_is_the_final_message() -> None:
+    writer = Writer(HARMONY)
+    control = writer.vocabulary.control_texts
+    grammar = answer_grammar(
+        "harmony", {"type": "integer"}, thought=None, opened=False, control=control
+    )
+    final = "<|channel|>final<|message|>4"
+    assert writer.takes(grammar, final)
+    assert writer.takes(
+        grammar, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + final
+    )
+    assert not writer.takes(grammar, "4")
+
+
+def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
+    writer = Writer()
+    grammar = answer_grammar("hermes", {"const": 4}, thought=None, opened=False, control={})
+    constraint = writer.constraint(grammar)
+    writer.follow(constraint, "4")
+    assert writer.allowed(constraint) == set(writer.vocabulary.end_tokens)
+    assert constraint.done

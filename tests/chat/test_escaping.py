@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.chat.escaping import (
+    ControlTexts,
+    Quotes,
+    Span,
+    mark,
+    mark_beginning,
+    spans_from,
+    unmark,
+)
+from rekindle.chat.placeholders import PRIVATE, Sentinels
+from rekindle.errors import BadRequest
+
+texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
+spans = st.lists(st.builds(Span, st.text(alphabet="a<é😀", max_size=4), st.booleans()))
+controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=6)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.recursive(texts, lambda inner: st.lists(inner) | st.dictionaries(texts, inner)), controls)
+def test_hidden_values_hold_no_control_text_and_come_back_whole(
+    value: object, control: list[str]
+) -> None:
+    quotes = Quotes(ControlTexts(control))
+    hidden = quotes.hide(value)
+    for before, after in zip(strings(value), strings(hidden), strict=True):
+        assert not any(text in after for text in control)
+        assert quotes.restore(after) == before
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.lists(texts, max_size=5), controls)
+def test_strings_put_side_by_side_never_make_up_a_control_text(
+    parts: list[str], control: list[str]
+) -> None:
+    quotes = Quotes(ControlTexts(control))
+    joined = "".join(quotes.hide(part) for part in parts)
+    assert quotes.restore(joined) == "".join(parts)
+    for span in quotes.spans(joined):
+        assert span.literal or not any(text in span.text for text in control)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.lists(st.text(alphabet="abc", min_size=1), min_size=1), st.text(alphabet="abc"))
+def test_the_longest_control_text_is_taken(control: list[str], text: str) -> None:
+    longest_first = "|".join(sorted(map(re.escape, control), key=len, reverse=True))
+    spans = list(ControlTexts(control).split(text))[:-1]  # the last is the tail
+    assert [span.text for span in spans if span.literal] == re.findall(longest_first, text)
+
+
+def test_empty_control_texts_are_ignored() -> None:
+    assert Quotes(ControlTexts([""])).spans("a") == [("a", False)]
+
+
+def test_a_sentinel_a_template_cut_short_leaves_only_the_text() -> None:
+    sentinels = Sentinels()
+    whole = sentinels.stand_for(7)
+    assert list(sentinels.split(f"a{whole}b")) == ["a", 7, "b"]
+    assert "".join(map(str, sentinels.split(f"a{whole[:17]}"))).startswith("a")
+
+
+def test_values_nested_without_end_are_refused() -> None:
+    value: list[object] = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(BadRequest, match="nested"):
+        Quotes(ControlTexts([])).hide(value)
+
+
+def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> None:
+    control = ControlTexts(f"<unused{n}>" for n in range(6000))
+    started = time.monotonic()
+    spans = list(control.split("<unused" * 100_000 + "<unused5999>"))
+    assert time.monotonic() - started < 2
+    assert ("<unused5999>", True) in spans
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(spans)
+def test_marked_bytes_tell_text_and_literals_apart(given: list[Span]) -> None:
+    marked = mark(given)
+    assert unmark(marked).decode() == "".join(span.text for span in given)
+    letters = [(letter, span.literal) for span in given for letter in span.text]
+    found = spans_from(marked, 0)
+    assert [(letter, span.literal) for span in found for letter in span.text] == letters
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(spans, st.data())
+def test_a_beginning_and_what_follows_it_make_up_the_whole(
+    given: list[Span], data: st.DataObject
+) -> None:
+    text = "".join(span.text for span in given)
+    cut = data.draw(st.integers(0, len(text)))
+    marked, beginning = mark(given), mark_beginning(given, len(text[:cut].encode()))
+    assert marked.startswith(beginning)
+    assert unmark(beginning).decode() == text[:cut]
+    letters = [(letter, span.literal) for span in given for letter in span.text]
+    rest = spans_from(marked, len(beginning))
+    assert [(letter, span.literal) for span in rest for letter in span.text] == letters[cut:]
+
+
+def test_a_literal_cut_short_stays_open_and_one_not_begun_is_not_opened() -> None:
+    literal = [Span("a", literal=False), Span("<s>", literal=True)]
+    assert mark_beginning(literal, 1) == b"a"
+    assert mark_beginning(literal, 3) == b"a\xff<s"
+    assert mark_beginning(literal, 4) == mark(literal) == b"a\xff<s>\xfe"
+
+
+def test_neighbouring_literals_are_marked_each_on_its_own() -> None:
+    assert mark(ControlTexts(["<s>"]).split("<s><s><")) == b"\xff<s>\xfe" * 2 + b"\xff<\xfe"
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(texts, texts, controls)
+def test_a_seam_is_seen_where_both_sides_make_up_a_control_text(
+    before: str, after: str, control: list[str]
+) -> None:
+    whole = before + after
+    expected = any(
+        whole.startswith(text, start) and start < len(before) < start + len(text)
+        for text in control
+        for start in range(len(before))
+    )
+    assert ControlTexts(control).across(before, after) == expected
+    marked = whole.encode()
+    assert ControlTexts(control).cut_at(marked, len(before.encode())) == expected
+
+
+def test_a_cut_in_a_literal_cuts_no_control_text() -> None:
+    control = ControlTexts(["<s>"])
+    assert control.cut_at(b"a<s>", 2)
+    assert not control.cut_at(b"a\xff<s>\xfe", 3)
+    assert not control.cut_at(b"a<\xffs>\xfe", 2)
+
+
+def strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.items() for part in item for text in strings(part)]
+    assert isinstance(value, list)
+    return [text for item in value for text in strings(item)]

@@ -1,0 +1,126 @@
+"""Replies fed to a parser in pieces, and what comes out, free of where it was cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from rekindle.chat.reply import Argued, Called, Parser, Part, Said, Thought
+from rekindle.chat.tools.registry import Format, choose
+
+BAR = "\uff5c"  # DeepSeek's markers have it
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.arguments)
+
+
+class Heard(NamedTuple):
+    """All that a reply came to."""
+
+    parts: list[Part]
+    ended_calls: int
+
+    @property
+    def said(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Said))
+
+    @property
+    def thought(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> list[Call]:
+        calls: list[Call] = []
+        for part in self.parts:
+            if isinstance(part, Called):
+                assert part.call == len(calls), "calls are counted from 0"
+                calls.append(Call(part.name, ""))
+            elif isinstance(part, Argued):
+                assert part.call == len(calls) - 1, "arguments belong to the last call"
+                calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
+        return calls
+
+
+def tool(name: str, **types: Any) -> dict[str, Any]:
+    schemas = {
+        key: {"type": type_} if isinstance(type_, str) else type_ for key, type_ in types.items()
+    }
+    parameters = {"type": "object", "properties": schemas}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("f", a="integer", b="string"),
+    tool("g"),
+    tool(
+        "get_weather",
+        city="string",
+        location="string",
+        unit="string",
+        days="integer",
+        metric="string",
+        at={"type": "object"},
+    ),
+    tool("add", a="number", b="number"),
+]
+
+
+def join(parts: Iterable[Part]) -> list[Part]:
+    """The parts, with neighbouring texts of a kind made one."""
+    joined: list[Part] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if isinstance(part, Called) or type(last) is not type(part):
+            joined.append(part)
+        elif isinstance(part, Argued) and isinstance(last, Argued):
+            assert part.call == last.call
+            joined[-1] = Argued(part.call, last.text + part.text)
+        elif isinstance(part, Said | Thought) and isinstance(last, Said | Thought):
+            joined[-1] = type(part)(last.text + part.text)
+    return joined
+
+
+def feed(parser: Parser, pieces: Iterable[str]) -> Heard:
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += parser.push(piece)
+    parts += parser.finish()
+    assert all(part.text for part in parts if not isinstance(part, Called)), "no empty part"
+    return Heard(join(parts), parser.ended_calls)
+
+
+def cut(text: str, places: Iterable[int]) -> list[str]:
+    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def hear(
+    format: Format | str,
+    text: str,
+    *,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+    calls: bool = True,
+    opened: bool = False,
+) -> Heard:
+    """What a reply comes to, fed whole, by characters and in random cuts, always the same."""
+    form = choose(None, name=format) if isinstance(format, str) else format
+    random_cuts = random.Random(text)
+
+    def fed(pieces: Iterable[str]) -> Heard:
+        return feed(form.parser(tools, calls=calls, opened=opened), pieces)
+
+    whole = fed([text])
+    assert fed(text) == whole
+    for count in (1, 3, 10, 30):
+        places = [random_cuts.randrange(len(text) + 1) for _ in range(count)]
+        assert fed(cut(text, places)) == whole
+    return whole

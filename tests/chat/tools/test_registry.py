@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES, choose, opened
+from tests.chat.tools.replay import BAR
+
+TEMPLATES = {
+    "ChatML without tools": ("<|im_start|>{{ role }}\n{{ content }}<|im_end|>", "hermes", None),
+    "Qwen 2.5": ('\'\\n<tool_call>\\n{"name": "\' + tool_call.name', "hermes", None),
+    "Qwen 3": (
+        "content.split('</think>')[-1] … '<think>\\n' … '<tool_call>\\n{\"name\": \"'",
+        "hermes",
+        "think",
+    ),
+    "Qwen3-Coder": (
+        "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+        "qwen3-coder",
+        None,
+    ),
+    "Seed-OSS": (
+        "<seed:tool_call>\\n<function=example>\\n<parameter=p> … <seed:think>",
+        "qwen3-coder",
+        "seed",
+    ),
+    "Granite 3": ("{{- '<|tool_call|>' }}{{ tool_calls|tojson }}", "hermes", None),
+    "Hermes on Llama 3": ("<|start_header_id|> … <tool_call> … <|python_tag|>", "hermes", None),
+    "Llama 3.1": ("{{- '<|python_tag|>' + tool_call.name + '.call(' }}", "llama3-json", None),
+    "Llama 3.2": (
+        'Respond in the format {"name": function name, "parameters": dictionary}',
+        "llama3-json",
+        None,
+    ),
+    "Llama 4": (
+        '<|python_start|> … the format {"name": function name, "parameters": dictionary}',
+        "llama3-json",
+        None,
+    ),
+    "Llama 4, pythonic": ("[func_name1(params_name1=params_value1), …]", "pythonic", None),
+    "LFM2": ("<|tool_call_start|>[ … ]<|tool_call_end|>", "pythonic", None),
+    "Mistral": ("{{- '[TOOL_CALLS] [' }} … [AVAILABLE_TOOLS]", "mistral", None),
+    "Magistral": ("[THINK] … [/THINK] … '[TOOL_CALLS]' + name + '[ARGS]'", "mistral", "mistral"),
+    "DeepSeek R1": (
+        f"</think> … '<{BAR}tool▁calls▁begin{BAR}><{BAR}tool▁call▁begin{BAR}>' + type",
+        "deepseek",
+        "think",
+    ),
+    "FunctionGemma": ("<start_function_call>call:{{ name }}", "functiongemma", None),
+    "Gemma 4": ("'<|channel>thought\\n' … '<|tool_call>call:' + name + '{'", "gemma4", "gemma4"),
+    "Gemma 3": ("<start_of_turn>model\\n{{ content }}<end_of_turn>", "hermes", None),
+    "Command R7B": ("<|START_THINKING|> … <|END_THINKING|>", "hermes", "cohere"),
+}
+
+
+@pytest.mark.parametrize(("template", "name", "thought"), TEMPLATES.values(), ids=list(TEMPLATES))
+def test_a_template_shows_its_format(template: str, name: str, thought: str | None) -> None:
+    form = choose(template)
+    assert form.name == name
+    assert form.thought == choose(None, thought_name=thought or "none").thought
+
+
+def test_harmony_thinks_on_a_channel() -> None:
+    form = choose("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
+    assert form.name == "harmony"
+    assert form.thought == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"} <= set(form.markers)
+
+
+def test_a_name_overrides_the_template() -> None:
+    form = choose("[TOOL_CALLS] [THINK]", name="hermes", thought_name="think")
+    assert (form.name, form.thought) == ("hermes", ("<think>", "</think>"))
+    assert choose("<think>", thought_name="none").thought is None
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'herms'.*hermes, qwen3-coder") as refusal:
+        choose(None, name="herms")
+    assert all(name in str(refusal.value) for name in NAMES)
+    with pytest.raises(ValueError, match=r"'thinks'.*think, mistral") as refusal:
+        choose(None, thought_name="thinks")
+    assert all(name in str(refusal.value) for name in THOUGHT_NAMES)
+
+
+def test_the_markers_are_texts_of_single_tokens() -> None:
+    form = choose("<|tool_call>call: <|channel>thought")
+    assert {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"} <= set(
+        form.markers
+    )
+    assert form.ends == ("<|tool_response>",)
+    assert {"<think>", "</think>"} <= set(choose("<think>").markers)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\nOkay, the", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("[INST] what is <think>? [/INST]", False),
+        ("<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", False),
+        (f"<{BAR}User{BAR}>hi<{BAR}Assistant{BAR}><think>\n", True),
+    ],
+)
+def test_a_prompt_tells_whether_it_ends_inside_a_thought(prompt: str, inside: bool) -> None:
+    assert opened(choose("<think>"), prompt) is inside
+
+
+def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
+    form = choose(None, name="harmony")
+    assert opened(form, "<|start|>assistant<|channel|>analysis<|message|>")
+    assert not opened(form, "<|start|>assistant")
+    assert not opened(form, "<|start|>assistant<|channel|>final<|message|>")
+
+
+def test_without_thought_no_prompt_is_inside_one() -> None:
+    assert not opened(choose(None), "<think>")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from rekindle.chat.reply import Argued, Called
+from rekindle.chat.tools.registry import choose
+from tests.chat.tools.replay import TOOLS, hear
+from tests.chat.tools.transcripts import REPLIES, Reply, deepseek
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=list(REPLIES))
+def test_a_reply_comes_apart_as_its_model_meant_it(reply: Reply) -> None:
+    heard = hear(reply.format, reply.text)
+    assert [(call.name, call.value) for call in heard.calls] == reply.calls
+    assert heard.said == reply.said
+    assert heard.thought == reply.thought
+    assert heard.ended_calls == len(reply.calls)
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=list(REPLIES))
+def test_without_calls_the_same_reply_is_text(reply: Reply) -> None:
+    heard = hear(reply.format, reply.text, calls=False)
+    assert heard.calls == []
+    if reply.format != "harmony":  # whose markers are never text
+        assert heard.said == reply.text
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a" :  1,"b":"\\u00e9"} }</tool_call>'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a" :  1,"b":"\\u00e9"}'),
+        ("llama3-json", '{"name": "f", "parameters": {"a" :  1,"b":"\\u00e9"}}'),
+        ("harmony", ' to=functions.f<|message|>{"a" :  1,"b":"\\u00e9"}'),
+        ("deepseek", deepseek('<|tool▁call▁begin|>f<|tool▁sep|>{"a" :  1,"b":"\\u00e9"}')),
+    ],
+)
+def test_arguments_in_json_are_passed_on_as_they_were_sampled(format: str, text: str) -> None:
+    assert hear(format, text).calls[0].arguments == '{"a" :  1,"b":"\\u00e9"}'
+
+
+def test_a_call_begins_before_its_arguments_are_there() -> None:
+    parser = choose(None, name="hermes").parser(TOOLS, calls=True, opened=False)
+    assert parser.push('<tool_call>\n{"name": "f", "arg') == []
+    assert parser.push('uments": {"a": ') == [Called(0, "f"), Argued(0, '{"a": ')]
+    assert parser.ended_calls == 0
+    assert parser.push("1}") == [Argued(0, "1}")]
+    assert parser.push("}") == []
+    assert parser.ended_calls == 1

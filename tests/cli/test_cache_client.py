@@ -1,0 +1,350 @@
+"""`rekindle cache`: what it asks a server, what it shows a person, what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console, RenderableType
+from typer.testing import CliRunner
+
+from rekindle.cli import cache_client as admin
+from rekindle.cli import main as cli
+from rekindle.cli.cache_client import CacheClient, NoServer, Refused, UnknownKey
+from rekindle.kvcache.disk import check
+from rekindle.kvcache.disk.check import Finding, FolderReport
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+ONE, TWO = "aaaa1111" + "0" * 24, "aaaa2222" + "0" * 24
+
+
+def entry(key: str = ONE, **more: Any) -> dict[str, Any]:
+    now = time.time()
+    return {
+        "cache_key": key,
+        "model": "tiny",
+        "segments": [{"type": "system", "hash": "a1b2"}],
+        "token_count": 1730,
+        "stored_tokens": 1728,
+        "tier": "ram",
+        "size_bytes": 12_400_000,
+        "hit_count": 3,
+        "pinned": False,
+        "ttl": 1800,
+        "created_at": now - 7300,
+        "last_used": now - 200,
+        "expires_at": now + 750,
+        "names": [{"kind": "session_id", "name": "chat-123"}],
+        **more,
+    }
+
+
+class Server:
+    """Answers from a table and remembers what it was asked."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        listing = {"entries": [entry(ONE), entry(TWO)], "count": 2}
+        self.answers = {"GET /v1/cache": listing, **answers}
+        self.asked: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        answer = self.answers.get(f"{request.method} {request.url.path}")
+        if answer is None:
+            return httpx.Response(404, json={"error": {"message": "No such cache key."}})
+        return httpx.Response(200, json=answer)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Answer], None]:
+    """Puts an answer in place of the network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("REKINDLE_API_KEY", raising=False)
+    real = httpx.Client
+
+    def install(answer: Answer) -> None:
+        transport = httpx.MockTransport(answer)
+        monkeypatch.setattr(
+            httpx, "Client", lambda **options: real(**{**options, "transport": transport})
+        )
+
+    return install
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, ["cache", *arguments], env={"TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def text(view: RenderableType) -> str:
+    console = Console(width=200, color_system=None)
+    with console.capture() as captured:
+        console.print(view)
+    return captured.get()
+
+
+def test_entries_are_listed_as_people_read_them() -> None:
+    shown = text(admin.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
+    first, second = shown.splitlines()[1:]
+    for part in ("aaaa11110000", "tiny", "chat-123", "ram", "1,730", "12.4 MB", "3 min ago"):
+        assert part in first
+    assert "in 12 min" in first
+    assert "pinned, never" in second
+    assert ONE not in shown
+
+
+def test_keys_that_begin_alike_are_written_out() -> None:
+    same = "f" * 20
+    shown = text(admin.entries_table([entry(same + "1"), entry(same + "2")]))
+    assert same + "1" in shown
+    assert same + "2" in shown
+
+
+@pytest.mark.parametrize(
+    ("age_s", "said"),
+    [(0, "0 s ago"), (59, "59 s ago"), (61, "1 min ago"), (7300, "2 h ago"), (86400, "1 day ago"),
+     (3 * 86400, "3 days ago"), (-5, "0 s ago")],
+)  # fmt: skip
+def test_ages_are_told_in_the_largest_unit(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, said: str
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
+    assert admin.ago(1_000_000.0 - age_s) == said
+
+
+def test_what_has_expired_says_so() -> None:
+    assert admin.expiry(entry(expires_at=time.time() - 1)) == "expired"
+
+
+def test_an_entry_is_shown_in_full() -> None:
+    shown = text(admin.entry_table(entry()))
+    for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago"):
+        assert part in shown
+
+
+def test_figures_are_shown_in_units() -> None:
+    stats = {"total_entries": 5, "by_tier": {"ram": 4, "disk": 1}, "ram_bytes": 1_020_000_000,
+             "hit_rate": 0.86, "disk_state": "ok"}  # fmt: skip
+    shown = text(admin.stats_table(stats))
+    for part in ("total entries", "ram: 4, disk: 1", "1.0 GB", "86%", "ok"):
+        assert part in shown
+
+
+def test_a_clients_words_do_not_steer_the_terminal() -> None:
+    names = [{"kind": "session_id", "name": "[red]x[/] \x1b[2J \x07"}]
+    shown = text(admin.entries_table([entry(names=names)]))
+    assert "[red]x[/]" in shown
+    assert "\x1b" not in shown
+
+
+def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
+    told = {
+        "status": "partial_hit", "reusable_tokens": 1200, "invalidated_at": "turn 2",
+        "reason": "turn_changed",
+        "diverged_at": {"message": 3, "role": "user", "stored": "tea, please", "sent": "coffee"},
+    }  # fmt: skip
+    shown = text(admin.explanation(told))
+    for part in ("partial_hit: 1,200 tokens", "turn_changed", "messages[3] (user)", "turn 2"):
+        assert part in shown
+    assert "stored: tea, please" in shown
+    assert "sent:   coffee" in shown
+
+
+def test_an_explanation_needs_no_difference() -> None:
+    told = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
+    assert text(admin.explanation(told)).strip() == "miss: 0 tokens can be reused (expired)"
+
+
+def client(answer: Answer) -> CacheClient:
+    return CacheClient("http://x/v1/", "secret", httpx.MockTransport(answer))
+
+
+def test_the_client_sends_its_key_and_json() -> None:
+    server = Server({f"POST /v1/cache/{ONE}/pin": entry()})
+    client(server).pin(ONE)
+    [request] = server.asked
+    assert request.headers["authorization"] == "Bearer secret"
+    assert request.headers["content-type"] == "application/json"
+
+
+def test_a_key_never_becomes_another_path() -> None:
+    server = Server({})
+    with pytest.raises(Refused):
+        client(server).remove("../chat?x#y")
+    assert server.asked[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
+
+
+def test_a_beginning_that_is_enough_finds_its_entry() -> None:
+    found = client(Server({}))
+    assert found.find("aaaa1")["cache_key"] == ONE
+    assert found.find(TWO)["cache_key"] == TWO
+
+
+def test_a_whole_key_wins_over_one_that_it_begins() -> None:
+    entries = [entry("abc"), entry("abcdef")]
+    assert client(Server({"GET /v1/cache": {"entries": entries}})).find("abc") == entries[0]
+
+
+def test_a_beginning_of_several_keys_lists_them() -> None:
+    with pytest.raises(UnknownKey) as refused:
+        client(Server({})).find("aaaa")
+    assert ONE in str(refused.value)
+    assert TWO in str(refused.value)
+    with pytest.raises(UnknownKey, match="no entry"):
+        client(Server({})).find("bbbb")
+
+
+def test_a_refusal_is_the_servers_own_sentence() -> None:
+    def refuse(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
+
+    with pytest.raises(Refused, match=r"needs an API key.*--api-key"):
+        client(refuse).stats()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, text="<html>hello</html>"),
+        httpx.Response(404, json={"detail": "x"}),
+        httpx.Response(200, json=[]),
+    ],
+)
+def test_another_kind_of_server_is_told_from_ours(answer: httpx.Response) -> None:
+    with pytest.raises(NoServer, match="no Rekindle server"):
+        client(lambda _request: answer).stats()
+
+
+def test_a_server_that_is_not_there_is_one_sentence_that_says_how_to_start_it(
+    serve: Callable[[Answer], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def nobody(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("Connection refused", request=request)
+
+    serve(nobody)
+    monkeypatch.setattr(sys, "argv", ["rekindle", "cache", "ls"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "`rekindle serve`" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_json_is_what_the_server_said(serve: Callable[[Answer], None]) -> None:
+    server = Server({"GET /v1/cache/stats": {"total_entries": 5}})
+    serve(server)
+    assert json.loads(run("stats", "--json")) == {"total_entries": 5}
+    assert json.loads(run("ls", "--json")) == server.answers["GET /v1/cache"]
+
+
+def test_commands_take_beginnings_of_keys(serve: Callable[[Answer], None]) -> None:
+    server = Server(
+        {
+            f"GET /v1/cache/{ONE}": entry(),
+            f"POST /v1/cache/{ONE}/pin": entry(pinned=True),
+            f"POST /v1/cache/{ONE}/unpin": entry(),
+            f"DELETE /v1/cache/{ONE}": {"status": "evicted", "cache_key": ONE},
+            f"DELETE /v1/cache/{TWO}": {"status": "evicted", "cache_key": TWO},
+            "POST /v1/cache/gc": {"status": "ok", "removed": 2, "freed_bytes": 5_000_000},
+        }
+    )
+    serve(server)
+    assert ONE in run("show", "aaaa1")
+    assert f"{ONE} is pinned" in run("pin", "aaaa1")
+    assert "no longer" in run("unpin", "aaaa1")
+    assert run("rm", "aaaa1", "aaaa2", "aaaa1").count("is forgotten") == 2
+    assert "removed 2 entries, freed 5.0 MB" in run("gc")
+
+
+def test_nothing_is_removed_when_one_key_is_unknown(serve: Callable[[Answer], None]) -> None:
+    server = Server({})
+    serve(server)
+    result = CliRunner().invoke(cli.app, ["cache", "rm", "aaaa1", "bbbb"])
+    assert isinstance(result.exception, UnknownKey)
+    assert {request.method for request in server.asked} == {"GET"}
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "sent"),
+    [
+        (MESSAGES, (), {"model": "tiny"}),
+        ({"messages": MESSAGES}, (), {"model": "tiny"}),
+        (
+            {"messages": MESSAGES, "tools": [], "model": "other", "stream": True},
+            (),
+            {"model": "other", "tools": []},
+        ),
+        ({"messages": MESSAGES, "model": "other"}, ("--model", "third"), {"model": "third"}),
+    ],
+)
+def test_explain_takes_messages_or_a_whole_request(
+    serve: Callable[[Answer], None],
+    written: Any,
+    flags: tuple[str, ...],
+    sent: dict[str, Any],
+) -> None:
+    told = {"status": "hit", "reusable_tokens": 9, "invalidated_at": None, "reason": "full_match"}
+    server = Server({"POST /v1/cache/validate": told})
+    serve(server)
+    Path("body.json").write_text(json.dumps(written))
+    shown = run("explain", "--key", "aaaa1", "--messages", "body.json", *flags)
+    assert "hit: 9 tokens" in shown
+    asked = json.loads(server.asked[-1].content)
+    assert asked == {"cache_key": ONE, "messages": MESSAGES, **sent}
+
+
+@pytest.mark.parametrize("written", ["{", '"text"', '{"prompt": "x"}', None])
+def test_a_file_that_holds_no_messages_is_one_sentence(
+    serve: Callable[[Answer], None], written: str | None
+) -> None:
+    serve(Server({}))
+    if written is not None:
+        Path("body.json").write_text(written)
+    arguments = ["cache", "explain", "--key", "aaaa1", "--messages", "body.json"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert "body.json" in str(result.exception)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_check_tells_what_it_found_by_its_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: bool, repair: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[Path, bool]] = []
+    found = (Finding("bad_file", "abcd", "A block's file is bad: [x]."),) if bad else ()
+
+    def verify(folder: Path, *, repair: bool, progress: Any) -> list[FolderReport]:
+        asked.append((folder, repair))
+        progress(1, 2)
+        return [FolderReport(folder / "m", blocks=7, findings=found),
+                FolderReport(folder / "n", in_use=True)]  # fmt: skip
+
+    monkeypatch.setattr(check, "check", verify)
+    flags = ["--repair"] if repair else []
+    result = CliRunner().invoke(cli.app, ["cache", "check", "--cache-dir", "kv", *flags])
+    assert result.exit_code == int(bad)
+    assert asked == [(Path("kv"), repair)]
+    assert "7 good blocks" in result.stdout
+    assert "in use by a server" in result.stdout
+    assert ("A block's file is bad: [x]. abcd" in result.stdout) == bad
+    assert ("--repair" in result.stdout) == (bad and not repair)
+
+
+def test_a_folder_that_is_not_there_is_clean(tmp_path: Path) -> None:
+    run("check", "--cache-dir", str(tmp_path / "none"))

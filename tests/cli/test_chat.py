@@ -1,0 +1,332 @@
+"""The conversation in the terminal, against a server made of a script."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from rekindle.cli.chat import (
+    Called,
+    ChatFailed,
+    Conversation,
+    Cost,
+    Reading,
+    Screen,
+    Thought,
+    converse,
+)
+
+Answer = Callable[[dict[str, Any]], httpx.Response]
+
+USAGE = {
+    "prompt_tokens": 50,
+    "completion_tokens": 2,
+    "prompt_tokens_details": {"cached_tokens": 40},
+}
+
+
+def stream(*parts: str | dict[str, Any], done: bool = True) -> httpx.Response:
+    """A reply of texts, and of whole chunks where given."""
+    payloads = [
+        part if isinstance(part, dict) else {"choices": [{"index": 0, "delta": {"content": part}}]}
+        for part in parts
+    ]
+    lines = [f"data: {json.dumps(payload)}" for payload in payloads]
+    return httpx.Response(200, text="\n\n".join([*lines, "data: [DONE]" if done else "", ""]))
+
+
+def hello(_body: dict[str, Any]) -> httpx.Response:
+    opening = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    closing = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": None}
+    return stream(opening, "Hel", "lo", closing, {"choices": [], "usage": USAGE})
+
+
+class Server:
+    """Answers each request from the script, and remembers what was asked."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.requests: list[httpx.Request] = []
+        self._answers = answers or (hello,)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        answer = self._answers[min(len(self.requests), len(self._answers) - 1)]
+        self.requests.append(request)
+        return answer(json.loads(request.content))
+
+    def body(self, index: int = -1) -> dict[str, Any]:
+        return dict(json.loads(self.requests[index].content))
+
+    def conversation(self, **options: Any) -> Conversation:
+        return Conversation(
+            base_url="http://server/v1/",
+            model="default",
+            api_key="secret",
+            options={"max_tokens": 9},
+            transport=httpx.MockTransport(self),
+            **options,
+        )
+
+
+def said(conversation: Conversation, text: str) -> tuple[str, Cost]:
+    *pieces, cost = conversation.say(text)
+    assert isinstance(cost, Cost)
+    return "".join(piece for piece in pieces if isinstance(piece, str)), cost
+
+
+def test_a_turn_streams_and_tells_its_cost() -> None:
+    server = Server()
+    text, cost = said(server.conversation(), "hi")
+    assert text == "Hello"
+    assert cost.first_token_s is not None
+    line = cost.line()
+    assert line.startswith("reused 40 of 50 prompt tokens, first token after ")
+    assert line.endswith(" s, 2 generated")
+
+
+def test_the_request_is_an_openai_one() -> None:
+    server = Server()
+    said(server.conversation(system="Be brief."), "hi")
+    [request] = server.requests
+    assert str(request.url) == "http://server/v1/chat/completions"
+    assert request.headers["authorization"] == "Bearer secret"
+    assert server.body() == {
+        "model": "default",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "hi"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "prefill_progress": True,
+        "max_tokens": 9,
+    }
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+def called(name: str | None, arguments: str) -> dict[str, Any]:
+    return delta(tool_calls=[{"index": 0, "function": {"name": name, "arguments": arguments}}])
+
+
+def thoughtful(_body: dict[str, Any]) -> httpx.Response:
+    return stream(
+        {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}},
+        delta(role="assistant", content=""),
+        delta(reasoning_content="Hm, "),
+        delta(reasoning_content="[b]two[/b]."),
+        delta(content="2"),
+        called("add", ""),
+        called(None, '{"a": 1}'),
+        {"choices": [], "usage": USAGE},
+    )
+
+
+def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
+    *parts, cost = Server(thoughtful).conversation().say("hi")
+    assert parts == [
+        Reading(5, 50),
+        Thought("Hm, "),
+        Thought("[b]two[/b]."),
+        "2",
+        Called("add", ""),
+        Called("", '{"a": 1}'),
+    ]
+    assert isinstance(cost, Cost)
+
+
+def test_thoughts_are_not_sent_back() -> None:
+    server = Server(thoughtful, hello)
+    conversation = server.conversation()
+    said(conversation, "one")
+    said(conversation, "two")
+    assert server.body()["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_progress_is_no_first_token() -> None:
+    reading = {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}}
+    _, cost = said(Server(lambda _: stream(reading)).conversation(), "hi")
+    assert cost.first_token_s is None
+
+
+def test_the_history_grows_turn_by_turn() -> None:
+    server = Server()
+    conversation = server.conversation()
+    said(conversation, "one")
+    said(conversation, "two")
+    assert server.body()["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "two"},
+    ]
+
+
+def test_starting_over_keeps_the_system_prompt_alone() -> None:
+    server = Server()
+    conversation = server.conversation(system="Be brief.")
+    said(conversation, "one")
+    conversation.start_over()
+    said(conversation, "two")
+    assert [message["role"] for message in server.body()["messages"]] == ["system", "user"]
+
+
+def unreachable(_body: dict[str, Any]) -> httpx.Response:
+    raise httpx.ConnectError("connection refused")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (unreachable, "start one with `rekindle serve`"),
+        (lambda _: httpx.Response(400, json={"error": {"message": "too hot"}}), "too hot"),
+        (lambda _: httpx.Response(502, text="<html>"), "the server answered 502"),
+        (lambda _: httpx.Response(500, json=["?"]), "the server answered 500"),
+        (lambda _: stream("Hel", {"error": {"message": "it died"}}), "it died"),
+        (lambda _: stream("Hel", done=False), "broke off"),
+        (lambda _: httpx.Response(200, text="<html>welcome</html>"), "not an OpenAI-compatible"),
+        (lambda _: httpx.Response(200, text="data: {nonsense\n\n"), "no part of a reply"),
+        (lambda _: httpx.Response(200, text="data: 3\n\n"), "no part of a reply"),
+    ],
+)
+def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
+    answer: Answer, message: str
+) -> None:
+    conversation = Server(hello, answer, hello).conversation()
+    said(conversation, "one")
+    before = conversation.messages
+    with pytest.raises(ChatFailed, match=message):
+        said(conversation, "two")
+    assert conversation.messages == before
+    assert said(conversation, "two again")[0] == "Hello"
+
+
+def test_an_address_that_is_none_is_a_failure_too() -> None:
+    conversation = Conversation(base_url="http://[", model="m", api_key="k", options={})
+    with pytest.raises(ChatFailed, match="cannot talk to"):
+        said(conversation, "hi")
+
+
+def test_a_reply_without_text_or_usage_has_a_cost_line_too() -> None:
+    text, cost = said(Server(lambda _: stream({"choices": []})).conversation(), "hi")
+    assert text == ""
+    assert cost.line() == "reused 0 of 0 prompt tokens, first token after no token, 0 generated"
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, server: Server, *lines: str | type[Exception]) -> str:
+    """What a person sees who types these lines, then leaves."""
+    typed = iter(lines)
+
+    def read(*_: Any, **__: Any) -> str:
+        line = next(typed, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    monkeypatch.setattr(console, "input", read)
+    converse(server.conversation(), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_conversation_shows_replies_and_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    shown = talk(monkeypatch, server, "one", "", "  two  ", "/quit", "never sent")
+    assert shown.count("Hello") == 2
+    assert shown.count("reused 40 of 50 prompt tokens") == 2
+    assert len(server.requests) == 2
+    assert server.body()["messages"][-1]["content"] == "two"
+
+
+def test_slash_new_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    assert "A new conversation." in talk(monkeypatch, server, "one", "/new", "two")
+    assert len(server.body()["messages"]) == 1
+
+
+def test_an_error_is_shown_and_the_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = "the file [/tmp/x] is odd [bold]"
+    server = Server(lambda _: httpx.Response(400, json={"error": {"message": odd}}), hello)
+    shown = talk(monkeypatch, server, "one", "two")
+    assert f"error: {odd}" in shown
+    assert "Hello" in shown
+
+
+def test_what_a_model_writes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(lambda _: stream("[bold]not bold[/] ", "[/x] " + "word " * 60))
+    shown = talk(monkeypatch, server, "one")
+    assert "[bold]not bold[/] [/x] " + "word " * 60 in shown
+
+
+def test_thoughts_and_calls_stand_apart_from_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = talk(monkeypatch, Server(thoughtful), "one")
+    assert 'Hm, [b]two[/b].\n\n2\n\ncalls add {"a": 1}\n' in shown
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+
+
+def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(Reading(512, 2048))
+        status = screen.status
+        assert status is not None
+        assert status.status == "reading the prompt: 512 of 2048 tokens"
+        screen.show("Hello")
+        assert screen.status is None
+
+
+def test_a_terminal_shows_thoughts_dimmed() -> None:
+    console = terminal()
+    with Screen(console) as screen:
+        screen.show(Thought("Hm"))
+        screen.show("Hello")
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert "\x1b[2mHm" in written
+    assert "\x1b[2mHello" not in written
+
+
+def test_a_status_line_does_not_outlive_a_failure() -> None:
+    screen = Screen(terminal())
+    with pytest.raises(ChatFailed), screen:
+        raise ChatFailed("gone")
+    assert screen.status is None
+
+
+def test_an_interrupt_stops_the_reply_and_not_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_body: dict[str, Any]) -> httpx.Response:
+        raise KeyboardInterrupt
+
+    server = Server(interrupted, hello)
+    shown = talk(monkeypatch, server, "one", "two")
+    assert "stopped" in shown
+    assert "Hello" in shown
+    assert len(server.body()["messages"]) == 1
+
+
+def test_an_interrupt_at_the_prompt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+
+    def interrupt(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "input", interrupt)
+    converse(server.conversation(), console)
+    assert server.requests == []

@@ -1,0 +1,414 @@
+"""The command line: help that tells everything, errors that are one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from rich.console import Console
+from typer.testing import CliRunner
+
+import rekindle
+import rekindle.cli.chat
+from rekindle.cli import main as cli
+from rekindle.cli.chat import Conversation
+from rekindle.config import Config
+from rekindle.errors import ConfigError, RekindleError
+from rekindle.protocol.wire import Load
+from rekindle.server import keyfile, launch
+from rekindle.server.auth import Keys
+
+COMMANDS = ("serve", "pull", "chat", "bench", "key")
+CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
+#: What scripts rely on, as far as it is served.
+SERVE_FLAGS = (
+    "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",
+    "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
+    "--disk-cache", "--cache-dir", "--cache-write", "--force-cache", "--context-cache",
+    "--admin-key", "--api-keys-file", "--fp8-kvcache", "--disk-floor",
+    "--tool-format", "--reasoning-format", "--normalise",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings but a test's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("REKINDLE_MODELS_DIR", str(tmp_path / "models"))
+    for name in ("REKINDLE_API_KEY", "REKINDLE_CACHE_DIR", "MAX_KV_SIZE_GB"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(cli.app, list(arguments), env={"TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    """What a person reads whose command failed."""
+    monkeypatch.setattr(sys, "argv", ["rekindle", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def flags_of(*path: str) -> list[str]:
+    command: Any = typer.main.get_command(cli.app)
+    for name in path:
+        command = command.commands[name]
+    return [flag for option in command.params for flag in option.opts]
+
+
+def test_help_lists_the_commands() -> None:
+    assert all(command in shown("--help") for command in (*COMMANDS, "cache"))
+    assert all(f" {command} " in shown("cache", "--help") for command in CACHE_COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "command", [(name,) for name in COMMANDS] + [("cache", name) for name in CACHE_COMMANDS]
+)
+def test_the_help_of_a_command_mentions_and_explains_every_flag(command: tuple[str, ...]) -> None:
+    text = shown(*command, "--help")
+    for flag in flags_of(*command):
+        if flag.startswith("--") and flag != "--help":
+            [line] = [line for line in text.splitlines() if f" {flag} " in line]
+            assert len(line.strip(" │").split(">", 1)[1].strip()) > 4, f"{flag} is not explained"
+
+
+def test_serve_has_the_flags_that_scripts_rely_on() -> None:
+    assert set(SERVE_FLAGS) <= set(flags_of("serve"))
+
+
+@pytest.mark.parametrize(
+    "default", ["127.0.0.1", "8080", "all cores", "rekindle.yaml if there", "org/repo[:quant]"]
+)
+def test_the_help_of_serve_tells_the_defaults(default: str) -> None:
+    assert default in shown("serve", "--help")
+
+
+def test_every_flag_of_serve_is_a_setting() -> None:
+    names = {flag[2:].replace("-", "_") for flag in flags_of("serve")}
+    assert names - set(Config.model_fields) == {"config"}
+
+
+def test_the_version_is_told() -> None:
+    assert shown("--version") == f"rekindle {rekindle.__version__}\n"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    found: list[Config] = []
+    monkeypatch.setattr(launch, "serve", lambda config, _console: found.append(config))
+    return found
+
+
+def test_flags_reach_the_settings(served: list[Config]) -> None:
+    shown(
+        "serve", "--model", "smollm2", "--model", "other", "--host", "::1", "--port", "0",
+        "--api-key", "a,b", "--api-key", "c", "--exact", "--parallel", "3", "--queue", "4",
+        "--max-model-len", "512", "--kv-fraction", "0.4", "--ram-cache", "1GiB", "--threads", "2",
+        "--gpu-layers", "0", "--log-level", "debug", "--no-auth", "--disk-cache", "5GB",
+        "--disk-floor", "2GB", "--cache-dir", "/kv", "--cache-write", "named", "--force-cache",
+        "--no-context-cache", "--admin-key", "root", "--api-keys-file", "/keys", "--fp8-kvcache",
+        "--no-normalise", "--tool-format", "hermes", "--reasoning-format", "none",
+    )  # fmt: skip
+    [config] = served
+    given = {
+        "model": ("smollm2", "other"), "host": "::1", "port": 0, "api_key": ("a,b", "c"),
+        "exact": True, "parallel": 3, "queue": 4, "max_model_len": 512, "kv_fraction": 0.4,
+        "ram_cache": 1 << 30, "threads": 2, "gpu_layers": 0, "log_level": "debug", "no_auth": True,
+        "disk_cache": 5 * 10**9, "disk_floor": 2 * 10**9, "cache_dir": Path("/kv"),
+        "cache_write": "named", "force_cache": True, "context_cache": False,
+        "admin_key": ("root",), "api_keys_file": Path("/keys"), "fp8_kvcache": True,
+        "normalise": False, "tool_format": "hermes", "reasoning_format": "none",
+    }  # fmt: skip
+    assert {**config.model_dump(), **given} == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--server --m M --context-cache", "serve --model M --context-cache"),
+        ("--m M --server --port 1", "serve --model M --port 1"),
+        ("--server --m=M", "serve --model=M"),
+        ("serve --m X --m Y", "serve --model X --model Y"),
+        ("serve --max-model-len 5 --model X", "serve --max-model-len 5 --model X"),
+        ("--server", "serve"),
+        ("chat --m X", "chat --m X"),
+        ("chat --server", "chat --server"),
+        ("--version", "--version"),
+        ("", ""),
+    ],
+)
+def test_other_spellings_mean_serve_and_model(given: str, meant: str) -> None:
+    assert cli.respelled(given.split()) == meant.split()
+
+
+def test_the_other_spellings_reach_the_server(
+    served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--server", "--m", "org/repo", "--context-cache", "--force-cache"]
+    monkeypatch.setattr(sys, "argv", ["rekindle", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    [config] = served
+    assert (config.model, config.context_cache, config.force_cache) == (("org/repo",), True, True)
+
+
+def test_flags_win_over_the_environment_and_the_file(
+    served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("mine.yaml").write_text("port: 1\nparallel: 1\nqueue: 1\n")
+    monkeypatch.setenv("REKINDLE_PARALLEL", "2")
+    monkeypatch.setenv("REKINDLE_QUEUE", "2")
+    shown("serve", "--config", "mine.yaml", "--queue", "3")
+    assert [(config.port, config.parallel, config.queue) for config in served] == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_serve_refuses_a_public_address_without_a_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    said = failure(monkeypatch, capsys, "serve", "--host", host)
+    assert "--api-key" in said
+    assert "--no-auth" in said
+
+
+def test_an_empty_key_does_not_open_a_public_address(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REKINDLE_API_KEY", "")
+    assert "without an API key" in failure(monkeypatch, capsys, "serve", "--host", "0.0.0.0")
+    assert "`--api-key`" in failure(
+        monkeypatch, capsys, "serve", "--host", "0.0.0.0", "--api-key", ""
+    )
+
+
+@pytest.fixture
+def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hosts that a server was about to listen on."""
+    opened: list[str] = []
+
+    def stop_here(config: Config) -> socket.socket:
+        opened.append(config.host)
+        raise RekindleError("far enough")
+
+    monkeypatch.setattr(rekindle.server.launch, "bind", stop_here)
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["--api-key", "--admin-key", "--api-keys-file"])
+def test_any_kind_of_key_opens_a_public_address(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    doors: list[str],
+    kind: str,
+) -> None:
+    Path("keys").touch(mode=0o600)
+    assert "far enough" in failure(monkeypatch, capsys, "serve", "--host", "0.0.0.0", kind, "keys")
+    assert doors == ["0.0.0.0"]
+
+
+def test_a_missing_file_of_keys_is_known_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], doors: list[str]
+) -> None:
+    said = failure(monkeypatch, capsys, "serve", "--api-keys-file", "nowhere")
+    assert "cannot read the keys in nowhere" in said
+    assert doors == []
+
+
+@pytest.mark.parametrize(
+    ("project", "flags", "said"),
+    [
+        ("model: other", (), "project a wants the model other, which is not served"),
+        ("cache: {warm_on_startup: true}", ("--api-key", "k"), "`shared: true`"),
+        ("cache: {warm_on_startup: true}", ("--admin-key", "k"), "`shared: true`"),
+        ("cache: {warm_on_startup: true}\n    shared: true", ("--api-key", "k"), "far enough"),
+        ("cache: {warm_on_startup: true}", (), "far enough"),
+        ("model: smollm2", ("--api-key", "k"), "far enough"),
+    ],
+)
+def test_a_project_that_cannot_be_is_refused_before_anything_slow(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    doors: list[str],
+    project: str,
+    flags: tuple[str, ...],
+    said: str,
+) -> None:
+    text = f"projects:\n  a:\n    system_prompt: x\n    {project}\n"
+    Path("rekindle.yaml").write_text(text)
+    assert said in failure(monkeypatch, capsys, "serve", *flags)
+    assert bool(doors) == (said == "far enough")
+
+
+def test_a_new_key_is_shown_once_with_its_line() -> None:
+    key, line = shown("key", "bob").splitlines()[-2:]
+    name, digest = line.split()
+    assert key.startswith("rk-")
+    assert len(key) >= 3 + 43  # 256 bits in base64
+    assert (name, digest) == ("bob", f"blake3:{keyfile.digest_of(key).hex()}")
+    assert shown("key", "bob").splitlines()[-2] != key
+
+
+def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
+    file = Path("keys")
+    bob = shown("key", "bob", "--file", "keys").strip()
+    root = shown("key", "root", "--file", "keys", "--admin").strip()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert bob not in file.read_text()
+    keys = Keys(file=keyfile.KeyFile(file))
+    assert keys.caller(f"Bearer {bob}").admin is False
+    assert keys.caller(f"Bearer {root}").admin is True
+
+
+def test_a_new_key_does_not_join_a_line_without_an_end() -> None:
+    Path("keys").write_text("# keys of the house")
+    shown("key", "bob", "--file", "keys")
+    assert len(Path("keys").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("name", ["two words", "", "#", "x" * 65])
+def test_a_name_that_would_break_the_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert "cannot name a key" in failure(monkeypatch, capsys, "key", name, "--file", "keys")
+    assert not Path("keys").exists()
+
+
+def test_a_taken_port_is_known_before_anything_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: Any, **__: Any) -> Path:
+        raise AssertionError("the model was fetched")
+
+    monkeypatch.setattr(rekindle.server.launch, "pull", never)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = failure(monkeypatch, capsys, "serve", "--port", port)
+    assert f"cannot listen on 127.0.0.1 port {port}" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--port", "0", "--model", "no-such-model"),
+        ("pull", "no-such-model"),
+        ("serve", "--port", "0", "--model", "missing[/dir].gguf"),
+        ("pull", "missing[bold].gguf"),
+    ],
+)
+def test_an_unknown_model_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert arguments[-1] in failure(monkeypatch, capsys, *arguments)
+
+
+def test_two_files_of_one_name_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.gguf").touch()
+    arguments = ("--model", "a/same.gguf", "--model", "b/same.gguf")
+    said = failure(monkeypatch, capsys, "serve", "--port", "0", *arguments)
+    assert "would both be called same" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serve", "--ram-cache", "lots"), "`--ram-cache`"),
+        (("serve", "--log-level", "loud"), "`--log-level`"),
+        (("serve", "--config", "missing.yaml"), "missing.yaml"),
+        (("pull", "smollm2", "--config", "missing.yaml"), "missing.yaml"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    named: str,
+) -> None:
+    assert named in failure(monkeypatch, capsys, *arguments)
+
+
+def test_an_error_is_shown_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets in a path are no markup, and a long sentence stays one line."""
+    message = "cannot load [/models/x] " + "because " * 60 + "[bold]"
+
+    def fail(*_: Any) -> None:
+        raise RekindleError(message)
+
+    monkeypatch.setattr(launch, "serve", fail)
+    assert failure(monkeypatch, capsys, "serve") == f"error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "formats"),
+    [
+        ({}, (None, None)),
+        ({"tool_format": "hermes", "reasoning_format": "none"}, ("hermes", "none")),
+    ],
+)
+def test_a_format_that_is_named_reaches_the_runtime(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], formats: tuple[str | None, ...]
+) -> None:
+    loads: list[Load] = []
+
+    def stop_here(_name: str, load: Load, *, queue: int) -> None:
+        loads.append(load)
+        raise RekindleError("far enough")
+
+    async def open_service() -> None:
+        config, console = Config.model_validate(settings), Console(file=io.StringIO())
+        async with rekindle.server.launch.open_service(config, {"m": Path("m.gguf")}, console):
+            pass
+
+    monkeypatch.setattr(rekindle.server.launch, "Runtime", stop_here)
+    with pytest.raises(RekindleError, match="far enough"):
+        asyncio.run(open_service())
+    assert [(load.tool_format, load.reasoning_format) for load in loads] == [formats]
+
+
+def test_chat_is_told_where_and_how_to_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Conversation] = []
+    monkeypatch.setattr(rekindle.cli.chat, "converse", lambda talk, _console: found.append(talk))
+    monkeypatch.setenv("REKINDLE_API_KEY", "secret")
+    shown("chat", "--system", "Be brief.", "--max-tokens", "5", "--temperature", "0")
+    [conversation] = found
+    assert conversation.base_url == "http://127.0.0.1:8080/v1"
+    assert (conversation.model, conversation.api_key) == ("default", "secret")
+    assert conversation.options == {"max_tokens": 5, "temperature": 0.0}
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tool_format": "hermess"}, "--tool-format takes auto, hermes, .*; not 'hermess'"),
+        ({"reasoning_format": "thinks"}, "--reasoning-format takes auto, think, .*, none; not"),
+    ],
+)
+def test_an_unknown_format_is_refused_before_a_model_is_loaded(
+    settings: dict[str, str], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        rekindle.server.launch.serve(Config.model_validate(settings), Console(file=io.StringIO()))

@@ -1,0 +1,97 @@
+"""What the cache should answer, worked out the slow and obvious way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import strategies as st
+
+from rekindle.kvcache import key, store
+from rekindle.kvcache import tree as index
+from rekindle.kvcache.block import Block
+from rekindle.kvcache.key import pack
+from rekindle.kvcache.tree import Index
+
+Tokens = tuple[int, ...]
+
+ROOT = b"r" * 32
+STRANGER = b"s" * 32
+
+#: Few tokens and short runs, so that they meet, branch and end everywhere.
+runs = st.lists(st.integers(0, 2), max_size=11).map(tuple)
+block_sizes = st.integers(1, 4)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    for count, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return count
+    return min(len(one), len(other))
+
+
+def ends(tokens: Tokens, block_tokens: int) -> list[Tokens]:
+    """The run cut off at the end of each of its blocks."""
+    stops = [*range(block_tokens, len(tokens), block_tokens), len(tokens)]
+    return [tokens[:stop] for stop in stops if stop]
+
+
+def last_block(path: Tokens, block_tokens: int) -> Tokens:
+    return path[(len(path) - 1) // block_tokens * block_tokens :]
+
+
+def parent_of(path: Tokens, block_tokens: int) -> Tokens:
+    return path[: len(path) - len(last_block(path, block_tokens))]
+
+
+def longest(paths: Collection[Tokens], request: Tokens) -> int:
+    """The most tokens any stored run has in common with the request."""
+    return max((common(path, request) for path in paths), default=0)
+
+
+def goes_another_way(paths: Collection[Tokens], request: Tokens) -> bool:
+    """Whether a stored run leaves the request just where the longest match ends."""
+    most = longest(paths, request)
+    return len(request) > most and any(
+        len(path) > most and common(path, request) == most for path in paths
+    )
+
+
+class Tree:
+    """An index and the paths of the blocks in it."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.index = Index(block_tokens)
+        self.blocks: dict[Tokens, Block] = {}
+
+    def add(self, tokens: Tokens, exact: Callable[[Tokens], bool] = lambda _path: False) -> None:
+        for path in ends(tokens, self.block_tokens):
+            if path not in self.blocks:
+                above = self.blocks.get(parent_of(path, self.block_tokens))
+                packed = pack(last_block(path, self.block_tokens))
+                block = self.index.add(ROOT, above, packed, 1, exact=exact(path))
+                self.blocks[path] = block
+
+    def leaves(self) -> list[Tokens]:
+        parents = {parent_of(path, self.block_tokens) for path in self.blocks}
+        return sorted(path for path in self.blocks if path not in parents)
+
+    def remove(self, path: Tokens) -> None:
+        self.index.remove(self.blocks.pop(path))
+
+
+@contextmanager
+def few_names(names: int) -> Iterator[None]:
+    """Let blocks have so many different keys only; with one, all of them collide."""
+    real = key.chain_key
+
+    def stub(parent: bytes, packed: bytes) -> bytes:
+        return bytes([real(parent, packed)[0] % names])
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (key, index, store):
+            patch.setattr(module, "chain_key", stub)
+        yield

@@ -1,0 +1,289 @@
+"""Blocks with a checkpoint: larger than the same block without one, and worth keeping beside a
+longer one. Budgets, pins, deletion and a failing disk know that."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from rekindle.kvcache.block import Block, Wish
+from rekindle.kvcache.codec import Record
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.handles import Head
+from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.ram import OVERHEAD_BYTES
+
+from .naive import ROOT, Tokens, ends, last_block
+
+BLOCK_TOKENS = 4
+CELL_BYTES, CHECKPOINT_BYTES = 100, 20_000
+PLENTY_BYTES = 1 << 30
+LEAST_DISK_BYTES = 1 << 20  # what an empty index takes of it
+PATIENCE_S = 20.0
+
+LONG: Tokens = tuple(range(12))
+
+
+def state_of(path: Tokens, *, resumable: bool) -> bytes:
+    own = last_block(path, BLOCK_TOKENS)
+    cells = b"".join(pack([token]).ljust(CELL_BYTES, b".") for token in own)
+    return cells + (pack(path).ljust(CHECKPOINT_BYTES, b"!") if resumable else b"")
+
+
+class Shelf:
+    """A store with a disk below it."""
+
+    def __init__(
+        self, folder: Path, *, ram_bytes: int = PLENTY_BYTES, disk_bytes: int = PLENTY_BYTES
+    ) -> None:
+        self.folder = folder
+        self.news: SimpleQueue[News] = SimpleQueue()
+        opened = open_folder(folder, b"model", limit_bytes=disk_bytes)
+        self.disk = DiskTier(opened, self.news.put)
+        self.store = Store(block_tokens=BLOCK_TOKENS, ram_bytes=ram_bytes, disk=self.disk)
+        self.store.load(opened.ledger.blocks())
+
+    def put(
+        self, path: Tokens, *, resumable: bool = False, exact: bool = False, wish: Wish = Wish.SOON
+    ) -> bool:
+        """A conversation, block by block, its last one with a checkpoint or without."""
+        parent, kept = ROOT, True
+        for end in ends(path, BLOCK_TOKENS):
+            packed = pack(last_block(end, BLOCK_TOKENS))
+            last = resumable and end == path
+            if self.store.wants(parent, packed, exact=exact, resumable=last):
+                state = state_of(end, resumable=last)
+                kept = self.store.put(
+                    ROOT, parent, packed, state, exact=exact, resumable=last, wish=wish
+                )
+            parent = chain_key(parent, packed)
+        return kept
+
+    def head(self, path: Tokens, *, pinned: bool = False) -> Head:
+        head = Head(ROOT, pack(path), pinned=pinned)
+        self.store.attach(head)
+        return head
+
+    def resumes(self, path: Tokens) -> list[int]:
+        return [block.stop for block in self.store.checkpoints(ROOT, pack(path))]
+
+    def block(self, path: Tokens) -> Block:
+        key = ROOT
+        for end in ends(path, BLOCK_TOKENS):
+            key = chain_key(key, pack(last_block(end, BLOCK_TOKENS)))
+        return next(block for block in self.store if block.key == key)
+
+    def hear(self, *, wait: bool = False) -> None:
+        with suppress(Empty):
+            while True:
+                self.store.hear(
+                    self.news.get(timeout=PATIENCE_S) if wait else self.news.get_nowait()
+                )
+                wait = False
+
+    def flush(self) -> None:
+        done: list[bool] = []
+        self.disk.flush(lambda: done.append(True))
+        while not done:
+            self.hear(wait=True)
+
+    @contextmanager
+    def failing(self, code: int) -> Iterator[None]:
+        """Nothing can be written meanwhile."""
+
+        def fail(records: Iterable[Record]) -> None:
+            raise OSError(code, "no")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.disk.folder.vault, "write", fail)
+            yield
+            self.flush()
+
+    def fetch(self, path: Tokens) -> list[bytes]:
+        """What a turn would be given of these blocks from the disk."""
+        blocks = self.store.match(ROOT, pack(path)).blocks
+        fetch = self.store.fetch(blocks)
+        while fetch is not None and not fetch.done:
+            self.hear(wait=True)
+        return [bytes(blob) for block in blocks if (blob := self.store.get(block)) is not None]
+
+    def reopened(self) -> Shelf:
+        self.flush()
+        self.disk.close()
+        return Shelf(self.folder)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    shelf = Shelf(tmp_path)
+    yield shelf
+    shelf.disk.close()
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
+    tmp_path: Path,
+) -> None:
+    """The block itself is the one that RAM would let go of to make room for its checkpoint."""
+    room = CHECKPOINT_BYTES + 2 * BLOCK_TOKENS * CELL_BYTES + 2 * OVERHEAD_BYTES
+    for spare in range(0, room, 97):
+        shelf = Shelf(tmp_path / str(spare), ram_bytes=room + 500 - spare)
+        shelf.put(LONG[:4])
+        shelf.put((9, 9, 9, 9))
+        shelf.flush()
+        shelf.put(LONG[:4], resumable=True)
+        assert shelf.store.used_bytes <= shelf.store.limit_bytes
+        shelf.disk.close()
+
+
+def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
+    """One that comes to a block on disk makes room like any other, or stays away."""
+    shelf = Shelf(tmp_path, disk_bytes=LEAST_DISK_BYTES + 200_000)
+    paths = [(first, 1, 2, 3) for first in range(20)]
+    for path in paths:
+        shelf.put(path)
+    shelf.flush()
+    for path in paths:
+        shelf.put(path, resumable=True)
+        assert shelf.disk.used_bytes <= shelf.disk.limit_bytes
+    shelf.flush()
+    assert shelf.disk.used_bytes == sum(block.disk_bytes for block in shelf.store)
+    shelf.disk.close()
+
+
+# -- pins and deletion -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "longer"])
+@pytest.mark.parametrize("end", [6, 8])
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_pin_holds_the_checkpoint_beside_longer_blocks(
+    tmp_path: Path, first: str, end: int, behind: int
+) -> None:
+    """Others go on from what is pinned; then its own checkpoint must not go in their place. That of
+    a reply is one token behind its end."""
+    room = 3 * CHECKPOINT_BYTES
+    shelf = Shelf(tmp_path, ram_bytes=room)
+    if first == "longer":
+        shelf.put(LONG, resumable=True, wish=Wish.NEVER)
+    head = shelf.head(LONG[:end], pinned=True)
+    shelf.put(LONG[: end - behind], resumable=True, wish=Wish.NEVER)
+    if first == "checkpoint":
+        shelf.put(LONG, resumable=True, wish=Wish.NEVER)
+    for other in range(20, 40):
+        shelf.put((other, 1, 2, 3), resumable=True, wish=Wish.NEVER)
+    assert head.block is shelf.block(LONG[: end - behind])
+    assert end - behind in shelf.resumes(LONG)
+    shelf.disk.close()
+
+
+def test_deleting_a_conversation_takes_its_checkpoints(shelf: Shelf) -> None:
+    """Not those of what another begins with."""
+    other = (*LONG[:4], 90, 91, 92, 93)
+    shelf.put(LONG[:6], resumable=True)
+    shelf.put(LONG[:7], resumable=True)
+    shelf.put(LONG[:3], resumable=True)
+    shelf.put(LONG[:4], resumable=True)
+    shelf.put(LONG, resumable=True)
+    shelf.put(other, resumable=True)
+    head = shelf.head(LONG)
+    shelf.head(other)
+    shelf.store.release(head)
+    assert {block.stop for block in shelf.store} == {3, 4, 8}
+    assert shelf.resumes(LONG) == [4, 3]
+    assert shelf.resumes(other) == [8, 4, 3]
+
+
+def test_deleting_the_only_conversation_leaves_nothing(shelf: Shelf) -> None:
+    for stop in (2, 3, 6, 7, 12):
+        shelf.put(LONG[:stop], resumable=True)
+    head = shelf.head(LONG[:11])
+    shelf.store.release(head)
+    assert not len(shelf.store)
+
+
+# -- the disk --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
+    shelf: Shelf, code: int, exact: bool
+) -> None:
+    """The file that the block had stands, and so does everything that rests on it."""
+    head = shelf.head(LONG, pinned=True)
+    shelf.put(LONG)
+    shelf.store.write_everything()
+    shelf.flush()
+    with shelf.failing(code):
+        shelf.put(LONG[:4], resumable=True, exact=exact)
+    assert head.block is shelf.block(LONG)
+    assert all(block.stored for block in shelf.store)
+    assert shelf.disk.used_bytes == sum(block.disk_bytes for block in shelf.store)
+    again = shelf.reopened()
+    assert again.fetch(LONG) == [state_of(end, resumable=False) for end in ends(LONG, 4)]
+    again.disk.close()
+
+
+def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_says(
+    shelf: Shelf,
+) -> None:
+    shelf.put(LONG)
+    shelf.store.write_everything()
+    shelf.flush()
+    with shelf.failing(errno.EIO):
+        shelf.put(LONG[:4], resumable=True)
+    block = shelf.block(LONG[:4])
+    held = shelf.store.get(block)
+    assert held is not None
+    assert bytes(held) == state_of(LONG[:4], resumable=block.resumable)
+    assert block.size_bytes == len(held)
+
+
+def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt(
+    tmp_path: Path,
+) -> None:
+    shelf = Shelf(tmp_path)
+    shelf.put(LONG)
+    shelf = shelf.reopened()
+    blocks = shelf.store.match(ROOT, pack(LONG)).blocks
+    with pytest.MonkeyPatch.context() as patch:
+        read = shelf.disk.folder.vault.read
+        order: list[tuple[bytes, int]] = []
+
+        def later(key: bytes, size_bytes: int) -> Record:
+            order.append((key, size_bytes))
+            raise OSError(errno.EMFILE, "no handles")
+
+        patch.setattr(shelf.disk.folder.vault, "read", later)
+        fetch = shelf.store.fetch(blocks)
+        assert fetch is not None
+        told = shelf.news.get(timeout=PATIENCE_S)
+    before = {key: read(key, size) for key, size in order}
+    shelf.put(LONG[:4], resumable=True)
+    shelf.flush()
+    for key, size in order:  # what the readers find that come before the rename, and after it
+        try:
+            read(key, size)
+            fetch.records[key] = before[key]
+        except Exception as error:
+            fetch.bad[key] = str(error)
+    assert fetch.bad
+    shelf.store.hear(told)
+    assert not fetch.bad
+    assert shelf.disk.counts.corrupt_blocks == 0
+    assert len(shelf.store) == 3
+    fetch.records[blocks[0].key] = before[blocks[0].key]  # it was read just before
+    shelf.store.hear(told)
+    assert blocks[0].key not in fetch.records
+    assert len(shelf.store) == 3
+    shelf.disk.close()

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.tree import Match
+
+from .naive import (
+    ROOT,
+    STRANGER,
+    Tokens,
+    Tree,
+    block_sizes,
+    common,
+    few_names,
+    goes_another_way,
+    longest,
+    runs,
+)
+
+many_runs = st.lists(runs, max_size=8)
+
+
+def grown(stored: list[Tokens], block_tokens: int) -> Tree:
+    tree = Tree(block_tokens)
+    for run in stored:
+        tree.add(run)
+    return tree
+
+
+def check_match(tree: Tree, request: Tokens) -> None:
+    """What is found is the longest there is, in blocks that follow each other from the start."""
+    match = tree.index.match(ROOT, pack(request))
+    assert match.tokens == longest(tree.blocks, request)
+    assert match.diverged == goes_another_way(tree.blocks, request)
+    stop = 0
+    for block in match.blocks:
+        assert block.start == stop < match.tokens
+        assert block in tree.blocks.values()
+        stop = block.stop
+    held = b"".join(block.packed for block in match.blocks)
+    assert held.startswith(pack(request[: match.tokens]))
+    assert stop >= match.tokens
+
+
+@given(many_runs, block_sizes, runs)
+def test_the_longest_common_prefix_is_found(
+    stored: list[Tokens], block_tokens: int, request: Tokens
+) -> None:
+    check_match(grown(stored, block_tokens), request)
+
+
+@given(many_runs, block_sizes, runs, st.data())
+def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
+    stored: list[Tokens], block_tokens: int, request: Tokens, data: st.DataObject
+) -> None:
+    tree = grown(stored, block_tokens)
+    for _ in range(data.draw(st.integers(0, len(tree.blocks)))):
+        tree.remove(data.draw(st.sampled_from(tree.leaves())))
+    check_match(tree, request)
+    assert set(tree.index) == set(tree.blocks.values())
+    assert len(tree.index) == len(tree.blocks)
+
+
+@pytest.mark.parametrize(
+    ("request_tokens", "tokens", "diverged"),
+    [
+        ((), 0, False),
+        ((1, 2), 2, False),  # the request ends in mid-block
+        ((1, 2, 3, 4), 4, False),  # at the end of a block
+        ((1, 2, 3, 4, 5), 5, False),  # within the tail
+        ((1, 2, 3, 4, 5, 6), 6, False),  # with the tail
+        ((1, 2, 3, 4, 5, 6, 7), 6, False),  # the store ends, the request goes on
+        ((1, 2, 9), 2, True),
+        ((1, 2, 3, 4, 9), 4, True),
+        ((1, 2, 3, 4, 5, 9, 9, 9, 9), 5, True),
+        ((9,), 0, True),
+    ],
+)
+def test_a_match_diverges_where_store_and_request_both_go_on(
+    request_tokens: Tokens, tokens: int, diverged: bool
+) -> None:
+    match = grown([(1, 2, 3, 4, 5, 6)], 4).index.match(ROOT, pack(request_tokens))
+    assert (match.tokens, match.diverged) == (tokens, diverged)
+
+
+def test_a_tail_that_ends_does_not_hide_a_longer_one_that_goes_another_way() -> None:
+    tree = grown([(1, 2), (1, 2, 3)], 4)
+    assert tree.index.match(ROOT, pack([1, 2, 0])).diverged
+    assert tree.index.match(ROOT, pack([1, 2, 9])).diverged
+
+
+@given(many_runs, block_sizes, runs)
+def test_nothing_is_found_under_another_root(
+    stored: list[Tokens], block_tokens: int, request: Tokens
+) -> None:
+    index = grown(stored, block_tokens).index
+    assert index.match(STRANGER, pack(request)) == Match((), 0, diverged=False)
+
+
+@given(many_runs, block_sizes)
+def test_a_match_changes_nothing(stored: list[Tokens], block_tokens: int) -> None:
+    tree = grown(stored, block_tokens)
+    before = list(tree.index)
+    first = [tree.index.match(ROOT, pack(run)) for run in stored]
+    assert first == [tree.index.match(ROOT, pack(run)) for run in stored]
+    assert list(tree.index) == before
+
+
+@given(many_runs, block_sizes)
+def test_a_block_is_named_by_the_chain_above_it(stored: list[Tokens], block_tokens: int) -> None:
+    tree = grown(stored, block_tokens)
+    for block in tree.index:
+        assert block.parent is not None
+        assert block.key == chain_key(block.parent.key, block.packed)
+        assert tree.index.get(block.key) is block
+
+
+@given(many_runs, block_sizes)
+def test_siblings_that_begin_alike_know_each_other(stored: list[Tokens], block_tokens: int) -> None:
+    tree = grown(stored, block_tokens)
+    for block in tree.index:
+        assert block.parent is not None
+        siblings = [each for each in block.parent.children.values() if each is not block]
+        shorter = {each for each in siblings if block.packed.startswith(each.packed)}
+        longer = {each for each in siblings if each.packed.startswith(block.packed)}
+        assert set(tree.index.shorter(block)) == shorter
+        assert set(tree.index.longer(block.parent.key, block.packed)) == longer
+
+
+@given(many_runs, block_sizes, runs)
+def test_a_tail_not_stored_yet_knows_what_covers_it(
+    stored: list[Tokens], block_tokens: int, tail: Tokens
+) -> None:
+    tree = grown(stored, block_tokens)
+    covering = {path for path in tree.blocks if tail == path[: len(tail)] != path}
+    wanted = {tree.blocks[path] for path in covering if len(path) <= block_tokens}
+    assert set(tree.index.longer(ROOT, pack(tail))) == wanted
+
+
+@given(many_runs, block_sizes, st.lists(runs, max_size=3), st.sampled_from([1, 3, 8]), st.data())
+def test_colliding_keys_never_give_wrong_tokens(
+    stored: list[Tokens],
+    block_tokens: int,
+    requests: list[Tokens],
+    names: int,
+    data: st.DataObject,
+) -> None:
+    with few_names(names):
+        tree = grown(stored, block_tokens)
+        for request in (*requests, *stored):
+            check_match(tree, request)
+        for block in tree.blocks.values():
+            for covered in tree.index.shorter(block):
+                assert common(covered.packed, block.packed) == len(covered.packed)
+        while tree.blocks:
+            tree.remove(data.draw(st.sampled_from(tree.leaves())))
+            for request in requests:
+                check_match(tree, request)
+        assert len(tree.index) == 0
+
+
+def test_a_root_without_blocks_is_forgotten() -> None:
+    tree = grown([(1, 2), (3,)], 4)
+    for path in tree.leaves():
+        tree.remove(path)
+    assert not tree.index.match(ROOT, pack([7])).diverged
+    assert list(tree.index.longer(ROOT, b"")) == []
+
+
+def test_leaves_go_before_their_parents() -> None:
+    tree = grown([(1, 2, 3)], 2)
+    with pytest.raises(AssertionError, match="leaves go first"):
+        tree.remove((1, 2))

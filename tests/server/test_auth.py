@@ -1,0 +1,190 @@
+"""Keys: kept as digests, compared in constant time, and changeable while the server runs."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from rekindle.config import load_config
+from rekindle.errors import ConfigError, Unauthorized
+from rekindle.server.auth import Keys
+from rekindle.server.keyfile import LOOK_EVERY_S, KeyFile, digest_of, line_for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "keys", line_for("bob", "bobs", admin=False))
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(0o600)
+    return path
+
+
+def opens(keys: Keys, key: str) -> bool:
+    try:
+        keys.caller(f"Bearer {key}")
+    except Unauthorized:
+        return False
+    return True
+
+
+def test_keys_are_kept_as_digests_and_all_compared_in_constant_time(path: Path) -> None:
+    keys = Keys(["alpha"], admin=["beta"], file=KeyFile(path))
+    assert "alpha" not in repr(vars(keys))
+    with patch("hmac.compare_digest", wraps=hmac.compare_digest) as compare:
+        for key in ("alpha", "beta", "bobs"):
+            keys.caller(f"Bearer {key}")
+        assert compare.call_count == 9
+        with pytest.raises(Unauthorized):
+            keys.caller("Bearer gamma")
+        assert compare.call_count == 12
+
+
+def test_a_caller_is_known_by_its_key_wherever_the_key_is_written(path: Path) -> None:
+    """The salt is the key's own: state stays reachable when a key moves into the file."""
+    given, filed = Keys(["bobs"]), Keys(file=KeyFile(path))
+    assert given.caller("Bearer bobs") == filed.caller("Bearer bobs")
+    assert given.caller("Bearer bobs").salt == digest_of("bobs")
+
+
+def test_a_key_that_is_also_an_admins_is_an_admins() -> None:
+    keys = Keys(["same", "other"], admin=["same"])
+    assert keys.caller("Bearer same").admin
+    assert not keys.caller("Bearer other").admin
+
+
+def test_every_kind_of_key_in_the_settings_is_accepted(path: Path) -> None:
+    keys = Keys.of(load_config({"api_key": "a", "admin_key": "b", "api_keys_file": path}, {}))
+    assert [opens(keys, key) for key in ("a", "b", "bobs", "c")] == [True, True, True, False]
+    assert Keys.of(load_config({}, {})).is_open
+
+
+def test_a_file_without_keys_opens_nothing(tmp_path: Path) -> None:
+    """It may have been emptied to lock somebody out."""
+    keys = Keys(file=KeyFile(write(tmp_path / "keys", "# nobody")))
+    assert not keys.is_open
+    with pytest.raises(Unauthorized):
+        keys.caller(None)
+
+
+def test_comments_blank_lines_and_roles_are_read(tmp_path: Path) -> None:
+    lines = (
+        "# the house",
+        "",
+        f"  {line_for('bob', 'bobs', admin=False)}   # until May",
+        line_for("root", "roots", admin=True),
+    )
+    keys = Keys(file=KeyFile(write(tmp_path / "keys", *lines)))
+    assert not keys.caller("Bearer bobs").admin
+    assert keys.caller("Bearer roots").admin
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bob",
+        "bob bobs-canary",
+        "bob blake3:abc",
+        "bob sha256:" + "0" * 64,
+        "bob blake3:" + "0" * 64 + " boss",
+        "bob blake3:" + "0" * 64 + " admin admin",
+        "blake3:" + "0" * 64,
+    ],
+)
+def test_a_bad_line_is_named_and_not_repeated(tmp_path: Path, line: str) -> None:
+    write(tmp_path / "keys", "# first", line)
+    with pytest.raises(ConfigError, match=r"line 2 of .*keys") as refused:
+        KeyFile(tmp_path / "keys")
+    assert "canary" not in str(refused.value)
+
+
+def test_a_missing_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the keys"):
+        KeyFile(tmp_path / "keys")
+    (tmp_path / "latin").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="not text"):
+        KeyFile(tmp_path / "latin")
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_file_that_others_may_read_is_warned_about(
+    path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    path.chmod(mode)
+    KeyFile(path)
+    assert bool(caplog.records) == warned
+
+
+def test_a_changed_file_takes_effect_within_a_second(path: Path, clock: Clock) -> None:
+    keys = Keys(file=KeyFile(path, clock))
+    write(path, line_for("eve", "eves-key", admin=False), line_for("x", "y", admin=False))
+    assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (True, False)
+    clock.now += LOOK_EVERY_S
+    assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (False, True)
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_seen(
+    path: Path, tmp_path: Path, clock: Clock
+) -> None:
+    keys = Keys(file=KeyFile(path, clock))
+    other = write(tmp_path / "new", line_for("eve", "eves", admin=False))
+    stamp = path.stat()
+    os.utime(other, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert other.stat().st_size == stamp.st_size
+    other.replace(path)
+    clock.now += LOOK_EVERY_S
+    assert (opens(keys, "bobs"), opens(keys, "eves")) == (False, True)
+
+
+def test_the_file_is_looked_at_once_a_second_and_read_when_it_changed(
+    path: Path, clock: Clock
+) -> None:
+    file = KeyFile(path, clock)
+    with patch.object(Path, "stat", autospec=True, side_effect=Path.stat) as looked:
+        for _ in range(100):
+            file.keys()
+        assert looked.call_count == 0
+        clock.now += LOOK_EVERY_S
+        for _ in range(100):
+            file.keys()
+        assert looked.call_count == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_that_turned_bad_keeps_the_keys_and_complains_once(
+    path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, gone: bool
+) -> None:
+    keys = Keys(file=KeyFile(path, clock))
+    good = path.read_text()
+    if gone:
+        path.unlink()
+    else:
+        write(path, line_for("eve", "eves", admin=False), "nonsense here too")
+    for _ in range(3):
+        clock.now += LOOK_EVERY_S
+        assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, False)
+    [complaint] = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert ("line 2" in complaint.getMessage()) != gone
+    write(path, good, line_for("eve", "eves", admin=False))
+    clock.now += LOOK_EVERY_S
+    assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, True)

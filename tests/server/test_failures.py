@@ -1,0 +1,139 @@
+"""Turns that fail: a status while there is one to give, an event after that."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rekindle.errors import ServerError, TooManyRequests, Unavailable
+from rekindle.protocol.events import Failed, Prefill, Started, Text
+from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, events, finished, reply
+
+DIED = Failed(0, 503, "server_error", "model_restarting", "the process died", None)
+TOO_LONG = Failed(
+    0, 400, "invalid_request_error", "context_length_exceeded", "9000 of 4096", "messages"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_keeps_its_status_code_and_field(stream: bool) -> None:
+    answer = Front(ScriptedRuntime([TOO_LONG])).chat(stream=stream)
+    assert answer.status_code == 400
+    assert error(answer) == {
+        "message": "9000 of 4096",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "begin", [[], [Started(0, 10, 0)], [Started(0, 10, 0), Prefill(0, 5, 10)]], ids=len
+)
+def test_a_failure_before_the_first_text_is_a_status(begin: list[Step], stream: bool) -> None:
+    answer = Front(ScriptedRuntime([*begin, DIED])).chat(stream=stream)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert error(answer)["code"] == "model_restarting"
+
+
+def test_a_failure_in_mid_stream_is_an_event_and_then_the_end() -> None:
+    answer = Front(ScriptedRuntime(reply("Hel", end=DIED))).chat(
+        stream=True, stream_options={"include_usage": True}, use_kv_cache=True
+    )
+    assert answer.status_code == 200
+    *_, text, failed, done = events(answer.text)
+    assert text.json["choices"][0]["delta"]["content"] == "Hel"
+    assert failed.json == {
+        "error": {
+            "message": "the process died",
+            "type": "server_error",
+            "param": None,
+            "code": "model_restarting",
+        }
+    }
+    assert done.data == "[DONE]"
+
+
+def test_a_failure_after_text_of_a_whole_answer_is_a_status() -> None:
+    assert Front(ScriptedRuntime(reply("Hel", end=DIED))).chat().status_code == 503
+
+
+def test_progress_opens_the_stream_so_that_a_later_failure_is_an_event() -> None:
+    script: list[Step] = [Started(0, 10, 0), DIED]
+    answer = Front(ScriptedRuntime(script)).chat(stream=True, prefill_progress=True)
+    assert answer.status_code == 200
+    *_, failed, done = events(answer.text)
+    assert failed.json["error"]["code"] == "model_restarting"
+    assert done.data == "[DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "status"),
+    [(TooManyRequests("272 requests are queued"), 429), (Unavailable("it is loading"), 503)],
+)
+def test_a_full_or_absent_runtime_says_when_to_come_back(
+    problem: ServerError, status: int, stream: bool
+) -> None:
+    answer = Front(ScriptedRuntime([problem])).chat(stream=stream)
+    assert answer.status_code == status
+    assert answer.headers["retry-after"] == "1"
+    assert error(answer)["message"] == str(problem)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_failed_choice_fails_the_answer_and_ends_the_others(stream: bool) -> None:
+    runtime = ScriptedRuntime([Started(0, 10, 0), Pause()], [TOO_LONG])
+    assert Front(runtime).chat(n=2, stream=stream).status_code == 400
+    assert (runtime.open_turns, runtime.cancelled_turns) == (0, 1)
+
+
+# A text that is no text: whatever handles it raises what nobody foresaw.
+BUG = Text(0, RuntimeError("a secret detail"))  # type: ignore[arg-type]
+
+
+def test_a_bug_is_an_error_that_tells_nothing_and_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = ScriptedRuntime([Started(0, 10, 0), BUG, finished()])
+    with caplog.at_level(logging.ERROR, "rekindle.api"):
+        answer = Front(runtime).chat()
+    assert answer.status_code == 500
+    assert error(answer)["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert "unexpected error" in caplog.text
+
+
+def test_a_bug_in_mid_stream_is_an_event_and_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = ScriptedRuntime([Started(0, 10, 0), Text(0, "x"), BUG])
+    with caplog.at_level(logging.ERROR, "rekindle.api"):
+        answer = Front(runtime).chat(stream=True)
+    *_, failed, done = events(answer.text)
+    assert failed.json["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert done.data == "[DONE]"
+    assert "unexpected error in a stream" in caplog.text
+
+
+def test_neither_prompt_nor_key_appears_in_a_log_or_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    front = Front(ScriptedRuntime([DIED], [BUG, finished()], [finished()]), api_key=["canary-key"])
+    bodies = [
+        {"messages": [{"role": "user", "content": "canary-prompt"}]},
+        {"messages": [{"role": "user", "content": "canary-prompt"}], "temperature": "canary-value"},
+        {"messages": [{"role": "canary-role", "content": "canary-prompt"}]},
+        {"messages": "canary-prompt"},
+    ]
+    with caplog.at_level(logging.INFO):
+        for key in ("canary-key", "canary-wrong"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for body in bodies:
+                answer = front.post("/v1/chat/completions", body, headers=headers)
+                assert "canary" not in answer.text
+    assert "canary" not in caplog.text

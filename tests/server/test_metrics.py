@@ -1,0 +1,81 @@
+"""GET /metrics as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.api.cache.entries import stats, telling
+from tests.api.scripted import Front, ScriptedRuntime, error
+
+Samples = dict[tuple[str, str], float]
+
+
+def samples(answer: httpx.Response) -> Samples:
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, sample.labels["model"]): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_every_model_tells_its_figures() -> None:
+    found = samples(
+        Front(ScriptedRuntime(name='a "b"\\', answers=telling(stats()))).get("/metrics")
+    )
+    assert {name.removeprefix("rekindle_"): value for (name, _), value in found.items()} == {
+        "up": 1,
+        "runtime_restarts_total": 0,
+        "turns": 3,
+        "ram_bytes": 1000,
+        "ram_limit_bytes": 1 << 20,
+        "disk_bytes": 2000,
+        "disk_limit_bytes": 1 << 30,
+        "disk_queued_bytes": 11,
+        "computed_tokens_total": 100,
+        "reused_tokens_total": 900,
+        "hits_total": 10,
+        "partial_hits_total": 2,
+        "misses_total": 2,
+        "disk_written_bytes_total": 12,
+        "disk_read_bytes_total": 13,
+        "evictions_total": 7,
+        "corrupt_blocks_total": 1,
+        "disk_degraded": 0,
+        "disk_state_info": 1,
+    }
+    assert {model for _, model in found} == {'a "b"\\'}
+
+
+@pytest.mark.parametrize(("state", "degraded"), [("ok", 0), ("off", 0), ("full", 1), ("locked", 1)])
+def test_a_disk_that_is_not_written_is_told_with_the_reason(state: str, degraded: int) -> None:
+    answer = Front(ScriptedRuntime(answers=telling(stats(disk_state=state)))).get("/metrics")
+    assert samples(answer)["rekindle_disk_degraded", "tiny"] == degraded
+    assert f'rekindle_disk_state_info{{model="tiny",state="{state}"}} 1.0' in answer.text
+
+
+def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
+    away = ScriptedRuntime(name="away")
+    away.ready, away.restarts = None, 2
+    found = samples(Front(away, ScriptedRuntime(answers=telling(stats()))).get("/metrics"))
+    assert (found["rekindle_up", "away"], found["rekindle_up", "tiny"]) == (0, 1)
+    assert found["rekindle_runtime_restarts_total", "away"] == 2
+    assert ("rekindle_turns", "away") not in found
+
+
+def test_with_keys_metrics_are_the_admins() -> None:
+    runtime = ScriptedRuntime(answers=telling(stats()))
+    front = Front(runtime, api_key=["alpha"], admin_key=["root"])
+
+    def asked_by(key: str) -> httpx.Response:
+        return front.get("/metrics", headers={"Authorization": f"Bearer {key}"})
+
+    assert front.get("/metrics").status_code == asked_by("wrong").status_code == 401
+    assert asked_by("alpha").status_code == 403
+    assert error(asked_by("alpha"))["code"] == "admin_key_required"
+    assert runtime.questions == []
+    assert samples(asked_by("root"))["rekindle_up", "tiny"] == 1
+    assert runtime.questioned.admin

@@ -1,0 +1,115 @@
+"""Progress through a prompt: for clients that ask, and in the log when it lasts."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import openai
+import pytest
+
+from rekindle.protocol.events import Event, Prefill, Started, Text
+from rekindle.server.prefill_log import PrefillLog
+from tests.api.live import live
+from tests.api.scripted import Front, ScriptedRuntime, Step, finished
+
+SCRIPT: list[Step] = [
+    Started(0, 2048, 0),
+    Prefill(0, 512, 2048),
+    Prefill(0, 2048, 2048),
+    Text(0, "x"),
+    finished(),
+]
+
+
+def streamed(**fields: Any) -> list[str]:
+    return Front(ScriptedRuntime(SCRIPT)).chat(stream=True, **fields).text.split("\n\n")
+
+
+def test_progress_can_come_as_comments() -> None:
+    blocks = streamed(prefill_progress="comments")
+    assert blocks[:3] == [": prefill 0/2048", ": prefill 512/2048", ": prefill 2048/2048"]
+    plain = streamed()
+    assert len(plain) == len(blocks) - 3
+    assert not any(block.startswith(":") for block in plain)
+
+
+@pytest.mark.parametrize("progress", [None, False, True, "comments"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
+    progress: Any, stream: bool
+) -> None:
+    front = Front(ScriptedRuntime(SCRIPT))
+    front.chat(stream=stream, prefill_progress=progress)
+    assert front.runtime.asked.progress is bool(stream and progress)
+
+
+def test_progress_nobody_asked_for_is_not_told() -> None:
+    assert "prefill" not in "".join(streamed())
+    assert "prefill" not in Front(ScriptedRuntime(SCRIPT)).chat().text
+
+
+def test_openais_client_passes_over_comments() -> None:
+    with live(Front(ScriptedRuntime(SCRIPT))) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with (
+            client,
+            client.chat.completions.stream(
+                model="default",
+                messages=[{"role": "user", "content": "hello"}],
+                extra_body={"prefill_progress": "comments"},
+            ) as stream,
+        ):
+            final = stream.get_final_completion()
+    assert final.choices[0].message.content == "x"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines(caplog: pytest.LogCaptureFixture, *heard: tuple[float, Event]) -> list[str]:
+    clock = Clock()
+    told = PrefillLog(clock)
+    with caplog.at_level(logging.INFO, "rekindle.turn"):
+        for clock.now, event in heard:
+            told.hear(event)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_prompt_that_takes_long_is_told_of_every_five_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard = [(float(s), Prefill(12, s * 100, 9000)) for s in range(1, 13)]
+    assert lines(caplog, (0.0, Started(12, 9000, 0)), *heard) == [
+        "turn 12: 500 of 9000 prompt tokens read",
+        "turn 12: 1000 of 9000 prompt tokens read",
+    ]
+
+
+def test_each_turn_has_its_own_five_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(
+        caplog,
+        (0.0, Started(1, 900, 0)),
+        (4.0, Started(2, 900, 0)),
+        (5.0, Prefill(1, 500, 900)),
+        (5.0, Prefill(2, 100, 900)),
+        (9.0, Prefill(2, 500, 900)),
+    ) == ["turn 1: 500 of 900 prompt tokens read", "turn 2: 500 of 900 prompt tokens read"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rekindle.server.prefill_log.LINE_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, "rekindle.turn"):
+        Front(ScriptedRuntime(SCRIPT)).chat(stream=stream)
+    first, second, last = [record.getMessage() for record in caplog.records]
+    assert "512 of 2048" in first
+    assert "2048 of 2048" in second
+    assert "generated" in last

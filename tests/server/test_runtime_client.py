@@ -1,0 +1,316 @@
+"""A runtime as the front sees it: the real worker process, with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.engine.sampling import Sampling
+from rekindle.errors import ModelError, TooManyRequests, Unavailable
+from rekindle.protocol.events import Event, Failed, Finished, Started, Text
+from rekindle.protocol.wire import Ask, Load
+from rekindle.server import runtime_client as process
+from rekindle.server.runtime_client import Runtime
+from tests.support.tiny import VOCABULARY, write_llama
+
+CONTEXT = 2048
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=CONTEXT)
+
+
+def load(path: Path, parallel: int = 2) -> Load:
+    return Load(
+        path=str(path),
+        parallel=parallel,
+        context_tokens=None,
+        kv_fraction=0.3,
+        threads=1,
+        gpu_layers=None,
+        ram_bytes=1 << 26,
+    )
+
+
+def ask(prompt: str | list[int] = "hello", **fields: Any) -> Ask:
+    sampling = fields.pop("sampling", Sampling(temperature=0))
+    return Ask(turn=0, prompt=prompt, sampling=sampling, **{"max_tokens": 4, **fields})
+
+
+def endless() -> Ask:
+    return ask(max_tokens=None, ignore_eos=True)
+
+
+@asynccontextmanager
+async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIterator[Runtime]:
+    runtime = Runtime("tiny", load(path, parallel), queue=queue)
+    try:
+        await runtime.start()
+        yield runtime
+    finally:
+        await runtime.stop()
+
+
+async def answer(runtime: Runtime, request: Ask) -> list[Event]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [event async for event in runtime.ask(request)]
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    async def play() -> None:
+        await scene()
+
+    asyncio.run(play())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
+    async def scene() -> None:
+        loaded: list[float] = []
+        runtime = Runtime("tiny", load(model), queue=0)
+        assert runtime.ready is None
+        await runtime.start(loaded.append)
+        assert runtime.ready is not None
+        assert runtime.ready.context_tokens == CONTEXT
+        assert loaded == sorted(loaded)
+        first, *texts, last = await answer(runtime, ask("hello", ignore_eos=True))
+        assert isinstance(first, Started)
+        assert first.prompt_tokens == 5
+        assert all(isinstance(event, Text) for event in texts)
+        assert isinstance(last, Finished)
+        assert (last.reason, last.completion_tokens) == ("length", 4)
+        assert runtime.turns == 0
+        await runtime.stop()
+
+    run(scene)
+
+
+def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=0) as runtime:
+            for _ in range(3):
+                async with aclosing(runtime.ask(endless())) as events:
+                    assert isinstance(await anext(events), Started)
+                assert runtime.turns == 0
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=1) as runtime:
+            async with aclosing(runtime.ask(endless())) as busy:
+                await anext(busy)
+                waiting = asyncio.create_task(answer(runtime, ask()))
+                await soon(lambda: runtime.turns == 2)
+                with pytest.raises(TooManyRequests, match="2 requests"):
+                    await answer(runtime, ask())
+            assert isinstance((await waiting)[-1], Finished)
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "param"),
+    [
+        (ask([5] * CONTEXT), "context_length_exceeded", "prompt"),
+        (ask([VOCABULARY]), "invalid_value", "prompt"),
+        (ask([2**63]), "invalid_value", "prompt"),
+        (ask(sampling=Sampling(logit_bias={10**9: 1.0})), "invalid_value", "logit_bias"),
+    ],
+    ids=["too long", "no such token", "huge token", "bias"],
+)
+def test_a_refused_turn_ends_in_one_failure(
+    model: Path, request_: Ask, code: str, param: str
+) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            [failed] = await answer(runtime, request_)
+            assert isinstance(failed, Failed)
+            assert (failed.status, failed.code, failed.param) == (400, code, param)
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_a_killed_process_fails_its_turns_and_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RESTART_DELAYS_S", (0.01,))
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            first_pid = runtime.pid
+            assert first_pid is not None
+            async with asyncio.timeout(PATIENCE_S), aclosing(runtime.ask(endless())) as events:
+                assert isinstance(await anext(events), Started)
+                os.kill(first_pid, signal.SIGKILL)
+                last = [event async for event in events][-1]
+            assert isinstance(last, Failed)
+            assert (last.status, last.code) == (503, "model_restarting")
+            with pytest.raises(Unavailable):
+                await answer(runtime, ask())
+            await soon(lambda: runtime.ready is not None)
+            assert runtime.restarts == 1
+            assert runtime.pid != first_pid
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_a_process_killed_again_and_again_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "RESTART_DELAYS_S", (0.01,))
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            for deaths in (1, 2):
+                assert runtime.pid is not None
+                os.kill(runtime.pid, signal.SIGKILL)
+                await soon(lambda expected=deaths: runtime.restarts == expected)  # type: ignore[misc]
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_an_interrupt_at_the_terminal_is_left_to_the_front(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            assert runtime.pid is not None
+            os.kill(runtime.pid, signal.SIGINT)
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_stopping_ends_the_process_in_mid_turn_too(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            pid = runtime.pid
+            assert pid is not None
+            async with aclosing(runtime.ask(endless())) as events:
+                await anext(events)
+                await runtime.stop()
+                assert not is_alive(pid)
+            await runtime.stop()
+
+    run(scene)
+
+
+def damage(whole: bytes) -> dict[str, bytes]:
+    return {
+        "empty": b"",
+        "text": b"not a model at all",
+        "magic alone": whole[:4],
+        "header cut": whole[:100],
+        "tensors cut": whole[: len(whole) // 2],
+        "header zeroed": whole[:8] + bytes(64) + whole[72:],
+    }
+
+
+@pytest.mark.parametrize("kind", damage(b""))
+def test_a_damaged_file_is_an_error_that_says_so(model: Path, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damage(model.read_bytes())[kind])
+
+    async def scene() -> None:
+        with pytest.raises(ModelError):
+            async with running(path):
+                pass
+
+    run(scene)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with pytest.raises(ModelError):
+            async with running(tmp_path / "missing.gguf"):
+                pass
+
+    run(scene)
+
+
+def test_a_process_does_not_outlive_a_front_that_was_killed(model: Path) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from tests.server.test_runtime_client import running\n"
+        "async def main():\n"
+        "    async with running(Path(sys.argv[1])) as runtime:\n"
+        "        print(runtime.pid, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", script, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        pid = int(front.stdout.readline())
+        assert is_alive(pid)
+        front.kill()
+
+    async def scene() -> None:
+        await soon(lambda: not is_alive(pid))
+
+    run(scene)
+
+
+async def _stopped_in_mid_turn(model: Path) -> Event:
+    async with running(model) as runtime:
+        events = runtime.ask(endless())
+        await anext(events)
+        await runtime.stop()
+        return [event async for event in events][-1]
+
+
+def test_turns_in_flight_are_told_when_the_runtime_is_stopped(model: Path) -> None:
+    last = asyncio.run(asyncio.wait_for(_stopped_in_mid_turn(model), PATIENCE_S))
+    assert isinstance(last, Failed)
+    assert last.status == 503
+    assert "stopping" in last.message
+
+
+async def _last_event(model: Path, question: Ask) -> Event:
+    async with running(model) as runtime:
+        return [event async for event in runtime.ask(question)][-1]
+
+
+def test_an_empty_prompt_begins_with_the_models_own_beginning(model: Path) -> None:
+    last = asyncio.run(asyncio.wait_for(_last_event(model, ask("")), PATIENCE_S))
+    assert isinstance(last, Finished)
+    assert last.prompt_tokens == 1
+
+
+def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(model: Path) -> None:
+    question = ask("x" * (CONTEXT * 1000))
+    last = asyncio.run(asyncio.wait_for(_last_event(model, question), PATIENCE_S))
+    assert isinstance(last, Failed)
+    assert last.code == "context_length_exceeded"
+    assert last.param == "prompt"
+    assert "at least" in last.message

@@ -1,0 +1,100 @@
+"""Projects prepared at startup."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from rekindle.errors import Unavailable
+from rekindle.protocol import wire
+from rekindle.protocol.events import CacheReport, Failed, Finished, Prefill, Started
+from rekindle.server.presets import Project
+from rekindle.server.warmup import warm
+from tests.api.scripted import ScriptedRuntime, Step
+
+PROJECT = {
+    "system_prompt": "You are an analyst.",
+    "tools": ["get_portfolio"],
+    "shared": True,
+    "cache": {"warm_on_startup": True, "pinned": True, "ttl": None},
+}
+REPORT = CacheReport("miss", "not_cached", 0, 20, None, new_cache_key="abc")
+READY: list[Step] = [Started(0, 20, 0), Prefill(0, 20, 20), Finished(0, "stop", 20, 0, 0.1, REPORT)]
+ENTRY = wire.EntryInfo(
+    cache_key="abc", segments=[], token_count=20, tier="ram", size_bytes=1, held_tokens=20,
+    stored_tokens=20,
+    hit_count=0, pinned=True, ttl=None, created_at=0, last_used=0, expires_at=None, names=[],
+    tenant="",
+)  # fmt: skip
+
+
+def settled(op: wire.CacheOp) -> wire.CacheAnswer:
+    assert op == wire.Settle("abc")
+    return ENTRY
+
+
+def prepare(runtime: ScriptedRuntime, *names: str) -> None:
+    projects = {name: Project.model_validate(PROJECT) for name in names}
+    quiet = Console(file=io.StringIO())
+    asyncio.run(warm(projects, lambda _name: runtime, quiet))
+
+
+def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
+    runtime = ScriptedRuntime(READY, answers=settled)
+    prepare(runtime, "a")
+    ask = runtime.asked
+    assert ask.messages == [{"role": "system", "content": "You are an analyst."}]
+    assert ask.tools == [
+        {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
+    ]
+    assert ask.preparing == wire.Preparing(pinned=True, ttl_s=None, shared=True)
+    assert ask.salt == b""
+    [question] = runtime.questions
+    assert question.op == wire.Settle("abc")
+    assert question.admin  # a shared entry is in nobody's own list
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
+    runtime = ScriptedRuntime(READY, answers=settled)
+    projects = {"a": Project.model_validate(PROJECT)}
+    quiet = Console(file=io.StringIO())
+    asyncio.run(warm(projects, lambda _name: runtime, quiet, exact=True, normalise=normalise))
+    assert (runtime.asked.exact, runtime.asked.normalise) == (True, normalise)
+
+
+def test_a_project_that_does_not_want_it_is_left_alone() -> None:
+    runtime = ScriptedRuntime(READY, answers=settled)
+    projects = {"a": Project(system_prompt="x")}
+    asyncio.run(warm(projects, lambda _name: runtime, Console(file=io.StringIO())))
+    assert runtime.asks == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [Unavailable("no room at all")],
+        [Started(0, 20, 0), Failed(0, 507, "x", None, "no room at all", None)],
+    ],
+)
+def test_a_failure_is_a_warning_that_names_the_project(
+    caplog: pytest.LogCaptureFixture, script: list[Step]
+) -> None:
+    caplog.set_level(logging.INFO, "rekindle")
+    runtime = ScriptedRuntime(script, READY, answers=settled)
+    prepare(runtime, "first", "second")
+    warning, success = [record.getMessage() for record in caplog.records]
+    assert "first" in warning
+    assert "no room at all" in warning
+    assert "second is prepared: 20 tokens" in success
+
+
+def test_a_project_that_cannot_be_stored_is_a_warning_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare(ScriptedRuntime(READY), "a")
+    assert "project a could not be prepared" in caplog.text

@@ -1,0 +1,153 @@
+"""Requests, replies and memory without an engine: what is said comes out of the test's hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rekindle.chat.encode import Encoder
+from rekindle.chat.reply import Argued, Called, Said, Thought
+from rekindle.chat.template import ChatTemplate
+from rekindle.engine.sampling import Sampling
+from rekindle.kvcache.clock import Clock
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.entries import Entries
+from rekindle.kvcache.key import pack
+from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.protocol.events import CacheReport, Finished
+from rekindle.protocol.wire import Ask
+from rekindle.runtime.input_processor import Intake
+from rekindle.runtime.sessions import Names
+from rekindle.runtime.turn import Turn
+from tests.support.fake import FakeEngine
+
+MERGES = [b'{"', b'": "', b'", "', b'"}', b"assistant", b"user", b"tool", b"The ", b"\n\n", b"ing"]
+CHATML_CONTROL = ("<|im_start|>", "<|im_end|>")
+HARMONY_CONTROL = (
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+    "<|return|>",
+)
+
+
+class Letters:
+    """Bytes and a few merges, so that a text has more than one spelling; and control tokens."""
+
+    bos: int | None = None
+    add_bos = False
+    longest_bytes = 16
+
+    def __init__(self, control: Sequence[str], ends: Sequence[str]) -> None:
+        self._pieces = [bytes([value]) for value in range(256)] + MERGES
+        self.control_texts = {text: len(self._pieces) + n for n, text in enumerate(control)}
+        self._controls = {token: text for text, token in self.control_texts.items()}
+        self.end_tokens = frozenset(self.control_texts[text] for text in ends)
+        self.size = len(self._pieces) + len(control)
+        self._split = re.compile("(" + "|".join(map(re.escape, control)) + ")")
+        merges = sorted(MERGES, key=len, reverse=True)
+        self._merges = re.compile(b"|".join(map(re.escape, merges)) + b"|.", re.DOTALL)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        tokens: list[int] = []
+        for part in self._split.split(text) if special else [text]:
+            if special and part in self.control_texts:
+                tokens.append(self.control_texts[part])
+            else:
+                tokens += map(self._pieces.index, self._merges.findall(part.encode()))
+        return tokens
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        if token in self._controls:
+            return self._controls[token].encode() if special else b""
+        return self._pieces[token]
+
+    def sampled(self, text: str) -> list[int]:
+        """The text letter by letter, as no tokenizer would have it."""
+        tokens: list[int] = []
+        for part in self._split.split(text):
+            known = self.control_texts.get(part)
+            tokens += part.encode() if known is None else [known]
+        return tokens
+
+    def spelled(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.piece(token, special=True) for token in tokens).decode()
+
+
+class Office:
+    """One runtime's intake and names; a folder makes it remember across restarts."""
+
+    def __init__(
+        self,
+        template: str,
+        *,
+        control: Sequence[str] = CHATML_CONTROL,
+        ends: Sequence[str] = ("<|im_end|>",),
+        folder: Path | None = None,
+    ) -> None:
+        self.letters = Letters(control, ends)
+        encoder = Encoder(self.letters, ChatTemplate(template))
+        abilities = FakeEngine(context_tokens=1 << 20).abilities
+        self._disk = None
+        if folder:
+            opened = open_folder(folder, abilities.fingerprint, limit_bytes=1 << 30)
+            self._disk = DiskTier(opened, lambda _news: None)
+        store = Store(block_tokens=8, ram_bytes=0)
+        self.entries = Entries(store, Clock(), self._disk.journal if self._disk else None)
+        if self._disk:
+            self.entries.load(self._disk.folder.ledger.entries())
+        vocabulary: Any = self.letters
+        self.intake = Intake(abilities, vocabulary, encoder, self.entries, b"secret")
+        self.names = Names(self.entries, store, encoder, lambda _line: None)
+        self._ids = itertools.count(1)
+
+    def close(self) -> None:
+        if self._disk:
+            self._disk.close()
+
+    def ask(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:
+        """A request on its way to the engine."""
+        ask = Ask(
+            turn=next(self._ids),
+            messages=json.loads(json.dumps(messages)),
+            sampling=Sampling(),
+            max_tokens=None,
+            **fields,
+        )
+        turn = self.intake.turn(ask)
+        self.names.meet(turn)
+        return turn
+
+    def answer(
+        self,
+        turn: Turn,
+        raw: str,
+        said: str | None = None,
+        *,
+        thought: str = "",
+        calls: Sequence[tuple[str, str]] = (),
+        cut_off: str = "",
+    ) -> dict[str, Any]:
+        """What the model writes, what it is taken apart into, and the message as delivered; what
+        is cut off was sampled, too, but nobody has seen it."""
+        sampled = self.letters.sampled(raw + cut_off)
+        turn.tokens += sampled
+        turn.packed += pack(sampled)
+        turn.reply.raw.append(raw)
+        if thought:
+            turn.reply.add(Thought(thought))
+        turn.reply.add(Said(raw if said is None else said))
+        for number, (name, arguments) in enumerate(calls):
+            turn.reply.add(Called(number, name))
+            turn.reply.add(Argued(number, arguments))
+        kept = len(turn.tokens)
+        report = CacheReport("miss", "", 0, kept, None)
+        self.names.remember(turn, Finished(turn.id, "stop", 0, 0, 0.0, report))
+        return turn.message
+
+    def fresh(self, messages: Sequence[dict[str, Any]], **fields: Any) -> tuple[int, ...]:
+        """The prompt of a server that remembers nothing."""
+        return self.ask(messages, exact=True, **fields).prompt.tokens
