@@ -6,6 +6,8 @@ and the command line into one sentence.
 
 from __future__ import annotations
 
+from rekindle.protocol.errors import ErrorInfo
+
 
 class RekindleError(Exception):
     """An error with a sentence for a person."""
@@ -54,6 +56,13 @@ class ServerError(RekindleError):
         super().__init__(message)
         self.param = param
 
+    @property
+    def info(self) -> ErrorInfo:
+        """The error as it crosses the socket."""
+        return ErrorInfo(
+            status=self.status, kind=self.kind, code=self.code, message=str(self), param=self.param
+        )
+
     def body(self) -> dict[str, dict[str, str | None]]:
         return {
             "error": {
@@ -63,6 +72,14 @@ class ServerError(RekindleError):
                 "code": self.code,
             }
         }
+
+
+class ReportedError(ServerError):
+    """An error as a runtime reported it."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message, param=info.param)
+        self.status, self.kind, self.code = info.status, info.kind, info.code
 
 
 class BadRequest(ServerError):

@@ -13,23 +13,29 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.config import Config
-from rekindle.errors import ServerError, Unavailable
-from rekindle.protocol import wire
+from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.protocol.admin import AdminOp, AdminResult
+from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import (
     TERMINAL,
+    ArgumentsDelta,
     CacheReport,
-    CallArguments,
-    CallBegun,
+    Delta,
     Event,
+    Failed,
     Finished,
     FinishReason,
+    Reason,
+    ReasoningDelta,
     Started,
-    Text,
-    TokenLog,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
 )
-from rekindle.protocol.wire import Ask, Ready
+from rekindle.protocol.frames import Ready
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
-from rekindle.server.runtime_client import Deliver, RefusedQuery, Runtime
+from rekindle.server.runtime_client import Deliver, RuntimeClient
 from rekindle.server.service import Service
 
 PATIENCE_S = 30.0
@@ -43,7 +49,7 @@ class Pause:
 Step = Event | ServerError | Pause
 Script = Sequence[Step]
 
-MISS = CacheReport("miss", "not_cached", 0, 12, None)
+MISS = CacheReport("miss", Reason.NOT_CACHED, 0, 12, None)
 
 
 def finished(
@@ -69,14 +75,30 @@ def finished(
 
 
 def hit(reused_tokens: int, tier: str = "ram") -> CacheReport:
-    return CacheReport("hit", "full_match", reused_tokens, 12, tier)
+    return CacheReport("hit", Reason.FULL_MATCH, reused_tokens, 12, tier)
+
+
+def delta(text: str, logprobs: list[TokenLogprob] | None = None) -> Delta:
+    return Delta(0, TextDelta(text, logprobs))
+
+
+def reasoning(text: str) -> Delta:
+    return Delta(0, ReasoningDelta(text))
+
+
+def failed(
+    status: int, kind: str, code: str | None, message: str, param: str | None = None
+) -> Failed:
+    """The end of a turn that did not go well."""
+    info = ErrorInfo(status=status, kind=kind, code=code, message=message, param=param)
+    return Failed(0, info)
 
 
 def reply(
-    *texts: str, logs: Sequence[list[TokenLog]] | None = None, end: Step | None = None
+    *texts: str, logs: Sequence[list[TokenLogprob]] | None = None, end: Step | None = None
 ) -> list[Step]:
     """A turn that begins, says these texts and ends."""
-    said = [Text(0, text, logs[i] if logs else None) for i, text in enumerate(texts)]
+    said = [delta(text, logs[i] if logs else None) for i, text in enumerate(texts)]
     return [Started(0, 10, 0), *said, end or finished(completion_tokens=len(texts))]
 
 
@@ -84,9 +106,9 @@ def calling(*calls: tuple[str, str], before: Sequence[Step] = ()) -> list[Step]:
     """A turn that calls functions, the arguments of each in pieces of five characters."""
     parts: list[Step] = []
     for index, (name, arguments) in enumerate(calls):
-        parts.append(CallBegun(0, index, f"call_{index}", name))
+        parts.append(Delta(0, ToolCallStart(index, name, f"call_{index}")))
         pieces = [arguments[at : at + 5] for at in range(0, len(arguments), 5)]
-        parts += [CallArguments(0, index, piece) for piece in pieces]
+        parts += [Delta(0, ArgumentsDelta(index, piece)) for piece in pieces]
     return [Started(0, 10, 0), *before, *parts, finished("tool_calls")]
 
 
@@ -94,21 +116,29 @@ def calling(*calls: tuple[str, str], before: Sequence[Step] = ()) -> list[Step]:
 class Question:
     """A question about the cache as it reached the runtime."""
 
-    op: wire.CacheOp
+    op: AdminOp
     salt: bytes
     admin: bool
 
 
-Answers = Callable[[wire.CacheOp], wire.CacheAnswer]
-UNKNOWN_KEY = wire.Refused(404, "invalid_request_error", "cache_key_not_found", "unknown", None)
+Answers = Callable[[AdminOp], AdminResult]
 
 
-def refuse(_op: wire.CacheOp) -> wire.CacheAnswer:
+def reported(status: int, kind: str, code: str | None, message: str) -> ReportedError:
+    """An error as a runtime reports it."""
+    return ReportedError(ErrorInfo(status=status, kind=kind, code=code, message=message))
+
+
+def unknown_key() -> ReportedError:
+    return reported(404, "invalid_request_error", "cache_key_not_found", "unknown")
+
+
+def refuse(_op: AdminOp) -> AdminResult:
     """A runtime that knows no key."""
-    return UNKNOWN_KEY
+    raise unknown_key()
 
 
-class ScriptedRuntime(Runtime):
+class ScriptedRuntime(RuntimeClient):
     """Answers the nth turn with the nth script; the last script goes on for ever.
 
     Questions about the cache are recorded and left to `answers`.
@@ -118,7 +148,7 @@ class ScriptedRuntime(Runtime):
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
         self.restarts = 0
-        self.asks: list[Ask] = []
+        self.asks: list[GenerateRequest] = []
         self.questions: list[Question] = []
         self.open_turns = 0
         self.cancelled_turns = 0
@@ -127,7 +157,7 @@ class ScriptedRuntime(Runtime):
         self._scripts = scripts or (reply("Hel", "lo"),)
         self._answers = answers
 
-    def submit(self, ask: Ask, deliver: Deliver) -> int:
+    def submit(self, ask: GenerateRequest, deliver: Deliver) -> int:
         script = self._scripts[min(len(self.asks), len(self._scripts) - 1)]
         self.asks.append(ask)
         if isinstance(script[0], ServerError):
@@ -144,17 +174,12 @@ class ScriptedRuntime(Runtime):
             self.open_turns -= 1
             self.cancelled_turns += 1
 
-    async def query(
-        self, op: wire.CacheOp, *, salt: bytes, admin: bool = False
-    ) -> wire.CacheAnswer:
+    async def query(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading")
         self.questions.append(Question(op, salt, admin))
         await asyncio.sleep(0)
-        answer = self._answers(op)
-        if isinstance(answer, wire.Refused):
-            raise RefusedQuery(answer)
-        return answer
+        return self._answers(op)
 
     async def _play(self, turn: int, script: Script, deliver: Deliver) -> None:
         for step in script:
@@ -171,7 +196,7 @@ class ScriptedRuntime(Runtime):
             await asyncio.sleep(0)
 
     @property
-    def asked(self) -> Ask:
+    def asked(self) -> GenerateRequest:
         [only] = self.asks
         return only
 

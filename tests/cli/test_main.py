@@ -20,7 +20,7 @@ from rekindle.cli import main as cli
 from rekindle.cli.chat import Conversation
 from rekindle.config import Config
 from rekindle.errors import ConfigError, RekindleError
-from rekindle.protocol.wire import Load
+from rekindle.protocol.requests import LoadModel
 from rekindle.server import keyfile, launch
 from rekindle.server.auth import Keys
 
@@ -371,9 +371,9 @@ def test_an_error_is_shown_as_it_is_written(
 def test_a_format_that_is_named_reaches_the_runtime(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], formats: tuple[str | None, ...]
 ) -> None:
-    loads: list[Load] = []
+    loads: list[LoadModel] = []
 
-    def stop_here(_name: str, load: Load, *, queue: int) -> None:
+    def stop_here(_name: str, load: LoadModel, *, queue: int) -> None:
         loads.append(load)
         raise RekindleError("far enough")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rekindle.engine.base import Engine, Sampler, Sequence, Work
-from rekindle.engine.sampling import Sampling
+from rekindle.protocol.requests import SamplingParams
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 PROMPT = [3 + (7 * n) % 200 for n in range(150)]
 
 

@@ -11,7 +11,8 @@ from rekindle.chat.encode import Boundary, Prompt
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import chain
 from rekindle.kvcache.key import pack, unpack
-from rekindle.protocol.wire import DeleteEntry, Naming, Preparing, Validate
+from rekindle.protocol.admin import DeleteEntry, Validate
+from rekindle.protocol.requests import Names, Prepare
 from rekindle.runtime.checkpoints import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
 from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES, FakeEngine
 from tests.support.harness import Desk, Reply
@@ -137,10 +138,10 @@ def test_checkpoints_stay_within_the_budget() -> None:
 
 def test_a_prepared_prompt_is_resumed_at_its_very_end() -> None:
     desk = Desk(engine())
-    prepared = desk.ask(PROMPT, preparing=Preparing(pinned=True, ttl_s=None))
+    prepared = desk.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
     key = prepared.finished.cache.new_cache_key
     assert key is not None
-    turn = desk.ask([*PROMPT, 1, 2], naming=Naming(cache_key=key))
+    turn = desk.ask([*PROMPT, 1, 2], names=Names(cache_key=key))
     assert turn.reused == len(PROMPT)
     assert turn.finished.cache.status == "hit"
 
@@ -286,7 +287,7 @@ def test_choices_of_one_prompt_share_its_cells() -> None:
 def test_a_question_beforehand_says_what_is_short_of_a_checkpoint() -> None:
     """All the state is there, but none to go on from at the end of what is asked about."""
     desk = Desk(engine(), resident_tokens=0)
-    first = desk.ask(CHAT, naming=Naming(return_cache_key=True))
+    first = desk.ask(CHAT, names=Names(return_cache_key=True))
     key = first.finished.cache.new_cache_key
     assert key is not None
     longer = [*first.turn.tokens, 1, 2, 3]
@@ -310,7 +311,7 @@ def test_a_question_beforehand_says_what_is_short_of_a_checkpoint() -> None:
 def test_what_an_entry_holds_is_what_a_turn_could_go_on_from(tmp_path: Path) -> None:
     """Not the cells of its tokens in another's longer block."""
     desk = Desk(engine(), folder=tmp_path, resident_tokens=0)
-    prepared = desk.ask(PROMPT, preparing=Preparing(pinned=False, ttl_s=None))
+    prepared = desk.ask(PROMPT, prepare=Prepare(pinned=False, ttl_s=None))
     desk.ask([*PROMPT, *range(40, 60)])
     [entry] = [e for e in desk.entries.of(None) if e.key == prepared.finished.cache.new_cache_key]
     assert desk.queries.info(entry).held_tokens == len(PROMPT)
@@ -334,7 +335,7 @@ def test_an_engine_that_breaks_over_a_question_loses_no_turn(
     """What is idle is kept before the answer; turns that run have lost their sequences, too."""
     fake = engine()
     desk = Desk(fake)
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
     desk.ask([*first.turn.tokens, 5, 6, 7], max_tokens=2)
     key = first.finished.cache.new_cache_key
     assert key is not None

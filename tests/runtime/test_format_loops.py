@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rekindle.chat.tools.registry import NAMES
-from rekindle.protocol.wire import ToolUse
+from rekindle.protocol.requests import ToolUse
 from tests.chat.grammar.validator import valid
 from tests.support.agent import CHANGES, Agent, Change, as_it_was, with_json_reordered
 from tests.support.families import FAMILIES, SWEEP, Family, sweep
@@ -34,7 +34,7 @@ PARALLEL = [name for name, family in FAMILIES.items() if family.parallel and nam
 
 
 def called(reply: Reply) -> list[object]:
-    return [json.loads("".join(call.arguments)) for call in reply.turn.reply.calls]
+    return [json.loads("".join(call.arguments)) for call in reply.turn.reply.tool_calls]
 
 
 def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> Reply:
@@ -42,7 +42,7 @@ def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> 
     calls = [sweep(room) for room in rooms]
     reply = agent.step(family.calls(calls), end=family.end)
     assert reply.finished.reason == "tool_calls"
-    assert {call.name for call in reply.turn.reply.calls} == {"sweep"}
+    assert {call.name for call in reply.turn.reply.tool_calls} == {"sweep"}
     assert called(reply) == calls
     agent.go_on(reply, change, *(f"done {room}" for room in rooms))
     return reply

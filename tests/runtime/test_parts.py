@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.sampling import Sampled, Sampling
-from rekindle.protocol.events import CacheReport, Event, Finished, Text
-from rekindle.protocol.wire import Ask, ToolUse
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Reason, TextDelta
+from rekindle.protocol.requests import GenerateRequest, SamplingParams, ToolUse
 from rekindle.runtime.turn import Turn
 from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.agent import TOOLS, Agent, as_it_was, call, thinking
@@ -22,9 +22,11 @@ TAGGED = (*CHATML_CONTROL, "<think>", "</think>", "<tool_call>", "</tool_call>")
 
 def turn_of(agent: Agent, **fields: Any) -> Turn:
     fields = {"tools": TOOLS, "max_tokens": None, **fields}
-    ask = Ask(turn=1, messages=agent.history, sampling=Sampling(top_logprobs=0), **fields)
+    ask = GenerateRequest(
+        turn=1, messages=agent.history, sampling=SamplingParams(top_logprobs=0), **fields
+    )
     turn = agent.intake.turn(ask)
-    turn.report = CacheReport("miss", "", 0, 0, None)
+    turn.report = CacheReport("miss", Reason.NOT_CACHED, 0, 0, None)
     return turn
 
 
@@ -37,12 +39,13 @@ def heard(turn: Turn, tokens: list[int]) -> list[Event]:
     return events
 
 
-def texts(events: list[Event]) -> list[Text]:
-    return [event for event in events if isinstance(event, Text)]
+def texts(events: list[Event]) -> list[TextDelta]:
+    parts = (event.part for event in events if isinstance(event, Delta))
+    return [part for part in parts if isinstance(part, TextDelta)]
 
 
 def logged(events: list[Event]) -> bytes:
-    return b"".join(log.piece for event in texts(events) for log in event.logs or ())
+    return b"".join(log.piece for text in texts(events) for log in text.logprobs or ())
 
 
 CHANNELLED = (
@@ -79,7 +82,11 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_said(
 def test_without_parts_every_token_is_logged_at_once() -> None:
     agent = Agent(HERMES, tools=TOOLS)
     events = heard(turn_of(agent, tools=None, stop=["ab"]), agent.letters.sampled("xay"))
-    assert [event.logs and event.logs[0].piece for event in texts(events)] == [b"x", b"a", b"y"]
+    assert [text.logprobs and text.logprobs[0].piece for text in texts(events)] == [
+        b"x",
+        b"a",
+        b"y",
+    ]
 
 
 # -- one call at a time --------------------------------------------------------------------------
@@ -90,7 +97,7 @@ def test_a_client_that_takes_one_call_at_a_time_gets_one(more: str) -> None:
     agent = Agent(HERMES, tools=TOOLS)
     reply = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
     assert reply.finished.reason == "tool_calls"
-    assert len(reply.turn.reply.calls) == 1
+    assert len(reply.turn.reply.tool_calls) == 1
     assert reply.turn.message["content"] is None
     assert len(reply.tokens) < len(call(0) + more)  # nor is the rest sampled
 
@@ -98,7 +105,7 @@ def test_a_client_that_takes_one_call_at_a_time_gets_one(more: str) -> None:
 def test_of_calls_that_come_as_one_list_one_is_taken() -> None:
     agent = Agent(PYTHONIC, tools=TOOLS)
     reply = agent.step('[read(path="a"), write(path="b")]', tool_use=ONE_AT_A_TIME)
-    assert [each.name for each in reply.turn.reply.calls] == ["read"]
+    assert [each.name for each in reply.turn.reply.tool_calls] == ["read"]
 
 
 @pytest.mark.parametrize("more", ["", "\n" + call(1)])
@@ -127,7 +134,9 @@ def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
     agent.history[0]["content"] = "Short."
     agent.engine.scripts.append(agent.letters.sampled(call(0)))
     ask = {"max_tokens": None, "tools": TOOLS, **fields}
-    request = Ask(turn=1, messages=agent.history, sampling=Sampling(temperature=0), **ask)
+    request = GenerateRequest(
+        turn=1, messages=agent.history, sampling=SamplingParams(temperature=0), **ask
+    )
     reply = agent.desk.take(agent.intake.turn(request))
     agent.desk.run(reply)
     assert reply.finished.reason == end
@@ -154,8 +163,10 @@ def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
 def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
     agent = Agent(THINKING, tools=TOOLS)
     agent.engine.scripts.append(agent.letters.sampled(thinking(0)))
-    sampling = Sampling(temperature=0)
-    request = Ask(turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS)
+    sampling = SamplingParams(temperature=0)
+    request = GenerateRequest(
+        turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS
+    )
     reply = agent.desk.take(agent.intake.turn(request))
     agent.desk.run(reply)
     assert reply.finished.reason == "length"

@@ -10,8 +10,8 @@ from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.entries import MOST_NAMES, Draft, Entries
 from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
-from rekindle.protocol import wire
-from rekindle.protocol.wire import Naming, Preparing
+from rekindle.protocol.admin import DeleteEntry, IndexPrompt
+from rekindle.protocol.requests import Names, Prepare
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -36,7 +36,7 @@ def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_al
     tmp_path: Path,
 ) -> None:
     desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    desk.ask([1, 2, 3, 4, *range(700, 716)], naming=Naming(in_memory=True))
+    desk.ask([1, 2, 3, 4, *range(700, 716)], names=Names(in_memory=True))
     desk.ask([1, 2, 3, 4, *range(800, 816)])
     desk.store.write_everything()
     assert not {*range(700, 716)} & on_disk(desk)
@@ -46,9 +46,9 @@ def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_al
 def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path) -> None:
     engine = FakeEngine()
     desk = Desk(engine, folder=tmp_path)
-    first = desk.ask(PROMPT, naming=Naming(in_memory=True))
+    first = desk.ask(PROMPT, names=Names(in_memory=True))
     desk.settle()
-    second = desk.ask([*first.turn.tokens, 7, 8], naming=Naming(session_id="s"))
+    second = desk.ask([*first.turn.tokens, 7, 8], names=Names(session_id="s"))
     desk.close()
     engine.reset()
     again = Desk(engine, folder=tmp_path)
@@ -58,9 +58,9 @@ def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path)
 
 def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: Path) -> None:
     desk = Desk(FakeEngine(), folder=tmp_path)
-    reply = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
-    desk.ask(PROMPT, naming=Naming(in_memory=True))
-    desk.queries.answer(wire.DeleteEntry(key_of(reply)), desk.root(), admin=False)
+    reply = desk.ask(PROMPT, names=Names(return_cache_key=True))
+    desk.ask(PROMPT, names=Names(in_memory=True))
+    desk.queries.answer(DeleteEntry(key_of(reply)), desk.root(), admin=False)
     desk.close()
     again = Desk(FakeEngine(), folder=tmp_path)
     assert len(again.entries) == 0
@@ -69,11 +69,11 @@ def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: P
 
 def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> None:
     desk = Desk(FakeEngine())
-    naming = Naming(return_cache_key=True)
-    first = desk.ask(PROMPT, naming=naming)
-    second = desk.ask([*first.turn.tokens, 7, 8], naming=naming)
-    desk.queries.answer(wire.DeleteEntry(key_of(first)), desk.root(), admin=False)
-    goes_on = desk.ask([*second.turn.tokens, 9], naming=Naming(cache_key=key_of(second)))
+    naming = Names(return_cache_key=True)
+    first = desk.ask(PROMPT, names=naming)
+    second = desk.ask([*first.turn.tokens, 7, 8], names=naming)
+    desk.queries.answer(DeleteEntry(key_of(first)), desk.root(), admin=False)
+    goes_on = desk.ask([*second.turn.tokens, 9], names=Names(cache_key=key_of(second)))
     assert goes_on.finished.cache.status == "hit"
 
 
@@ -88,7 +88,7 @@ def test_a_turn_that_starts_again_is_counted_once() -> None:
 
 def pin_until_refused(desk: Desk, salt: bytes = b"") -> int:
     """How many prompts of 40 tokens can be pinned, none of them computed."""
-    asked = wire.IndexPrompt(messages=[], preparing=Preparing(pinned=True, ttl_s=None))
+    asked = IndexPrompt(messages=[], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
         prompt = Prompt((number,) * 40, ())
         try:
@@ -105,8 +105,8 @@ def test_pins_count_before_they_are_computed() -> None:
 
 def test_preparing_the_same_pinned_prompt_again_takes_no_more_room() -> None:
     desk = Desk(FakeEngine(), ram_bytes=16_000)
-    once = desk.ask(PROMPT, preparing=Preparing(pinned=True, ttl_s=None))
-    again = desk.ask(PROMPT, preparing=Preparing(pinned=True, ttl_s=None))
+    once = desk.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
+    again = desk.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
     assert key_of(once) == key_of(again)
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.chat.replay import Chain
-from rekindle.protocol import wire
+from rekindle.protocol.admin import IndexPrompt, Validate
+from rekindle.protocol.requests import Prepare
 from rekindle.runtime.turn import Turn
 from tests.chat.templates import CHATML
 from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
@@ -505,11 +506,9 @@ def test_preparing_and_validating_see_the_same_prompt() -> None:
     office = Office(HERMES)
     header = "x-anthropic-billing-header: cc_version=1; cc_entrypoint=cli; cch={};\n"
     systems = [{"role": "system", "content": header.format(n) + "Be brief."} for n in (1, 2, 3)]
-    ready = wire.IndexPrompt(
-        messages=[systems[0]], tools=TOOLS[::-1], preparing=wire.Preparing(pinned=True)
-    )
+    ready = IndexPrompt(messages=[systems[0]], tools=TOOLS[::-1], prepare=Prepare(pinned=True))
     prefix = office.intake.prompt_about(ready, b"")
-    asked = wire.Validate(cache_key="k", messages=[systems[1], USER], tools=TOOLS)
+    asked = Validate(cache_key="k", messages=[systems[1], USER], tools=TOOLS)
     prompt = office.intake.prompt_about(asked, b"")
     turn = office.ask([systems[2], USER], tools=TOOLS)
     assert prompt.tokens == turn.prompt.tokens
@@ -521,14 +520,10 @@ def test_preparing_and_validating_see_the_same_prompt() -> None:
 def test_who_wants_nothing_normalised_is_answered_about_the_prompt_as_it_is_sent() -> None:
     office = Office(HERMES)
     system = {"role": "system", "content": "x-anthropic-billing-header: a=1;\nBe brief."}
-    asked = wire.Validate(
-        cache_key="k", messages=[system, USER], tools=TOOLS[::-1], normalise=False
-    )
+    asked = Validate(cache_key="k", messages=[system, USER], tools=TOOLS[::-1], normalise=False)
     turn = office.ask([system, USER], tools=TOOLS[::-1], normalise=False)
     assert office.intake.prompt_about(asked, b"").tokens == turn.prompt.tokens
-    ready = wire.IndexPrompt(
-        messages=[system], tools=TOOLS[::-1], preparing=wire.Preparing(), normalise=False
-    )
+    ready = IndexPrompt(messages=[system], tools=TOOLS[::-1], prepare=Prepare(), normalise=False)
     prefix = office.intake.prompt_about(ready, b"").tokens
     assert turn.prompt.tokens[: len(prefix)] == prefix
 
@@ -552,7 +547,7 @@ def test_validating_recalls_what_a_request_would() -> None:
     office = Office(HERMES)
     first = called(office)
     history = [USER, resorted(first.message), result(first.message)]
-    asked = wire.Validate(cache_key="k", messages=history, tools=TOOLS)
+    asked = Validate(cache_key="k", messages=history, tools=TOOLS)
     assert office.intake.prompt_about(asked, b"").remembered_tokens == len(first.tokens)
 
 

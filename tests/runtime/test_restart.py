@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.protocol.wire import EntryInfo, Naming, Preparing
+from rekindle.protocol.admin import EntryInfo
+from rekindle.protocol.requests import Names, Prepare
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Desk
 
@@ -74,7 +75,7 @@ def test_a_second_request_for_blocks_on_their_way_waits_for_them(tmp_path: Path)
 def test_names_survive_a_restart_and_lead_to_the_same_key(tmp_path: Path) -> None:
     engine = FakeEngine()
     desk = Desk(engine, folder=tmp_path)
-    reply = desk.ask(FIRST, naming=Naming(session_id="s", return_cache_key=True))
+    reply = desk.ask(FIRST, names=Names(session_id="s", return_cache_key=True))
     key = reply.finished.cache.new_cache_key
     assert key is not None
     desk.close()
@@ -82,7 +83,7 @@ def test_names_survive_a_restart_and_lead_to_the_same_key(tmp_path: Path) -> Non
 
     again = Desk(engine, folder=tmp_path)
     tokens = [*FIRST, *reply.tokens, 7]
-    report = again.ask(tokens, naming=Naming(session_id="s")).finished.cache
+    report = again.ask(tokens, names=Names(session_id="s")).finished.cache
     assert (report.status, report.cache_key) == ("hit", key)
     assert again.entries.by_key(again.root(), key) is not None
     again.close()
@@ -130,7 +131,7 @@ def test_the_policy_says_what_is_written_behind_a_turn(
     tmp_path: Path, policy: str, named: bool, written: bool
 ) -> None:
     desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0, policy=policy)
-    desk.ask(FIRST, naming=Naming(session_id="s") if named else None)
+    desk.ask(FIRST, names=Names(session_id="s") if named else None)
     desk.flush()
     assert any(block.stored for block in desk.store) is written
     desk.close()
@@ -141,7 +142,7 @@ def test_the_policy_says_what_is_written_behind_a_turn(
 
 def test_what_is_to_stay_in_memory_is_never_written(tmp_path: Path) -> None:
     desk = Desk(FakeEngine(), folder=tmp_path)
-    desk.ask(FIRST, naming=Naming(session_id="s", in_memory=True))
+    desk.ask(FIRST, names=Names(session_id="s", in_memory=True))
     desk.close()
     again = Desk(FakeEngine(), folder=tmp_path)
     assert len(again.store) == len(again.entries) == 0
@@ -167,7 +168,7 @@ def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
     tmp_path: Path,
 ) -> None:
     desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    prepared = desk.ask(FIRST[:5], preparing=Preparing(pinned=True, ttl_s=None))
+    prepared = desk.ask(FIRST[:5], prepare=Prepare(pinned=True, ttl_s=None))
     key = prepared.finished.cache.new_cache_key
     assert key is not None
     answered: list[object] = []
@@ -181,7 +182,7 @@ def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
     assert desk.disk is not None
     desk.disk.folder.close()  # a crash
     again = Desk(FakeEngine(), folder=tmp_path)
-    assert again.ask([*FIRST[:5], 9], naming=Naming(cache_key=key)).finished.cache.status == "hit"
+    assert again.ask([*FIRST[:5], 9], names=Names(cache_key=key)).finished.cache.status == "hit"
     again.close()
 
 

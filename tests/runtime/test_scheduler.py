@@ -260,8 +260,8 @@ def test_an_engine_that_always_breaks_fails_its_turns_with_a_message() -> None:
     reply = desk.ask(PROMPT)
     failed = reply.events[-1]
     assert isinstance(failed, Failed)
-    assert failed.status == 500
-    assert "engine failed repeatedly" in failed.message
+    assert failed.error.status == 500
+    assert "engine failed repeatedly" in failed.error.message
     assert engine.open_sequences == 0
 
 

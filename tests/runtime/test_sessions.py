@@ -9,8 +9,19 @@ import pytest
 from rekindle.chat.encode import Prompt
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
 from rekindle.kvcache.clock import Clock
-from rekindle.protocol import wire
-from rekindle.protocol.wire import Naming, Preparing
+from rekindle.protocol.admin import (
+    DeleteEntry,
+    EntryList,
+    GetStats,
+    IndexPrompt,
+    ListEntries,
+    PinEntry,
+    Removed,
+    RemoveOld,
+    RemoveSession,
+    Stats,
+)
+from rekindle.protocol.requests import Names, Prepare
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -56,83 +67,83 @@ def going_on(reply: Reply, *more: int) -> list[int]:
 
 
 def test_a_key_is_returned_when_asked_for_and_hits_the_next_time(desk: Desk) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
-    report = desk.ask(going_on(first), naming=Naming(cache_key=key_of(first))).finished.cache
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+    report = desk.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason, report.cache_key) == ("hit", "full_match", key_of(first))
     assert report.new_cache_key is None
     assert report.reused_tokens == len(first.turn.tokens) - 1
 
 
 def test_every_turn_of_a_chain_has_a_key_of_its_own_and_the_old_ones_stay(desk: Desk) -> None:
-    naming = Naming(return_cache_key=True)
-    first = desk.ask(PROMPT, naming=naming)
-    second = desk.ask(going_on(first), naming=naming)
+    naming = Names(return_cache_key=True)
+    first = desk.ask(PROMPT, names=naming)
+    second = desk.ask(going_on(first), names=naming)
     assert key_of(first) != key_of(second)
-    branch = desk.ask(going_on(first, 1, 2), naming=Naming(cache_key=key_of(first)))
+    branch = desk.ask(going_on(first, 1, 2), names=Names(cache_key=key_of(first)))
     assert branch.finished.cache.status == "hit"
 
 
 def test_the_same_head_is_the_same_entry_and_keeps_its_key(desk: Desk) -> None:
-    naming = Naming(return_cache_key=True)
-    assert key_of(desk.ask(PROMPT, naming=naming)) == key_of(desk.ask(PROMPT, naming=naming))
+    naming = Names(return_cache_key=True)
+    assert key_of(desk.ask(PROMPT, names=naming)) == key_of(desk.ask(PROMPT, names=naming))
 
 
 def test_all_names_of_one_head_lead_to_one_entry(desk: Desk) -> None:
-    naming = Naming(
+    naming = Names(
         session_id="s", session_number=7, prompt_cache_key="p", wants_message_id=True,
         return_cache_key=True,
     )  # fmt: skip
-    first = desk.ask(PROMPT, naming=naming)
+    first = desk.ask(PROMPT, names=naming)
     message = first.finished.message_id
     assert message is not None
     for sent in (
-        Naming(session_id="s"),
-        Naming(session_number=7),
-        Naming(prompt_cache_key="p"),
-        Naming(message_ids=["unknown", message]),
-        Naming(cache_key=key_of(first)),
+        Names(session_id="s"),
+        Names(session_number=7),
+        Names(prompt_cache_key="p"),
+        Names(message_ids=["unknown", message]),
+        Names(cache_key=key_of(first)),
     ):
-        assert desk.ask(going_on(first), naming=sent).finished.cache.cache_key == key_of(first)
-        desk.ask(PROMPT, naming=naming)  # the names come back to the first head
+        assert desk.ask(going_on(first), names=sent).finished.cache.cache_key == key_of(first)
+        desk.ask(PROMPT, names=naming)  # the names come back to the first head
 
 
 def test_an_unknown_key_is_a_miss_that_says_so_and_never_an_error(desk: Desk) -> None:
-    report = desk.ask(PROMPT, naming=Naming(cache_key="no such key")).finished.cache
+    report = desk.ask(PROMPT, names=Names(cache_key="no such key")).finished.cache
     assert (report.status, report.reason) == ("miss", "cache_key_not_found")
     assert report.cache_key is None
 
 
 def test_an_edited_history_is_compared_and_not_trusted(desk: Desk) -> None:
-    first = desk.ask(PROMPT, naming=Naming(session_id="s"))
+    first = desk.ask(PROMPT, names=Names(session_id="s"))
     edited = [*PROMPT[:20], 999, *PROMPT[21:], *first.tokens, 7]
-    reply = desk.ask(edited, naming=Naming(session_id="s"))
+    reply = desk.ask(edited, names=Names(session_id="s"))
     assert reply.reused == 20
     assert reply.finished.cache.status == "partial_hit"
     assert reply.tokens == Desk(FakeEngine()).ask(edited).tokens
 
 
 def test_a_request_that_is_shorter_than_its_entry_says_so(desk: Desk) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
-    report = desk.ask(PROMPT, naming=Naming(cache_key=key_of(first))).finished.cache
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+    report = desk.ask(PROMPT, names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason) == ("partial_hit", "request_shorter")
 
 
 def test_a_session_without_a_key_has_one_entry_however_long_it_gets(desk: Desk) -> None:
     tokens = PROMPT
     for _ in range(5):
-        tokens = going_on(desk.ask(tokens, naming=Naming(session_id="s")))
+        tokens = going_on(desk.ask(tokens, names=Names(session_id="s")))
     assert len(desk.entries) == 1
 
 
 def test_another_tenant_knows_none_of_the_names(desk: Desk) -> None:
-    naming = Naming(session_id="s", return_cache_key=True, wants_message_id=True)
-    first = desk.ask(PROMPT, naming=naming)
+    naming = Names(session_id="s", return_cache_key=True, wants_message_id=True)
+    first = desk.ask(PROMPT, names=naming)
     message = first.finished.message_id
     assert message is not None
-    stolen = Naming(cache_key=key_of(first), session_id="s", message_ids=[message])
-    theirs = desk.ask(going_on(first), salt=b"other", naming=stolen).finished.cache
-    unknown = Naming(cache_key="f" * 32, session_id="t", message_ids=["m"])
-    strangers = desk.ask(going_on(first), salt=b"third", naming=unknown).finished.cache
+    stolen = Names(cache_key=key_of(first), session_id="s", message_ids=[message])
+    theirs = desk.ask(going_on(first), salt=b"other", names=stolen).finished.cache
+    unknown = Names(cache_key="f" * 32, session_id="t", message_ids=["m"])
+    strangers = desk.ask(going_on(first), salt=b"third", names=unknown).finished.cache
     assert theirs == strangers
     assert theirs.reused_tokens == 0
 
@@ -140,21 +151,21 @@ def test_another_tenant_knows_none_of_the_names(desk: Desk) -> None:
 def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
     desk: Desk, clock: FakeClock
 ) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
     clock.pass_by(1700)
-    again = Naming(cache_key=key_of(first))
-    assert desk.ask(going_on(first), naming=again).finished.cache.status == "hit"
+    again = Names(cache_key=key_of(first))
+    assert desk.ask(going_on(first), names=again).finished.cache.status == "hit"
     clock.pass_by(1700)
-    assert desk.ask(going_on(first), naming=again).finished.cache.status == "hit"
+    assert desk.ask(going_on(first), names=again).finished.cache.status == "hit"
     clock.pass_by(1801)
-    report = desk.ask(going_on(first, 5), naming=again).finished.cache
+    report = desk.ask(going_on(first, 5), names=again).finished.cache
     assert (report.status, report.reason) == ("miss", "expired")
 
 
 def test_collecting_frees_the_state_that_is_no_other_entrys(desk: Desk, clock: FakeClock) -> None:
     desk.device._most_resident_tokens = 0
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True, ttl_s=10))
-    desk.ask([*PROMPT[:16], 1, 2, 3], naming=Naming(session_id="keeps the first blocks"))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
+    desk.ask([*PROMPT[:16], 1, 2, 3], names=Names(session_id="keeps the first blocks"))
     clock.pass_by(11)
     removed, freed = desk.entries.collect()
     assert removed == 1
@@ -163,13 +174,13 @@ def test_collecting_frees_the_state_that_is_no_other_entrys(desk: Desk, clock: F
 
 
 def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, desk: Desk) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
     clock.wall += 10**9
     assert desk.entries.collect() == (0, 0)
     clock.wall -= 2 * 10**9
     assert desk.entries.collect() == (0, 0)
     assert (
-        desk.ask(going_on(first), naming=Naming(cache_key=key_of(first))).finished.cache.status
+        desk.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache.status
         == "hit"
     )
 
@@ -179,13 +190,13 @@ def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
     tmp_path: Path, clock: FakeClock, jump_s: float
 ) -> None:
     desk = Desk(FakeEngine(), clock=clock, folder=tmp_path)
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
     desk.close()
     clock.wall += jump_s
     clock.steady = 5.0
     again = Desk(FakeEngine(), clock=clock, folder=tmp_path)
     assert again.entries.collect() == (0, 0)
-    hit = again.ask(going_on(first), naming=Naming(cache_key=key_of(first)))
+    hit = again.ask(going_on(first), names=Names(cache_key=key_of(first)))
     assert hit.finished.cache.status == "hit"
     clock.pass_by(1801)
     assert again.entries.collect()[0] == 1
@@ -195,10 +206,10 @@ def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
 def test_preparing_computes_the_prompt_once_and_keeps_it(desk: Desk) -> None:
     engine = desk.engine
     assert isinstance(engine, FakeEngine)
-    ready = desk.ask(PROMPT, preparing=Preparing())
+    ready = desk.ask(PROMPT, prepare=Prepare())
     assert engine.counts.computed_tokens == len(PROMPT)
     assert ready.text == ""
-    report = desk.ask([*PROMPT, 1, 2], naming=Naming(cache_key=key_of(ready))).finished.cache
+    report = desk.ask([*PROMPT, 1, 2], names=Names(cache_key=key_of(ready))).finished.cache
     assert (report.status, report.reused_tokens) == ("hit", len(PROMPT))
 
 
@@ -206,33 +217,33 @@ def test_what_is_pinned_outlives_any_pressure_and_the_next_pin_is_refused(
     clock: FakeClock,
 ) -> None:
     desk = Desk(FakeEngine(), clock=clock, ram_bytes=20_000, resident_tokens=0)
-    ready = desk.ask(PROMPT[:32], preparing=Preparing(pinned=True, ttl_s=None))
+    ready = desk.ask(PROMPT[:32], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
         desk.ask([500 + number] * 40)
     clock.pass_by(10**6)
     desk.entries.collect()
-    after = desk.ask([*PROMPT[:32], 1, 2], naming=Naming(cache_key=key_of(ready)))
+    after = desk.ask([*PROMPT[:32], 1, 2], names=Names(cache_key=key_of(ready)))
     assert after.finished.cache.status == "hit"
     with pytest.raises(NoRoomForPins):
-        desk.submit(list(range(500)), preparing=Preparing(pinned=True))
+        desk.submit(list(range(500)), prepare=Prepare(pinned=True))
 
 
 def test_shared_prompts_are_common_to_all_tenants_and_nothing_else_is(desk: Desk) -> None:
-    desk.ask(PROMPT, preparing=Preparing(shared=True, pinned=True, ttl_s=None))
+    desk.ask(PROMPT, prepare=Prepare(shared=True, pinned=True, ttl_s=None))
     one = desk.ask([*PROMPT, 1, 2, 3], salt=b"one")
     other = desk.ask([*PROMPT, 1, 2, 3], salt=b"other")
     assert one.reused == other.reused == len(PROMPT)
 
 
 def test_fingerprints_recognise_a_conversation_that_has_no_name(desk: Desk) -> None:
-    naming = Naming(by_fingerprint=True)
+    naming = Names(by_fingerprint=True)
     hello = [{"role": "user", "content": "Hello"}]
-    first = desk.ask(PROMPT, naming=naming, messages=hello)
+    first = desk.ask(PROMPT, names=naming, messages=hello)
     history = [*hello, {"role": "assistant", "content": first.turn.said}]
     more = [*history, {"role": "user", "content": "How are you?"}]
-    second = desk.ask(going_on(first), naming=naming, messages=more)
+    second = desk.ask(going_on(first), names=naming, messages=more)
     assert second.finished.cache.status == "hit"
-    desk.ask([1, 2, 3], naming=naming, messages=[{"role": "user", "content": "Another"}])
+    desk.ask([1, 2, 3], names=naming, messages=[{"role": "user", "content": "Another"}])
     assert desk.logs == [
         "FingerprintManager: registered new session auto_session_0",
         "FingerprintManager: extended session auto_session_0 fingerprint with assistant response",
@@ -244,7 +255,7 @@ def test_fingerprints_recognise_a_conversation_that_has_no_name(desk: Desk) -> N
 
 
 def test_a_request_that_opts_out_is_not_remembered(desk: Desk) -> None:
-    reply = desk.ask(PROMPT, reuse=False, naming=Naming(session_id="s", wants_message_id=True))
+    reply = desk.ask(PROMPT, reuse=False, names=Names(session_id="s", wants_message_id=True))
     assert reply.finished.message_id is not None
     assert reply.finished.cache.reason == "opted_out"
     assert len(desk.entries) == 0
@@ -254,23 +265,23 @@ def test_a_request_that_opts_out_is_not_remembered(desk: Desk) -> None:
 
 
 def test_the_list_shows_a_tenants_own_entries_and_an_admin_all(desk: Desk) -> None:
-    desk.ask(PROMPT, salt=b"one", naming=Naming(session_id="mine"))
-    desk.ask(PROMPT, salt=b"two", naming=Naming(session_id="theirs"))
-    own = desk.queries.answer(wire.ListEntries(), desk.root(b"one"), admin=False)
-    everything = desk.queries.answer(wire.ListEntries(), desk.root(), admin=True)
-    assert isinstance(own, wire.Listing)
-    assert isinstance(everything, wire.Listing)
+    desk.ask(PROMPT, salt=b"one", names=Names(session_id="mine"))
+    desk.ask(PROMPT, salt=b"two", names=Names(session_id="theirs"))
+    own = desk.queries.answer(ListEntries(), desk.root(b"one"), admin=False)
+    everything = desk.queries.answer(ListEntries(), desk.root(), admin=True)
+    assert isinstance(own, EntryList)
+    assert isinstance(everything, EntryList)
     assert [name.name for entry in own.entries for name in entry.names] == ["mine"]
     assert len(everything.entries) == 2
 
 
 def test_deleting_takes_the_state_too_and_is_refused_to_strangers(desk: Desk) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True))
-    delete = wire.DeleteEntry(key_of(first))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+    delete = DeleteEntry(key_of(first))
     with pytest.raises(CacheKeyNotFound):
         desk.queries.answer(delete, desk.root(b"stranger"), admin=False)
     desk.settle()
-    assert desk.queries.answer(delete, desk.root(), admin=False) == wire.Removed(
+    assert desk.queries.answer(delete, desk.root(), admin=False) == Removed(
         1, 16 * (len(first.turn.tokens) - 1)
     )
     assert desk.ask(PROMPT).reused == 0
@@ -282,9 +293,9 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(desk: Desk
     """A reply that was made again, tokens that the client never saw: nobody could delete them."""
     desk.device._most_resident_tokens = 0
     for branch in (1, 2, 3):
-        desk.ask([*PROMPT, branch, branch, branch], naming=Naming(session_id="s"))
-    removed = desk.queries.answer(wire.RemoveSession("s"), desk.root(), admin=False)
-    assert isinstance(removed, wire.Removed)
+        desk.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
+    removed = desk.queries.answer(RemoveSession("s"), desk.root(), admin=False)
+    assert isinstance(removed, Removed)
     assert removed.entries == 1
     assert len(desk.store) == desk.store.used_bytes == 0
     assert desk.ask(PROMPT).reused == 0
@@ -292,28 +303,28 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(desk: Desk
 
 def test_removing_a_conversation_leaves_what_another_stands_on(desk: Desk) -> None:
     desk.device._most_resident_tokens = 0
-    desk.ask([*PROMPT, 1], naming=Naming(session_id="one"))
-    other = desk.ask([*PROMPT, 2], naming=Naming(session_id="two"))
-    desk.queries.answer(wire.RemoveSession("one"), desk.root(), admin=False)
-    assert desk.ask(going_on(other), naming=Naming(session_id="two")).finished.cache.status == "hit"
+    desk.ask([*PROMPT, 1], names=Names(session_id="one"))
+    other = desk.ask([*PROMPT, 2], names=Names(session_id="two"))
+    desk.queries.answer(RemoveSession("one"), desk.root(), admin=False)
+    assert desk.ask(going_on(other), names=Names(session_id="two")).finished.cache.status == "hit"
 
 
 def test_what_has_expired_is_gone_for_everybody_before_it_is_collected(
     desk: Desk, clock: FakeClock
 ) -> None:
-    first = desk.ask(PROMPT, naming=Naming(return_cache_key=True, ttl_s=10))
+    first = desk.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
     clock.pass_by(11)
     for admin in (False, True):
-        listed = desk.queries.answer(wire.ListEntries(), desk.root(), admin=admin)
-        assert listed == wire.Listing([])
+        listed = desk.queries.answer(ListEntries(), desk.root(), admin=admin)
+        assert listed == EntryList([])
         with pytest.raises(CacheKeyNotFound):
-            desk.queries.answer(wire.PinEntry(key_of(first), True), desk.root(), admin=admin)
+            desk.queries.answer(PinEntry(key_of(first), True), desk.root(), admin=admin)
 
 
 def test_settling_an_entry_that_expired_meanwhile_still_answers(
     desk: Desk, clock: FakeClock
 ) -> None:
-    ready = desk.ask(PROMPT, preparing=Preparing(ttl_s=0.001))
+    ready = desk.ask(PROMPT, prepare=Prepare(ttl_s=0.001))
     clock.pass_by(1)
     answered: list[object] = []
     desk.queries.settle(key_of(ready), desk.root(), answered.append)
@@ -322,21 +333,21 @@ def test_settling_an_entry_that_expired_meanwhile_still_answers(
 
 def test_an_entry_that_was_only_noted_is_not_called_evicted(desk: Desk) -> None:
     message = {"role": "system", "content": "x"}
-    noted = wire.IndexPrompt(messages=[message], preparing=Preparing())
+    noted = IndexPrompt(messages=[message], prepare=Prepare())
     entry = desk.queries.index(noted, desk.root(), Prompt(tuple(PROMPT), ()))
     assert (entry.tier, entry.size_bytes) == (None, 0)
-    report = desk.ask([*PROMPT, 1], naming=Naming(cache_key=entry.cache_key)).finished.cache
+    report = desk.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
     assert (report.status, report.reason) == ("miss", "not_cached")
-    again = desk.ask([*PROMPT, 1], naming=Naming(cache_key=entry.cache_key)).finished.cache
+    again = desk.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
     assert again.status == "hit"
 
 
 def test_old_sessions_are_removed_and_younger_ones_stay(desk: Desk, clock: FakeClock) -> None:
-    desk.ask(PROMPT, naming=Naming(session_number=1))
+    desk.ask(PROMPT, names=Names(session_number=1))
     clock.pass_by(100)
-    desk.ask([1, 2, 3], naming=Naming(session_number=2))
-    removed = desk.queries.answer(wire.RemoveOld(50), desk.root(), admin=False)
-    assert isinstance(removed, wire.Removed)
+    desk.ask([1, 2, 3], names=Names(session_number=2))
+    removed = desk.queries.answer(RemoveOld(50), desk.root(), admin=False)
+    assert isinstance(removed, Removed)
     assert removed.entries == 1
     assert desk.entries.by_name(desk.root(), ("kv_cache_session_id", "2")) is not None
 
@@ -344,10 +355,10 @@ def test_old_sessions_are_removed_and_younger_ones_stay(desk: Desk, clock: FakeC
 def test_stats_count_what_a_tenant_did_and_what_sharing_saves(desk: Desk) -> None:
     desk.device._most_resident_tokens = 0
     for token in range(10):
-        desk.ask([*PROMPT, token], naming=Naming(session_id=str(token)))
+        desk.ask([*PROMPT, token], names=Names(session_id=str(token)))
     desk.ask(PROMPT, salt=b"other")
-    stats = desk.queries.answer(wire.GetStats(), desk.root(), admin=False)
-    assert isinstance(stats, wire.Stats)
+    stats = desk.queries.answer(GetStats(), desk.root(), admin=False)
+    assert isinstance(stats, Stats)
     assert (stats.entries, stats.hits + stats.partial_hits, stats.misses) == (10, 9, 1)
     assert stats.logical_bytes > 3 * stats.unique_bytes > 0
     assert stats.ram_limit_bytes == 0

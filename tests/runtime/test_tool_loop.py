@@ -37,7 +37,7 @@ def test_each_of_twelve_steps_computes_its_new_message_alone(
         computed = agent.engine.counts.computed_tokens
         reply = agent.step(say(step))
         assert reply.finished.reason == "tool_calls"
-        assert [each.name for each in reply.turn.reply.calls] == ["write"]
+        assert [each.name for each in reply.turn.reply.tool_calls] == ["write"]
         if before is not None:
             # All that the last turn computed, its sampled tokens as they were; then the rest.
             assert reply.reused == len(before.turn.tokens)

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.protocol.events import Prefill, Started, Text
+from rekindle.protocol.events import Prefill, Started
 from rekindle.server import request_body as bodies
 from tests.api.live import Live, live, soon
-from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, events, reply
+from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
 
 QUEUED: list[Step] = [Pause()]
 IN_PREFILL: list[Step] = [Started(0, 10, 0), Prefill(0, 5, 10), Pause()]
-IN_REPLY: list[Step] = [Started(0, 10, 0), Text(0, "Hel"), Pause()]
+IN_REPLY: list[Step] = [Started(0, 10, 0), delta("Hel"), Pause()]
 CHAT = "/v1/chat/completions"
 
 
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_does_not_disturb_another() -> None:
 
 
 def test_a_client_that_reads_nothing_still_frees_its_turn_when_it_leaves() -> None:
-    flood: list[Step] = [Started(0, 1, 0), *(Text(0, "x" * 60_000) for _ in range(400)), Pause()]
+    flood: list[Step] = [Started(0, 1, 0), *(delta("x" * 60_000) for _ in range(400)), Pause()]
     with live(Front(ScriptedRuntime(flood))) as server:
         sock = server.raw(request({**HELLO, "stream": True}))
         soon(lambda: server.runtime.open_turns == 1)

@@ -7,12 +7,23 @@ import logging
 import pytest
 
 from rekindle.errors import ServerError, TooManyRequests, Unavailable
-from rekindle.protocol.events import Failed, Prefill, Started, Text
-from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, events, finished, reply
+from rekindle.protocol.events import Prefill, Started
+from tests.api.scripted import (
+    Front,
+    Pause,
+    ScriptedRuntime,
+    Step,
+    delta,
+    error,
+    events,
+    failed,
+    finished,
+    reply,
+)
 
-DIED = Failed(0, 503, "server_error", "model_restarting", "the process died", None)
-TOO_LONG = Failed(
-    0, 400, "invalid_request_error", "context_length_exceeded", "9000 of 4096", "messages"
+DIED = failed(503, "server_error", "model_restarting", "the process died")
+TOO_LONG = failed(
+    400, "invalid_request_error", "context_length_exceeded", "9000 of 4096", param="messages"
 )
 
 
@@ -92,7 +103,7 @@ def test_one_failed_choice_fails_the_answer_and_ends_the_others(stream: bool) ->
 
 
 # A text that is no text: whatever handles it raises what nobody foresaw.
-BUG = Text(0, RuntimeError("a secret detail"))  # type: ignore[arg-type]
+BUG = delta(RuntimeError("a secret detail"))  # type: ignore[arg-type]
 
 
 def test_a_bug_is_an_error_that_tells_nothing_and_a_line_in_the_log(
@@ -110,7 +121,7 @@ def test_a_bug_is_an_error_that_tells_nothing_and_a_line_in_the_log(
 def test_a_bug_in_mid_stream_is_an_event_and_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runtime = ScriptedRuntime([Started(0, 10, 0), Text(0, "x"), BUG])
+    runtime = ScriptedRuntime([Started(0, 10, 0), delta("x"), BUG])
     with caplog.at_level(logging.ERROR, "rekindle.api"):
         answer = Front(runtime).chat(stream=True)
     *_, failed, done = events(answer.text)

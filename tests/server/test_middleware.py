@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rekindle.protocol.wire import Removed
+from rekindle.protocol.admin import Removed
 from rekindle.server import middleware
 from rekindle.server import request_body as body
 from rekindle.server.auth import Keys, admin_of, salt_of

@@ -8,16 +8,16 @@ from typing import Any
 import openai
 import pytest
 
-from rekindle.protocol.events import Event, Prefill, Started, Text
+from rekindle.protocol.events import Event, Prefill, Started
 from rekindle.server.prefill_log import PrefillLog
 from tests.api.live import live
-from tests.api.scripted import Front, ScriptedRuntime, Step, finished
+from tests.api.scripted import Front, ScriptedRuntime, Step, delta, finished
 
 SCRIPT: list[Step] = [
     Started(0, 2048, 0),
     Prefill(0, 512, 2048),
     Prefill(0, 2048, 2048),
-    Text(0, "x"),
+    delta("x"),
     finished(),
 ]
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.sampling import Sampling
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
-from rekindle.protocol.events import Event, Failed, Finished, Started, Text
-from rekindle.protocol.wire import Ask, Load
+from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
+from rekindle.protocol.requests import GenerateRequest, LoadModel, SamplingParams
 from rekindle.server import runtime_client as process
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 from tests.support.tiny import VOCABULARY, write_llama
 
 CONTEXT = 2048
@@ -31,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=CONTEXT)
 
 
-def load(path: Path, parallel: int = 2) -> Load:
-    return Load(
+def load(path: Path, parallel: int = 2) -> LoadModel:
+    return LoadModel(
         path=str(path),
         parallel=parallel,
         context_tokens=None,
@@ -43,18 +42,18 @@ def load(path: Path, parallel: int = 2) -> Load:
     )
 
 
-def ask(prompt: str | list[int] = "hello", **fields: Any) -> Ask:
-    sampling = fields.pop("sampling", Sampling(temperature=0))
-    return Ask(turn=0, prompt=prompt, sampling=sampling, **{"max_tokens": 4, **fields})
+def ask(prompt: str | list[int] = "hello", **fields: Any) -> GenerateRequest:
+    sampling = fields.pop("sampling", SamplingParams(temperature=0))
+    return GenerateRequest(turn=0, prompt=prompt, sampling=sampling, **{"max_tokens": 4, **fields})
 
 
-def endless() -> Ask:
+def endless() -> GenerateRequest:
     return ask(max_tokens=None, ignore_eos=True)
 
 
 @asynccontextmanager
-async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIterator[Runtime]:
-    runtime = Runtime("tiny", load(path, parallel), queue=queue)
+async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIterator[RuntimeClient]:
+    runtime = RuntimeClient("tiny", load(path, parallel), queue=queue)
     try:
         await runtime.start()
         yield runtime
@@ -62,7 +61,7 @@ async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIter
         await runtime.stop()
 
 
-async def answer(runtime: Runtime, request: Ask) -> list[Event]:
+async def answer(runtime: RuntimeClient, request: GenerateRequest) -> list[Event]:
     async with asyncio.timeout(PATIENCE_S):
         return [event async for event in runtime.ask(request)]
 
@@ -91,7 +90,7 @@ def is_alive(pid: int) -> bool:
 def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
     async def scene() -> None:
         loaded: list[float] = []
-        runtime = Runtime("tiny", load(model), queue=0)
+        runtime = RuntimeClient("tiny", load(model), queue=0)
         assert runtime.ready is None
         await runtime.start(loaded.append)
         assert runtime.ready is not None
@@ -100,7 +99,7 @@ def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
         first, *texts, last = await answer(runtime, ask("hello", ignore_eos=True))
         assert isinstance(first, Started)
         assert first.prompt_tokens == 5
-        assert all(isinstance(event, Text) for event in texts)
+        assert all(isinstance(event, Delta) for event in texts)
         assert isinstance(last, Finished)
         assert (last.reason, last.completion_tokens) == ("length", 4)
         assert runtime.turns == 0
@@ -142,18 +141,22 @@ def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
         (ask([5] * CONTEXT), "context_length_exceeded", "prompt"),
         (ask([VOCABULARY]), "invalid_value", "prompt"),
         (ask([2**63]), "invalid_value", "prompt"),
-        (ask(sampling=Sampling(logit_bias={10**9: 1.0})), "invalid_value", "logit_bias"),
+        (ask(sampling=SamplingParams(logit_bias={10**9: 1.0})), "invalid_value", "logit_bias"),
     ],
     ids=["too long", "no such token", "huge token", "bias"],
 )
 def test_a_refused_turn_ends_in_one_failure(
-    model: Path, request_: Ask, code: str, param: str
+    model: Path, request_: GenerateRequest, code: str, param: str
 ) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
             [failed] = await answer(runtime, request_)
             assert isinstance(failed, Failed)
-            assert (failed.status, failed.code, failed.param) == (400, code, param)
+            assert (failed.error.status, failed.error.code, failed.error.param) == (
+                400,
+                code,
+                param,
+            )
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 
     run(scene)
@@ -173,7 +176,7 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
                 os.kill(first_pid, signal.SIGKILL)
                 last = [event async for event in events][-1]
             assert isinstance(last, Failed)
-            assert (last.status, last.code) == (503, "model_restarting")
+            assert (last.error.status, last.error.code) == (503, "model_restarting")
             with pytest.raises(Unavailable):
                 await answer(runtime, ask())
             await soon(lambda: runtime.ready is not None)
@@ -292,11 +295,11 @@ async def _stopped_in_mid_turn(model: Path) -> Event:
 def test_turns_in_flight_are_told_when_the_runtime_is_stopped(model: Path) -> None:
     last = asyncio.run(asyncio.wait_for(_stopped_in_mid_turn(model), PATIENCE_S))
     assert isinstance(last, Failed)
-    assert last.status == 503
-    assert "stopping" in last.message
+    assert last.error.status == 503
+    assert "stopping" in last.error.message
 
 
-async def _last_event(model: Path, question: Ask) -> Event:
+async def _last_event(model: Path, question: GenerateRequest) -> Event:
     async with running(model) as runtime:
         return [event async for event in runtime.ask(question)][-1]
 
@@ -311,6 +314,6 @@ def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(mode
     question = ask("x" * (CONTEXT * 1000))
     last = asyncio.run(asyncio.wait_for(_last_event(model, question), PATIENCE_S))
     assert isinstance(last, Failed)
-    assert last.code == "context_length_exceeded"
-    assert last.param == "prompt"
-    assert "at least" in last.message
+    assert last.error.code == "context_length_exceeded"
+    assert last.error.param == "prompt"
+    assert "at least" in last.error.message

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from rekindle.errors import Unavailable
-from rekindle.protocol import wire
-from rekindle.protocol.events import CacheReport, Failed, Finished, Prefill, Started
+from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, Flush
+from rekindle.protocol.events import CacheReport, Finished, Prefill, Reason, Started
+from rekindle.protocol.requests import Prepare
 from rekindle.server.presets import Project
 from rekindle.server.warmup import warm
-from tests.api.scripted import ScriptedRuntime, Step
+from tests.api.scripted import ScriptedRuntime, Step, failed
 
 PROJECT = {
     "system_prompt": "You are an analyst.",
@@ -22,9 +23,9 @@ PROJECT = {
     "shared": True,
     "cache": {"warm_on_startup": True, "pinned": True, "ttl": None},
 }
-REPORT = CacheReport("miss", "not_cached", 0, 20, None, new_cache_key="abc")
+REPORT = CacheReport("miss", Reason.NOT_CACHED, 0, 20, None, new_cache_key="abc")
 READY: list[Step] = [Started(0, 20, 0), Prefill(0, 20, 20), Finished(0, "stop", 20, 0, 0.1, REPORT)]
-ENTRY = wire.EntryInfo(
+ENTRY = EntryInfo(
     cache_key="abc", segments=[], token_count=20, tier="ram", size_bytes=1, held_tokens=20,
     stored_tokens=20,
     hit_count=0, pinned=True, ttl=None, created_at=0, last_used=0, expires_at=None, names=[],
@@ -32,8 +33,8 @@ ENTRY = wire.EntryInfo(
 )  # fmt: skip
 
 
-def settled(op: wire.CacheOp) -> wire.CacheAnswer:
-    assert op == wire.Settle("abc")
+def settled(op: AdminOp) -> AdminResult:
+    assert op == Flush("abc")
     return ENTRY
 
 
@@ -51,10 +52,10 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
     assert ask.tools == [
         {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
     ]
-    assert ask.preparing == wire.Preparing(pinned=True, ttl_s=None, shared=True)
+    assert ask.prepare == Prepare(pinned=True, ttl_s=None, shared=True)
     assert ask.salt == b""
     [question] = runtime.questions
-    assert question.op == wire.Settle("abc")
+    assert question.op == Flush("abc")
     assert question.admin  # a shared entry is in nobody's own list
 
 
@@ -78,7 +79,7 @@ def test_a_project_that_does_not_want_it_is_left_alone() -> None:
     "script",
     [
         [Unavailable("no room at all")],
-        [Started(0, 20, 0), Failed(0, 507, "x", None, "no room at all", None)],
+        [Started(0, 20, 0), failed(507, "x", None, "no room at all")],
     ],
 )
 def test_a_failure_is_a_warning_that_names_the_project(

@@ -12,20 +12,22 @@ from rekindle.chat.encode import Encoder
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.key import namespace
 from rekindle.kvcache.tiers.disk import DiskTier, News
-from rekindle.protocol import wire
+from rekindle.protocol.admin import GetStats, Stats
+from rekindle.protocol.frames import LogLine
+from rekindle.protocol.requests import LoadModel
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Names
+from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Memory
 from tests.stress.trouble import vault_with
 from tests.support.fake import FakeEngine
 from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
 
 
-def load(cache_dir: Path, **more: Any) -> wire.Load:
+def load(cache_dir: Path, **more: Any) -> LoadModel:
     limits = {"ram_bytes": 64 << 20, "disk_bytes": 64 << 20, "cache_dir": str(cache_dir), **more}
-    return wire.Load(
+    return LoadModel(
         path="",
         parallel=4,
         context_tokens=None,
@@ -39,11 +41,11 @@ def load(cache_dir: Path, **more: Any) -> wire.Load:
 class Office(Desk):
     """Composed as the worker composes it; `notes` is what the server's log would say."""
 
-    def __init__(self, engine: FakeEngine, order: wire.Load, calls: Calls | None = None) -> None:
+    def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
         self.abilities = engine.abilities
         self._news: SimpleQueue[News] = SimpleQueue()
-        self.notes: list[wire.Note] = []
+        self.notes: list[LogLine] = []
         self.memory = Memory(order, self.abilities, self._news.put, self.notes.append)
         self.store, self.entries = self.memory.store, self.memory.entries
         self.disk, self.clock = self.memory.store.disk, self.memory.clock
@@ -52,7 +54,7 @@ class Office(Desk):
         self.logs: list[str] = []
         self._tokenizer = NumberTokenizer()
         self._end_tokens = frozenset()
-        self.names = Names(
+        self.names = Sessions(
             self.entries, self.store, Encoder(self._tokenizer, None), self.logs.append
         )
         shared = self.root(SHARED_SALT)
@@ -98,8 +100,8 @@ class Office(Desk):
     @property
     def disk_state(self) -> str:
         """As GET /v1/cache/stats tells an admin."""
-        stats = self.queries.answer(wire.GetStats(), self.root(), admin=True)
-        assert isinstance(stats, wire.Stats)
+        stats = self.queries.answer(GetStats(), self.root(), admin=True)
+        assert isinstance(stats, Stats)
         return stats.disk_state
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 from rekindle.engine.base import Blob, Sequence
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES
 from rekindle.kvcache.key import TOKEN_BYTES
-from rekindle.protocol.wire import Naming
+from rekindle.protocol.requests import Names
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -61,7 +61,7 @@ class Shelf:
 
     def ask(self, desk: Desk) -> Reply:
         """The conversation's next turn: right, and from good state only, whatever happened."""
-        reply = desk.ask(self.tokens, naming=Naming(cache_key=self.cache_key))
+        reply = desk.ask(self.tokens, names=Names(cache_key=self.cache_key))
         assert reply.tokens == list(self.cold), "a wrong answer"
         assert isinstance(desk.engine, WatchedEngine)
         assert set(desk.engine.restored) <= set(self.states), "the engine saw bad bytes"
@@ -71,9 +71,9 @@ class Shelf:
 def write_shelf(folder: Path) -> Shelf:
     """Two turns of a conversation: full blocks and a tail, a name, and a backup of the index."""
     desk = Desk(FakeEngine(), folder=folder)
-    first = desk.ask(QUESTION, naming=Naming(session_id="mine"))
+    first = desk.ask(QUESTION, names=Names(session_id="mine"))
     second = desk.ask(
-        [*QUESTION, *first.tokens, 7], naming=Naming(session_id="mine", return_cache_key=True)
+        [*QUESTION, *first.tokens, 7], names=Names(session_id="mine", return_cache_key=True)
     )
     tokens = (*second.turn.tokens, 8, 9)
     desk.close()

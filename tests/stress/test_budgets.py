@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.protocol.wire import Preparing
+from rekindle.protocol.requests import Prepare
 from rekindle.runtime.storage import LEAST_QUEUE_BYTES
 from tests.stress.office import Office, load
 from tests.support.fake import FakeEngine
@@ -30,7 +30,7 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
     a conversation, and finds both afterwards, from the disk too."""
     order = load(tmp_path, disk_bytes=DISK_BYTES, ram_bytes=RAM_BYTES)
     office = Office(FakeEngine(), order)
-    office.ask(PROMISED, salt=ALICE, preparing=Preparing(pinned=True, ttl_s=None), max_tokens=0)
+    office.ask(PROMISED, salt=ALICE, prepare=Prepare(pinned=True, ttl_s=None), max_tokens=0)
     office.ask(USUAL, salt=ALICE)
     for number in range(PROMPTS):
         flood = [*divmod(number, 900), *range(100, 108)]

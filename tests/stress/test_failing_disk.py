@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.protocol import wire
+from rekindle.protocol.admin import EntryInfo, ShowEntry
+from rekindle.protocol.requests import Names
 from rekindle.runtime.storage import LEAST_QUEUE_BYTES
 from tests.stress.office import Office, load
 from tests.stress.trouble import Trouble
@@ -49,13 +50,13 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twi
     """The kernel may have dropped the pages: a second fsync of the handle would lie."""
     trouble = Trouble(("fsync",), error=errno.EIO)
     office = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
-    reply = office.ask(range(100, 140), naming=wire.Naming(return_cache_key=True))
+    reply = office.ask(range(100, 140), names=Names(return_cache_key=True))
     office.flush()
     assert office.stored_blocks == 0
     key = reply.finished.cache.new_cache_key
     assert key is not None
-    info = office.queries.answer(wire.ShowEntry(key), office.root(), admin=False)
-    assert isinstance(info, wire.EntryInfo)
+    info = office.queries.answer(ShowEntry(key), office.root(), admin=False)
+    assert isinstance(info, EntryInfo)
     assert info.stored_tokens == 0
     trouble.error = None
     office.memory.tick()

@@ -18,7 +18,7 @@ from rekindle.chat.known_prefix import Remembered
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.key import pack, unpack
-from rekindle.protocol.wire import Naming
+from rekindle.protocol.requests import Names
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, NumberTokenizer, Reply
 
@@ -51,7 +51,7 @@ def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
         entry = desk.entries.recall(desk.root(), marked)
         return Remembered(entry.text, unpack(entry.packed)) if entry else None
 
-    return desk.ask(ENCODER.text(text, recall=recall), naming=Naming(session_id=session))
+    return desk.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
 
 
 def converse(desk: Desk, session: str, turns: int) -> str:

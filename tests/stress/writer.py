@@ -19,7 +19,8 @@ from typing import Any
 
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.disk.files import SYSTEM, Calls
-from rekindle.protocol import wire
+from rekindle.protocol.admin import AdminOp, DeleteEntry, PinEntry
+from rekindle.protocol.requests import Names
 from tests.stress.diary import SALTS, Diary, WitnessedDesk
 from tests.support.fake import FakeEngine
 
@@ -64,12 +65,12 @@ class Load:
 
     def _turn(self) -> None:
         salt, tokens = self._pick()
-        naming = wire.Naming(
+        naming = Names(
             session_id=f"session {self._chance.randrange(10)}",
             return_cache_key=self._chance.random() < 0.3,
         )
         exact = self._chance.random() < 0.3
-        reply = self._desk.ask(tokens, salt=salt, naming=naming, exact=exact)
+        reply = self._desk.ask(tokens, salt=salt, names=naming, exact=exact)
         if key := reply.finished.cache.new_cache_key:
             self._keys.append((salt, key))
         longer = [*tokens, *reply.tokens, self._chance.randrange(10, 900)]
@@ -94,9 +95,9 @@ class Load:
             return
         if entry.pinned:
             self._desk.diary.say(unpinning=key)
-        op: wire.CacheOp = wire.PinEntry(key, pinned=not entry.pinned)
+        op: AdminOp = PinEntry(key, pinned=not entry.pinned)
         if self._chance.random() < 0.3:
-            op = wire.DeleteEntry(key)
+            op = DeleteEntry(key)
         with contextlib.suppress(NoRoomForPins):
             self._desk.queries.answer(op, root, admin=False)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.sampling import Sampling
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.input_processor import Intake
 from rekindle.runtime.output_format import Manner
 from tests.support.conversations import CHATML_CONTROL, Letters
@@ -75,10 +74,10 @@ class Agent:
     def step(self, raw: str, *, end: str | None = None, **ask: Any) -> Reply:
         """The model writes `raw`, then its end; with an empty `end` it goes on as it may."""
         self.engine.scripts.append(self.letters.sampled(raw + (self._end if end is None else end)))
-        request = Ask(
+        request = GenerateRequest(
             turn=next(self._ids),
             messages=json.loads(json.dumps(self.history)),
-            sampling=Sampling(temperature=0),
+            sampling=SamplingParams(temperature=0),
             max_tokens=None,
             **{"tools": self._tools, **ask},
         )

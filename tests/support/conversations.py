@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.chat.encode import Encoder
-from rekindle.chat.reply import Argued, Called, Said, Thought
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.sampling import Sampling
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.disk import DiskTier
-from rekindle.protocol.events import CacheReport, Finished
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.events import (
+    ArgumentsDelta,
+    CacheReport,
+    Finished,
+    Reason,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallStart,
+)
+from rekindle.protocol.message import new_call_id
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.input_processor import Intake
-from rekindle.runtime.sessions import Names
+from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
 from tests.support.fake import FakeEngine
 
@@ -101,7 +108,7 @@ class Office:
             self.entries.load(self._disk.folder.ledger.entries())
         vocabulary: Any = self.letters
         self.intake = Intake(abilities, vocabulary, encoder, self.entries, b"secret")
-        self.names = Names(self.entries, store, encoder, lambda _line: None)
+        self.names = Sessions(self.entries, store, encoder, lambda _line: None)
         self._ids = itertools.count(1)
 
     def close(self) -> None:
@@ -110,10 +117,10 @@ class Office:
 
     def ask(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:
         """A request on its way to the engine."""
-        ask = Ask(
+        ask = GenerateRequest(
             turn=next(self._ids),
             messages=json.loads(json.dumps(messages)),
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             max_tokens=None,
             **fields,
         )
@@ -136,15 +143,15 @@ class Office:
         sampled = self.letters.sampled(raw + cut_off)
         turn.tokens += sampled
         turn.packed += pack(sampled)
-        turn.reply.raw.append(raw)
+        turn._raw.append(raw)
         if thought:
-            turn.reply.add(Thought(thought))
-        turn.reply.add(Said(raw if said is None else said))
+            turn.reply.add(ReasoningDelta(thought))
+        turn.reply.add(TextDelta(raw if said is None else said))
         for number, (name, arguments) in enumerate(calls):
-            turn.reply.add(Called(number, name))
-            turn.reply.add(Argued(number, arguments))
+            turn.reply.add(ToolCallStart(number, name, new_call_id()))
+            turn.reply.add(ArgumentsDelta(number, arguments))
         kept = len(turn.tokens)
-        report = CacheReport("miss", "", 0, kept, None)
+        report = CacheReport("miss", Reason.NOT_CACHED, 0, kept, None)
         self.names.remember(turn, Finished(turn.id, "stop", 0, 0, 0.0, report))
         return turn.message
 

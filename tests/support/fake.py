@@ -11,8 +11,9 @@ import numpy as np
 
 from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence, Work
 from rekindle.engine.cells import Cells
-from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.engine.sampling import Sampled
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
+from rekindle.protocol.requests import SamplingParams
 
 CELL_BYTES = 16
 CHECKPOINT_BYTES = 40
@@ -21,7 +22,7 @@ VOCABULARY = 1000
 
 @dataclass
 class FakeSampler:
-    sampling: Sampling
+    sampling: SamplingParams
     constraint: Constraint | None = None
     closed: bool = False
 
@@ -159,7 +160,7 @@ class FakeEngine:
         return cells + checkpoint
 
     def sampler(
-        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
         return FakeSampler(sampling, constraint)
 

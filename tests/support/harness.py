@@ -12,28 +12,27 @@ from typing import Any
 
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.engine.base import Engine
-from rekindle.engine.sampling import Sampling
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.disk import DiskTier, News
-from rekindle.protocol.events import TERMINAL, Event, Finished, Started, Text
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.events import TERMINAL, Delta, Event, Finished, Started, TextDelta
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Names
+from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 SHARED_SALT = b"shared"
 PATIENCE_S = 30.0
 
 
-def _is_shared(ask: Ask) -> bool:
-    return ask.preparing is not None and ask.preparing.shared
+def _is_shared(ask: GenerateRequest) -> bool:
+    return ask.prepare is not None and ask.prepare.shared
 
 
 class NumberTokenizer:
@@ -69,7 +68,11 @@ class Reply:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Text))
+        return "".join(
+            event.part.text
+            for event in self.events
+            if isinstance(event, Delta) and isinstance(event.part, TextDelta)
+        )
 
     @property
     def tokens(self) -> list[int]:
@@ -115,7 +118,7 @@ class Desk:
             self.store.load(self.disk.folder.ledger.blocks())
             self.entries.load(self.disk.folder.ledger.entries())
         self.logs: list[str] = []
-        self.names = Names(
+        self.names = Sessions(
             self.entries,
             self.store,
             encoder or Encoder(tokenizer or NumberTokenizer(), None),
@@ -182,7 +185,7 @@ class Desk:
 
     def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **ask: Any) -> Reply:
         prompt = tokens if isinstance(tokens, Prompt) else Prompt(tuple(tokens), ())
-        request = Ask(
+        request = GenerateRequest(
             turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **ask, "salt": salt}
         )
         turn = Turn(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rekindle.engine.base import Constraint, Sampler
-from rekindle.engine.sampling import Sampling
+from rekindle.protocol.requests import SamplingParams
 from tests.support.fake import VOCABULARY, FakeEngine, FakeSampler
 
 
@@ -41,6 +41,6 @@ class ScriptedEngine(FakeEngine):
     scripts: deque[list[int]] = field(default_factory=deque)
 
     def sampler(
-        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
         return ScriptedSampler(sampling, constraint, line=iter(self.scripts.popleft()))

@@ -1,37 +1,10 @@
-"""A reply taken apart: what is said to the user, what the model wrote for itself, what it calls."""
+"""How a reply is taken apart into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-
-class Said(NamedTuple):
-    """Text for the user."""
-
-    text: str
-
-
-class Thought(NamedTuple):
-    """Text that the model wrote for itself."""
-
-    text: str
-
-
-class Called(NamedTuple):
-    """A call begins; its arguments follow. Calls are counted from 0."""
-
-    call: int
-    name: str
-
-
-class Argued(NamedTuple):
-    """The next piece of the arguments of the call that began last, as JSON text."""
-
-    call: int
-    text: str
-
-
-Part = Said | Thought | Called | Argued
+from rekindle.protocol.events import Part
 
 
 class Parser(Protocol):

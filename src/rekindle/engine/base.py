@@ -9,7 +9,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.requests import SamplingParams
 
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 
@@ -107,7 +108,7 @@ class Engine(Protocol):
         can be had of the sequence's end alone."""
 
     def sampler(
-        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler: ...
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:

@@ -1,18 +1,20 @@
-"""What a turn tells its client, from arrival to exactly one terminal event.
-
-They cross the socket between runtime and front, so each is a msgspec structure.
-"""
+"""What a turn reports, from arrival to exactly one terminal event, and the parts of its reply."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 from msgspec import Struct
 
+from rekindle.protocol.errors import ErrorInfo
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
+# -- the parts of a reply, the same from the parser to the wire ----------------------------------
 
-class TokenLog(Struct, array_like=True):
+
+class TokenLogprob(Struct, array_like=True):
     """One sampled token with its log probability and the best alternatives."""
 
     piece: bytes
@@ -20,8 +22,41 @@ class TokenLog(Struct, array_like=True):
     top: list[tuple[bytes, float]]
 
 
+class TextDelta(Struct, tag=True):
+    """Text for the user that is final: whole characters, no part of a stop string."""
+
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+
+
+class ReasoningDelta(Struct, tag=True):
+    """Text that the model wrote for itself."""
+
+    text: str
+
+
+class ToolCallStart(Struct, tag=True):
+    """The model calls a function; the arguments follow. `index` counts the reply's calls from 0."""
+
+    index: int
+    name: str
+    id: str = ""
+
+
+class ArgumentsDelta(Struct, tag=True):
+    """The next piece of a call's arguments, which are JSON."""
+
+    index: int
+    text: str
+
+
+Part = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
+
+# -- what was reused -----------------------------------------------------------------------------
+
+
 class Divergence(Struct):
-    """Where a request leaves the state it was compared with, in words of both sides."""
+    """Where a request differs from the state it was compared with, in words of both sides."""
 
     message: int | None  # of the request; None where messages cannot be told apart
     role: str | None
@@ -32,18 +67,41 @@ class Divergence(Struct):
 Status = Literal["hit", "partial_hit", "miss"]
 
 
+class Reason(StrEnum):
+    """Why as much was reused as was, and not more."""
+
+    FULL_MATCH = "full_match"
+    NOT_CACHED = "not_cached"
+    OPTED_OUT = "opted_out"  # the request asked for no reuse
+    CACHE_KEY_NOT_FOUND = "cache_key_not_found"
+    EXPIRED = "expired"
+    MODEL_MISMATCH = "model_mismatch"  # the key is another loaded model's
+    SYSTEM_CHANGED = "system_changed"
+    TOOLS_CHANGED = "tools_changed"
+    TURN_CHANGED = "turn_changed"
+    PREFIX_CHANGED = "prefix_changed"  # of a prompt without messages
+    REQUEST_SHORTER = "request_shorter"  # than the entry it names
+    EVICTED = "evicted"
+    CORRUPT = "corrupt"  # stored state was damaged and is computed again
+    EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses whole canonical steps only
+    CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes at checkpoints only
+
+
 class CacheReport(Struct):
     """What was really reused, and why not more. `reused_tokens` were not computed."""
 
     status: Status
-    reason: str
+    reason: Reason
     reused_tokens: int
     cached_tokens: int  # tokens of this turn that are now kept for a later one
-    tier: str | None  # the slowest the reused state came from: "device", "ram", "disk", or none
+    tier: str | None  # the slowest tier that the reused state came from
     cache_key: str | None = None  # of the entry that a name in the request stands for
     new_cache_key: str | None = None  # of this turn's own entry, when it was asked for
     diverged_at: Divergence | None = None
     normalised: list[str] = []  # what was changed in the request so that more of it matched
+
+
+# -- events --------------------------------------------------------------------------------------
 
 
 class Started(Struct, tag=True):
@@ -62,36 +120,11 @@ class Prefill(Struct, tag=True):
     prompt_tokens: int
 
 
-class Text(Struct, tag=True):
-    """Text that is final: whole characters, no part of a stop string."""
+class Delta(Struct, tag=True):
+    """The next part of the reply."""
 
     turn: int
-    text: str
-    logs: list[TokenLog] | None = None
-
-
-class Reasoning(Struct, tag=True):
-    """Text that the model wrote for itself."""
-
-    turn: int
-    text: str
-
-
-class CallBegun(Struct, tag=True):
-    """The model calls a function; the arguments follow. `index` counts the reply's calls."""
-
-    turn: int
-    index: int
-    id: str
-    name: str
-
-
-class CallArguments(Struct, tag=True):
-    """The next piece of a call's arguments, which are JSON."""
-
-    turn: int
-    index: int
-    text: str
+    part: Part
 
 
 class Finished(Struct, tag=True):
@@ -107,18 +140,12 @@ class Finished(Struct, tag=True):
 
 class Failed(Struct, tag=True):
     turn: int
-    status: int
-    kind: str
-    code: str | None
-    message: str
-    param: str | None
+    error: ErrorInfo
 
 
 class Cancelled(Struct, tag=True):
     turn: int
 
 
-Event = (
-    Started | Prefill | Text | Reasoning | CallBegun | CallArguments | Finished | Failed | Cancelled
-)
+Event = Started | Prefill | Delta | Finished | Failed | Cancelled
 TERMINAL = (Finished, Failed, Cancelled)

@@ -16,19 +16,39 @@ from rekindle.kvcache.entries import Draft, Entries, Entry
 from rekindle.kvcache.handles import Head
 from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
-from rekindle.protocol import wire
-from rekindle.protocol.events import Status
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminResult,
+    CollectExpired,
+    DeleteEntry,
+    EntryInfo,
+    EntryList,
+    EntryName,
+    GetStats,
+    IndexPrompt,
+    ListEntries,
+    PinEntry,
+    Removed,
+    RemoveOld,
+    RemoveSession,
+    Segment,
+    ShowEntry,
+    Stats,
+    Validate,
+    Validation,
+)
+from rekindle.protocol.events import Reason, Status
 from rekindle.runtime.kv_manager import Device
-from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Names
+from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
 
-Reply = Callable[[wire.CacheAnswer], None]
+Reply = Callable[[AdminResult], None]
 
 
 class Queries:
     """Called by the engine's thread. `root` is the asking tenant's, None that of the admin."""
 
     def __init__(
-        self, entries: Entries, store: Store, device: Device, names: Names, clock: Clock
+        self, entries: Entries, store: Store, device: Device, names: Sessions, clock: Clock
     ) -> None:
         self._entries = entries
         self._store = store
@@ -37,25 +57,25 @@ class Queries:
         self._clock = clock
         self.disk_state = "off"  # of a runtime without a disk tier: why it has none
 
-    def answer(self, op: wire.CacheOp, root: bytes, *, admin: bool) -> wire.CacheAnswer:
+    def answer(self, op: AdminOp, root: bytes, *, admin: bool) -> AdminResult:
         """All but Settle, which takes its time, and what needs a prompt encoded first."""
         view = None if admin else root
         match op:
-            case wire.ListEntries():
-                return wire.Listing([self.info(entry) for entry in self._entries.of(view)])
-            case wire.ShowEntry(key):
+            case ListEntries():
+                return EntryList([self.info(entry) for entry in self._entries.of(view)])
+            case ShowEntry(key):
                 return self.info(self.find(view, key))
-            case wire.GetStats():
+            case GetStats():
                 return self._stats(view)
-            case wire.DeleteEntry(key):
+            case DeleteEntry(key):
                 return self._remove([self.find(view, key)])
-            case wire.PinEntry(key, pinned):
+            case PinEntry(key, pinned):
                 return self._pin(self.find(view, key), pinned=pinned)
-            case wire.Collect():
-                return wire.Removed(*self._entries.collect(view))
-            case wire.RemoveSession(name):
+            case CollectExpired():
+                return Removed(*self._entries.collect(view))
+            case RemoveSession(name):
                 return self._remove(self._named(view, name))
-            case wire.RemoveOld(seconds):
+            case RemoveOld(seconds):
                 return self._remove(self._entries.older(view, seconds))
         raise BadRequest(f"{type(op).__name__} cannot be answered here")
 
@@ -83,10 +103,10 @@ class Queries:
             )
         return found
 
-    def _remove(self, entries: list[Entry]) -> wire.Removed:
-        return wire.Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
+    def _remove(self, entries: list[Entry]) -> Removed:
+        return Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
 
-    def _pin(self, entry: Entry, *, pinned: bool) -> wire.EntryInfo:
+    def _pin(self, entry: Entry, *, pinned: bool) -> EntryInfo:
         if pinned and not entry.pinned:
             self._names.check_pin(entry)
             self._entries.pin(entry)
@@ -98,10 +118,10 @@ class Queries:
 
     # -- prompts -------------------------------------------------------------------------------
 
-    def index(self, op: wire.IndexPrompt, root: bytes, prompt: Prompt) -> wire.EntryInfo:
+    def index(self, op: IndexPrompt, root: bytes, prompt: Prompt) -> EntryInfo:
         """An entry that knows its tokens before any of them is computed."""
         packed = pack(prompt.tokens)
-        if op.preparing.pinned:
+        if op.prepare.pinned:
             self._names.check_pin(Head(root, packed))
         entry = self._entries.remember(
             Draft(
@@ -109,9 +129,9 @@ class Queries:
                 packed=packed,
                 text=prompt.marked,
                 segments=segments(op.messages, op.tools),
-                ttl_s=op.preparing.ttl_s,
+                ttl_s=op.prepare.ttl_s,
                 keyed=True,
-                pinned=op.preparing.pinned,
+                pinned=op.prepare.pinned,
                 is_computed=False,
             )
         )
@@ -119,15 +139,13 @@ class Queries:
             raise BadRequest("the prompt is too long to be remembered", param="messages")
         return self.info(entry)
 
-    def validate(self, op: wire.Validate, root: bytes, prompt: Prompt) -> wire.Validity:
+    def validate(self, op: Validate, root: bytes, prompt: Prompt) -> Validation:
         """Would this request hit? Nothing is touched, nothing counted."""
         entry = self._entries.by_key(root, op.cache_key)
         if entry is None:
             expired = self._entries.has_expired(root, op.cache_key)
-            reason = "expired" if expired else "cache_key_not_found"
-            return wire.Validity(
-                status="miss", reusable_tokens=0, invalidated_at=None, reason=reason
-            )
+            reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
+            return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
         told = self._names.compare(entry, prompt, op.messages, op.tools)
         packed = pack(prompt.tokens[:-1])
         stored = self._device.reusable_tokens(root, packed)
@@ -135,11 +153,13 @@ class Queries:
         short = told.covers and stored < told.common_tokens - 1
         evicted = self._device.equal_tokens(root, packed) < told.common_tokens - 1
         status: Status = "hit" if told.covers and not short else "partial_hit"
-        return wire.Validity(
+        return Validation(
             status=status if reusable else "miss",
             reusable_tokens=reusable,
             invalidated_at=told.changed,
-            reason=("evicted" if evicted else "checkpoint_boundary") if short else told.reason,
+            reason=(Reason.EVICTED if evicted else Reason.CHECKPOINT_BOUNDARY)
+            if short
+            else told.reason,
             diverged_at=told.diverged_at,
         )
 
@@ -158,14 +178,14 @@ class Queries:
 
     # -- words ---------------------------------------------------------------------------------
 
-    def info(self, entry: Entry) -> wire.EntryInfo:
+    def info(self, entry: Entry) -> EntryInfo:
         blocks, ends = list(chain(entry.block)), list(self._device.ends(entry))
         at_hand = all(self._store.get(block) is not None for block in blocks)
         left_s = entry.expires_in_s(self._clock)
         tokens = entry.tokens
-        return wire.EntryInfo(
+        return EntryInfo(
             cache_key=entry.key,
-            segments=[wire.Segment(*segment) for segment in entry.segments],
+            segments=[Segment(*segment) for segment in entry.segments],
             token_count=tokens,
             tier=("ram" if at_hand else "disk") if blocks else None,
             size_bytes=sum(block.size_bytes for block in blocks),
@@ -177,11 +197,11 @@ class Queries:
             created_at=entry.created_at,
             last_used=entry.last_used_at,
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
-            names=[wire.NameInfo(kind, name) for kind, name in sorted(entry.names)],
+            names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
             tenant=blake3(entry.root).hexdigest()[:12],
         )
 
-    def _stats(self, view: bytes | None) -> wire.Stats:
+    def _stats(self, view: bytes | None) -> Stats:
         entries = [self.info(entry) for entry in self._entries.of(view)]
         blocks = [block for block in self._store if view in (None, block.root)]
         turns: Counter[Status] = Counter()
@@ -189,7 +209,7 @@ class Queries:
             if view in (None, root):
                 turns += counts
         ram, disk = self._store.held_bytes(view)
-        stats = wire.Stats(
+        stats = Stats(
             entries=len(entries),
             pinned_entries=sum(entry.pinned for entry in entries),
             by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
@@ -206,7 +226,7 @@ class Queries:
             self._add_totals(stats)
         return stats
 
-    def _add_totals(self, stats: wire.Stats) -> None:
+    def _add_totals(self, stats: Stats) -> None:
         stats.ram_limit_bytes = self._store.limit_bytes
         stats.computed_tokens = self._device.counts.computed_tokens
         stats.reused_tokens = self._device.counts.reused_tokens

@@ -18,7 +18,8 @@ from rekindle.engine.llamacpp.tokenizer import Vocabulary
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
-from rekindle.protocol import wire
+from rekindle.protocol.admin import IndexPrompt, Validate
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.output_format import Manner
 from rekindle.runtime.replay import History
 from rekindle.runtime.turn import Turn
@@ -62,7 +63,7 @@ class Intake:
         abilities = self._abilities
         return namespace(abilities.fingerprint, salt, abilities.block_tokens, self._secret)
 
-    def turn(self, ask: wire.Ask) -> Turn:
+    def turn(self, ask: GenerateRequest) -> Turn:
         vocabulary = self._vocabulary
         if any(token >= vocabulary.size for token in ask.sampling.logit_bias):
             raise BadRequest(
@@ -90,13 +91,13 @@ class Intake:
             turn.keys, turn.told = keys, Told(ask.messages, ask.tools)
         return turn
 
-    def _prompt(self, ask: wire.Ask) -> Read:
+    def _prompt(self, ask: GenerateRequest) -> Read:
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
         recalls = ask.reuse and not ask.exact
         if ask.messages is not None:
             changes = self._settle(ask)
             kwargs = ask.template_kwargs
-            if ask.preparing is not None:
+            if ask.prepare is not None:
                 return Read(self._prefix(ask.messages, ask.tools, kwargs), changes)
             root = self.root(ask.salt) if recalls else None
             prompt, more, keys = self._chat(ask.messages, ask.tools, kwargs, root)
@@ -111,7 +112,7 @@ class Intake:
             return Read(self._encoder.text(ask.prompt, recall=recall), [])
         return Read(self._given(ask.prompt), [])
 
-    def _settle(self, about: wire.Ask | wire.Validate | wire.IndexPrompt) -> list[str]:
+    def _settle(self, about: GenerateRequest | Validate | IndexPrompt) -> list[str]:
         """Take out of a request what changes without meaning; the names of what was found."""
         assert about.messages is not None
         if not about.normalise:
@@ -178,16 +179,16 @@ class Intake:
             raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
         return Prompt(tuple(tokens), boundaries=())
 
-    def prompt_about(self, op: wire.Validate | wire.IndexPrompt, salt: bytes) -> Prompt:
+    def prompt_about(self, op: Validate | IndexPrompt, salt: bytes) -> Prompt:
         """The prompt that a question about the cache is about."""
         self._settle(op)
-        if isinstance(op, wire.IndexPrompt):
+        if isinstance(op, IndexPrompt):
             return self._prefix(op.messages, op.tools, {})
         return self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt)).prompt
 
 
-def _salt(ask: wire.Ask) -> bytes:
-    return SHARED_SALT if ask.preparing is not None and ask.preparing.shared else ask.salt
+def _salt(ask: GenerateRequest) -> bytes:
+    return SHARED_SALT if ask.prepare is not None and ask.prepare.shared else ask.salt
 
 
 def _characters(value: object) -> int:

@@ -24,7 +24,7 @@ from rekindle.kvcache.plan import (
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import Blob
 from rekindle.kvcache.tree import Match
-from rekindle.protocol.events import CacheReport
+from rekindle.protocol.events import CacheReport, Reason
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.offload import Counts, Keeper, Resident
 from rekindle.runtime.turn import Kept, Turn
@@ -105,7 +105,7 @@ class Device:
             return True
         if not turn.fetch.bad:
             return False
-        turn.trouble = turn.trouble or "corrupt"
+        turn.trouble = turn.trouble or Reason.CORRUPT
         return any(self._blob(block, turn) is None for block in plan.blocks)
 
     def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
@@ -199,7 +199,7 @@ class Device:
             restored.append(block)
         if turn.fetch is not None:
             if turn.fetch.bad:
-                turn.trouble = turn.trouble or "corrupt"
+                turn.trouble = turn.trouble or Reason.CORRUPT
             turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
         whole = [block for block in restored if block.stop <= plan.reused_tokens]
         self._store.use(whole, turn.wish)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from rekindle.protocol.events import TokenLog
+from rekindle.protocol.events import TokenLogprob
 
 
-class Logs:
+class LogprobBuffer:
     """They wait: a token may turn out to be thought, part of a call, or a marker."""
 
     def __init__(self) -> None:
-        self._waiting: list[TokenLog] = []
+        self._waiting: list[TokenLogprob] = []
         self._after_marker = 0  # of those that wait, the first after a marker
 
-    def add(self, log: TokenLog, *, marker: bool) -> None:
+    def add(self, log: TokenLogprob, *, marker: bool) -> None:
         self._waiting.append(log)
         if marker:
             self._after_marker = len(self._waiting)
@@ -23,10 +23,10 @@ class Logs:
         """None of them was said."""
         self._take(len(self._waiting))
 
-    def all(self) -> list[TokenLog]:
+    def all(self) -> list[TokenLogprob]:
         return self._take(len(self._waiting))
 
-    def of(self, text: str) -> list[TokenLog]:
+    def of(self, text: str) -> list[TokenLogprob]:
         """Those that wrote this text; what comes before it was not said, what comes after waits."""
         first = self._first(text)
         pieces = [log.piece for log in self._waiting[first:]]
@@ -45,7 +45,7 @@ class Logs:
         is_said = at > 0 and self._waiting[at - 1].piece in text.encode(errors="replace")
         return 0 if is_said else at
 
-    def _take(self, count: int) -> list[TokenLog]:
+    def _take(self, count: int) -> list[TokenLogprob]:
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         self._after_marker = max(0, self._after_marker - count)
         return taken

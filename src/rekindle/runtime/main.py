@@ -26,16 +26,36 @@ from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import RekindleError, ServerError, TemplateFailed
 from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
 from rekindle.kvcache.tiers.disk import Fetched, News
-from rekindle.protocol import wire
-from rekindle.protocol.events import Event
+from rekindle.protocol.admin import (
+    AdminReply,
+    AdminRequest,
+    AdminResult,
+    Flush,
+    IndexPrompt,
+    Stats,
+    Validate,
+)
+from rekindle.protocol.events import Event, Failed
+from rekindle.protocol.frames import (
+    Events,
+    LoadFailed,
+    Loading,
+    LogLine,
+    Ready,
+    ToFront,
+    ToRuntime,
+    frame,
+    receive,
+)
+from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.input_processor import SHARED_SALT, Intake
 from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.output_format import Manner
 from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Names
+from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Memory
-from rekindle.runtime.turn import Turn, failure
+from rekindle.runtime.turn import Turn
 
 ENCODER_THREADS = 2
 TICK_S = 60.0
@@ -56,7 +76,7 @@ class _Refused:
 class _Encoded:
     """A question about the cache whose prompt has been encoded."""
 
-    query: wire.Query
+    query: AdminRequest
     prompt: Prompt
 
 
@@ -64,17 +84,15 @@ class _Tick:
     """A minute has gone by."""
 
 
-_Message = (
-    _Arrived | _Refused | Turn | wire.Cancel | wire.Query | _Encoded | _Tick | News | wire.Stop
-)
+_Message = _Arrived | _Refused | Turn | Cancel | AdminRequest | _Encoded | _Tick | News | Stop
 
 
 class Worker:
     """Answers turns until the front hangs up."""
 
-    def __init__(self, load: wire.Load, sock: socket.socket) -> None:
+    def __init__(self, load: LoadModel, sock: socket.socket) -> None:
         self._sock = sock
-        self._outbox: SimpleQueue[wire.ToFront | None] = SimpleQueue()
+        self._outbox: SimpleQueue[ToFront | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -98,7 +116,7 @@ class Worker:
         self._intake = Intake(
             abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
         )
-        self._names = Names(
+        self._names = Sessions(
             entries,
             self._memory.store,
             encoder,
@@ -124,8 +142,8 @@ class Worker:
         )
         self._queries.disk_state = self._memory.trouble
 
-    def ready(self) -> wire.Ready:
-        return wire.Ready(
+    def ready(self) -> Ready:
+        return Ready(
             context_tokens=self._abilities.context_tokens,
             pool_tokens=self._abilities.pool_tokens,
             has_template=self._engine.chat_template is not None,
@@ -133,7 +151,7 @@ class Worker:
 
     # -- out -----------------------------------------------------------------------------------
 
-    def send(self, message: wire.ToFront) -> None:
+    def send(self, message: ToFront) -> None:
         """Leave the message to the writer. Sending it here would wake the front, which then takes
         the core from us between two steps; the writer runs while the engine computes."""
         self._outbox.put(message)
@@ -142,37 +160,37 @@ class Worker:
         """The writer thread; a front that is gone is noticed by the reader."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while (message := self._outbox.get()) is not None:
-                self._sock.sendall(wire.frame(message))
+                self._sock.sendall(frame(message))
 
     def _emit(self, events: list[Event]) -> None:
-        self.send(wire.Events(events))
+        self.send(Events(events))
 
     def _log(self, text: str) -> None:
-        self.send(wire.Note("info", text))
+        self.send(LogLine("info", text))
 
     def _on_progress(self, fraction: float) -> None:
-        self.send(wire.Loading(fraction))
+        self.send(Loading(fraction))
 
     # -- in ------------------------------------------------------------------------------------
 
-    def read(self, messages: Iterator[wire.ToRuntime]) -> None:
+    def read(self, messages: Iterator[ToRuntime]) -> None:
         """The reader thread."""
         encoders = ThreadPoolExecutor(ENCODER_THREADS, "encoder")
         try:
             for message in messages:
-                if isinstance(message, wire.Ask):
+                if isinstance(message, GenerateRequest):
                     self._inbox.put(_Arrived(message.turn))
                     encoders.submit(self._encode, message)
-                elif isinstance(message, wire.Query) and isinstance(
-                    message.op, wire.Validate | wire.IndexPrompt
+                elif isinstance(message, AdminRequest) and isinstance(
+                    message.op, Validate | IndexPrompt
                 ):
                     encoders.submit(self._encode_query, message)
-                elif isinstance(message, wire.Query | wire.Cancel | wire.Stop):
+                elif isinstance(message, AdminRequest | Cancel | Stop):
                     self._inbox.put(message)
         finally:
-            self._inbox.put(wire.Stop())  # a runtime that cannot hear must not go on
+            self._inbox.put(Stop())  # a runtime that cannot hear must not go on
 
-    def _encode(self, ask: wire.Ask) -> None:
+    def _encode(self, ask: GenerateRequest) -> None:
         """An encoder thread: the request as a turn, or its refusal."""
         try:
             self._inbox.put(self._intake.turn(ask))
@@ -181,24 +199,27 @@ class Worker:
         except Exception as error:
             self._refuse(ask, ServerError(f"encoding the prompt failed: {error!r}"))
 
-    def _encode_query(self, query: wire.Query) -> None:
+    def _encode_query(self, query: AdminRequest) -> None:
         """An encoder thread: the prompt that a question is about."""
         op = query.op
-        assert isinstance(op, wire.Validate | wire.IndexPrompt)
+        assert isinstance(op, Validate | IndexPrompt)
         try:
             prompt = self._intake.prompt_about(op, query.salt)
         except ServerError as error:
-            self._answer(query, _refused(error))
+            self._refuse_admin(query, error)
         except Exception as error:
-            self._answer(query, _refused(ServerError(f"encoding the prompt failed: {error!r}")))
+            self._refuse_admin(query, ServerError(f"encoding the prompt failed: {error!r}"))
         else:
             self._inbox.put(_Encoded(query, prompt))
 
-    def _answer(self, query: wire.Query, answer: wire.CacheAnswer) -> None:
-        self.send(wire.Answer(query.id, answer))
+    def _answer(self, query: AdminRequest, answer: AdminResult) -> None:
+        self.send(AdminReply(query.id, answer))
 
-    def _refuse(self, ask: wire.Ask, error: ServerError) -> None:
-        self._emit([failure(ask.turn, error)])
+    def _refuse_admin(self, query: AdminRequest, error: ServerError) -> None:
+        self.send(AdminReply(query.id, error=error.info))
+
+    def _refuse(self, ask: GenerateRequest, error: ServerError) -> None:
+        self._emit([Failed(ask.turn, error.info)])
         self._inbox.put(_Refused(ask.turn))
 
     # -- the engine's thread -------------------------------------------------------------------
@@ -208,7 +229,7 @@ class Worker:
         busy = True
         while True:
             for message in self._messages(wait=not busy):
-                if isinstance(message, wire.Stop):
+                if isinstance(message, Stop):
                     return
                 self._handle(message)
             busy = self._scheduler.step()
@@ -228,14 +249,14 @@ class Worker:
             case _Refused(turn):
                 self._encoding.discard(turn)
                 self._doomed.discard(turn)
-            case wire.Cancel(turn):
+            case Cancel(turn):
                 if turn in self._encoding:
                     self._doomed.add(turn)
                 else:
                     self._scheduler.cancel(turn)
             case Turn():
                 self._submit(message)
-            case wire.Query() | _Encoded():
+            case AdminRequest() | _Encoded():
                 self._inform(message)
             case _Tick():
                 self._memory.tick()
@@ -255,33 +276,33 @@ class Worker:
             self._doomed.discard(turn.id)
             self._scheduler.cancel(turn.id)
 
-    def _inform(self, asked: wire.Query | _Encoded) -> None:
+    def _inform(self, asked: AdminRequest | _Encoded) -> None:
         """Answer a question about the cache."""
         query = asked.query if isinstance(asked, _Encoded) else asked
         try:
             if answer := self._find_answer(query, asked):
                 self._answer(query, answer)
         except ServerError as error:
-            self._answer(query, _refused(error))
+            self._refuse_admin(query, error)
         except Exception as error:  # a question must not cost the turns that are running
-            self.send(wire.Note("error", f"a question about the cache failed: {error!r}"))
-            self._answer(query, _refused(ServerError("the question failed; see the log")))
+            self.send(LogLine("error", f"a question about the cache failed: {error!r}"))
+            self._refuse_admin(query, ServerError("the question failed; see the log"))
 
     def _find_answer(
-        self, query: wire.Query, asked: wire.Query | _Encoded
-    ) -> wire.CacheAnswer | None:
+        self, query: AdminRequest, asked: AdminRequest | _Encoded
+    ) -> AdminResult | None:
         op, root = query.op, self._intake.root(query.salt)
-        if isinstance(op, wire.Settle):
+        if isinstance(op, Flush):
             view = None if query.admin else root
             self._queries.settle(op.cache_key, view, lambda info: self._answer(query, info))
             return None  # it answers when the disk has
         if isinstance(asked, _Encoded):
-            if isinstance(op, wire.Validate):
+            if isinstance(op, Validate):
                 return self._queries.validate(op, root, asked.prompt)
-            assert isinstance(op, wire.IndexPrompt)
+            assert isinstance(op, IndexPrompt)
             return self._queries.index(op, root, asked.prompt)
         answer = self._queries.answer(op, root, admin=query.admin)
-        if isinstance(answer, wire.Stats) and query.admin:
+        if isinstance(answer, Stats) and query.admin:
             answer.turns = self._scheduler.turns
         return answer
 
@@ -299,10 +320,6 @@ class Worker:
         self._outbox.put(None)
         self._writer.join()
         self._engine.close()
-
-
-def _refused(error: ServerError) -> wire.Refused:
-    return wire.Refused(error.status, error.kind, error.code, str(error), error.param)
 
 
 def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
@@ -326,7 +343,7 @@ def _own_format(template: ChatTemplate | None) -> str | None:
     return FALLBACK if template is not None and not template.shows_tools else None
 
 
-def _options(load: wire.Load) -> LlamaCppOptions:
+def _options(load: LoadModel) -> LlamaCppOptions:
     return LlamaCppOptions(
         path=Path(load.path),
         parallel=load.parallel,
@@ -343,13 +360,13 @@ def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # the front decides when we end: when it says
         signal.signal(stop, signal.SIG_IGN)  # so, or by hanging up
     sock = socket.socket(fileno=int(sys.argv[1]))
-    messages = wire.receive(sock)
+    messages = receive(sock)
     load = next(messages)
-    assert isinstance(load, wire.Load)
+    assert isinstance(load, LoadModel)
     try:
         worker = Worker(load, sock)
     except RekindleError as error:
-        sock.sendall(wire.frame(wire.LoadFailed(str(error))))
+        sock.sendall(frame(LoadFailed(str(error))))
         return
     worker.send(worker.ready())
     threading.Thread(target=worker.read, args=(messages,), daemon=True).start()

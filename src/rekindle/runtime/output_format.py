@@ -15,7 +15,7 @@ from rekindle.chat.tools.registry import Format, choose, opened
 from rekindle.engine.base import Constraint
 from rekindle.engine.llamacpp.tokenizer import Vocabulary
 from rekindle.errors import ModelError
-from rekindle.protocol import wire
+from rekindle.protocol.requests import GenerateRequest
 
 SEEN_BYTES = 4096  # of a prompt's end: a thought that it opens is in its last words
 
@@ -53,9 +53,9 @@ class Manner:
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._control[text] for text in texts if text in self._control)
 
-    def rules(self, ask: wire.Ask, prompt: Prompt) -> Rules:
+    def rules(self, ask: GenerateRequest, prompt: Prompt) -> Rules:
         """Raises BadRequest for a schema that cannot be enforced."""
-        if ask.messages is None or ask.preparing is not None:
+        if ask.messages is None or ask.prepare is not None:
             return Rules()
         end = unmark(prompt.marked[-SEEN_BYTES:]).decode(errors="ignore")
         is_open = opened(self.format, end)
@@ -67,17 +67,21 @@ class Manner:
         parser = self.format.parser(ask.tools or [], calls=calls, opened=is_open)
         return Rules(parser, self._shown, constraint)
 
-    def _grammar(self, ask: wire.Ask, *, calls: bool, is_open: bool) -> Grammar | None:
+    def _grammar(self, ask: GenerateRequest, *, calls: bool, is_open: bool) -> Grammar | None:
         name, thought, control = self.format.name, self.format.thought, self._control
         if not calls:
-            if ask.structure is None:
+            if ask.structured_output is None:
                 return None
             return answer_grammar(
-                name, ask.structure.schema, thought=thought, opened=is_open, control=control
+                name, ask.structured_output.schema, thought=thought, opened=is_open, control=control
             )
         answer = None
-        if ask.structure is not None:
-            answer = {"type": "object"} if ask.structure.schema is None else ask.structure.schema
+        if ask.structured_output is not None:
+            answer = (
+                {"type": "object"}
+                if ask.structured_output.schema is None
+                else ask.structured_output.schema
+            )
         return calls_grammar(
             name,
             ask.tools or [],

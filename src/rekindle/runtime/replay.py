@@ -152,7 +152,7 @@ def replies_after(
     messages, marked = turn.ask.messages or [], turn.prompt.marked
     if not messages or not marked:
         return (), None
-    is_said = turn.ask.preparing is None
+    is_said = turn.ask.prepare is None
     keys = turn.keys or Keys(messages)
     earlier, before = History(entries, turn.namespace, messages, keys).carried(text, packed)
     if is_said:

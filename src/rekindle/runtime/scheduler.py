@@ -123,7 +123,7 @@ class Scheduler:
         if not turn.started:
             turn.started = True
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
-            if turn.ask.preparing is None:
+            if turn.ask.prepare is None:
                 turn.sampler = self._engine.sampler(
                     turn.ask.sampling, turn.prompt.tokens, turn.constraint
                 )
@@ -231,7 +231,7 @@ class Scheduler:
         if sampled is not None:
             news = turn.accept(sampled)
         else:
-            news = turn.prepared() if turn.ask.preparing else []
+            news = turn.prepared() if turn.ask.prepare else []
         if news and isinstance(news[-1], Finished):
             self._remember(turn, news[-1])
         return news

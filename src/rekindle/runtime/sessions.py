@@ -23,8 +23,8 @@ from rekindle.kvcache.entries import Draft, Entries, Entry, Name
 from rekindle.kvcache.handles import Head
 from rekindle.kvcache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.kvcache.store import Store
-from rekindle.protocol.events import CacheReport, Divergence, Finished, Status
-from rekindle.protocol.wire import Naming, WritePolicy
+from rekindle.protocol.events import CacheReport, Divergence, Finished, Reason, Status
+from rekindle.protocol.requests import Names, WritePolicy
 from rekindle.runtime.kv_manager import Outcome
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.turn import Turn
@@ -48,7 +48,7 @@ class Comparison:
     common_tokens: int
     covers: bool  # the request goes on from the whole entry
     shorter: bool  # the entry goes on from the whole request
-    reason: str
+    reason: Reason
     changed: str | None
     diverged_at: Divergence | None
 
@@ -63,7 +63,7 @@ class Reached:
     end_tokens: int = 0  # up to the end of the reply, when they are all of it and no more
 
 
-class Names:
+class Sessions:
     """Called by the engine's thread."""
 
     def __init__(
@@ -94,11 +94,11 @@ class Names:
     def meet(self, turn: Turn) -> None:
         """Find the entry that the request names; raises NoRoomForPins."""
         turn.wish = self._wish(turn)
-        if preparing := turn.ask.preparing:
+        if preparing := turn.ask.prepare:
             if preparing.pinned:
                 self.check_pin(Head(turn.namespace, bytes(turn.packed)))
             return
-        naming = turn.ask.naming
+        naming = turn.ask.names
         if naming is None or not turn.ask.reuse:
             return
         if naming.cache_key is not None:
@@ -111,22 +111,22 @@ class Names:
         if turn.named is not None:
             self._entries.touch(turn.named)
 
-    def _missing(self, root: bytes, key: str) -> str:
+    def _missing(self, root: bytes, key: str) -> Reason:
         if not self._entries.has_expired(root, key):
-            return "cache_key_not_found"
+            return Reason.CACHE_KEY_NOT_FOUND
         self._entries.collect(root)
-        return "expired"
+        return Reason.EXPIRED
 
-    def _proposed(self, root: bytes, naming: Naming) -> Entry | None:
+    def _proposed(self, root: bytes, naming: Names) -> Entry | None:
         """The entry of the first known name but the key."""
         found = (self._entries.by_name(root, name) for name in _proposals(naming))
         return next((entry for entry in found if entry is not None), None)
 
     def _wish(self, turn: Turn) -> Wish:
-        naming = turn.ask.naming
+        naming = turn.ask.names
         if naming is not None and naming.in_memory:
             return Wish.NEVER
-        if self._policy == "always" or turn.ask.preparing is not None:
+        if self._policy == "always" or turn.ask.prepare is not None:
             return Wish.SOON
         if self._policy == "named":
             return Wish.SOON if naming is not None and _is_named(naming) else Wish.NEVER
@@ -174,27 +174,27 @@ class Names:
         """A truthful word on what was reused and why not more."""
         report = self._judge(turn, outcome)
         report.normalised = list(turn.normalised)
-        if turn.ask.preparing is None:
+        if turn.ask.prepare is None:
             self.counts.setdefault(turn.namespace, Counter())[report.status] += 1
         return report
 
     def _judge(self, turn: Turn, outcome: Outcome) -> CacheReport:
         reused, tier = outcome.reused_tokens, outcome.tier
-        if turn.trouble in ("cache_key_not_found", "expired"):
+        if turn.trouble in (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED):
             return CacheReport("miss", turn.trouble, reused, 0, tier)
         if turn.named is not None:
             return self._judge_named(turn, turn.named, outcome)
         plan = outcome.plan
         if reused == 0:
             short = turn.trouble is None and self._falls_short(outcome)
-            reason = "checkpoint_boundary" if short else _why_nothing(turn, outcome)
+            reason = Reason.CHECKPOINT_BOUNDARY if short else _why_nothing(turn, outcome)
             return CacheReport("miss", reason, 0, 0, None)
         if turn.trouble is not None:
             return CacheReport("partial_hit", turn.trouble, reused, 0, tier)
         if self._falls_short(outcome):
-            return CacheReport("partial_hit", "checkpoint_boundary", reused, 0, tier)
+            return CacheReport("partial_hit", Reason.CHECKPOINT_BOUNDARY, reused, 0, tier)
         if not plan.diverged:
-            return CacheReport("hit", "full_match", reused, 0, tier)
+            return CacheReport("hit", Reason.FULL_MATCH, reused, 0, tier)
         return CacheReport(
             "partial_hit", _changed(turn.prompt, plan.matched_tokens), reused, 0, tier
         )
@@ -211,16 +211,16 @@ class Names:
         wanted = min(told.common_tokens, turn.prompt_tokens - 1)
         short = wanted - reused > 1  # the last token of a reply was sampled, not computed
         if not short and told.covers:
-            return CacheReport("hit", "full_match", reused, 0, tier, cache_key=entry.key)
+            return CacheReport("hit", Reason.FULL_MATCH, reused, 0, tier, cache_key=entry.key)
         reason = told.reason
         if turn.trouble is not None:
             reason = turn.trouble
         elif told.covers and turn.ask.exact:
-            reason = "exact_boundary"
+            reason = Reason.EXACT_BOUNDARY
         elif told.covers and self._falls_short(outcome):
-            reason = "checkpoint_boundary"
+            reason = Reason.CHECKPOINT_BOUNDARY
         elif told.covers:
-            reason = "evicted" if entry.was_computed else "not_cached"
+            reason = Reason.EVICTED if entry.was_computed else Reason.NOT_CACHED
         status: Status = "partial_hit" if reused else "miss"
         return CacheReport(
             status,
@@ -244,7 +244,7 @@ class Names:
                 common_tokens=common,
                 covers=True,
                 shorter=False,
-                reason="full_match",
+                reason=Reason.FULL_MATCH,
                 changed=None,
                 diverged_at=None,
             )
@@ -256,7 +256,7 @@ class Names:
             common_tokens=common,
             covers=False,
             shorter=shorter,
-            reason="request_shorter" if shorter else _reason(changed, prompt, common),
+            reason=Reason.REQUEST_SHORTER if shorter else _reason(changed, prompt, common),
             changed=changed,
             diverged_at=_divergence(entry, prompt, common),
         )
@@ -265,7 +265,7 @@ class Names:
 
     def remember(self, turn: Turn, finished: Finished) -> None:
         """Name the head that this turn has reached."""
-        naming = turn.ask.naming or Naming()
+        naming = turn.ask.names or Names()
         if naming.wants_message_id:
             finished.message_id = f"msg_{secrets.token_hex(12)}"
         if not turn.ask.reuse or not finished.cache.cached_tokens:
@@ -273,7 +273,7 @@ class Names:
         entry = self._entries.remember(self._draft(turn, naming, finished))
         if entry is None:
             return
-        if naming.return_cache_key or turn.ask.preparing is not None:
+        if naming.return_cache_key or turn.ask.prepare is not None:
             finished.cache.new_cache_key = entry.key
         if turn.session is not None:
             self._log(
@@ -281,13 +281,13 @@ class Names:
                 "assistant response"
             )
 
-    def _draft(self, turn: Turn, naming: Naming, finished: Finished) -> Draft:
+    def _draft(self, turn: Turn, naming: Names, finished: Finished) -> Draft:
         reached = self._head(turn)
         packed = bytes(turn.packed[: len(reached.tokens) * TOKEN_BYTES])
         replies, before = replies_after(
             self._entries, turn, reached.text, packed, end_tokens=reached.end_tokens
         )
-        preparing = turn.ask.preparing
+        preparing = turn.ask.prepare
         keyed = naming.return_cache_key or preparing is not None
         ttl_s = naming.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
@@ -307,7 +307,7 @@ class Names:
 
     def _head(self, turn: Turn) -> Reached:
         prompt = turn.prompt
-        if turn.ask.preparing is not None:
+        if turn.ask.prepare is not None:
             return Reached(prompt.tokens, prompt.marked, len(prompt.tokens))
         reply, said = turn.tokens[turn.prompt_tokens :], turn.said if turn.is_plain else turn.raw
         head = self._encoder.head(prompt, reply, said)
@@ -325,7 +325,7 @@ class Names:
         return Reached(turn.tokens, head.marked, count, end)
 
 
-def _proposals(naming: Naming) -> Iterator[Name]:
+def _proposals(naming: Names) -> Iterator[Name]:
     """The names a request was given, the surest first."""
     if naming.session_id is not None:
         yield SESSION, naming.session_id
@@ -337,7 +337,7 @@ def _proposals(naming: Naming) -> Iterator[Name]:
         yield PROMPT, naming.prompt_cache_key
 
 
-def _new_names(turn: Turn, naming: Naming, finished: Finished) -> Iterator[Name]:
+def _new_names(turn: Turn, naming: Names, finished: Finished) -> Iterator[Name]:
     """What this turn's head is called from now on."""
     yield from (name for name in _proposals(naming) if name[0] != MESSAGE)
     if finished.message_id is not None:
@@ -350,7 +350,7 @@ def _new_names(turn: Turn, naming: Naming, finished: Finished) -> Iterator[Name]
 def _conversation(turn: Turn) -> list[Message]:
     """The request's messages and the reply."""
     messages: list[Message] = list(turn.ask.messages or [])
-    if turn.ask.preparing is None and messages:
+    if turn.ask.prepare is None and messages:
         messages.append(turn.message)
     return messages
 
@@ -358,11 +358,11 @@ def _conversation(turn: Turn) -> list[Message]:
 def _segments(turn: Turn) -> Parts:
     messages = turn.ask.messages or []
     told = turn.told or Told(messages, turn.ask.tools)
-    is_said = turn.ask.preparing is None and messages
+    is_said = turn.ask.prepare is None and messages
     return told.after(turn.message) if is_said else told.segments
 
 
-def _is_named(naming: Naming) -> bool:
+def _is_named(naming: Names) -> bool:
     asked = naming.cache_key is not None or naming.return_cache_key or naming.wants_message_id
     return asked or naming.by_fingerprint or any(True for _ in _proposals(naming))
 
@@ -372,30 +372,30 @@ def _auto_session(entry: Entry | None) -> str | None:
     return next((name for kind, name in names if kind == AUTO_SESSION), None)
 
 
-def _why_nothing(turn: Turn, outcome: Outcome) -> str:
+def _why_nothing(turn: Turn, outcome: Outcome) -> Reason:
     if not turn.ask.reuse:
-        return "opted_out"
+        return Reason.OPTED_OUT
     if turn.trouble is not None:
         return turn.trouble
     matched = outcome.plan.matched_tokens
     if turn.ask.exact and matched:
-        return "exact_boundary"
-    return _changed(turn.prompt, matched) if matched else "not_cached"
+        return Reason.EXACT_BOUNDARY
+    return _changed(turn.prompt, matched) if matched else Reason.NOT_CACHED
 
 
-def _reason(changed: str | None, prompt: Prompt, common: int) -> str:
+def _reason(changed: str | None, prompt: Prompt, common: int) -> Reason:
     """What segments and tokens together say has changed."""
     if changed is not None and changed.startswith("turn"):
-        return "turn_changed"
-    return f"{changed}_changed" if changed else _changed(prompt, common)
+        return Reason.TURN_CHANGED
+    return Reason(f"{changed}_changed") if changed else _changed(prompt, common)
 
 
-def _changed(prompt: Prompt, common: int) -> str:
+def _changed(prompt: Prompt, common: int) -> Reason:
     """Which part of the request is the first that differs."""
     for boundary in prompt.boundaries:
         if common < boundary.end:
-            return "system_changed" if boundary.role == "system" else "turn_changed"
-    return "turn_changed" if prompt.boundaries else "prefix_changed"
+            return Reason.SYSTEM_CHANGED if boundary.role == "system" else Reason.TURN_CHANGED
+    return Reason.TURN_CHANGED if prompt.boundaries else Reason.PREFIX_CHANGED
 
 
 def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:

@@ -15,7 +15,8 @@ from rekindle.kvcache.disk.writer import Written
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.disk import DiskTier, News
-from rekindle.protocol import wire
+from rekindle.protocol.frames import LogLine
+from rekindle.protocol.requests import LoadModel
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
@@ -29,14 +30,14 @@ WORTH_A_WORD_BYTES = 64 << 20  # a stop that writes more than this says so
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Tell = Callable[[News], None]
-Log = Callable[[wire.Note], None]
+Log = Callable[[LogLine], None]
 
 
 class Memory:
     """Owned by the engine's thread; `tell` brings it the disk's news from others."""
 
     def __init__(
-        self, load: wire.Load, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
+        self, load: LoadModel, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
     ) -> None:
         self._log = log
         self._polite = polite  # the engine computes on the cores that writing takes, too
@@ -77,7 +78,7 @@ class Memory:
             self.entries.load(entries)
         self._disk_state = "ok"
 
-    def _open_folder(self, load: wire.Load, abilities: Abilities) -> Folder | None:
+    def _open_folder(self, load: LoadModel, abilities: Abilities) -> Folder | None:
         """The folder of this model's state; without one there is RAM, and a warning."""
         cache_dir = Path(load.cache_dir)
         identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
@@ -110,7 +111,7 @@ class Memory:
             )
 
     def _warn(self, text: str) -> None:
-        self._log(wire.Note("warning", text))
+        self._log(LogLine("warning", text))
 
     def hear(self, news: News) -> None:
         """Take in what the disk did; say so once when it starts or stops failing."""
@@ -126,7 +127,7 @@ class Memory:
         elif disk.state == "failing":
             self._warn(f"writing to the disk cache failed ({why}): state is kept in RAM meanwhile")
         else:
-            self._log(wire.Note("info", "the disk cache works again"))
+            self._log(LogLine("info", "the disk cache works again"))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
@@ -148,7 +149,7 @@ class Memory:
             self.store.write_everything()
             if disk.pending_bytes > WORTH_A_WORD_BYTES:
                 megabytes = disk.pending_bytes // 10**6
-                self._log(wire.Note("info", f"writing {megabytes} MB of state to disk"))
+                self._log(LogLine("info", f"writing {megabytes} MB of state to disk"))
             disk.close()
 
 

@@ -10,7 +10,7 @@ from rekindle.chat.detokenize import TextStream
 from rekindle.chat.encode import Prompt, Tokenizer
 from rekindle.chat.message_hashes import Told
 from rekindle.chat.replay import Keys
-from rekindle.chat.reply import Argued, Called, Parser, Part, Said, Thought
+from rekindle.chat.reply import Parser
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
@@ -19,22 +19,25 @@ from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.key import TOKEN_BYTES, chain_key, pack
 from rekindle.kvcache.tiers.disk import Fetch
 from rekindle.protocol.events import (
+    ArgumentsDelta,
     CacheReport,
-    CallArguments,
-    CallBegun,
     Cancelled,
+    Delta,
     Event,
     Failed,
     Finished,
     FinishReason,
-    Reasoning,
-    Text,
-    TokenLog,
+    Part,
+    Reason,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
 )
-from rekindle.protocol.wire import Ask
-from rekindle.runtime.assistant_message import Delivered
+from rekindle.protocol.message import AssistantMessage, new_call_id
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.checkpoints import Checkpoints
-from rekindle.runtime.logprobs import Logs
+from rekindle.runtime.logprobs import LogprobBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Turn:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: GenerateRequest,
         prompt: Prompt,
         *,
         namespace: bytes,
@@ -97,7 +100,7 @@ class Turn:
         self.restarts = 0
         self.started = False
         self.named: Entry | None = None  # the entry that a name in the request stands for
-        self.trouble: str | None = None  # why that name, or its state, is of no use
+        self.trouble: Reason | None = None  # why that name, or its state, is of no use
         self.session: str | None = None  # what a fingerprint calls this conversation
         self.wish = Wish.NEVER  # when what it computes is to be written to disk
         self.fetch: Fetch | None = None  # its blocks on their way from disk
@@ -106,7 +109,11 @@ class Turn:
         self.told: Told | None = None  # its segments
         self.constraint = constraint
         self.reasoning_tokens = 0
-        self.reply = Delivered(parallel=ask.tool_use.parallel)
+        self.reply = AssistantMessage()
+        self._raw: list[str] = []  # all that the model wrote, markers included
+        self._is_enough = (
+            False  # the one call that the client takes was made, and the reply goes on
+        )
         self.broke_off = False  # in the middle of a thought or a call, or after the one call
         self._is_cut = False  # by a stop string, in the middle of a call
         self._parser = parser
@@ -115,7 +122,7 @@ class Turn:
         ends = constraint is not None or not ask.ignore_eos
         self._end_tokens = end_tokens if ends else frozenset()
         self._text = TextStream(tokenizer, ask.stop, shown)
-        self._logs = Logs()
+        self._logs = LogprobBuffer()
         room = context_tokens - len(prompt.tokens)
         self._most_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
 
@@ -126,12 +133,12 @@ class Turn:
     @property
     def said(self) -> str:
         """All the text that its client was given."""
-        return self.reply.content
+        return self.reply.text
 
     @property
     def raw(self) -> str:
         """All the text the model wrote, markers of calls and reasoning included."""
-        return "".join(self.reply.raw)
+        return "".join(self._raw)
 
     @property
     def is_plain(self) -> bool:
@@ -141,7 +148,7 @@ class Turn:
     @property
     def message(self) -> dict[str, Any]:
         """The reply as the client has it."""
-        return self.reply.message
+        return self.reply.as_dict()
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,7 +205,7 @@ class Turn:
         if thinking or self._is_thinking:
             self.reasoning_tokens += 1
             self._logs.drop()
-        if self._text.stopped or self.reply.is_enough:
+        if self._text.stopped or self._is_enough:
             return self._break_off("stop", events)
         if self.remaining_tokens <= 0:
             return self._break_off("length", events)
@@ -213,15 +220,15 @@ class Turn:
             piece = self._tokenizer.piece
             top = [(piece(token, special=True), score) for token, score in sampled.top]
             own = piece(sampled.token, special=True)
-            log = TokenLog(own, sampled.logprob, top)
+            log = TokenLogprob(own, sampled.logprob, top)
             self._logs.add(log, marker=sampled.token in self._shown)
 
     def _say(self, text: str) -> list[Event]:
-        self.reply.raw.append(text)
+        self._raw.append(text)
         if self._parser is None:
-            self.reply.add(Said(text))
-            logs = self._logs.all()
-            return [Text(self.id, text, logs or None)] if text or logs else []
+            delta = TextDelta(text, self._logs.all() or None)
+            self.reply.add(delta)
+            return [Delta(self.id, delta)] if text or delta.logprobs else []
         return self._tell(self._parser.push(text))
 
     def _tell(self, parts: Iterable[Part]) -> list[Event]:
@@ -230,26 +237,32 @@ class Turn:
 
     def _event(self, part: Part) -> Event | None:
         """Log probabilities are those of what is said."""
-        if not self.reply.add(part):
+        self._is_enough |= self._is_beyond(part)
+        if self._is_enough:
             return None
         match part:
-            case Said(text) if text:
-                return Text(self.id, text, self._logs.of(text) or None)
-            case Thought(text) if text:
+            case TextDelta(text):
+                part.logprobs = (self._logs.of(text) or None) if text else None
+            case ReasoningDelta(text) if text:
                 self._logs.drop()
-                return Reasoning(self.id, text)
-            case Called(call, name):
+            case ToolCallStart():
                 self._logs.drop()
-                return CallBegun(self.id, call, self.reply.calls[call].id, name)
-            case Argued(call, text) if text:
-                return CallArguments(self.id, call, text)
-        return None
+                part.id = new_call_id()
+        self.reply.add(part)
+        is_empty = not isinstance(part, ToolCallStart) and not part.text
+        return None if is_empty else Delta(self.id, part)
+
+    def _is_beyond(self, part: Part) -> bool:
+        """Whether a client that takes one call at a time is given nothing from here on."""
+        if self.ask.tool_use.parallel or not self.reply.tool_calls:
+            return False
+        return not isinstance(part, ArgumentsDelta)
 
     def _break_off(self, reason: FinishReason, said: list[Event]) -> list[Event]:
         """The model has not ended its reply itself."""
-        self.broke_off = bool(self.reply.calls) or self._is_thinking
+        self.broke_off = bool(self.reply.tool_calls) or self._is_thinking
         ended = self._parser.ended_calls if self._parser else 0
-        self._is_cut = self._text.stopped and ended < len(self.reply.calls)
+        self._is_cut = self._text.stopped and ended < len(self.reply.tool_calls)
         return self._finish(reason, said)
 
     def _finish(self, reason: FinishReason, said: list[Event]) -> list[Event]:
@@ -259,7 +272,7 @@ class Turn:
         if self.constraint is not None and self.constraint.trouble:
             trouble = f"the reply could not be held to its schema: {self.constraint.trouble}"
             return [*said, self.failed(ServerError(trouble))]
-        if reason == "stop" and self.reply.calls and not self._is_cut:
+        if reason == "stop" and self.reply.tool_calls and not self._is_cut:
             reason = "tool_calls"
         assert self.report is not None
         kept = self.held_tokens if self.ask.reuse else 0
@@ -283,8 +296,4 @@ class Turn:
         return Cancelled(self.id)
 
     def failed(self, error: ServerError) -> Event:
-        return failure(self.id, error)
-
-
-def failure(turn: int, error: ServerError) -> Failed:
-    return Failed(turn, error.status, error.kind, error.code, str(error), error.param)
+        return Failed(self.id, error.info)

@@ -17,7 +17,7 @@ from rekindle.api.openai.chat import chat_asks
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config
 from rekindle.errors import ConfigError
-from rekindle.protocol.events import Text
+from rekindle.protocol.events import Delta, TextDelta
 from rekindle.server.auth import Keys
 from rekindle.server.launch import Server, answer, bind, build_server, fetch, open_service
 from rekindle.server.service import Service
@@ -86,8 +86,8 @@ class House:
             with contextlib.closing(Turns(runtime, asks)) as turns:
                 while turns.open:
                     _, event = await turns.next()
-                    if isinstance(event, Text):
-                        said.put(event.text)
+                    if isinstance(event, Delta) and isinstance(event.part, TextDelta):
+                        said.put(event.part.text)
         finally:
             said.put(None)
 

@@ -23,11 +23,11 @@ from rekindle.config import AUTO, Config
 from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
-from rekindle.protocol.wire import Load
+from rekindle.protocol.requests import LoadModel
 from rekindle.server import served_models
 from rekindle.server.app import build_app
 from rekindle.server.auth import Keys
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import Service
 from rekindle.server.warmup import warm
 
@@ -103,7 +103,7 @@ async def open_service(
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
     runtimes = [
-        Runtime(
+        RuntimeClient(
             name, _load(config, path, [str(each) for each in models.values()]), queue=config.queue
         )
         for name, path in models.items()
@@ -173,8 +173,8 @@ def _signals_kept_quiet() -> Iterator[None]:
             signal.signal(sig, handler)
 
 
-def _load(config: Config, path: Path, served: list[str]) -> Load:
-    return Load(
+def _load(config: Config, path: Path, served: list[str]) -> LoadModel:
+    return LoadModel(
         path=str(path),
         parallel=config.parallel,
         context_tokens=config.max_model_len,
@@ -204,7 +204,7 @@ def default_threads() -> int:
     return min(usable or 4, 16)
 
 
-async def _start(runtime: Runtime, console: Console) -> None:
+async def _start(runtime: RuntimeClient, console: Console) -> None:
     with progress_bar(f"loading {runtime.name}", console) as on_progress:
         await runtime.start(lambda fraction: on_progress(fraction, 1))
 

@@ -21,9 +21,9 @@ from starlette.responses import PlainTextResponse, Response
 from rekindle.api.cache.questions import Questions
 from rekindle.api.cache.stats import HEALTHY
 from rekindle.errors import Forbidden, ServerError
-from rekindle.protocol import wire
+from rekindle.protocol.admin import GetStats, Stats
 from rekindle.server.auth import admin_of
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import Service
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,7 +58,7 @@ class Reading:
 
     model: str
     restarts: int
-    stats: wire.Stats | None
+    stats: Stats | None
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -72,11 +72,11 @@ async def show_metrics(request: Request) -> Response:
     return Response(generate_latest(Readings(readings)), media_type=TEXT)
 
 
-async def _read(questions: Questions, runtime: Runtime) -> Reading:
+async def _read(questions: Questions, runtime: RuntimeClient) -> Reading:
     stats = None
     try:
         async with asyncio.timeout(SCRAPE_S):
-            stats = await questions.ask(runtime, wire.GetStats(), wire.Stats)
+            stats = await questions.ask(runtime, GetStats(), Stats)
     except (ServerError, TimeoutError):
         pass  # told as a model that is not up
     return Reading(runtime.name, runtime.restarts, stats)

@@ -13,10 +13,28 @@ from collections.abc import AsyncGenerator, Callable
 
 from msgspec import structs
 
-from rekindle.errors import ModelError, RuntimeDied, ServerError, TooManyRequests, Unavailable
-from rekindle.protocol import wire
-from rekindle.protocol.events import TERMINAL, Event
-from rekindle.runtime.turn import failure
+from rekindle.errors import (
+    ModelError,
+    ReportedError,
+    RuntimeDied,
+    ServerError,
+    TooManyRequests,
+    Unavailable,
+)
+from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResult
+from rekindle.protocol.events import TERMINAL, Event, Failed
+from rekindle.protocol.frames import (
+    Events,
+    FrameReader,
+    LoadFailed,
+    Loading,
+    LogLine,
+    Ready,
+    ToFront,
+    ToRuntime,
+    frame,
+)
+from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 
 log = logging.getLogger("rekindle.runtime")
 
@@ -29,31 +47,23 @@ SPIN = {"GOMP_SPINCOUNT": "100000"}
 
 OnLoading = Callable[[float], None]
 Deliver = Callable[[Event], None]
-News = asyncio.Queue[wire.ToFront | None]  # of a runtime's life; None: it is gone
+News = asyncio.Queue[ToFront | None]  # of a runtime's life; None: it is gone
 
 
-class RefusedQuery(ServerError):
-    """A runtime's refusal as it told it."""
-
-    def __init__(self, refused: wire.Refused) -> None:
-        super().__init__(refused.message, param=refused.param)
-        self.status, self.kind, self.code = refused.status, refused.kind, refused.code
-
-
-class Runtime:
+class RuntimeClient:
     """One model in a process of its own. A death costs the turns in flight, never the server."""
 
-    def __init__(self, name: str, load: wire.Load, *, queue: int) -> None:
+    def __init__(self, name: str, load: LoadModel, *, queue: int) -> None:
         self.name = name
         self._load = load
         self._most_turns = load.parallel + queue
         self._turns: dict[int, Deliver] = {}
-        self._queries: dict[int, asyncio.Future[wire.CacheAnswer]] = {}
+        self._queries: dict[int, asyncio.Future[AdminResult]] = {}
         self._ids = itertools.count(1)
         self._process: Process | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self.ready: wire.Ready | None = None
+        self.ready: Ready | None = None
         self.restarts = 0
 
     @property
@@ -78,7 +88,7 @@ class Runtime:
         self._fail_turns(Unavailable("the server is stopping"))
         if self._process is None:
             return
-        self._send(wire.Stop())
+        self._send(Stop())
         try:
             await asyncio.wait_for(self._process.wait(), STOP_S)
         except TimeoutError:
@@ -86,7 +96,7 @@ class Runtime:
             await self._process.wait()
         self._hang_up()
 
-    def submit(self, ask: wire.Ask, deliver: Deliver) -> int:
+    def submit(self, ask: GenerateRequest, deliver: Deliver) -> int:
         """Begin a turn: `deliver` is called with its events, up to its terminal one."""
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading; try again in a moment")
@@ -102,9 +112,9 @@ class Runtime:
     def leave(self, turn: int) -> None:
         """Nobody listens any more: cancel the turn, unless it has ended."""
         if self._turns.pop(turn, None) is not None and self.ready is not None:
-            self._send(wire.Cancel(turn))
+            self._send(Cancel(turn))
 
-    async def ask(self, ask: wire.Ask) -> AsyncGenerator[Event, None]:
+    async def ask(self, ask: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Events of one turn, up to its terminal one; leaving early cancels the turn."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         turn = self.submit(ask, events.put_nowait)
@@ -117,36 +127,36 @@ class Runtime:
         finally:
             self.leave(turn)
 
-    async def query(
-        self, op: wire.CacheOp, *, salt: bytes, admin: bool = False
-    ) -> wire.CacheAnswer:
-        """Ask about the cache; an answer that is a refusal raises."""
+    async def query(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+        """Ask about the cache; an error that comes back is raised."""
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading; try again in a moment")
         number = next(self._ids)
-        asked: asyncio.Future[wire.CacheAnswer] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
         self._queries[number] = asked
         try:
-            self._send(wire.Query(id=number, salt=salt, admin=admin, op=op))
-            answer = await asked
+            self._send(AdminRequest(id=number, salt=salt, admin=admin, op=op))
+            return await asked
         finally:
             del self._queries[number]
-        if isinstance(answer, wire.Refused):
-            raise RefusedQuery(answer)
-        return answer
 
-    def _settle(self, number: int, answer: wire.CacheAnswer) -> None:
-        asked = self._queries.get(number)
-        if asked is not None and not asked.done():
-            asked.set_result(answer)
+    def _resolve(self, reply: AdminReply) -> None:
+        asked = self._queries.get(reply.id)
+        if asked is None or asked.done():
+            return
+        if reply.result is not None:
+            asked.set_result(reply.result)
+        else:
+            assert reply.error is not None, "a reply has a result or an error"
+            asked.set_exception(ReportedError(reply.error))
 
     def _hang_up(self) -> None:
         if self._transport is not None:
             self._transport.close()
 
-    def _send(self, message: wire.ToRuntime) -> None:
+    def _send(self, message: ToRuntime) -> None:
         assert self._transport is not None
-        self._transport.write(wire.frame(message))
+        self._transport.write(frame(message))
 
     async def _spawn(self) -> News:
         self._hang_up()
@@ -162,31 +172,33 @@ class Runtime:
             )
         news: News = asyncio.Queue()
 
-        def hear(message: wire.ToFront | None) -> None:
+        def on_message(message: ToFront | None) -> None:
             match message:
-                case wire.Events(events):
+                case Events(events):
                     self._deliver(events)
-                case wire.Answer(id, answer):
-                    self._settle(id, answer)
-                case wire.Note(level, text):
+                case AdminReply():
+                    self._resolve(message)
+                case LogLine(level, text):
                     log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
                 case _:
                     news.put_nowait(message)
 
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(lambda: wire.FrameReader(hear), sock=ours)
+        self._transport, _ = await loop.create_connection(
+            lambda: FrameReader(on_message), sock=ours
+        )
         self._send(self._load)
         return news
 
     async def _await_ready(self, news: News, on_loading: OnLoading) -> None:
         while True:
             match await news.get():
-                case wire.Loading(fraction):
+                case Loading(fraction):
                     on_loading(fraction)
-                case wire.Ready() as ready:
+                case Ready() as ready:
                     self.ready = ready
                     return
-                case wire.LoadFailed(message):
+                case LoadFailed(message):
                     raise ModelError(message)
                 case _:
                     assert self._process is not None
@@ -223,7 +235,7 @@ class Runtime:
         self._fail_turns(error)
 
     def _fail_turns(self, error: ServerError) -> None:
-        self._deliver([failure(turn, error) for turn in self._turns])
+        self._deliver([Failed(turn, error.info) for turn in self._turns])
         for asked in self._queries.values():
             if not asked.done():
                 asked.set_exception(error)

@@ -9,7 +9,7 @@ from fastapi import Header
 
 from rekindle.config import Config
 from rekindle.errors import BadRequest, ModelNotFound
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 
 DEFAULT = "default"
 ModelNumber = Annotated[
@@ -21,18 +21,18 @@ ModelNumber = Annotated[
 class Service:
     """The first runtime is the startup model, which answers when a request names none."""
 
-    def __init__(self, config: Config, runtimes: list[Runtime]) -> None:
+    def __init__(self, config: Config, runtimes: list[RuntimeClient]) -> None:
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
         self._startup = runtimes[0]
         self._created = int(time.time())
 
     @property
-    def runtimes(self) -> list[Runtime]:
+    def runtimes(self) -> list[RuntimeClient]:
         """In the order of `--model`, which is how they are numbered."""
         return list(self._runtimes.values())
 
-    def runtime(self, model: str | None, number: str | None = None) -> Runtime:
+    def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """The model of this name; without one, the model of this number."""
         numbered = self._startup if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
@@ -47,7 +47,7 @@ class Service:
             )
         return found
 
-    def _numbered(self, number: str) -> Runtime:
+    def _numbered(self, number: str) -> RuntimeClient:
         loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
         if number not in loaded:
             names = ", ".join(f"{place} ({runtime.name})" for place, runtime in loaded.items())
@@ -56,11 +56,11 @@ class Service:
             )
         return loaded[number]
 
-    def chosen(self, number: str | None) -> list[Runtime]:
+    def chosen(self, number: str | None) -> list[RuntimeClient]:
         """The model of this number alone; without one, all of them."""
         return self.runtimes if number is None else [self._numbered(number)]
 
-    def others(self, runtime: Runtime) -> list[Runtime]:
+    def others(self, runtime: RuntimeClient) -> list[RuntimeClient]:
         return [other for other in self.runtimes if other is not runtime]
 
     def is_ready(self) -> bool:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from rekindle.errors import ServerError, Unavailable
-from rekindle.protocol.events import CallBegun, Event, Failed, Finished, Reasoning, Started, Text
-from rekindle.protocol.wire import Ask
+from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.prefill_log import PrefillLog
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 
 T = TypeVar("T")
 
@@ -22,18 +22,10 @@ class ClientGone(Exception):
     """The client hung up before there was anything to answer."""
 
 
-class FailedTurn(ServerError):
-    """A turn's failure as the runtime told it."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.message, param=failed.param)
-        self.status, self.kind, self.code = failed.status, failed.kind, failed.code
-
-
 class Turns:
     """Runs turns side by side and merges their events. Closing it cancels those still open."""
 
-    def __init__(self, runtime: Runtime, asks: list[Ask]) -> None:
+    def __init__(self, runtime: RuntimeClient, asks: list[GenerateRequest]) -> None:
         self._runtime = runtime
         self._asks = asks
         self._unfinished = len(asks)
@@ -64,7 +56,7 @@ class Turns:
         """The next event with its turn's index; a failure raises."""
         index, event = await self._merged.get()
         if isinstance(event, Failed):
-            raise FailedTurn(event)
+            raise ReportedError(event.error)
         self._unfinished -= isinstance(event, Finished)
         return index, event
 
@@ -74,7 +66,7 @@ class Turns:
         while self.open:
             index, event = await self.next()
             seen.append((index, event))
-            if isinstance(event, Text | Reasoning | CallBegun | Finished):
+            if isinstance(event, Delta | Finished):
                 break
             if isinstance(event, Started) and self._asks[index].progress:
                 break

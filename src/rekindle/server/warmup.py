@@ -10,13 +10,12 @@ from rich.console import Console
 
 from rekindle.api.openai.tool import described
 from rekindle.cli.progress import OnProgress, progress_bar
-from rekindle.engine.sampling import Sampling
-from rekindle.errors import ServerError, Unavailable
+from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
-from rekindle.protocol.wire import Ask, Preparing, Settle
+from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.server.presets import Project
-from rekindle.server.runtime_client import Runtime
-from rekindle.server.turns import FailedTurn
+from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")
 
@@ -26,7 +25,7 @@ SALT = b""
 
 async def warm(
     projects: Mapping[str, Project],
-    runtime_of: Callable[[str], Runtime],
+    runtime_of: Callable[[str], RuntimeClient],
     console: Console,
     *,
     exact: bool = False,
@@ -46,7 +45,7 @@ async def warm(
             log.info("project %s is prepared: %d tokens", name, tokens)
 
 
-async def _prepare(ask: Ask, runtime: Runtime, on_progress: OnProgress) -> int:
+async def _prepare(ask: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress) -> int:
     """Compute and keep it; returns its tokens, or raises a ServerError."""
     async with contextlib.aclosing(runtime.ask(ask)) as events:
         async for event in events:
@@ -54,28 +53,28 @@ async def _prepare(ask: Ask, runtime: Runtime, on_progress: OnProgress) -> int:
                 on_progress(event.done_tokens, event.prompt_tokens)
     finished = _finished(event)
     if (key := finished.cache.new_cache_key) is not None:
-        await runtime.query(Settle(key), salt=SALT, admin=True)  # what is shared is nobody's own
+        await runtime.query(Flush(key), salt=SALT, admin=True)  # what is shared is nobody's own
     return finished.prompt_tokens
 
 
 def _finished(event: Event) -> Finished:
     """The turn's last event, if it is the one that was hoped for."""
     if isinstance(event, Failed):
-        raise FailedTurn(event)
+        raise ReportedError(event.error)
     if not isinstance(event, Finished):
         raise Unavailable("its turn was cancelled")
     return event
 
 
-def _ask(project: Project, *, exact: bool, normalise: bool) -> Ask:
-    return Ask(
+def _ask(project: Project, *, exact: bool, normalise: bool) -> GenerateRequest:
+    return GenerateRequest(
         turn=0,
         messages=[{"role": "system", "content": project.system_prompt}],
         tools=described(project.tools),
-        preparing=Preparing(
+        prepare=Prepare(
             pinned=project.cache.pinned, ttl_s=project.cache.ttl, shared=project.shared
         ),
-        sampling=Sampling(),
+        sampling=SamplingParams(),
         max_tokens=1,
         exact=exact,
         normalise=normalise,

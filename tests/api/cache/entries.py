@@ -6,12 +6,27 @@ from typing import Any
 
 from msgspec import structs
 
-from rekindle.protocol import wire
-from tests.api.scripted import UNKNOWN_KEY, Answers
+from rekindle.errors import ReportedError
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminResult,
+    DeleteEntry,
+    EntryInfo,
+    EntryList,
+    EntryName,
+    Flush,
+    ListEntries,
+    PinEntry,
+    Removed,
+    Segment,
+    ShowEntry,
+    Stats,
+)
+from tests.api.scripted import Answers, unknown_key
 
-ENTRY = wire.EntryInfo(
+ENTRY = EntryInfo(
     cache_key="key-1",
-    segments=[wire.Segment("system", "a1b2c3d4"), wire.Segment("turn", "00ff00ff")],
+    segments=[Segment("system", "a1b2c3d4"), Segment("turn", "00ff00ff")],
     token_count=1730,
     tier="disk",
     size_bytes=255_120_384,
@@ -23,10 +38,10 @@ ENTRY = wire.EntryInfo(
     created_at=1000.5,
     last_used=2000.25,
     expires_at=None,
-    names=[wire.NameInfo("session_id", "chat-123")],
+    names=[EntryName("session_id", "chat-123")],
     tenant="7e4a",
 )
-STATS = wire.Stats(
+STATS = Stats(
     entries=5,
     pinned_entries=1,
     by_tier={"ram": 4, "disk": 1},
@@ -51,33 +66,39 @@ STATS = wire.Stats(
 )
 
 
-def entry(cache_key: str, **fields: Any) -> wire.EntryInfo:
+def entry(cache_key: str, **fields: Any) -> EntryInfo:
     return structs.replace(ENTRY, cache_key=cache_key, **fields)
 
 
-def stats(**fields: Any) -> wire.Stats:
+def stats(**fields: Any) -> Stats:
     return structs.replace(STATS, **fields)
 
 
-def holding(*entries: wire.EntryInfo) -> Answers:
+def holding(*entries: EntryInfo) -> Answers:
     """A runtime that has these entries and no others."""
     known = {each.cache_key: each for each in entries}
 
-    def answer(op: wire.CacheOp) -> wire.CacheAnswer:
+    def answer(op: AdminOp) -> AdminResult:
         match op:
-            case wire.ListEntries():
-                return wire.Listing(list(known.values()))
-            case wire.ShowEntry(key) | wire.Settle(key) if key in known:
+            case ListEntries():
+                return EntryList(list(known.values()))
+            case ShowEntry(key) | Flush(key) if key in known:
                 return known[key]
-            case wire.PinEntry(key, pinned) if key in known:
+            case PinEntry(key, pinned) if key in known:
                 return structs.replace(known[key], pinned=pinned)
-            case wire.DeleteEntry(key) if key in known:
-                return wire.Removed(1, known[key].size_bytes)
-        return UNKNOWN_KEY
+            case DeleteEntry(key) if key in known:
+                return Removed(1, known[key].size_bytes)
+        raise unknown_key()
 
     return answer
 
 
-def telling(answer: wire.CacheAnswer) -> Answers:
+def telling(answer: AdminResult | ReportedError) -> Answers:
     """A runtime that says this to whatever it is asked."""
-    return lambda _op: answer
+
+    def say(_op: AdminOp) -> AdminResult:
+        if isinstance(answer, ReportedError):
+            raise answer
+        return answer
+
+    return say

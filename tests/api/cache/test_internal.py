@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol import wire
-from rekindle.protocol.wire import NameInfo
+from rekindle.errors import ReportedError
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminResult,
+    EntryList,
+    EntryName,
+    ListEntries,
+    Removed,
+    RemoveOld,
+    RemoveSession,
+)
 from tests.api.cache.entries import entry, holding, telling
-from tests.api.scripted import Answers, Front, ScriptedRuntime, error
+from tests.api.scripted import Answers, Front, ScriptedRuntime, error, reported
 
 ROOM = "/v1/internal/model/kv_cache"
 
@@ -19,12 +28,12 @@ def front_of(answers: Answers, **settings: Any) -> Front:
 
 
 def test_sessions_are_listed_by_id_with_their_size() -> None:
-    numbered = [NameInfo("kv_cache_session_id", "-7"), NameInfo("message_id", "msg_1")]
+    numbered = [EntryName("kv_cache_session_id", "-7"), EntryName("message_id", "msg_1")]
     front = front_of(
         holding(
             entry("a", names=numbered, size_bytes=100, last_used=5.0),
-            entry("b", names=[NameInfo("session_id", "12")], size_bytes=30, last_used=6.0),
-            entry("c", names=[NameInfo("prompt_cache_key", "team")], size_bytes=1),
+            entry("b", names=[EntryName("session_id", "12")], size_bytes=30, last_used=6.0),
+            entry("c", names=[EntryName("prompt_cache_key", "team")], size_bytes=1),
             entry("d", names=[], size_bytes=1),
         )
     )
@@ -47,7 +56,7 @@ def test_sessions_are_listed_by_id_with_their_size() -> None:
 
 @pytest.mark.parametrize("session_id", [7, 0, -1, 2**63 - 1, "chat-123", "7", "../x", "x" * 256])
 def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
-    front = front_of(telling(wire.Removed(1, 100)))
+    front = front_of(telling(Removed(1, 100)))
     answer = front.post(f"{ROOM}/remove_cache", {"session_id": session_id})
     assert answer.json() == {
         "status": "ok",
@@ -56,16 +65,16 @@ def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
         "freed_bytes": 100,
     }
     asked = front.runtime.questioned.op
-    assert asked == wire.RemoveSession(session_id)
-    assert isinstance(asked, wire.RemoveSession)
+    assert asked == RemoveSession(session_id)
+    assert isinstance(asked, RemoveSession)
     assert type(asked.session_id) is type(session_id)
 
 
 @pytest.mark.parametrize(
     "answer",
-    [wire.Removed(0, 0), wire.Refused(404, "invalid_request_error", "not_found", "no", None)],
+    [Removed(0, 0), reported(404, "invalid_request_error", "not_found", "no")],
 )
-def test_an_unknown_id_is_not_found(answer: wire.CacheAnswer) -> None:
+def test_an_unknown_id_is_not_found(answer: AdminResult | ReportedError) -> None:
     found = front_of(telling(answer)).post(f"{ROOM}/remove_cache", {"session_id": 9})
     assert found.status_code == 404
     assert error(found)["code"] == "not_found"
@@ -73,7 +82,7 @@ def test_an_unknown_id_is_not_found(answer: wire.CacheAnswer) -> None:
 
 @pytest.mark.parametrize("session_id", ["", "x" * 257, 1.5, True, None, 2**63, 2**70, [1]])
 def test_an_id_is_a_number_or_a_string(session_id: Any) -> None:
-    answer = front_of(telling(wire.Removed(1, 1))).post(
+    answer = front_of(telling(Removed(1, 1))).post(
         f"{ROOM}/remove_cache", {"session_id": session_id}
     )
     assert answer.status_code == 400
@@ -84,10 +93,10 @@ def test_an_id_is_a_number_or_a_string(session_id: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 3600, 1e300])
 def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
-    front = front_of(telling(wire.Removed(4, 400)))
+    front = front_of(telling(Removed(4, 400)))
     answer = front.post(f"{ROOM}/remove_old_caches", {"seconds": seconds})
     assert answer.json() == {"status": "ok", "removed": 4, "freed_bytes": 400}
-    assert front.runtime.questioned.op == wire.RemoveOld(seconds)
+    assert front.runtime.questioned.op == RemoveOld(seconds)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,7 @@ def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
     ],
 )
 def test_an_age_is_a_number_from_zero_up(body: Any, sentence: str) -> None:
-    answer = front_of(telling(wire.Removed(0, 0))).post(f"{ROOM}/remove_old_caches", body)
+    answer = front_of(telling(Removed(0, 0))).post(f"{ROOM}/remove_old_caches", body)
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence
     assert error(answer)["param"] == "seconds"
@@ -114,8 +123,8 @@ def test_an_age_is_a_number_from_zero_up(body: Any, sentence: str) -> None:
     ],
 )
 def test_an_id_is_of_the_callers_own_even_the_admins(method: str, path: str, body: Any) -> None:
-    def answers(op: wire.CacheOp) -> wire.CacheAnswer:
-        return wire.Listing([]) if isinstance(op, wire.ListEntries) else wire.Removed(1, 1)
+    def answers(op: AdminOp) -> AdminResult:
+        return EntryList([]) if isinstance(op, ListEntries) else Removed(1, 1)
 
     front = front_of(answers, api_key=["alpha"], admin_key=["root"])
     for key in ("alpha", "root"):

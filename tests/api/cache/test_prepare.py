@@ -7,18 +7,18 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.engine.sampling import Sampling
 from rekindle.errors import TooManyRequests
-from rekindle.protocol import wire
-from rekindle.protocol.events import CacheReport, Failed, Prefill, Started
+from rekindle.protocol.admin import Flush, IndexPrompt, Validate, Validation
+from rekindle.protocol.events import CacheReport, Prefill, Reason, Started
+from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from tests.api.cache.entries import ENTRY, holding, telling
 from tests.api.live import live, soon
-from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, finished
+from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, failed, finished
 
 PATH = "/v1/cache/prepare"
 SYSTEM = {"role": "system", "content": "You are a financial analyst..."}
 TOOLS = [{"type": "function", "function": {"name": "get_price", "parameters": {}}}]
-KEPT = finished(cache=CacheReport("miss", "not_cached", 0, 1730, None, new_cache_key="key-1"))
+KEPT = finished(cache=CacheReport("miss", Reason.NOT_CACHED, 0, 1730, None, new_cache_key="key-1"))
 PREPARED = {
     "cache_key": "key-1",
     "model": "tiny",
@@ -41,21 +41,21 @@ def test_the_documented_request_is_computed_kept_and_told() -> None:
     front = ready()
     answer = prepare(front, tools=TOOLS, warm=True, pinned=True, ttl=3600)
     assert (answer.status_code, answer.json()) == (200, PREPARED)
-    assert front.runtime.asked == wire.Ask(
+    assert front.runtime.asked == GenerateRequest(
         turn=0,
         messages=[SYSTEM],
         tools=TOOLS,
-        preparing=wire.Preparing(pinned=True, ttl_s=3600.0),
-        sampling=Sampling(),
+        prepare=Prepare(pinned=True, ttl_s=3600.0),
+        sampling=SamplingParams(),
         max_tokens=1,
     )
-    assert front.runtime.questioned.op == wire.Settle("key-1")
+    assert front.runtime.questioned.op == Flush("key-1")
 
 
 def test_a_request_that_says_little_gets_the_documented_defaults() -> None:
     front = ready()
     assert front.post(PATH, {"messages": [SYSTEM]}).json() == PREPARED
-    assert front.runtime.asked.preparing == wire.Preparing(pinned=False, ttl_s=1800.0)
+    assert front.runtime.asked.prepare == Prepare(pinned=False, ttl_s=1800.0)
     assert front.runtime.asked.tools is None
 
 
@@ -83,8 +83,8 @@ def test_without_warmth_the_prompt_is_only_indexed() -> None:
     front = Front(ScriptedRuntime(answers=telling(ENTRY)))
     assert prepare(front, warm=False, tools=TOOLS, pinned=True, ttl=None).json() == PREPARED
     assert front.runtime.asks == []
-    assert front.runtime.questioned.op == wire.IndexPrompt(
-        messages=[SYSTEM], tools=TOOLS, preparing=wire.Preparing(pinned=True, ttl_s=None)
+    assert front.runtime.questioned.op == IndexPrompt(
+        messages=[SYSTEM], tools=TOOLS, prepare=Prepare(pinned=True, ttl_s=None)
     )
 
 
@@ -96,8 +96,8 @@ def test_an_id_of_a_message_is_kept_from_the_template() -> None:
 
 
 def test_a_warming_that_fails_is_that_failure() -> None:
-    failed = Failed(0, 400, "invalid_request_error", "context_length_exceeded", "too long", None)
-    front = ready(Started(0, 10, 0), failed)
+    failure = failed(400, "invalid_request_error", "context_length_exceeded", "too long")
+    front = ready(Started(0, 10, 0), failure)
     answer = prepare(front)
     assert answer.status_code == 400
     assert error(answer)["code"] == "context_length_exceeded"
@@ -151,7 +151,7 @@ def test_a_bad_value_says_what_it_takes(field: str, value: Any, sentence: str) -
 def test_pinned_state_may_last_for_ever() -> None:
     front = ready()
     assert prepare(front, pinned=True, ttl=None).status_code == 200
-    assert front.runtime.asked.preparing == wire.Preparing(pinned=True, ttl_s=None)
+    assert front.runtime.asked.prepare == Prepare(pinned=True, ttl_s=None)
 
 
 def test_text_is_bounded_wherever_it_is() -> None:
@@ -197,12 +197,14 @@ def test_a_client_that_leaves_ends_the_warming() -> None:
 def test_a_server_that_normalises_nothing_is_asked_about_prompts_as_they_are() -> None:
     front = Front(ScriptedRuntime(answers=telling(ENTRY)), normalise=False)
     prepare(front, warm=False)
-    assert front.runtime.questioned.op == wire.IndexPrompt(
-        messages=[SYSTEM], preparing=wire.Preparing(), normalise=False
+    assert front.runtime.questioned.op == IndexPrompt(
+        messages=[SYSTEM], prepare=Prepare(), normalise=False
     )
-    validity = wire.Validity(status="miss", reusable_tokens=0, invalidated_at=None, reason="x")
+    validity = Validation(
+        status="miss", reusable_tokens=0, invalidated_at=None, reason=Reason.EXPIRED
+    )
     front = Front(ScriptedRuntime(answers=telling(validity)), normalise=False)
     front.post("/v1/cache/validate", {"cache_key": "k", "messages": [SYSTEM]})
-    assert front.runtime.questioned.op == wire.Validate(
+    assert front.runtime.questioned.op == Validate(
         cache_key="k", messages=[SYSTEM], normalise=False
     )

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.protocol import wire
-from rekindle.protocol.events import Divergence
+from rekindle.protocol.admin import CollectExpired, Removed, Validate, Validation
+from rekindle.protocol.events import Divergence, Reason
 from tests.api.cache.entries import ENTRY, entry, holding, telling
-from tests.api.scripted import UNKNOWN_KEY, Answers, Front, ScriptedRuntime, error
+from tests.api.scripted import Answers, Front, ScriptedRuntime, error, reported, unknown_key
 
 ODD_KEYS = ["none", "a/b", "a%2Fb", "..%2f..%2fetc", "%00", "x" * 5000, "%ff%fe", "stats/", " "]
 ALPHA = {"Authorization": "Bearer alpha"}
@@ -124,7 +124,7 @@ def test_a_model_that_is_away_may_be_the_one_that_knows_the_key() -> None:
 
 
 def test_another_refusal_is_passed_on_as_it_is() -> None:
-    full = wire.Refused(507, "insufficient_storage_error", "pins_exceed_budget", "no room", None)
+    full = reported(507, "insufficient_storage_error", "pins_exceed_budget", "no room")
     answer = front_of(telling(full), holding(ENTRY)).post("/v1/cache/key-1/pin", {})
     assert answer.status_code == 507
     assert error(answer)["code"] == "pins_exceed_budget"
@@ -132,11 +132,11 @@ def test_another_refusal_is_passed_on_as_it_is() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"  {}"])
 def test_what_has_expired_is_collected_from_all_models(content: bytes) -> None:
-    front = front_of(telling(wire.Removed(2, 300)), telling(wire.Removed(1, 50)))
+    front = front_of(telling(Removed(2, 300)), telling(Removed(1, 50)))
     headers = {"content-type": "application/json"}
     answer = front.request("POST", "/v1/cache/gc", content=content, headers=headers)
     assert answer.json() == {"status": "ok", "removed": 3, "freed_bytes": 350}
-    assert front.runtime.questioned.op == wire.Collect()
+    assert front.runtime.questioned.op == CollectExpired()
 
 
 def validated(*answers: Answers, **fields: Any) -> httpx.Response:
@@ -144,9 +144,9 @@ def validated(*answers: Answers, **fields: Any) -> httpx.Response:
     return front_of(*answers).post("/v1/cache/validate", body)
 
 
-HIT = wire.Validity(status="hit", reusable_tokens=1730, invalidated_at=None, reason="full_match")
-UNKNOWN = wire.Validity(
-    status="miss", reusable_tokens=0, invalidated_at=None, reason="cache_key_not_found"
+HIT = Validation(status="hit", reusable_tokens=1730, invalidated_at=None, reason=Reason.FULL_MATCH)
+UNKNOWN = Validation(
+    status="miss", reusable_tokens=0, invalidated_at=None, reason=Reason.CACHE_KEY_NOT_FOUND
 )
 
 
@@ -163,16 +163,16 @@ def test_a_key_is_validated_against_messages_and_tools() -> None:
         "reason": "full_match",
     }
     asked = front.runtime.questioned
-    assert asked.op == wire.Validate(cache_key="k", messages=MESSAGES, tools=tools)
+    assert asked.op == Validate(cache_key="k", messages=MESSAGES, tools=tools)
     assert not asked.admin  # it would hit for one who owns it, not for one who may look at it
 
 
 def test_a_change_is_shown_where_it_is() -> None:
-    changed = wire.Validity(
+    changed = Validation(
         status="partial_hit",
         reusable_tokens=12,
         invalidated_at="turn 2",
-        reason="turn_changed",
+        reason=Reason.TURN_CHANGED,
         diverged_at=Divergence(3, "user", "risks", "chances"),
     )
     told = validated(telling(changed)).json()
@@ -187,7 +187,7 @@ def test_a_change_is_shown_where_it_is() -> None:
 
 def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() -> None:
     assert validated(telling(UNKNOWN)).json()["reason"] == "cache_key_not_found"
-    told = validated(telling(UNKNOWN), telling(UNKNOWN_KEY)).json()
+    told = validated(telling(UNKNOWN), telling(unknown_key())).json()
     assert (told["status"], told["reason"]) == ("miss", "cache_key_not_found")
     told = validated(telling(UNKNOWN), holding(entry("k"))).json()
     assert (told["status"], told["reason"]) == ("miss", "model_mismatch")

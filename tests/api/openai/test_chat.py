@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rekindle.protocol.events import CacheReport, Prefill, Started, Text, TokenLog
-from tests.api.scripted import Front, ScriptedRuntime, Step, chunks, events, finished, hit, reply
+from rekindle.protocol.events import CacheReport, Prefill, Reason, Started, TokenLogprob
+from tests.api.scripted import (
+    Front,
+    ScriptedRuntime,
+    Step,
+    chunks,
+    delta,
+    events,
+    finished,
+    hit,
+    reply,
+)
 
 LOGS = [
-    [TokenLog(b"Hel", -0.5, [(b"Hel", -0.5), (b"\xf0\x9f", -1.5)])],
-    [TokenLog(b"lo", float("-inf"), [])],
+    [TokenLogprob(b"Hel", -0.5, [(b"Hel", -0.5), (b"\xf0\x9f", -1.5)])],
+    [TokenLogprob(b"lo", float("-inf"), [])],
 ]
 
 
@@ -150,7 +160,7 @@ def test_streamed_logprobs_come_with_their_text() -> None:
 
 
 def test_x_cache_is_in_every_whole_answer() -> None:
-    report = CacheReport("partial_hit", "turn_changed", 30, 42, "device")
+    report = CacheReport("partial_hit", Reason.TURN_CHANGED, 30, 42, "device")
     runtime = ScriptedRuntime(reply("x", end=finished(prompt_tokens=50, cache=report)))
     assert Front(runtime).chat().json()["x_cache"] == {
         "hit": True,
@@ -189,7 +199,7 @@ def test_a_stream_does_not_tell_about_the_cache_unasked() -> None:
 
 
 def test_progress_through_the_prompt_is_streamed_when_asked_for() -> None:
-    script: list[Step] = [Started(0, 100, 40), Prefill(0, 80, 100), Text(0, "x"), finished()]
+    script: list[Step] = [Started(0, 100, 40), Prefill(0, 80, 100), delta("x"), finished()]
     answer = Front(ScriptedRuntime(script)).chat(stream=True, prefill_progress=True)
     told = [chunk["prefill_progress"] for chunk in chunks(answer) if "prefill_progress" in chunk]
     assert told == [

@@ -9,13 +9,16 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from rekindle.protocol.events import Failed, TokenLog
+from rekindle.protocol.events import TokenLogprob
 from tests.api.live import Live, live
-from tests.api.scripted import Front, ScriptedRuntime, finished, hit, reply
+from tests.api.scripted import Front, ScriptedRuntime, failed, finished, hit, reply
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
-LOGS = [[TokenLog(b"Hel", -0.5, [(b"Hel", -0.5)])], [TokenLog(b"lo", -0.1, [(b"lo", -0.1)])]]
-DIED = Failed(0, 503, "server_error", "model_restarting", "the process died", None)
+LOGS = [
+    [TokenLogprob(b"Hel", -0.5, [(b"Hel", -0.5)])],
+    [TokenLogprob(b"lo", -0.1, [(b"lo", -0.1)])],
+]
+DIED = failed(503, "server_error", "model_restarting", "the process died")
 
 
 def client_of(server: Live, key: str = "secret") -> openai.OpenAI:

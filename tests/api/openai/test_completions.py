@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
-from rekindle.protocol.events import TokenLog
+from rekindle.protocol.events import TokenLogprob
 from tests.api.scripted import Front, ScriptedRuntime, chunks, error, events, finished, hit, reply
 
 
-def log(piece: bytes, score: float = -0.5) -> TokenLog:
-    return TokenLog(piece, score, [(piece, score), (b"other", -2.0)])
+def log(piece: bytes, score: float = -0.5) -> TokenLogprob:
+    return TokenLogprob(piece, score, [(piece, score), (b"other", -2.0)])
 
 
 def streamed(front: Front, **fields: Any) -> list[dict[str, Any]]:
@@ -130,7 +130,9 @@ def test_streamed_offsets_go_on_from_chunk_to_chunk() -> None:
 
 
 def test_an_impossible_token_has_a_score_that_json_can_write() -> None:
-    runtime = ScriptedRuntime(reply("x", logs=[[TokenLog(b"x", -0.1, [(b"y", float("-inf"))])]]))
+    runtime = ScriptedRuntime(
+        reply("x", logs=[[TokenLogprob(b"x", -0.1, [(b"y", float("-inf"))])]])
+    )
     answer = Front(runtime).complete(logprobs=1).json()
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"y": -9999.0}]
 

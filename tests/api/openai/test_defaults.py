@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from rekindle.api.openai.schema import NOT_SERVED, ChatRequest
-from rekindle.protocol.wire import Ask, ToolUse
+from rekindle.protocol.requests import GenerateRequest, ToolUse
 from tests.api.scripted import Front, ScriptedRuntime
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
 
-def asked(settings: dict[str, Any] | None = None, **fields: Any) -> Ask:
+def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     assert front.chat(**fields).status_code == 200
     return front.runtime.asked
@@ -37,7 +37,7 @@ def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
         "top_logprobs": None,
     }
     assert (ask.stop, ask.ignore_eos, ask.reuse, ask.exact) == ([], False, True, False)
-    assert (ask.tools, ask.tool_use, ask.structure) == (None, ToolUse(), None)
+    assert (ask.tools, ask.tool_use, ask.structured_output) == (None, ToolUse(), None)
     assert (ask.priority, ask.normalise) == (0, True)
     assert ask.messages == [{"role": "user", "content": "hello"}]
 

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol.wire import Ask, Naming
+from rekindle.protocol.requests import GenerateRequest, Names
 from tests.api.scripted import Front, error
 
 USER = {"role": "user", "content": "hello"}
 
 
-def asked(settings: dict[str, Any] | None = None, **fields: Any) -> Ask:
+def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
     return front.runtime.asked
 
 
-def completed(**fields: Any) -> list[Ask]:
+def completed(**fields: Any) -> list[GenerateRequest]:
     front = Front()
     answer = front.complete(**fields)
     assert answer.status_code == 200, answer.text
@@ -27,30 +27,30 @@ def completed(**fields: Any) -> list[Ask]:
 
 
 NAMED = [
-    ({"cache_key": "abc123"}, Naming(cache_key="abc123")),
-    ({"return_cache_key": True}, Naming(return_cache_key=True)),
-    ({"session_id": "chat-123"}, Naming(session_id="chat-123")),
-    ({"kv_cache_session_id": 0}, Naming(session_number=0)),
-    ({"kv_cache_session_id": 1 - 2**63}, Naming(session_number=1 - 2**63)),
-    ({"prompt_cache_key": "team-a"}, Naming(prompt_cache_key="team-a")),
-    ({"prompt_cache_retention": "24h"}, Naming(ttl_s=86_400.0)),
-    ({"prompt_cache_retention": "in_memory"}, Naming(in_memory=True)),
-    ({"prompt_cache_retention": "in-memory"}, Naming(in_memory=True)),
+    ({"cache_key": "abc123"}, Names(cache_key="abc123")),
+    ({"return_cache_key": True}, Names(return_cache_key=True)),
+    ({"session_id": "chat-123"}, Names(session_id="chat-123")),
+    ({"kv_cache_session_id": 0}, Names(session_number=0)),
+    ({"kv_cache_session_id": 1 - 2**63}, Names(session_number=1 - 2**63)),
+    ({"prompt_cache_key": "team-a"}, Names(prompt_cache_key="team-a")),
+    ({"prompt_cache_retention": "24h"}, Names(ttl_s=86_400.0)),
+    ({"prompt_cache_retention": "in_memory"}, Names(in_memory=True)),
+    ({"prompt_cache_retention": "in-memory"}, Names(in_memory=True)),
 ]
 
 
 @pytest.mark.parametrize(("fields", "naming"), NAMED, ids=lambda value: str(value)[:40])
 def test_a_name_reaches_the_runtime_of_a_chat_and_of_a_completion(
-    fields: dict[str, Any], naming: Naming
+    fields: dict[str, Any], naming: Names
 ) -> None:
-    assert asked(**fields).naming == naming
-    assert [ask.naming for ask in completed(**fields)] == [naming]
+    assert asked(**fields).names == naming
+    assert [ask.names for ask in completed(**fields)] == [naming]
 
 
 def test_a_request_that_names_nothing_has_no_naming() -> None:
-    assert asked().naming is None
-    assert asked(return_cache_key=False, cache_exact=True).naming is None
-    assert completed(use_kv_cache=True)[0].naming is None
+    assert asked().names is None
+    assert asked(return_cache_key=False, cache_exact=True).names is None
+    assert completed(use_kv_cache=True)[0].names is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_request_that_names_nothing_has_no_naming() -> None:
 )
 def test_a_name_is_any_string(name: str) -> None:
     naming = asked(session_id=name, use_kv_cache=True, messages=[{**USER, "message_id": name}])
-    assert naming.naming == Naming(session_id=name, message_ids=[name], wants_message_id=True)
+    assert naming.names == Names(session_id=name, message_ids=[name], wants_message_id=True)
 
 
 def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
@@ -69,7 +69,7 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
         {**USER, "message_id": None},
     ]
     ask = asked(messages=messages, use_kv_cache=True)
-    assert ask.naming == Naming(message_ids=["msg_2", "msg_1"], wants_message_id=True)
+    assert ask.names == Names(message_ids=["msg_2", "msg_1"], wants_message_id=True)
     assert ask.messages == [
         USER,
         {"role": "assistant", "content": "Hi"},
@@ -81,24 +81,24 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
 @pytest.mark.parametrize("use_kv_cache", [None, False])
 def test_message_ids_are_not_looked_for_unasked(use_kv_cache: bool | None) -> None:
     ask = asked(messages=[{**USER, "message_id": "msg_1"}], use_kv_cache=use_kv_cache)
-    assert ask.naming is None
+    assert ask.names is None
     assert ask.messages == [USER]
 
 
 def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
     front = Front()
     front.chat(n=3, session_id="s", use_kv_cache=True, prompt_cache_retention="in_memory")
-    first, *others = (ask.naming for ask in front.runtime.asks)
-    plain = Naming(wants_message_id=True, in_memory=True)
-    assert first == Naming(session_id="s", wants_message_id=True, in_memory=True)
+    first, *others = (ask.names for ask in front.runtime.asks)
+    plain = Names(wants_message_id=True, in_memory=True)
+    assert first == Names(session_id="s", wants_message_id=True, in_memory=True)
     assert others == [plain, plain]
 
 
 def test_a_name_alone_leaves_other_choices_without_naming() -> None:
     front = Front()
     front.chat(n=2, cache_key="k", return_cache_key=True)
-    first, second = (ask.naming for ask in front.runtime.asks)
-    assert first == Naming(cache_key="k", return_cache_key=True)
+    first, second = (ask.names for ask in front.runtime.asks)
+    assert first == Names(cache_key="k", return_cache_key=True)
     assert second is None
 
 
@@ -114,35 +114,33 @@ def test_a_name_alone_leaves_other_choices_without_naming() -> None:
 )
 def test_a_fingerprint_is_for_conversations_without_a_name(fields: dict[str, Any]) -> None:
     forced = {"force_cache": True}
-    assert asked(forced).naming == Naming(by_fingerprint=True)
-    named = asked(forced, **fields).naming
+    assert asked(forced).names == Names(by_fingerprint=True)
+    named = asked(forced, **fields).names
     assert named is not None
     assert not named.by_fingerprint
-    assert asked(**fields).naming == named
+    assert asked(**fields).names == named
 
 
 def test_a_group_of_prompts_is_no_name_of_a_conversation() -> None:
     ask = asked({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
-    assert ask.naming == Naming(
-        prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True
-    )
+    assert ask.names == Names(prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True)
 
 
 def test_a_text_is_no_conversation() -> None:
     front = Front(force_cache=True)
     front.complete()
-    assert front.runtime.asked.naming is None
+    assert front.runtime.asked.names is None
 
 
 def test_who_opts_out_names_nothing() -> None:
     fields = {"session_id": "s", "return_cache_key": True}
     opted_out = asked({"force_cache": True}, use_kv_cache=False, **fields)
-    assert (opted_out.reuse, opted_out.naming) == (False, None)
+    assert (opted_out.reuse, opted_out.names) == (False, None)
 
 
 def test_a_server_without_a_context_cache_reuses_for_nobody() -> None:
     ask = asked({"context_cache": False, "force_cache": True}, session_id="s", use_kv_cache=True)
-    assert (ask.reuse, ask.naming) == (False, None)
+    assert (ask.reuse, ask.names) == (False, None)
 
 
 @pytest.mark.parametrize("field", ["cache_key", "session_id", "prompt_cache_key"])
@@ -219,7 +217,7 @@ def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
 
 def test_several_prompts_may_be_kept_alike() -> None:
     asks = completed(prompt=["a", "b"], return_cache_key=False, prompt_cache_key="group")
-    assert [ask.naming for ask in asks] == [Naming(prompt_cache_key="group")] * 2
+    assert [ask.names for ask in asks] == [Names(prompt_cache_key="group")] * 2
 
 
 # The requests of the servers that Rekindle answers like, as their documents have them.
@@ -255,4 +253,4 @@ def test_the_documented_requests_are_taken_as_they_are(body: dict[str, Any]) -> 
     front = Front(force_cache=True)
     answer = front.post("/v1/chat/completions", body, headers={"X-Model-Id": "0"})
     assert answer.status_code == 200, answer.text
-    assert front.runtime.asked.naming is not None
+    assert front.runtime.asked.names is not None

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rekindle.protocol.events import CacheReport, Divergence
+from rekindle.protocol.events import CacheReport, Divergence, Reason
 from tests.api.cache.entries import entry, holding
 from tests.api.scripted import Front, ScriptedRuntime, chunks, events, finished, reply
 
 EDITED = CacheReport(
     "partial_hit",
-    "turn_changed",
+    Reason.TURN_CHANGED,
     1851,
     1958,
     "disk",
@@ -44,7 +44,7 @@ def runtime_reporting(report: CacheReport, **options: Any) -> ScriptedRuntime:
 
 
 def not_found() -> CacheReport:
-    return CacheReport("miss", "cache_key_not_found", 0, 12, None)
+    return CacheReport("miss", Reason.CACHE_KEY_NOT_FOUND, 0, 12, None)
 
 
 def test_a_whole_answer_tells_what_became_of_the_key() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
 def test_what_was_normalised_is_told_where_something_was(path: str) -> None:
-    changed = CacheReport("hit", "full_match", 9, 12, "ram", normalised=["billing header"])
+    changed = CacheReport("hit", Reason.FULL_MATCH, 9, 12, "ram", normalised=["billing header"])
     told = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
     assert told["normalised"] == ["billing header"]
     assert "normalised" not in getattr(Front(), path)().json()["x_cache"]
@@ -92,7 +92,7 @@ def test_a_stream_ends_with_the_same_report_flat_and_as_a_chunk(
 
 
 def test_the_first_choice_speaks_for_all() -> None:
-    second = CacheReport("hit", "full_match", 9, 12, "device")
+    second = CacheReport("hit", Reason.FULL_MATCH, 9, 12, "device")
     runtime = ScriptedRuntime(
         reply("a", end=finished(cache=EDITED)), reply("b", end=finished(cache=second))
     )

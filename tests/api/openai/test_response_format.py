@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol.wire import Structure
+from rekindle.protocol.requests import StructuredOutput
 from tests.api.scripted import Front, error
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -23,18 +23,18 @@ def schema(**fields: Any) -> dict[str, Any]:
     [
         (None, None),
         ({"type": "text"}, None),
-        (JSON, Structure(schema=None)),
-        ({**JSON, "schema": SCHEMA}, Structure(schema=SCHEMA)),
-        (schema(schema=SCHEMA), Structure(schema=SCHEMA)),
-        (schema(schema=SCHEMA, strict=False, description="x"), Structure(schema=SCHEMA)),
-        (schema(schema=True), Structure(schema=True)),
-        (schema(), Structure(schema=None)),
+        (JSON, StructuredOutput(schema=None)),
+        ({**JSON, "schema": SCHEMA}, StructuredOutput(schema=SCHEMA)),
+        (schema(schema=SCHEMA), StructuredOutput(schema=SCHEMA)),
+        (schema(schema=SCHEMA, strict=False, description="x"), StructuredOutput(schema=SCHEMA)),
+        (schema(schema=True), StructuredOutput(schema=True)),
+        (schema(), StructuredOutput(schema=None)),
     ],
 )
-def test_a_form_reaches_the_runtime(sent: Any, structure: Structure | None) -> None:
+def test_a_form_reaches_the_runtime(sent: Any, structure: StructuredOutput | None) -> None:
     front = Front()
     assert front.chat(response_format=sent).status_code == 200
-    assert front.runtime.asked.structure == structure
+    assert front.runtime.asked.structured_output == structure
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_tools_that_may_be_called_go_with_a_form(choice: str | None) -> None:
     front = Front()
     assert front.chat(response_format=JSON, tools=TOOLS, tool_choice=choice).status_code == 200
     ask = front.runtime.asked
-    assert (ask.structure, ask.tools) == (Structure(schema=None), TOOLS)
+    assert (ask.structured_output, ask.tools) == (StructuredOutput(schema=None), TOOLS)
 
 
 @pytest.mark.parametrize("choice", ["required", TOOLS[0]])

@@ -14,10 +14,19 @@ from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, SecretStr
 
-from rekindle.protocol.events import Reasoning, Started, Text
-from rekindle.protocol.wire import ToolUse
+from rekindle.protocol.events import Started
+from rekindle.protocol.requests import ToolUse
 from tests.api.live import live
-from tests.api.scripted import Front, Script, ScriptedRuntime, calling, finished, reply
+from tests.api.scripted import (
+    Front,
+    Script,
+    ScriptedRuntime,
+    calling,
+    delta,
+    finished,
+    reasoning,
+    reply,
+)
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 PARIS, ROME = '{"city": "Paris", "days": 2}', '{"city": "Rome", "days": 1}'
@@ -36,9 +45,9 @@ CALLS = calling(("GetWeather", PARIS), ("GetWeather", ROME))
 JSON = reply('{"city": ', '"Paris", ', '"days": 2}')
 THOUGHT: Script = [
     Started(0, 10, 0),
-    Reasoning(0, "Hm, "),
-    Reasoning(0, "two."),
-    Text(0, "2"),
+    reasoning("Hm, "),
+    reasoning("two."),
+    delta("2"),
     finished(),
 ]
 
@@ -105,8 +114,8 @@ def test_a_form_is_parsed_into_its_model() -> None:
             model="default", messages=MESSAGES, response_format=GetWeather
         )
     assert answer.choices[0].message.parsed == GetWeather(city="Paris", days=2)
-    assert runtime.asked.structure is not None
-    schema = runtime.asked.structure.schema
+    assert runtime.asked.structured_output is not None
+    schema = runtime.asked.structured_output.schema
     assert isinstance(schema, dict)
     assert schema["required"] == ["city", "days"]
 
@@ -232,4 +241,4 @@ def test_langchain_gets_a_form() -> None:
     with langchain_of(JSON) as (model, runtime):
         found = model.with_structured_output(GetWeather, method="json_schema").invoke("Paris?")
     assert found == GetWeather(city="Paris", days=2)
-    assert runtime.asked.structure is not None
+    assert runtime.asked.structured_output is not None

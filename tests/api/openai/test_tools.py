@@ -7,10 +7,22 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rekindle.protocol.events import Reasoning, Started, Text
-from rekindle.protocol.wire import Ask, ToolUse, Validate, Validity
+from rekindle.protocol.admin import Validate, Validation
+from rekindle.protocol.events import Reason, Started
+from rekindle.protocol.requests import GenerateRequest, ToolUse
 from tests.api.cache.entries import telling
-from tests.api.scripted import Front, ScriptedRuntime, Step, calling, chunks, error, finished, reply
+from tests.api.scripted import (
+    Front,
+    ScriptedRuntime,
+    Step,
+    calling,
+    chunks,
+    delta,
+    error,
+    finished,
+    reasoning,
+    reply,
+)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
 WEATHER: dict[str, Any] = {
@@ -22,7 +34,7 @@ TOOLS = [WEATHER, TIME]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def asked(**fields: Any) -> Ask:
+def asked(**fields: Any) -> GenerateRequest:
     front = Front()
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
@@ -181,7 +193,7 @@ def test_a_choice_among_tools_that_are_not_there_is_refused(
     assert error(answer)["param"] == "tool_choice"
 
 
-VALID = Validity(status="hit", reusable_tokens=1, invalidated_at=None, reason="full_match")
+VALID = Validation(status="hit", reusable_tokens=1, invalidated_at=None, reason=Reason.FULL_MATCH)
 
 
 def test_a_cache_key_is_validated_with_the_same_tools() -> None:
@@ -221,7 +233,7 @@ def test_a_reply_that_only_calls_has_no_content() -> None:
 
 
 def test_what_is_said_before_a_call_is_content() -> None:
-    runtime = ScriptedRuntime(calling(PARIS, before=[Text(0, "Let me "), Text(0, "look.")]))
+    runtime = ScriptedRuntime(calling(PARIS, before=[delta("Let me "), delta("look.")]))
     message = Front(runtime).chat(tools=TOOLS).json()["choices"][0]["message"]
     assert message["content"] == "Let me look."
     assert len(message["tool_calls"]) == 1
@@ -247,7 +259,7 @@ def test_a_stream_of_calls_has_openais_shape() -> None:
 
 
 def test_a_stream_that_speaks_before_it_calls_opens_with_text() -> None:
-    runtime = ScriptedRuntime(calling(PARIS, before=[Text(0, "Let me look.")]))
+    runtime = ScriptedRuntime(calling(PARIS, before=[delta("Let me look.")]))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(Front(runtime).chat(stream=True))]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert deltas[1] == {"content": "Let me look."}
@@ -255,9 +267,9 @@ def test_a_stream_that_speaks_before_it_calls_opens_with_text() -> None:
 
 THINKING: list[Step] = [
     Started(0, 10, 0),
-    Reasoning(0, "Hm, "),
-    Reasoning(0, "two."),
-    Text(0, "2"),
+    reasoning("Hm, "),
+    reasoning("two."),
+    delta("2"),
     finished(completion_tokens=9, reasoning_tokens=7),
 ]
 
@@ -285,7 +297,7 @@ def test_reasoning_is_streamed_as_it_comes() -> None:
 
 
 def test_a_reply_cut_in_its_thoughts_has_empty_content() -> None:
-    script: list[Step] = [Reasoning(0, "Hm"), finished("length", reasoning_tokens=1)]
+    script: list[Step] = [reasoning("Hm"), finished("length", reasoning_tokens=1)]
     message = Front(ScriptedRuntime(script)).chat().json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("", "Hm")
 

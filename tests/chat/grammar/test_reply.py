@@ -11,9 +11,9 @@ import pytest
 
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
-from rekindle.chat.reply import Argued, Called, Part, Said, Thought
 from rekindle.chat.tools import registry as choose
 from rekindle.errors import Unsupported
+from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 from tests.chat.grammar.validator import valid
 from tests.chat.grammar.writer import Writer
 
@@ -160,19 +160,19 @@ def case(request: pytest.FixtureRequest) -> Case:
 def calls(parts: list[Part]) -> list[tuple[str, Any]]:
     found: list[tuple[str, list[str]]] = []
     for part in parts:
-        if isinstance(part, Called):
+        if isinstance(part, ToolCallStart):
             found.append((part.name, []))
-        elif isinstance(part, Argued):
-            found[part.call][1].append(part.text)
+        elif isinstance(part, ArgumentsDelta):
+            found[part.index][1].append(part.text)
     return [(name, json.loads("".join(texts))) for name, texts in found]
 
 
 def said(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Said))
+    return "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
 def thought(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Thought))
+    return "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
 
 
 def follows(made: tuple[str, Any], schemas: Mapping[str, Any] = SCHEMAS) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rekindle.chat.reply import Argued, Called, Parser, Part, Said, Thought
+from rekindle.chat.reply import Parser
 from rekindle.chat.tools.registry import Format, choose
+from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 
 BAR = "\uff5c"  # DeepSeek's markers have it
 
@@ -31,21 +32,21 @@ class Heard(NamedTuple):
 
     @property
     def said(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Said))
+        return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
 
     @property
     def thought(self) -> str:
-        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
     def calls(self) -> list[Call]:
         calls: list[Call] = []
         for part in self.parts:
-            if isinstance(part, Called):
-                assert part.call == len(calls), "calls are counted from 0"
+            if isinstance(part, ToolCallStart):
+                assert part.index == len(calls), "calls are counted from 0"
                 calls.append(Call(part.name, ""))
-            elif isinstance(part, Argued):
-                assert part.call == len(calls) - 1, "arguments belong to the last call"
+            elif isinstance(part, ArgumentsDelta):
+                assert part.index == len(calls) - 1, "arguments belong to the last call"
                 calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
         return calls
 
@@ -79,12 +80,14 @@ def join(parts: Iterable[Part]) -> list[Part]:
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
-        if isinstance(part, Called) or type(last) is not type(part):
+        if isinstance(part, ToolCallStart) or type(last) is not type(part):
             joined.append(part)
-        elif isinstance(part, Argued) and isinstance(last, Argued):
-            assert part.call == last.call
-            joined[-1] = Argued(part.call, last.text + part.text)
-        elif isinstance(part, Said | Thought) and isinstance(last, Said | Thought):
+        elif isinstance(part, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
+            assert part.index == last.index
+            joined[-1] = ArgumentsDelta(part.index, last.text + part.text)
+        elif isinstance(part, TextDelta | ReasoningDelta) and isinstance(
+            last, TextDelta | ReasoningDelta
+        ):
             joined[-1] = type(part)(last.text + part.text)
     return joined
 
@@ -94,7 +97,7 @@ def feed(parser: Parser, pieces: Iterable[str]) -> Heard:
     for piece in pieces:
         parts += parser.push(piece)
     parts += parser.finish()
-    assert all(part.text for part in parts if not isinstance(part, Called)), "no empty part"
+    assert all(part.text for part in parts if not isinstance(part, ToolCallStart)), "no empty part"
     return Heard(join(parts), parser.ended_calls)
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.reply import Said, Thought
 from rekindle.chat.tools.reasoning import PAIRS
 from rekindle.chat.tools.registry import choose
+from rekindle.protocol.events import ReasoningDelta, TextDelta
 from tests.chat.tools.replay import Call, hear
 
 QWEN3 = choose("<think> </think> <tool_call>")
@@ -15,7 +15,7 @@ def test_leading_thought_is_taken_off_with_the_space_around_its_markers(name: st
     begin, end = PAIRS[name]
     form = choose(None, thought_name=name)
     heard = hear(form, f"\n{begin}\nLet me  see.\n\nYes.\n{end}\n\n Hello. \n")
-    assert heard.parts == [Thought("Let me  see.\n\nYes."), Said("Hello. \n")]
+    assert heard.parts == [ReasoningDelta("Let me  see.\n\nYes."), TextDelta("Hello. \n")]
 
 
 def test_calls_after_thought_are_calls() -> None:
@@ -33,23 +33,23 @@ def test_calls_after_thought_are_calls() -> None:
 
 def test_thought_that_the_prompt_opened_begins_at_once() -> None:
     heard = hear(QWEN3, "\nHm.\n</think>\n\nHello", opened=True)
-    assert heard.parts == [Thought("Hm."), Said("Hello")]
+    assert heard.parts == [ReasoningDelta("Hm."), TextDelta("Hello")]
 
 
 def test_thought_that_is_opened_twice_is_opened_once() -> None:
     heard = hear(QWEN3, "<think>\nHm.</think>Hello", opened=True)
-    assert heard.parts == [Thought("Hm."), Said("Hello")]
+    assert heard.parts == [ReasoningDelta("Hm."), TextDelta("Hello")]
 
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_reply_that_ends_inside_thought_is_all_thought(opened: bool) -> None:
     text = "Hm, </thin\n"
     heard = hear(QWEN3, text if opened else "<think>" + text, opened=opened)
-    assert heard.parts == [Thought(text)]
+    assert heard.parts == [ReasoningDelta(text)]
 
 
 def test_empty_thought_is_none() -> None:
-    assert hear(QWEN3, "<think>\n\n</think>\n\nHello").parts == [Said("Hello")]
+    assert hear(QWEN3, "<think>\n\n</think>\n\nHello").parts == [TextDelta("Hello")]
 
 
 @pytest.mark.parametrize("text", ["Hello <think>x</think>", " \n<thin", "\n\nHello", ""])
@@ -60,7 +60,7 @@ def test_a_reply_that_does_not_begin_with_thought_has_none(text: str) -> None:
 
 def test_thought_is_told_from_text_without_calls_too() -> None:
     heard = hear(QWEN3, "<think>a</think><tool_call>", calls=False)
-    assert heard.parts == [Thought("a"), Said("<tool_call>")]
+    assert heard.parts == [ReasoningDelta("a"), TextDelta("<tool_call>")]
 
 
 def test_the_parser_knows_whether_it_is_thinking() -> None:
@@ -84,7 +84,7 @@ def test_harmony_goes_on_in_thought_that_the_prompt_opened() -> None:
     heard = hear(
         "harmony", "Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes", opened=True
     )
-    assert heard.parts == [Thought("Hm"), Said("Yes")]
+    assert heard.parts == [ReasoningDelta("Hm"), TextDelta("Yes")]
 
 
 def test_two_messages_of_a_kind_do_not_run_together() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.reply import Said
 from rekindle.chat.tools.registry import choose
+from rekindle.protocol.events import TextDelta
 from tests.chat.tools.replay import BAR, Call, hear, join, tool
 
 SEPARATED = f"<{BAR}tool▁call▁begin{BAR}>f<{BAR}tool▁sep{BAR}>"
@@ -145,7 +145,7 @@ def test_what_is_no_call_is_said_with_its_markers(format: str, text: str) -> Non
 
 def test_an_answer_in_json_is_not_held_back_for_a_name_that_never_comes() -> None:
     parser = choose(None, name="llama3-json").parser([tool("f")], calls=True, opened=False)
-    assert join(parser.push('{"answer": "')) == [Said('{"answer": "')]
+    assert join(parser.push('{"answer": "')) == [TextDelta('{"answer": "')]
 
 
 @pytest.mark.parametrize(

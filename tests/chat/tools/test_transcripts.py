@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.reply import Argued, Called
 from rekindle.chat.tools.registry import choose
+from rekindle.protocol.events import ArgumentsDelta, ToolCallStart
 from tests.chat.tools.replay import TOOLS, hear
 from tests.chat.tools.transcripts import REPLIES, Reply, deepseek
 
@@ -42,8 +42,8 @@ def test_arguments_in_json_are_passed_on_as_they_were_sampled(format: str, text:
 def test_a_call_begins_before_its_arguments_are_there() -> None:
     parser = choose(None, name="hermes").parser(TOOLS, calls=True, opened=False)
     assert parser.push('<tool_call>\n{"name": "f", "arg') == []
-    assert parser.push('uments": {"a": ') == [Called(0, "f"), Argued(0, '{"a": ')]
+    assert parser.push('uments": {"a": ') == [ToolCallStart(0, "f"), ArgumentsDelta(0, '{"a": ')]
     assert parser.ended_calls == 0
-    assert parser.push("1}") == [Argued(0, "1}")]
+    assert parser.push("1}") == [ArgumentsDelta(0, "1}")]
     assert parser.push("}") == []
     assert parser.ended_calls == 1

@@ -14,7 +14,8 @@ from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.matcher import Grammars
 from rekindle.engine.base import Constraint, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.requests import SamplingParams
 from tests.support.tiny import write_llama
 
 PROMPT = [10, 20, 30, 40]
@@ -28,14 +29,14 @@ SCHEMA = {
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
 }
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 WAYS = {
     "greedy": GREEDY,
-    "greedy, biased": Sampling(temperature=0, logit_bias={5: 4.0}),
-    "greedy, penalised": Sampling(temperature=0, repetition_penalty=1.2),
-    "random": Sampling(temperature=1, top_p=1, seed=1),
-    "random, the best few": Sampling(temperature=1, top_k=5, top_p=0.9, min_p=0.01, seed=2),
-    "with log probabilities": Sampling(temperature=1, seed=3, top_logprobs=2),
+    "greedy, biased": SamplingParams(temperature=0, logit_bias={5: 4.0}),
+    "greedy, penalised": SamplingParams(temperature=0, repetition_penalty=1.2),
+    "random": SamplingParams(temperature=1, top_p=1, seed=1),
+    "random, the best few": SamplingParams(temperature=1, top_k=5, top_p=0.9, min_p=0.01, seed=2),
+    "with log probabilities": SamplingParams(temperature=1, seed=3, top_logprobs=2),
 }
 
 
@@ -55,7 +56,7 @@ def grammars(engine: LlamaCppEngine) -> Grammars:
 
 def write(
     engine: LlamaCppEngine,
-    sampling: Sampling,
+    sampling: SamplingParams,
     constraint: Constraint | None = None,
     *,
     exact: bool = False,
@@ -178,7 +179,7 @@ def test_a_constraint_has_the_last_word_and_hears_of_every_choice(
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_log_probabilities_are_the_models_own(engine: LlamaCppEngine, temperature: float) -> None:
     """A masked row would call the only allowed token certain, and the others impossible."""
-    sampling = Sampling(temperature=temperature, seed=1, top_logprobs=3)
+    sampling = SamplingParams(temperature=temperature, seed=1, top_logprobs=3)
     [free] = write(engine, sampling, most=1)
     [bound] = write(engine, sampling, OnlyThe(free.top[2][0]), most=1)
     assert bound.top == free.top

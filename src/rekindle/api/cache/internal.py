@@ -16,7 +16,14 @@ from starlette.requests import Request
 from rekindle.api.cache.questions import Questions
 from rekindle.api.openai.fields import MOST_ID_CHARACTERS, SessionNumber, takes
 from rekindle.errors import NotFound
-from rekindle.protocol import wire
+from rekindle.protocol.admin import (
+    EntryInfo,
+    EntryList,
+    ListEntries,
+    Removed,
+    RemoveOld,
+    RemoveSession,
+)
 from rekindle.server.json import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
@@ -75,7 +82,7 @@ async def show_sessions(request: Request, number: ModelNumber = None) -> Session
     """The numbered sessions, sessions and messages whose state is kept, with its size."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
-    listing = await Questions.of_tenant(request).ask(runtime, wire.ListEntries(), wire.Listing)
+    listing = await Questions.of_tenant(request).ask(runtime, ListEntries(), EntryList)
     named = [(info, list(_sessions(info))) for info in listing.entries]
     caches = [session for _, sessions in named for session in sessions]
     return Sessions(
@@ -93,8 +100,8 @@ async def remove_session(
     """Forget the state of one session."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
-    op = wire.RemoveSession(body.session_id)
-    removed = await Questions.of_tenant(request).ask(runtime, op, wire.Removed)
+    op = RemoveSession(body.session_id)
+    removed = await Questions.of_tenant(request).ask(runtime, op, Removed)
     if not removed.entries:
         raise NotFound(
             f"No state is kept under this id; GET {router.prefix}/info lists those you have.",
@@ -115,13 +122,11 @@ async def remove_old(
     """Forget the state that was not used for so many seconds, unless it is pinned."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
-    removed = await Questions.of_tenant(request).ask(
-        runtime, wire.RemoveOld(body.seconds), wire.Removed
-    )
+    removed = await Questions.of_tenant(request).ask(runtime, RemoveOld(body.seconds), Removed)
     return OldRemoved(status="ok", removed=removed.entries, freed_bytes=removed.freed_bytes)
 
 
-def _sessions(info: wire.EntryInfo) -> Iterator[Session]:
+def _sessions(info: EntryInfo) -> Iterator[Session]:
     for name in info.names:
         if name.kind in KINDS:
             yield Session(

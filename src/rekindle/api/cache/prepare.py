@@ -14,12 +14,12 @@ from rekindle.api.openai.fields import characters
 from rekindle.api.openai.message import Messages, rendered
 from rekindle.api.openai.tool import Tools, described
 from rekindle.config import Config
-from rekindle.engine.sampling import Sampling
 from rekindle.errors import BadRequest, ServerError, Unsupported
-from rekindle.protocol import wire
+from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
+from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.server.json import OrjsonRoute
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import ModelNumber, Service
 from rekindle.server.turns import Turns, while_connected
 
@@ -62,8 +62,8 @@ class PrepareRequest(BaseModel):
         return self
 
     @property
-    def preparing(self) -> wire.Preparing:
-        return wire.Preparing(pinned=self.pinned, ttl_s=self.ttl)
+    def prepare(self) -> Prepare:
+        return Prepare(pinned=self.pinned, ttl_s=self.ttl)
 
 
 @router.post("/v1/cache/prepare")
@@ -82,14 +82,14 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
 
 
 async def _warmed(
-    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
-) -> wire.EntryInfo:
-    ask = wire.Ask(
+    runtime: RuntimeClient, questions: Questions, body: PrepareRequest, config: Config
+) -> EntryInfo:
+    ask = GenerateRequest(
         turn=0,
         messages=rendered(body.messages),
         tools=described(body.tools),
-        preparing=body.preparing,
-        sampling=Sampling(),
+        prepare=body.prepare,
+        sampling=SamplingParams(),
         max_tokens=1,
         exact=config.exact,
         normalise=config.normalise,
@@ -99,8 +99,8 @@ async def _warmed(
         finished = await _finished(turns)
     if finished.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
-    settle = wire.Settle(finished.cache.new_cache_key)
-    info = await questions.ask(runtime, settle, wire.EntryInfo)
+    settle = Flush(finished.cache.new_cache_key)
+    info = await questions.ask(runtime, settle, EntryInfo)
     if info.held_tokens < info.token_count:
         raise NoRoom(
             f"The prompt was computed, but of its {info.token_count} tokens only "
@@ -121,12 +121,12 @@ async def _finished(turns: Turns) -> Finished:
 
 
 async def _indexed(
-    runtime: Runtime, questions: Questions, body: PrepareRequest, config: Config
-) -> wire.EntryInfo:
-    index = wire.IndexPrompt(
+    runtime: RuntimeClient, questions: Questions, body: PrepareRequest, config: Config
+) -> EntryInfo:
+    index = IndexPrompt(
         messages=rendered(body.messages),
         tools=described(body.tools),
-        preparing=body.preparing,
+        prepare=body.prepare,
         normalise=config.normalise,
     )
-    return await questions.ask(runtime, index, wire.EntryInfo)
+    return await questions.ask(runtime, index, EntryInfo)

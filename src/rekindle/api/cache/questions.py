@@ -8,11 +8,11 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from rekindle.errors import CacheKeyNotFound, ServerError, Unavailable
-from rekindle.protocol import wire
+from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, ShowEntry
 from rekindle.server.auth import admin_of, salt_of
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 
-T = TypeVar("T", bound=wire.CacheAnswer)
+T = TypeVar("T", bound=AdminResult)
 
 
 class Questions:
@@ -31,15 +31,15 @@ class Questions:
         """As of one whose turns meet its own state alone, whatever else it may see."""
         return cls(salt_of(request))
 
-    async def ask(self, runtime: Runtime, op: wire.CacheOp, answer: type[T]) -> T:
+    async def ask(self, runtime: RuntimeClient, op: AdminOp, answer: type[T]) -> T:
         """One runtime's answer; a refusal raises."""
         told = await runtime.query(op, salt=self.salt, admin=self.admin)
         assert isinstance(told, answer), f"{type(op).__name__} was answered by {told}"
         return told
 
     async def find(
-        self, runtimes: Sequence[Runtime], op: wire.CacheOp, answer: type[T]
-    ) -> tuple[Runtime, T]:
+        self, runtimes: Sequence[RuntimeClient], op: AdminOp, answer: type[T]
+    ) -> tuple[RuntimeClient, T]:
         """The answer of the runtime that knows the key; raises CacheKeyNotFound when none does."""
         absent: ServerError = CacheKeyNotFound()
         for runtime in runtimes:
@@ -52,10 +52,10 @@ class Questions:
                     raise
         raise absent
 
-    async def knows(self, runtimes: Sequence[Runtime], cache_key: str) -> bool:
+    async def knows(self, runtimes: Sequence[RuntimeClient], cache_key: str) -> bool:
         """Whether one of these has the key; one that cannot tell has not."""
         try:
-            await self.find(runtimes, wire.ShowEntry(cache_key), wire.EntryInfo)
+            await self.find(runtimes, ShowEntry(cache_key), EntryInfo)
         except ServerError:
             return False
         return True

@@ -16,7 +16,18 @@ from rekindle.api.openai.fields import FreeObject, Id
 from rekindle.api.openai.message import Messages, rendered
 from rekindle.api.openai.schema import MOST_MESSAGES
 from rekindle.api.openai.tool import Tools, described
-from rekindle.protocol import wire
+from rekindle.protocol.admin import (
+    CollectExpired,
+    DeleteEntry,
+    EntryInfo,
+    EntryList,
+    ListEntries,
+    PinEntry,
+    Removed,
+    ShowEntry,
+    Validate,
+    Validation,
+)
 from rekindle.server.json import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
@@ -62,7 +73,7 @@ async def list_entries(request: Request, number: ModelNumber = None) -> Listing:
     found = [
         entry_body(info, runtime.name, admin=questions.admin)
         for runtime in service.chosen(number)
-        for info in (await questions.ask(runtime, wire.ListEntries(), wire.Listing)).entries
+        for info in (await questions.ask(runtime, ListEntries(), EntryList)).entries
     ]
     found.sort(key=lambda entry: entry.last_used, reverse=True)
     return Listing(entries=found, count=len(found))
@@ -76,14 +87,14 @@ async def validate(
     service: Service = request.state.service
     runtime = service.runtime(body.model, number)
     questions = Questions.of_tenant(request)
-    question = wire.Validate(
+    question = Validate(
         cache_key=body.cache_key,
         messages=rendered(body.messages),
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         normalise=service.config.normalise,
     )
-    told = structs.asdict(await questions.ask(runtime, question, wire.Validity))
+    told = structs.asdict(await questions.ask(runtime, question, Validation))
     told["reason"] = await reason_for(
         told["reason"], body.cache_key, service.others(runtime), questions.salt
     )
@@ -99,7 +110,7 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
     service: Service = request.state.service
     questions = Questions.of(request)
     removed = [
-        await questions.ask(runtime, wire.Collect(), wire.Removed)
+        await questions.ask(runtime, CollectExpired(), Removed)
         for runtime in service.chosen(number)
     ]
     return Collected(
@@ -111,33 +122,31 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
 @router.post("/v1/cache/{key:path}/pin", response_model_exclude_unset=True)
 async def pin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
     """Keep an entry whatever else needs its room."""
-    return await _entry(request, number, wire.PinEntry(key, pinned=True))
+    return await _entry(request, number, PinEntry(key, pinned=True))
 
 
 @router.post("/v1/cache/{key:path}/unpin", response_model_exclude_unset=True)
 async def unpin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
     """Let an entry go when its time comes."""
-    return await _entry(request, number, wire.PinEntry(key, pinned=False))
+    return await _entry(request, number, PinEntry(key, pinned=False))
 
 
 @router.get("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def show_entry(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
     """One entry; looking does not count as use."""
-    return await _entry(request, number, wire.ShowEntry(key))
+    return await _entry(request, number, ShowEntry(key))
 
 
 @router.delete("/v1/cache/{key:path}")
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
     """Forget an entry."""
     service: Service = request.state.service
-    await Questions.of(request).find(service.chosen(number), wire.DeleteEntry(key), wire.Removed)
+    await Questions.of(request).find(service.chosen(number), DeleteEntry(key), Removed)
     return Evicted(status="evicted", cache_key=key)
 
 
-async def _entry(
-    request: Request, number: str | None, op: wire.ShowEntry | wire.PinEntry
-) -> EntryBody:
+async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
     service: Service = request.state.service
     questions = Questions.of(request)
-    runtime, info = await questions.find(service.chosen(number), op, wire.EntryInfo)
+    runtime, info = await questions.find(service.chosen(number), op, EntryInfo)
     return entry_body(info, runtime.name, admin=questions.admin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 from pydantic import BaseModel
 
-from rekindle.protocol.wire import EntryInfo
+from rekindle.protocol.admin import EntryInfo
 
 
 class SegmentBody(BaseModel):

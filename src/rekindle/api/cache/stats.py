@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from rekindle.api.cache.questions import Questions
-from rekindle.protocol import wire
+from rekindle.protocol.admin import GetStats, Stats
 from rekindle.server.service import ModelNumber, Service
 
 HEALTHY = ("ok", "off")  # states of the disk tier in which nothing is amiss
@@ -62,14 +62,11 @@ async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats
     """What the cache holds and how often it helped, over all models or the numbered one."""
     service: Service = request.state.service
     questions = Questions.of(request)
-    stats = [
-        await questions.ask(runtime, wire.GetStats(), wire.Stats)
-        for runtime in service.chosen(number)
-    ]
+    stats = [await questions.ask(runtime, GetStats(), Stats) for runtime in service.chosen(number)]
     return total(stats, admin=questions.admin)
 
 
-def total(stats: Sequence[wire.Stats], *, admin: bool) -> CacheStats:
+def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
     def added(field: str) -> int:
         return sum(getattr(each, field) for each in stats)
 
@@ -100,7 +97,7 @@ def _rate(good: int, bad: int) -> float:
     return round(good / (good + bad), 4) if good + bad else 0.0
 
 
-def _by_tier(stats: Sequence[wire.Stats]) -> dict[str, int]:
+def _by_tier(stats: Sequence[Stats]) -> dict[str, int]:
     tiers: Counter[str] = Counter()
     for each in stats:
         tiers.update(each.by_tier)

@@ -13,24 +13,15 @@ from starlette.responses import Response
 
 from rekindle import __version__
 from rekindle.api.cache.mismatch import name_mismatch
-from rekindle.api.openai.choice import Choice, Said
+from rekindle.api.openai.choice import Choice
 from rekindle.api.openai.report import usage, x_cache
 from rekindle.api.openai.schema import Request
-from rekindle.protocol.events import (
-    CallArguments,
-    CallBegun,
-    Event,
-    Finished,
-    Prefill,
-    Reasoning,
-    Started,
-    Text,
-)
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.events import Delta, Event, Finished, Part, Prefill, Started, ToolCallStart
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.server import sse
 from rekindle.server.json import JsonResponse
 from rekindle.server.prefill_log import progress
-from rekindle.server.runtime_client import Runtime
+from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 
 
@@ -44,7 +35,7 @@ class Shape(Protocol):
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         """What a stream says of a choice before its text, or before the calls it begins with."""
 
-    def delta(self, index: int, said: Said) -> dict[str, Any]: ...
+    def delta(self, index: int, part: Part) -> dict[str, Any]: ...
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
 
@@ -56,12 +47,12 @@ class Answer:
 
     def __init__(
         self,
-        runtime: Runtime,
-        asks: list[Ask],
+        runtime: RuntimeClient,
+        asks: list[GenerateRequest],
         request: Request,
         shape: Shape,
         *,
-        others: Sequence[Runtime] = (),
+        others: Sequence[RuntimeClient] = (),
     ) -> None:
         self._runtime = runtime
         self._others = others
@@ -126,25 +117,23 @@ class Answer:
 
     def _chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
-            case Text() | Reasoning() | CallBegun() | CallArguments():
-                return [
-                    *self._opening(index, event),
-                    self._chunk([self._shape.delta(index, event)]),
-                ]
+            case Delta(_, part):
+                delta = self._chunk([self._shape.delta(index, part)])
+                return [*self._opening(index, part), delta]
             case Finished():
                 self._choices[index].add(event)
                 closing = self._chunk([self._shape.closing(index, event)])
-                return [*self._opening(index, event), closing]
+                return [*self._opening(index), closing]
             case Started() | Prefill() if self._asks[index].progress:
                 return [self._progress(event)]
         return []
 
-    def _opening(self, index: int, event: Event) -> list[bytes]:
+    def _opening(self, index: int, part: Part | None = None) -> list[bytes]:
         """What goes before a choice's first piece, which says whether it begins with a call."""
         if index in self._opened:
             return []
         self._opened.add(index)
-        opening = self._shape.opening(index, calls=isinstance(event, CallBegun))
+        opening = self._shape.opening(index, calls=isinstance(part, ToolCallStart))
         return [self._chunk([opening])] if opening else []
 
     def _progress(self, event: Started | Prefill) -> bytes:

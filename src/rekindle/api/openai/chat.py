@@ -10,14 +10,23 @@ from starlette.responses import Response
 
 from rekindle.api.openai import tool_choice
 from rekindle.api.openai.answer import Answer, finite
-from rekindle.api.openai.choice import Call, Choice, Said
+from rekindle.api.openai.choice import Choice
 from rekindle.api.openai.defaults import asks
 from rekindle.api.openai.message import rendered
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.api.openai.tool import described
 from rekindle.config import Config
-from rekindle.protocol.events import CallArguments, CallBegun, Finished, Reasoning, Text, TokenLog
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.events import (
+    ArgumentsDelta,
+    Finished,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
+)
+from rekindle.protocol.message import ToolCall
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.auth import salt_of
 from rekindle.server.json import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
@@ -37,7 +46,7 @@ async def create_chat_completion(
     return await answer.respond(request)
 
 
-def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[Ask]:
+def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[GenerateRequest]:
     """The turns that a conversation's request asks for, one for each choice."""
     conversation = {
         "messages": rendered(body.messages),
@@ -46,7 +55,7 @@ def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[Ask]:
         "tool_use": tool_choice.tool_use(
             body.tool_choice, parallel=body.parallel_tool_calls is not False
         ),
-        "structure": body.response_format.structure if body.response_format else None,
+        "structured_output": body.response_format.structure if body.response_format else None,
         "progress": body.progress is not None,
     }
     return asks(
@@ -74,10 +83,10 @@ class ChatShape:
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         return _delta(index, {"role": "assistant", "content": None if calls else ""})
 
-    def delta(self, index: int, said: Said) -> dict[str, Any]:
-        choice = _delta(index, _piece(said))
-        if isinstance(said, Text) and said.logs is not None:
-            choice["logprobs"] = _logprobs(said.logs)
+    def delta(self, index: int, part: Part) -> dict[str, Any]:
+        choice = _delta(index, _piece(part))
+        if isinstance(part, TextDelta) and part.logprobs is not None:
+            choice["logprobs"] = _logprobs(part.logprobs)
         return choice
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
@@ -85,45 +94,27 @@ class ChatShape:
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]:
         assert answer.finished is not None
+        message = answer.message
         return {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": answer.text or (None if answer.calls else ""),
-                "refusal": None,
-                **_reasoning(answer),
-                **_tool_calls(answer),
-                **_message_id(answer.finished),
-            },
-            "logprobs": _logprobs(answer.logs) if answer.logs else None,
+            "message": {"refusal": None, **message.as_dict(), **_message_id(answer.finished)},
+            "logprobs": _logprobs(message.logprobs) if message.logprobs else None,
             "finish_reason": answer.finished.reason,
         }
 
 
-def _piece(said: Said) -> dict[str, Any]:
-    """What one piece of a reply adds to it."""
-    match said:
-        case Text():
-            return {"content": said.text}
-        case Reasoning():
-            return {"reasoning_content": said.text}
-        case CallBegun():
-            return {"tool_calls": [{"index": said.index, **_call(Call(said.id, said.name))}]}
-        case CallArguments():
-            return {"tool_calls": [{"index": said.index, "function": {"arguments": said.text}}]}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _reasoning(answer: Choice) -> dict[str, str]:
-    return {"reasoning_content": answer.reasoning} if answer.thoughts else {}
-
-
-def _tool_calls(answer: Choice) -> dict[str, Any]:
-    return {"tool_calls": [_call(call) for call in answer.calls]} if answer.calls else {}
+def _piece(part: Part) -> dict[str, Any]:
+    """What one part adds to a message."""
+    match part:
+        case TextDelta():
+            return {"content": part.text}
+        case ReasoningDelta():
+            return {"reasoning_content": part.text}
+        case ToolCallStart():
+            call = ToolCall(part.id, part.name).as_dict()
+            return {"tool_calls": [{"index": part.index, **call}]}
+        case ArgumentsDelta():
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 
 def _message_id(finished: Finished) -> dict[str, str]:
@@ -134,14 +125,14 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _logprobs(logs: list[TokenLog]) -> dict[str, Any]:
+def _logprobs(logprobs: list[TokenLogprob]) -> dict[str, Any]:
     return {
         "content": [
             {
-                **_token(log.piece, log.logprob),
-                "top_logprobs": [_token(piece, logprob) for piece, logprob in log.top],
+                **_token(token.piece, token.logprob),
+                "top_logprobs": [_token(piece, logprob) for piece, logprob in token.top],
             }
-            for log in logs
+            for token in logprobs
         ],
         "refusal": None,
     }

@@ -1,70 +1,29 @@
-"""One turn's answer as it grows."""
+"""One choice of an answer as it grows: its message, and how its turn ended."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
-from rekindle.protocol.events import (
-    CallArguments,
-    CallBegun,
-    Event,
-    Finished,
-    Reasoning,
-    Text,
-    TokenLog,
-)
+from rekindle.protocol.events import Delta, Event, Finished
+from rekindle.protocol.message import AssistantMessage
 
 log = logging.getLogger("rekindle.turn")
 
-Said = Text | Reasoning | CallBegun | CallArguments  # what a reply is made of
 
-
-@dataclass(slots=True)
-class Call:
-    """A function that the model calls, with what is known of its arguments."""
-
-    id: str
-    name: str
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def arguments(self) -> str:
-        return "".join(self.pieces)
-
-
-@dataclass(slots=True)
 class Choice:
-    """What one turn has said."""
+    """Collects the events of one turn."""
 
-    pieces: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    logs: list[TokenLog] = field(default_factory=list)
-    finished: Finished | None = None
+    def __init__(self) -> None:
+        self.message = AssistantMessage()
+        self.finished: Finished | None = None
 
     def add(self, event: Event) -> None:
         match event:
-            case Text(_, text, logs):
-                self.pieces.append(text)
-                self.logs += logs or []
-            case Reasoning(_, text):
-                self.thoughts.append(text)
-            case CallBegun():
-                self.calls.append(Call(event.id, event.name))
-            case CallArguments():
-                self.calls[event.index].pieces.append(event.text)
+            case Delta(_, part):
+                self.message.add(part)
             case Finished():
                 self.finished = event
                 log.info("%s", _line(event))
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self.thoughts)
 
 
 def _line(turn: Finished) -> str:

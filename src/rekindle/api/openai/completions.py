@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.openai.answer import Answer, finite
-from rekindle.api.openai.choice import Choice, Said
+from rekindle.api.openai.choice import Choice
 from rekindle.api.openai.defaults import asks
 from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
-from rekindle.protocol.events import Finished, Text, TokenLog
+from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
 from rekindle.server.auth import salt_of
 from rekindle.server.json import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
@@ -55,24 +55,25 @@ class CompletionShape:
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         return None
 
-    def delta(self, index: int, said: Said) -> dict[str, Any]:
-        assert isinstance(said, Text), "a text's continuation has no other parts"
-        return self._choice(index, said.text, said.logs, None)
+    def delta(self, index: int, part: Part) -> dict[str, Any]:
+        assert isinstance(part, TextDelta), "a text's continuation has no other parts"
+        return self._choice(index, part.text, part.logprobs, None)
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._choice(index, "", None, finished.reason)
 
     def choice(self, index: int, answer: Choice) -> dict[str, Any]:
         assert answer.finished is not None
-        return self._choice(index, answer.text, answer.logs, answer.finished.reason)
+        message = answer.message
+        return self._choice(index, message.text, message.logprobs, answer.finished.reason)
 
     def _choice(
-        self, index: int, text: str, logs: list[TokenLog] | None, reason: str | None
+        self, index: int, text: str, logprobs: list[TokenLogprob] | None, reason: str | None
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": _logprobs(logs, self._offsets[index]) if logs else None,
+            "logprobs": _logprobs(logprobs, self._offsets[index]) if logprobs else None,
             "finish_reason": reason,
         }
 
@@ -91,12 +92,14 @@ class Offset:
         return start
 
 
-def _logprobs(logs: list[TokenLog], offset: Offset) -> dict[str, Any]:
+def _logprobs(logprobs: list[TokenLogprob], offset: Offset) -> dict[str, Any]:
     return {
-        "tokens": [_text(log.piece) for log in logs],
-        "token_logprobs": [finite(log.logprob) for log in logs],
-        "top_logprobs": [{_text(piece): finite(score) for piece, score in log.top} for log in logs],
-        "text_offset": [offset.advance(log.piece) for log in logs],
+        "tokens": [_text(token.piece) for token in logprobs],
+        "token_logprobs": [finite(token.logprob) for token in logprobs],
+        "top_logprobs": [
+            {_text(piece): finite(score) for piece, score in token.top} for token in logprobs
+        ],
+        "text_offset": [offset.advance(token.piece) for token in logprobs],
     }
 
 

@@ -8,12 +8,11 @@ from typing import Any
 from rekindle.api.openai.naming import naming
 from rekindle.api.openai.schema import Request
 from rekindle.config import Config
-from rekindle.engine.sampling import Sampling
-from rekindle.protocol.wire import Ask
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
 
 
-def sampling(request: Request, config: Config, *, top_logprobs: int | None) -> Sampling:
-    return Sampling(
+def sampling(request: Request, config: Config, *, top_logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
         temperature=_or(request.temperature, config.temperature),
         top_p=_or(request.top_p, config.top_p),
         top_k=max(request.top_k or 0, 0),
@@ -38,12 +37,12 @@ def asks(
     *,
     max_tokens: int | None,
     top_logprobs: int | None,
-) -> list[Ask]:
+) -> list[GenerateRequest]:
     """One turn for each choice of each input; choices of one seed get seeds of their own."""
     base = sampling(request, config, top_logprobs=top_logprobs)
     reuse = config.context_cache and request.use_kv_cache is not False
     return [
-        Ask(
+        GenerateRequest(
             turn=0,
             **each,
             sampling=_with_seed(base, choice),
@@ -53,7 +52,7 @@ def asks(
             normalise=_or(request.normalise, config.normalise),
             ignore_eos=bool(request.ignore_eos),
             reuse=reuse,
-            naming=naming(request, config, choice) if reuse else None,
+            names=naming(request, config, choice) if reuse else None,
             exact=config.exact if request.cache_exact is None else request.cache_exact,
             salt=salt,
         )
@@ -62,7 +61,7 @@ def asks(
     ]
 
 
-def _with_seed(base: Sampling, choice: int) -> Sampling:
+def _with_seed(base: SamplingParams, choice: int) -> SamplingParams:
     if base.seed is None or choice == 0:
         return base
     return replace(base, seed=base.seed + choice)

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from rekindle.api.openai.fields import shallow, takes
 from rekindle.api.openai.tool import FunctionName
-from rekindle.protocol.wire import Structure
+from rekindle.protocol.requests import StructuredOutput
 
 Schema = Annotated[
     dict[str, Any] | bool, takes("a JSON schema, which is an object"), AfterValidator(shallow)
@@ -40,12 +40,12 @@ class ResponseFormat(BaseModel):
         return self
 
     @property
-    def structure(self) -> Structure | None:
+    def structure(self) -> StructuredOutput | None:
         """In the runtime's words; None for plain text."""
         match self.type:
             case "text":
                 return None
             case "json_object":
-                return Structure(schema=self.schema_)
+                return StructuredOutput(schema=self.schema_)
         assert self.json_schema is not None
-        return Structure(schema=self.json_schema.schema_)
+        return StructuredOutput(schema=self.json_schema.schema_)

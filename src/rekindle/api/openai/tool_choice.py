@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rekindle.api.openai.fields import takes
 from rekindle.api.openai.tool import FunctionName, Tool
 from rekindle.errors import BadRequest
-from rekindle.protocol.wire import ToolUse
+from rekindle.protocol.requests import ToolUse
 
 
 class _Form(BaseModel):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rekindle.chat.reply import Argued, Called, Part, Said
 from rekindle.chat.tools.reader import Finder, Source, Steps
+from rekindle.protocol.events import ArgumentsDelta, Part, TextDelta, ToolCallStart
 
 
 class Tail:
@@ -94,7 +94,7 @@ class Machine:
         if not certain:
             return []
         self._silent = False
-        return [Said(certain)]
+        return [TextDelta(certain)]
 
     def _unsay(self) -> list[Part]:
         """What was held for a call is none: say it."""
@@ -103,18 +103,18 @@ class Machine:
     def _hush(self) -> list[Part]:
         """The end of speech."""
         space = self._tail.rest()
-        return [Said(space)] if space and not self._silent else []
+        return [TextDelta(space)] if space and not self._silent else []
 
-    def _begin(self, name: str) -> Called:
+    def _begin(self, name: str) -> ToolCallStart:
         """A call is certain; what was held for it need not be said any more."""
         self._source.drop()
         self._tail.rest()
         self._silent = True
         self._calls += 1
-        return Called(self._calls - 1, name)
+        return ToolCallStart(self._calls - 1, name)
 
-    def _argue(self, text: str) -> Argued:
-        return Argued(self._calls - 1, text)
+    def _argue(self, text: str) -> ArgumentsDelta:
+        return ArgumentsDelta(self._calls - 1, text)
 
     def _end(self) -> None:
         self.ended_calls = self._calls

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from rekindle.chat.reply import Said, Thought
 from rekindle.chat.tools.base import Machine, Tail
 from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.protocol.events import ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -41,11 +41,11 @@ class Harmony(Machine):
         self._names = names
         self._calling = calls
         self._opened = opened
-        self._spoken: set[type[Said] | type[Thought]] = set()
+        self._spoken: set[type[TextDelta] | type[ReasoningDelta]] = set()
 
     def _run(self) -> Steps[None]:
         if self._opened:
-            yield from self._text(Thought)
+            yield from self._text(ReasoningDelta)
         while (header := (yield from self._header())) is not None:
             name = self._function(header.recipient)
             if name is not None:
@@ -53,7 +53,7 @@ class Harmony(Machine):
                 yield from self._argue_raw(_ANY)
                 yield from self._source.starts(*ENDS)
             else:
-                yield from self._text(Thought if header.channel == "analysis" else Said)
+                yield from self._text(ReasoningDelta if header.channel == "analysis" else TextDelta)
 
     def _function(self, recipient: str) -> str | None:
         """The function that a message is addressed to."""
@@ -75,7 +75,7 @@ class Harmony(Machine):
             texts[marker] = yield from self._header_text()
         rest = "".join(texts.values())
         if not _HEADER.fullmatch(rest):
-            yield Said(rest)
+            yield TextDelta(rest)
         return None
 
     def _header_text(self) -> Reading[str]:
@@ -100,13 +100,13 @@ class Harmony(Machine):
             text = source.release()
             if (yield from source.at_marker(_ANY)):
                 return text
-            yield from self._text(Said, text)
+            yield from self._text(TextDelta, text)
             if not (yield from source.peek()):
                 return ""
 
-    def _text(self, kind: type[Said] | type[Thought], text: str = "") -> Steps[None]:
+    def _text(self, kind: type[TextDelta] | type[ReasoningDelta], text: str = "") -> Steps[None]:
         """A message's text up to its end, less the space around it."""
-        self.thinking = kind is Thought
+        self.thinking = kind is ReasoningDelta
         first = not self._spoken and not self._calls
         before = "\n\n" if kind in self._spoken else ""
         if not text:

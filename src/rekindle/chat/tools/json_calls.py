@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rekindle.chat.reply import Part
 from rekindle.chat.tools.base import Machine
 from rekindle.chat.tools.json_value import Value, unquoted
 from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.chat.reply import Part, Said
+from rekindle.protocol.events import Part, TextDelta
 
 
 class Plain:
@@ -12,7 +12,7 @@ class Plain:
     ended_calls = 0
 
     def push(self, text: str) -> list[Part]:
-        return [Said(text)] if text else []
+        return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Part]:
         return []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator
 from typing import Protocol, TypeVar
 
-from rekindle.chat.reply import Part
+from rekindle.protocol.events import Part
 
 T = TypeVar("T")
 

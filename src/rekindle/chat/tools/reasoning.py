@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rekindle.chat.reply import Parser, Part, Thought
+from rekindle.chat.reply import Parser
 from rekindle.chat.tools.base import Machine, Tail
 from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.protocol.events import Part, ReasoningDelta
 
 
 class Pair(NamedTuple):
@@ -90,17 +91,17 @@ class Thinker(Machine):
         yield from self._rest.finish()
 
     def _think(self, ends: Finder) -> Steps[bool]:
-        """Thought up to its end marker; whether there was one."""
+        """ReasoningDelta up to its end marker; whether there was one."""
         tail = Tail()
         while True:
             text, marker = yield from self._source.until(ends)
             if certain := tail.add(text):
-                yield Thought(certain)
+                yield ReasoningDelta(certain)
             if marker is not None:
                 self._source.skip(len(marker))
                 return True
             if not text:
                 break
         if rest := tail.rest():
-            yield Thought(rest)
+            yield ReasoningDelta(rest)
         return False

@@ -26,8 +26,9 @@ from rekindle.engine.llamacpp.kv_types import check_kv_type
 from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
 from rekindle.engine.llamacpp.sampler import ChainSampler, GreedySampler, build_sampler
 from rekindle.engine.llamacpp.tokenizer import Vocabulary
-from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.engine.sampling import Sampled
 from rekindle.errors import CorruptBlock, EngineBroken, ModelError, PoolFull
+from rekindle.protocol.requests import SamplingParams
 
 LEAST_CONTEXT_TOKENS = 512
 RESIDENT_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
@@ -315,7 +316,7 @@ class LlamaCppEngine:
     # -- computing -----------------------------------------------------------------------------
 
     def sampler(
-        self, sampling: Sampling, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
     ) -> Sampler:
         return build_sampler(self._library, self.vocabulary.size, sampling, prompt, constraint)
 

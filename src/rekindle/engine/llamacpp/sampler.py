@@ -11,7 +11,8 @@ import numpy as np
 
 from rekindle.engine.base import Constraint
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.sampling import Sampled, Sampling
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.requests import SamplingParams
 
 Logits = Callable[[], Any]  # one row, read when asked for
 
@@ -21,7 +22,7 @@ WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows
 class GreedySampler:
     """The likeliest token, biases added: one scan of the row, where a chain would copy it."""
 
-    def __init__(self, sampling: Sampling, constraint: Constraint | None = None) -> None:
+    def __init__(self, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
         self._constraint = constraint
         self._top_logprobs = sampling.top_logprobs
         self._is_biased = bool(sampling.logit_bias)
@@ -51,7 +52,7 @@ class ChainSampler:
         self,
         library: Any,
         vocabulary: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         prompt: Seq[int],
         constraint: Constraint | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class ChainSampler:
     def _add(self, sampler: int) -> None:
         self._library.llama_sampler_chain_add(self._chain, sampler)
 
-    def _add_bias(self, sampling: Sampling) -> None:
+    def _add_bias(self, sampling: SamplingParams) -> None:
         if sampling.logit_bias:
             pairs = [bindings.LogitBias(t, b) for t, b in sampling.logit_bias.items()]
             biases = (bindings.LogitBias * len(pairs))(*pairs)
@@ -75,7 +76,7 @@ class ChainSampler:
                 self._library.llama_sampler_init_logit_bias(self._vocabulary, len(pairs), biases)
             )
 
-    def _add_penalties(self, sampling: Sampling, prompt: Seq[int]) -> None:
+    def _add_penalties(self, sampling: SamplingParams, prompt: Seq[int]) -> None:
         """Repetition looks back over the prompt too; presence and frequency at the reply alone."""
         make = self._library.llama_sampler_init_penalties
         window = sampling.repetition_context_size
@@ -88,7 +89,7 @@ class ChainSampler:
         if frequency or presence:
             self._add(make(self._vocabulary, WHOLE_REPLY, 1.0, frequency, presence))
 
-    def _add_choice(self, sampling: Sampling) -> None:
+    def _add_choice(self, sampling: SamplingParams) -> None:
         library = self._library
         if sampling.temperature == 0:
             self._add(library.llama_sampler_init_greedy())
@@ -125,7 +126,7 @@ class ChainSampler:
 def build_sampler(
     library: Any,
     vocabulary: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     prompt: Seq[int],
     constraint: Constraint | None = None,
 ) -> GreedySampler | ChainSampler:

@@ -1,0 +1,188 @@
+"""Questions about the cache and changes to it, and their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from rekindle.protocol.errors import ErrorInfo
+from rekindle.protocol.events import Divergence, Reason, Status
+from rekindle.protocol.requests import Prepare
+
+
+class ListEntries(Struct, tag=True):
+    """Answered with EntryList."""
+
+
+class ShowEntry(Struct, tag=True):
+    """Answered with EntryInfo."""
+
+    cache_key: str
+
+
+class GetStats(Struct, tag=True):
+    """Answered with Stats."""
+
+
+class Validate(Struct, tag=True, kw_only=True):
+    """Would this request hit this entry? Answered with Validation; changes nothing."""
+
+    cache_key: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = {}
+    normalise: bool = True
+
+
+class IndexPrompt(Struct, tag=True, kw_only=True):
+    """`prepare` without computing: an entry that knows its tokens. Answered with EntryInfo."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    prepare: Prepare
+    normalise: bool = True
+
+
+class Flush(Struct, tag=True):
+    """Answered with EntryInfo when the entry is stored as safely as this server can."""
+
+    cache_key: str
+
+
+class DeleteEntry(Struct, tag=True):
+    """Answered with Removed."""
+
+    cache_key: str
+
+
+class PinEntry(Struct, tag=True):
+    """Pin or unpin. Answered with EntryInfo."""
+
+    cache_key: str
+    pinned: bool
+
+
+class CollectExpired(Struct, tag=True):
+    """Remove what has expired now. Answered with Removed."""
+
+
+class RemoveSession(Struct, tag=True):
+    """Remove the entry of a numbered session, a session or a message. Answered with Removed."""
+
+    session_id: int | str
+
+
+class RemoveOld(Struct, tag=True):
+    """Remove unpinned entries not used for so long. Answered with Removed."""
+
+    seconds: float
+
+
+AdminOp = (
+    ListEntries
+    | ShowEntry
+    | GetStats
+    | Validate
+    | IndexPrompt
+    | Flush
+    | DeleteEntry
+    | PinEntry
+    | CollectExpired
+    | RemoveSession
+    | RemoveOld
+)
+
+
+class AdminRequest(Struct, tag=True, kw_only=True):
+    """A question about the cache, as one tenant sees it; an admin sees every tenant's."""
+
+    id: int
+    salt: bytes
+    admin: bool = False
+    op: AdminOp
+
+
+class Segment(Struct, array_like=True):
+    """A part of a conversation that explains a decision: "system", "tools" or "turn"."""
+
+    type: str
+    hash: str
+
+
+class EntryName(Struct):
+    kind: str  # "session_id", "kv_cache_session_id", "message_id", "prompt_cache_key", …
+    name: str
+
+
+class EntryInfo(Struct, tag=True, kw_only=True):
+    cache_key: str
+    segments: list[Segment]
+    token_count: int
+    tier: str | None  # the slowest of those that hold its state; None: nothing is held
+    size_bytes: int  # of its state, whoever else shares it
+    held_tokens: int  # whose state there is
+    stored_tokens: int  # of those, that would survive the end of this process
+    hit_count: int
+    pinned: bool
+    ttl: float | None
+    created_at: float
+    last_used: float
+    expires_at: float | None
+    names: list[EntryName]
+    tenant: str  # a digest of who owns it
+
+
+class EntryList(Struct, tag=True):
+    entries: list[EntryInfo]
+
+
+class Stats(Struct, tag=True, kw_only=True):
+    """One tenant's view, or the sum of all for an admin."""
+
+    entries: int
+    pinned_entries: int
+    by_tier: dict[str, int]
+    ram_bytes: int
+    disk_bytes: int
+    unique_bytes: int  # of state, each block once
+    logical_bytes: int  # what the entries would take if they shared nothing
+    hits: int
+    partial_hits: int
+    misses: int
+    evictions: int  # blocks forgotten to make room
+    # Of the whole runtime; zero for a tenant that is not the admin.
+    ram_limit_bytes: int = 0
+    disk_limit_bytes: int = 0
+    disk_state: str = "off"  # "ok", "off", or why nothing is written: "full", "failing", "locked"
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_read_bytes: int = 0
+    corrupt_blocks: int = 0
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    turns: int = 0  # waiting and running
+
+
+class Validation(Struct, tag=True, kw_only=True):
+    status: Status
+    reusable_tokens: int
+    invalidated_at: str | None  # "system", "tools" or "turn N"
+    reason: Reason
+    diverged_at: Divergence | None = None
+
+
+class Removed(Struct, tag=True):
+    entries: int
+    freed_bytes: int
+
+
+AdminResult = EntryInfo | EntryList | Stats | Validation | Removed
+
+
+class AdminReply(Struct, tag=True):
+    """The result, or why there is none."""
+
+    id: int
+    result: AdminResult | None = None
+    error: ErrorInfo | None = None

@@ -1,0 +1,101 @@
+"""Messages between front and runtime: length-prefixed msgpack frames over a socketpair."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rekindle.protocol.admin import AdminReply, AdminRequest
+from rekindle.protocol.events import Event
+from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+
+_LENGTH = struct.Struct(">I")
+
+
+class LogLine(Struct, tag=True):
+    """A line for the server's log."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+
+
+class Loading(Struct, tag=True):
+    fraction: float
+
+
+class Ready(Struct, tag=True):
+    context_tokens: int
+    pool_tokens: int
+    has_template: bool
+
+
+class LoadFailed(Struct, tag=True):
+    message: str
+
+
+class Events(Struct, tag=True):
+    """Everything one engine step told its clients, in order."""
+
+    events: list[Event]
+
+
+ToRuntime = LoadModel | GenerateRequest | Cancel | AdminRequest | Stop
+ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine
+
+_encoder = msgspec.msgpack.Encoder()
+_to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(ToRuntime)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+
+
+def frame(message: ToRuntime | ToFront) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive(sock: socket.socket) -> Iterator[ToRuntime]:
+    """The runtime's side: messages until the front hangs up."""
+    while (head := _read(sock, _LENGTH.size)) is not None:
+        body = _read(sock, _LENGTH.unpack(head)[0])
+        if body is None:
+            return
+        yield _to_runtime.decode(body)
+
+
+def _read(sock: socket.socket, size: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < size:
+        part = sock.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+class FrameReader(asyncio.Protocol):
+    """The front's side: every message as it arrives, None when the runtime is gone.
+
+    A protocol, not a stream: a token costs one callback here, where a stream costs two wake-ups.
+    """
+
+    def __init__(self, receive_message: Callable[[ToFront | None], None]) -> None:
+        self._parts = bytearray()
+        self._receive_message = receive_message
+
+    def data_received(self, data: bytes) -> None:
+        self._parts += data
+        while len(self._parts) >= _LENGTH.size:
+            stop = _LENGTH.size + _LENGTH.unpack_from(self._parts)[0]
+            if len(self._parts) < stop:
+                return
+            message = _to_front.decode(self._parts[_LENGTH.size : stop])
+            del self._parts[:stop]
+            self._receive_message(message)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._receive_message(None)
