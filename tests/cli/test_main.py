@@ -379,10 +379,10 @@ def test_a_format_that_is_named_reaches_the_runtime(
 
     async def open_service() -> None:
         config, console = Config.model_validate(settings), Console(file=io.StringIO())
-        async with rekindle.server.launch.open_service(config, {"m": Path("m.gguf")}, console):
+        async with launch.open_service(config, {"m": Path("m.gguf")}, console):
             pass
 
-    monkeypatch.setattr(rekindle.server.launch, "Runtime", stop_here)
+    monkeypatch.setattr(launch, "RuntimeClient", stop_here)
     with pytest.raises(RekindleError, match="far enough"):
         asyncio.run(open_service())
     assert [(load.tool_format, load.reasoning_format) for load in loads] == [formats]
