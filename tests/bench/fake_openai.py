@@ -21,6 +21,7 @@ class FakeOpenAI:
 
     takes_ignore_eos: bool = True
     reports_cached_tokens: bool = True
+    reports_stages: bool = True
     failure: str | None = None
     reply_word: str = "word"
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -61,6 +62,8 @@ class FakeOpenAI:
         usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
         if self.reports_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if self.reports_stages:
+            usage["first_token_time"] = {"encode": 0.0001, "compute": 0.0002}
         return usage
 
 

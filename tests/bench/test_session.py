@@ -62,6 +62,21 @@ def test_every_scenario_is_measured_as_often_as_asked(serve: Serve) -> None:
     assert (results.label, results.model) == ("fake", "fake-model")
 
 
+def test_the_stages_of_a_warm_turn_add_up_to_its_first_token(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI()), "article"))
+    for article in results.rounds["article"]:
+        assert isinstance(article, Article)
+        stages = article.second.breakdown()
+        assert stages["encode"] == 0.0001
+        assert stages["plan"] == 0.0  # not reported
+        assert sum(stages.values()) == pytest.approx(article.second.ttft_s)
+
+
+def test_a_server_that_reports_no_stages_has_no_breakdown(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI(reports_stages=False)), "article"))
+    assert not [name for name in results.figures() if name.startswith("warm_")]
+
+
 def test_turn_two_brings_the_real_reply_and_reuses_turn_one(serve: Serve) -> None:
     fake = FakeOpenAI()
     article = measure(small(serve(fake), "article")).rounds["article"][0]

@@ -39,6 +39,7 @@ class Article:
             "article_turn2_over_reference": self.second.ttft_s / self.reference.ttft_s,
             "article_turn2_new_tokens": self.new_tokens,
             "article_turn2_computed_tokens": computed_in(self.first, self.second),
+            **{f"warm_{stage}_s": spent for stage, spent in self.second.breakdown().items()},
         }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rekindle.bench.client import Message
 from rekindle.bench.reply import Reply
 from rekindle.bench.rig import Rig
+
+#: The stages of a turn up to its first byte, in order.
+STAGES = ("front", "encode", "queue", "plan", "restore", "compute", "first_byte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +19,26 @@ class Turn:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+    stages_s: Mapping[str, float] = field(default_factory=dict)  # of the time to the first token
 
     @classmethod
     def of(cls, reply: Reply) -> Turn:
         usage = reply.usage
-        return cls(reply.ttft_s, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        return cls(
+            reply.ttft_s,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.first_token_time,
+        )
+
+    def breakdown(self) -> dict[str, float]:
+        """Where the time to the first token went, as the server reports it; what it cannot see
+        (the network, this client) is the rest. Empty where a server reports nothing."""
+        if not self.stages_s:
+            return {}
+        known = {stage: self.stages_s.get(stage, 0.0) for stage in STAGES}
+        return {**known, "rest": self.ttft_s - sum(known.values())}
 
     @property
     def computed_tokens(self) -> int:

@@ -18,6 +18,8 @@ class Figure:
 
     def show(self, value: float) -> str:
         match self.unit:
+            case "s" if abs(value) < 0.01:
+                return f"{value * 1000:.2f} ms"
             case "s":
                 return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
             case "x":
@@ -37,6 +39,14 @@ FIGURES = {
     "article_turn2_over_reference": Figure("article: turn 2 / fresh short prompt", "x"),
     "article_turn2_new_tokens": Figure("article: tokens added by turn 2", "tokens"),
     "article_turn2_computed_tokens": Figure("article: tokens computed by turn 2", "tokens"),
+    "warm_front_s": Figure("  turn 2: HTTP, validation, into the runtime", "s"),
+    "warm_encode_s": Figure("  turn 2: render and tokenise", "s"),
+    "warm_queue_s": Figure("  turn 2: wait for its place", "s"),
+    "warm_plan_s": Figure("  turn 2: find and plan reuse", "s"),
+    "warm_restore_s": Figure("  turn 2: fetch and restore state", "s"),
+    "warm_compute_s": Figure("  turn 2: compute new tokens, sample one", "s"),
+    "warm_first_byte_s": Figure("  turn 2: first token to first byte", "s"),
+    "warm_rest_s": Figure("  turn 2: network and this client", "s"),
     "document_wall_s": Figure("document: all questions answered", "s"),
     "document_computed_tokens": Figure("document: prompt tokens computed", "tokens"),
     "agents_cold_s": Figure("agents: first token, cold", "s"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -20,11 +20,15 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None  # None: the server does not say
+    first_token_time: Mapping[str, float] = field(default_factory=dict)  # seconds by stage
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Usage:
         details = raw.get("prompt_tokens_details") or {}
-        return cls(raw["prompt_tokens"], raw["completion_tokens"], details.get("cached_tokens"))
+        stages = raw.get("first_token_time") or {}
+        return cls(
+            raw["prompt_tokens"], raw["completion_tokens"], details.get("cached_tokens"), stages
+        )
 
 
 @dataclass(frozen=True, slots=True)
