@@ -101,6 +101,17 @@ class CacheReport(Struct):
     normalised: list[str] = []  # what was changed in the request so that more of it matched
 
 
+class Stages(Struct):
+    """Seconds of each stage of a turn up to its first token, in the order they happen."""
+
+    front: float = 0.0  # HTTP and validation, into the runtime process
+    encode: float = 0.0  # rendering and tokenising
+    queue: float = 0.0  # waiting for a place among the running turns
+    plan: float = 0.0  # finding what can be reused
+    restore: float = 0.0  # fetching state and putting it in place
+    compute: float = 0.0  # prefill, and sampling the first token
+
+
 # -- events --------------------------------------------------------------------------------------
 
 
@@ -135,6 +146,8 @@ class Finished(Struct, tag=True):
     prompt_eval_s: float
     cache: CacheReport
     message_id: str | None = None  # by which the reply can be named later, when asked for
+    stages: Stages | None = None
+    first_token_at_s: float | None = None  # on the machine's monotonic clock
     reasoning_tokens: int = 0  # of the completion's, those the model wrote for itself
 
 

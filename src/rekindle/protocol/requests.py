@@ -108,6 +108,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     exact: bool = False
     salt: bytes = b""
     progress: bool = False
+    received_s: float | None = None  # on the machine's monotonic clock
 
     @property
     def source(self) -> str:

@@ -1,4 +1,4 @@
-"""Questions about the cache, answered as one tenant sees it, or as the admin does."""
+"""Questions about the cache and changes to it, as one tenant sees it or as the admin does."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections.abc import Callable
 
 from blake3 import blake3
 
-from rekindle.chat.encode import Prompt
-from rekindle.chat.message_hashes import segments
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
-from rekindle.kvcache.block import chain
-from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.entries import Draft, Entries, Entry
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import pack
-from rekindle.kvcache.store import Store
+from rekindle.kvcache.block import PrefixHandle, chain
+from rekindle.kvcache.entries import Draft, Entry
 from rekindle.protocol.admin import (
     AdminOp,
+    AdminRequest,
     AdminResult,
     CollectExpired,
     DeleteEntry,
     EntryInfo,
     EntryList,
     EntryName,
+    Flush,
     GetStats,
     IndexPrompt,
     ListEntries,
@@ -38,48 +34,78 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.protocol.events import Reason, Status
-from rekindle.runtime.kv_manager import Device
+from rekindle.runtime.input_processor import InputProcessor
+from rekindle.runtime.kv_manager import KvManager
+from rekindle.runtime.pipeline import Pipeline
+from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
+from rekindle.runtime.request import EncodedPrompt
+from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
+from rekindle.runtime.storage import Storage
 
 Reply = Callable[[AdminResult], None]
+View = bytes | None  # the namespace that is seen; None: all of them
 
 
-class Queries:
-    """Called by the engine's thread. `root` is the asking tenant's, None that of the admin."""
+class Admin:
+    """Called by the engine's thread."""
 
     def __init__(
-        self, entries: Entries, store: Store, device: Device, names: Sessions, clock: Clock
+        self,
+        storage: Storage,
+        input_processor: InputProcessor,
+        sessions: Sessions,
+        kv: KvManager,
+        pipeline: Pipeline,
+        scheduler: Scheduler,
     ) -> None:
-        self._entries = entries
-        self._store = store
-        self._device = device
-        self._names = names
-        self._clock = clock
-        self.disk_state = "off"  # of a runtime without a disk tier: why it has none
+        self._storage = storage
+        self._entries = storage.entries
+        self._store = storage.store
+        self._clock = storage.clock
+        self._input_processor = input_processor
+        self._sessions = sessions
+        self._kv = kv
+        self._pipeline = pipeline
+        self._scheduler = scheduler
 
-    def answer(self, op: AdminOp, root: bytes, *, admin: bool) -> AdminResult:
-        """All but Settle, which takes its time, and what needs a prompt encoded first."""
-        view = None if admin else root
+    def answer(self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply) -> None:
+        """Reply now, or when the disk has done what was asked; raises a ServerError instead."""
+        namespace = self._input_processor.namespace(request.salt)
+        view = None if request.admin else namespace
+        match request.op:
+            case Flush(key):
+                self._flush(view, key, reply)
+            case Validate() as op:
+                assert prompt is not None, "its prompt is encoded first"
+                reply(self._validate(op, namespace, prompt))
+            case IndexPrompt() as op:
+                assert prompt is not None, "its prompt is encoded first"
+                reply(self._index(op, namespace, prompt))
+            case op:
+                reply(self._at_once(op, view))
+
+    def _at_once(self, op: AdminOp, view: View) -> AdminResult:
         match op:
             case ListEntries():
-                return EntryList([self.info(entry) for entry in self._entries.of(view)])
+                return EntryList([self._info(entry) for entry in self._entries.of(view)])
             case ShowEntry(key):
-                return self.info(self.find(view, key))
+                return self._info(self._find(view, key))
             case GetStats():
                 return self._stats(view)
             case DeleteEntry(key):
-                return self._remove([self.find(view, key)])
+                return self._remove([self._find(view, key)])
             case PinEntry(key, pinned):
-                return self._pin(self.find(view, key), pinned=pinned)
+                return self._pin(self._find(view, key), pinned=pinned)
             case CollectExpired():
                 return Removed(*self._entries.collect(view))
             case RemoveSession(name):
                 return self._remove(self._named(view, name))
             case RemoveOld(seconds):
                 return self._remove(self._entries.older(view, seconds))
-        raise BadRequest(f"{type(op).__name__} cannot be answered here")
+        raise BadRequest(f"{type(op).__name__} needs more than a lookup")
 
-    def find(self, view: bytes | None, key: str) -> Entry:
+    def _find(self, view: View, key: str) -> Entry:
         """The entry, or CacheKeyNotFound: another tenant's is as unknown as any."""
         if view is not None:
             entry = self._entries.by_key(view, key)
@@ -89,7 +115,7 @@ class Queries:
             raise CacheKeyNotFound
         return entry
 
-    def _named(self, view: bytes | None, name: int | str) -> list[Entry]:
+    def _named(self, view: View, name: int | str) -> list[Entry]:
         kinds = (NUMBER,) if isinstance(name, int) else (SESSION, MESSAGE)
         found = [
             entry
@@ -103,32 +129,32 @@ class Queries:
             )
         return found
 
+    # -- changing ------------------------------------------------------------------------------
+
     def _remove(self, entries: list[Entry]) -> Removed:
         return Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
 
     def _pin(self, entry: Entry, *, pinned: bool) -> EntryInfo:
         if pinned and not entry.pinned:
-            self._names.check_pin(entry)
+            self._sessions.check_pin(entry)
             self._entries.pin(entry)
             if entry.block is not None and entry.durable:
                 self._store.write_chain(entry.block)
         elif not pinned:
             self._entries.unpin(entry)
-        return self.info(entry)
+        return self._info(entry)
 
-    # -- prompts -------------------------------------------------------------------------------
-
-    def index(self, op: IndexPrompt, root: bytes, prompt: Prompt) -> EntryInfo:
+    def _index(self, op: IndexPrompt, namespace: bytes, encoded: EncodedPrompt) -> EntryInfo:
         """An entry that knows its tokens before any of them is computed."""
-        packed = pack(prompt.tokens)
+        prompt = encoded.prompt
         if op.prepare.pinned:
-            self._names.check_pin(Head(root, packed))
+            self._sessions.check_pin(PrefixHandle(namespace, prompt.tokens))
         entry = self._entries.remember(
             Draft(
-                root=root,
-                packed=packed,
-                text=prompt.marked,
-                segments=segments(op.messages, op.tools),
+                namespace=namespace,
+                tokens=prompt.tokens,
+                text=prompt.escaped,
+                segments=encoded.hashes.segments if encoded.hashes else (),
                 ttl_s=op.prepare.ttl_s,
                 keyed=True,
                 pinned=op.prepare.pinned,
@@ -137,60 +163,67 @@ class Queries:
         )
         if entry is None:
             raise BadRequest("the prompt is too long to be remembered", param="messages")
-        return self.info(entry)
+        return self._info(entry)
 
-    def validate(self, op: Validate, root: bytes, prompt: Prompt) -> Validation:
-        """Would this request hit? Nothing is touched, nothing counted."""
-        entry = self._entries.by_key(root, op.cache_key)
-        if entry is None:
-            expired = self._entries.has_expired(root, op.cache_key)
-            reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
-            return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
-        told = self._names.compare(entry, prompt, op.messages, op.tools)
-        packed = pack(prompt.tokens[:-1])
-        stored = self._device.reusable_tokens(root, packed)
-        reusable = min(stored, told.common_tokens)
-        short = told.covers and stored < told.common_tokens - 1
-        evicted = self._device.equal_tokens(root, packed) < told.common_tokens - 1
-        status: Status = "hit" if told.covers and not short else "partial_hit"
-        return Validation(
-            status=status if reusable else "miss",
-            reusable_tokens=reusable,
-            invalidated_at=told.changed,
-            reason=(Reason.EVICTED if evicted else Reason.CHECKPOINT_BOUNDARY)
-            if short
-            else told.reason,
-            diverged_at=told.diverged_at,
-        )
-
-    def settle(self, key: str, view: bytes | None, reply: Reply) -> None:
-        """Answer when the entry is stored as safely as this server can."""
+    def _flush(self, view: View, key: str, reply: Reply) -> None:
+        """Reply when the entry is stored as safely as this server can."""
         entry = self._entries.any_by_key(view, key)  # its time may have been shorter than the work
         if entry is None:
             raise CacheKeyNotFound
-        self._device.keep_everything()
-        disk = self._store.disk
-        if disk is None or entry.block is None or not entry.durable:
-            reply(self.info(entry))
+        self._kv.offload_all()
+        if entry.block is None or not entry.durable:
+            reply(self._info(entry))
             return
         self._store.write_chain(entry.block)
-        disk.flush(lambda: reply(self.info(entry)))
+        self._store.flush(lambda: reply(self._info(entry)))
 
-    # -- words ---------------------------------------------------------------------------------
+    # -- looking -------------------------------------------------------------------------------
 
-    def info(self, entry: Entry) -> EntryInfo:
-        blocks, ends = list(chain(entry.block)), list(self._device.ends(entry))
-        at_hand = all(self._store.get(block) is not None for block in blocks)
+    def _validate(self, op: Validate, namespace: bytes, encoded: EncodedPrompt) -> Validation:
+        """Would this request hit? Nothing is changed, nothing counted."""
+        entry = self._entries.by_key(namespace, op.cache_key)
+        if entry is None:
+            expired = self._entries.has_expired(namespace, op.cache_key)
+            reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
+            return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
+        prompt = encoded.prompt
+        named = compare(entry, prompt, encoded.hashes)
+        usable = prompt.tokens[:-1]
+        match = self._kv.match(namespace, usable)
+        reusable = min(self._kv.reusable_tokens(namespace, usable), named.common_tokens)
+        verdict = judge(
+            Evidence(
+                prompt_tokens=len(prompt.tokens),
+                first_message_tokens=first_message_tokens(prompt, has_tools=bool(op.tools)),
+                reused_tokens=reusable,
+                matched_tokens=match.tokens,
+                diverged=match.diverged,
+                changed=changed_at(prompt, match.tokens),
+                can_truncate=self._kv.can_truncate,
+                named=named,
+            )
+        )
+        return Validation(
+            status=verdict.status,
+            reusable_tokens=reusable,
+            invalidated_at=named.changed,
+            reason=verdict.reason,
+            diverged_at=named.diverged_at,
+        )
+
+    def _info(self, entry: Entry) -> EntryInfo:
+        blocks, ends = list(chain(entry.block)), list(self._kv.ends(entry))
         left_s = entry.expires_in_s(self._clock)
-        tokens = entry.tokens
+        count = len(entry.tokens)
+        stored = (block.stop for block in ends if self._store.is_durable(block))
         return EntryInfo(
             cache_key=entry.key,
             segments=[Segment(*segment) for segment in entry.segments],
-            token_count=tokens,
-            tier=("ram" if at_hand else "disk") if blocks else None,
+            token_count=count,
+            tier=self._store.slowest_tier(blocks),
             size_bytes=sum(block.size_bytes for block in blocks),
-            held_tokens=min(max((b.stop for b in ends), default=0), tokens),
-            stored_tokens=min(max((b.stop for b in ends if b.stored), default=0), tokens),
+            held_tokens=min(max((block.stop for block in ends), default=0), count),
+            stored_tokens=min(max(stored, default=0), count),
             hit_count=entry.hits,
             pinned=entry.pinned,
             ttl=entry.ttl_s,
@@ -198,23 +231,23 @@ class Queries:
             last_used=entry.last_used_at,
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
-            tenant=blake3(entry.root).hexdigest()[:12],
+            tenant=blake3(entry.namespace).hexdigest()[:12],
         )
 
-    def _stats(self, view: bytes | None) -> Stats:
-        entries = [self.info(entry) for entry in self._entries.of(view)]
-        blocks = [block for block in self._store if view in (None, block.root)]
+    def _stats(self, view: View) -> Stats:
+        entries = [self._info(entry) for entry in self._entries.of(view)]
+        blocks = [block for block in self._store if view in (None, block.namespace)]
         turns: Counter[Status] = Counter()
-        for root, counts in self._names.counts.items():
-            if view in (None, root):
+        for namespace, counts in self._pipeline.statuses.items():
+            if view in (None, namespace):
                 turns += counts
-        ram, disk = self._store.held_bytes(view)
+        held = self._store.held_bytes(view)
         stats = Stats(
             entries=len(entries),
             pinned_entries=sum(entry.pinned for entry in entries),
             by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
-            ram_bytes=ram,
-            disk_bytes=disk,
+            ram_bytes=held.get("ram", 0),
+            disk_bytes=held.get("disk", 0),
             unique_bytes=sum(block.size_bytes for block in blocks),
             logical_bytes=sum(entry.size_bytes for entry in entries),
             hits=turns["hit"],
@@ -223,18 +256,8 @@ class Queries:
             evictions=self._store.evictions(view),
         )
         if view is None:
-            self._add_totals(stats)
+            stats.computed_tokens = self._kv.counts.computed_tokens
+            stats.reused_tokens = self._kv.counts.reused_tokens
+            stats.turns = self._scheduler.turns
+            self._storage.add_totals(stats)
         return stats
-
-    def _add_totals(self, stats: Stats) -> None:
-        stats.ram_limit_bytes = self._store.limit_bytes
-        stats.computed_tokens = self._device.counts.computed_tokens
-        stats.reused_tokens = self._device.counts.reused_tokens
-        stats.disk_state = self.disk_state
-        if disk := self._store.disk:
-            stats.disk_limit_bytes = disk.limit_bytes
-            stats.disk_state = disk.state
-            stats.disk_queued_bytes = disk.pending_bytes
-            stats.disk_written_bytes = disk.counts.written_bytes
-            stats.disk_read_bytes = disk.counts.read_bytes
-            stats.corrupt_blocks = disk.counts.corrupt_blocks

@@ -1,194 +1,191 @@
-"""Requests into turns: what the encoder threads do, beside the engine."""
+"""Requests into tokens: what the encoder threads do, beside the engine."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from rekindle.chat.arguments import parsed
+from msgspec import structs
+
+from rekindle.chat.capabilities.arguments import parsed
 from rekindle.chat.encode import Encoder, Prompt
-from rekindle.chat.message_hashes import Told
-from rekindle.chat.replay import Ends, Keys
-from rekindle.chat.tool_order import described, differ, ordered
-from rekindle.chat.volatile import settled
-from rekindle.engine.base import Abilities
-from rekindle.engine.llamacpp.tokenizer import Vocabulary
+from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.normalise import normalise, without_strict
+from rekindle.chat.replay import EndMarkers
+from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
 from rekindle.protocol.admin import IndexPrompt, Validate
-from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.output_format import Manner
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from rekindle.runtime.output_format import OutputFormat, ReplyRules
 from rekindle.runtime.replay import History
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.tokens import Tokenizer, Tokens
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
+About = TypeVar("About", GenerateRequest, Validate, IndexPrompt)
 
-TOOLS_IN_ORDER = "tools"
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 
 
-class Read(NamedTuple):
-    """A request as a prompt."""
-
-    prompt: Prompt
-    changes: list[str]  # in the request, so that more of it matches
-    keys: Keys | None = None  # of a conversation's replies
-
-
-class Intake:
-    """Any thread may call it: it looks at nothing that changes but the remembered heads."""
+class InputProcessor:
+    """Any thread may call it: of what changes it reads the remembered conversations alone."""
 
     def __init__(
         self,
-        abilities: Abilities,
-        vocabulary: Vocabulary,
+        capabilities: Capabilities,
+        tokenizer: Tokenizer,
         encoder: Encoder,
         entries: Entries,
         secret: bytes,
-        manner: Manner | None = None,
+        output_format: OutputFormat,
     ) -> None:
-        self._abilities = abilities
-        self._vocabulary = vocabulary
+        self._capabilities = capabilities
+        self._tokenizer = tokenizer
         self._encoder = encoder
         self._entries = entries
         self._secret = secret
-        self._manner = manner or Manner(vocabulary, None)
+        self._output_format = output_format
 
-    def root(self, salt: bytes) -> bytes:
+    def namespace(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
-        abilities = self._abilities
-        return namespace(abilities.fingerprint, salt, abilities.block_tokens, self._secret)
+        fingerprint = self._capabilities.kv_layout.fingerprint
+        return namespace(fingerprint, salt, self._capabilities.block_tokens, self._secret)
 
-    def turn(self, ask: GenerateRequest) -> Turn:
-        vocabulary = self._vocabulary
-        if any(token >= vocabulary.size for token in ask.sampling.logit_bias):
-            raise BadRequest(
-                f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
-            )
-        prompt, changes, keys = self._prompt(ask)
-        rules = self._manner.rules(ask, prompt)
-        if ask.ignore_eos and rules.constraint is None:  # a constrained reply ends when it is whole
-            ends = dict.fromkeys(self._manner.end_tokens, float("-inf"))
-            bias = {**ask.sampling.logit_bias, **ends}
-            ask.sampling = replace(ask.sampling, logit_bias=bias)
-        turn = Turn(
-            ask,
-            prompt,
-            namespace=self.root(_salt(ask)),
-            tokenizer=vocabulary,
-            end_tokens=self._manner.end_tokens,
-            context_tokens=self._abilities.context_tokens,
-            parser=rules.parser,
-            shown=rules.shown,
-            constraint=rules.constraint,
+    @property
+    def shared_namespace(self) -> bytes:
+        """The namespace of what the operator declared common to all tenants."""
+        return self.namespace(SHARED_SALT)
+
+    def encode(self, request: GenerateRequest) -> EncodedRequest:
+        """Raises a ServerError for a request that this model cannot answer."""
+        self._check_bias(request.sampling)
+        request, changes = _normalised(request)
+        encoded = self._encoded(request)
+        rules = self._output_format.rules(request, encoded.prompt)
+        if request.ignore_eos:
+            request = structs.replace(request, sampling=self._endless(request.sampling, rules))
+        is_shared = request.prepare is not None and request.prepare.shared
+        return EncodedRequest(
+            request=request,
+            prompt=encoded.prompt,
+            namespace=self.shared_namespace if is_shared else self.namespace(request.salt),
+            rules=rules,
+            hashes=encoded.hashes,
+            normalised=[*changes, *encoded.normalised],
         )
-        turn.normalised = changes
-        if ask.messages and ask.reuse:  # long conversations are hashed here, not between two steps
-            turn.keys, turn.told = keys, Told(ask.messages, ask.tools)
-        return turn
 
-    def _prompt(self, ask: GenerateRequest) -> Read:
+    def encode_about(self, op: Validate | IndexPrompt, salt: bytes) -> EncodedPrompt:
+        """The prompt that an admin request is about."""
+        op, _ = _normalised(op)
+        if isinstance(op, IndexPrompt):
+            return self._prefix(op.messages, op.tools, {})
+        return self._chat(op.messages, op.tools, op.template_kwargs, self.namespace(salt))
+
+    def _check_bias(self, sampling: SamplingParams) -> None:
+        most = self._tokenizer.size - 1
+        if any(token > most for token in sampling.logit_bias):
+            raise BadRequest(f"token ids of this model go from 0 to {most}", param="logit_bias")
+
+    def _endless(self, sampling: SamplingParams, rules: ReplyRules) -> SamplingParams:
+        """No end token may be sampled, unless a schema says when the reply is whole."""
+        if rules.matcher is not None:
+            return sampling
+        ends = dict.fromkeys(rules.end_tokens, float("-inf"))
+        return replace(sampling, logit_bias={**sampling.logit_bias, **ends})
+
+    def _encoded(self, request: GenerateRequest) -> EncodedPrompt:
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
-        recalls = ask.reuse and not ask.exact
-        if ask.messages is not None:
-            changes = self._settle(ask)
-            kwargs = ask.template_kwargs
-            if ask.prepare is not None:
-                return Read(self._prefix(ask.messages, ask.tools, kwargs), changes)
-            root = self.root(ask.salt) if recalls else None
-            prompt, more, keys = self._chat(ask.messages, ask.tools, kwargs, root)
-            return Read(prompt, [*changes, *more], keys)
-        assert ask.prompt is not None
-        if not ask.prompt:
-            return Read(self._beginning(), [])
-        if isinstance(ask.prompt, str):
-            self._check_size(ask.prompt, ask.source)
-            history = History(self._entries, self.root(ask.salt), [], Keys([]))
-            recall = partial(history.recall, ends=self._ends) if recalls else None
-            return Read(self._encoder.text(ask.prompt, recall=recall), [])
-        return Read(self._given(ask.prompt), [])
+        recalls = request.reuse and not request.exact
+        known = self.namespace(request.salt) if recalls else None
+        if request.messages is not None:
+            if request.prepare is not None:
+                return self._prefix(request.messages, request.tools, request.template_kwargs)
+            return self._chat(request.messages, request.tools, request.template_kwargs, known)
+        assert request.prompt is not None, "a request has messages or a prompt"
+        if not request.prompt:
+            return EncodedPrompt(self._beginning())
+        if isinstance(request.prompt, str):
+            return EncodedPrompt(self._text(request.prompt, known))
+        return EncodedPrompt(self._ids(request.prompt))
 
-    def _settle(self, about: GenerateRequest | Validate | IndexPrompt) -> list[str]:
-        """Take out of a request what changes without meaning; the names of what was found."""
-        assert about.messages is not None
-        if not about.normalise:
-            return []
-        messages, changes = settled(about.messages)
-        if not messages:  # there is nothing else to ask
-            messages, changes = list(about.messages), []
-        about.messages = [dict(message) for message in messages]
-        if about.tools:
-            tools = ordered(about.tools)
-            changes += [TOOLS_IN_ORDER] if differ(tools, about.tools) else []
-            about.tools = tools
-        return changes
-
-    def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
+    def _prefix(
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any]
+    ) -> EncodedPrompt:
+        """What every conversation that begins with these messages begins with."""
         self._check_size(messages, "messages")
-        return self._encoder.prefix(
+        prompt = self._encoder.prefix(
             [parsed(message) for message in messages],
-            tools=described(tools),
+            tools=without_strict(tools),
             template_kwargs=kwargs,
         )
+        return EncodedPrompt(prompt, ConversationHashes(messages, tools))
 
     def _chat(
-        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], root: bytes | None
-    ) -> Read:
-        """A conversation's prompt, and what was put back in it; without a root nothing is."""
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], known: bytes | None
+    ) -> EncodedPrompt:
+        """A conversation's prompt; with the tokens remembered in the namespace `known`."""
         self._check_size(messages, "messages")
         sent = [parsed(message) for message in messages]
-        keys = Keys(sent)
-        encode = partial(self._encoder.chat, tools=described(tools), template_kwargs=kwargs)
-        if root is None:
-            return Read(encode(sent), [], keys)
-        history = History(self._entries, root, sent, keys)
-        recall = partial(history.recall, ends=self._ends)
-        as_sampled, changes = history.restored()
+        # Long conversations are hashed here, on an encoder thread, not between two engine steps.
+        hashes = ConversationHashes(messages, tools)
+        encode = partial(self._encoder.chat, tools=without_strict(tools), template_kwargs=kwargs)
+        if known is None:
+            return EncodedPrompt(encode(sent), hashes)
+        history = History(self._entries, known, sent, hashes)
+        recall = partial(history.recall, ends=self._end_markers)
+        as_sampled, changes = history.as_sampled()
         if changes:
             with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
-                return Read(encode(as_sampled, recall=recall), changes, keys)
-        return Read(encode(sent, recall=recall), [], keys)
+                return EncodedPrompt(encode(as_sampled, recall=recall), hashes, changes)
+        return EncodedPrompt(encode(sent, recall=recall), hashes)
 
-    @cached_property
-    def _ends(self) -> Ends:
-        known = self._vocabulary.control_texts.items()
-        return Ends(text for text, token in known if token in self._manner.end_tokens)
-
-    def _check_size(self, text: object, param: str) -> None:
-        """Tokenising takes its time: refuse what cannot fit before trying."""
-        least = _characters(text) // self._vocabulary.longest_bytes
-        if least >= self._abilities.context_tokens:
-            limit = self._abilities.context_tokens
-            raise ContextTooLong(f"at least {least}", limit, param=param)
+    def _text(self, text: str, known: bytes | None) -> Prompt:
+        self._check_size(text, "prompt")
+        if known is None:
+            return self._encoder.text(text)
+        history = History(self._entries, known)
+        return self._encoder.text(text, recall=partial(history.recall, ends=self._end_markers))
 
     def _beginning(self) -> Prompt:
         """An empty prompt: the model's own beginning of a text."""
-        bos = self._vocabulary.bos
+        bos = self._tokenizer.bos
         if bos is None:
             raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-        return Prompt((bos,), boundaries=())
+        return Prompt(Tokens.of([bos]))
 
-    def _given(self, tokens: list[int]) -> Prompt:
+    def _ids(self, ids: list[int]) -> Prompt:
         """A prompt that came as token ids."""
-        most = self._abilities.vocabulary
-        if any(not 0 <= token < most for token in tokens):
+        most = self._tokenizer.size
+        if any(not 0 <= token < most for token in ids):
             raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
-        return Prompt(tuple(tokens), boundaries=())
+        return Prompt(Tokens.of(ids))
 
-    def prompt_about(self, op: Validate | IndexPrompt, salt: bytes) -> Prompt:
-        """The prompt that a question about the cache is about."""
-        self._settle(op)
-        if isinstance(op, IndexPrompt):
-            return self._prefix(op.messages, op.tools, {})
-        return self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt)).prompt
+    @cached_property
+    def _end_markers(self) -> EndMarkers:
+        known = self._tokenizer.control_texts.items()
+        ends = self._output_format.end_tokens
+        return EndMarkers(text for text, token in known if token in ends)
+
+    def _check_size(self, text: object, param: str) -> None:
+        """Tokenising takes its time: refuse what cannot fit before trying."""
+        least = _characters(text) // self._tokenizer.longest_bytes
+        if least >= self._capabilities.context_tokens:
+            limit = self._capabilities.context_tokens
+            raise ContextTooLong(f"at least {least}", limit, param=param)
 
 
-def _salt(ask: GenerateRequest) -> bytes:
-    return SHARED_SALT if ask.prepare is not None and ask.prepare.shared else ask.salt
+def _normalised(about: About) -> tuple[About, list[str]]:
+    """The request with its messages and tools normalised, unless it asks not to; what changed."""
+    if about.messages is None or not about.normalise:
+        return about, []
+    messages, tools, changes = normalise(about.messages, about.tools)
+    plain = [dict(message) for message in messages]
+    return structs.replace(about, messages=plain, tools=tools), changes
 
 
 def _characters(value: object) -> int:

@@ -1,4 +1,4 @@
-"""The runtime process: one loaded model with its prompt, cache and engine.
+"""The runtime process: one loaded model behind a socket.
 
 Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
 of the disk tier, one that ticks, and the main thread, which alone owns the engine and the cache.
@@ -16,25 +16,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from rekindle.chat.encode import Encoder, Prompt
-from rekindle.chat.template import ChatTemplate
-from rekindle.chat.tools.registry import FALLBACK
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.errors import RekindleError, ServerError, TemplateFailed
-from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
-from rekindle.kvcache.tiers.disk import Fetched, News
-from rekindle.protocol.admin import (
-    AdminReply,
-    AdminRequest,
-    AdminResult,
-    Flush,
-    IndexPrompt,
-    Stats,
-    Validate,
-)
+from rekindle.engine.registry import load_engine
+from rekindle.errors import RekindleError, ServerError
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Event, Failed
 from rekindle.protocol.frames import (
     Events,
@@ -48,47 +35,52 @@ from rekindle.protocol.frames import (
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
-from rekindle.runtime.admin import Queries
-from rekindle.runtime.input_processor import SHARED_SALT, Intake
-from rekindle.runtime.kv_manager import Device
-from rekindle.runtime.output_format import Manner
-from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Sessions
-from rekindle.runtime.storage import Memory
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.build import Runtime, build
+from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.runtime.stopwatch import Stopwatch
+from rekindle.runtime.storage import Storage
 
 ENCODER_THREADS = 2
 TICK_S = 60.0
-CPU_RESIDENT_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
+    """A request is being encoded."""
+
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
+    """A request could not be encoded; its client has been told."""
+
     turn: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A question about the cache whose prompt has been encoded."""
+    encoded: EncodedRequest
+    stopwatch: Stopwatch
 
-    query: AdminRequest
-    prompt: Prompt
+
+@dataclass(frozen=True, slots=True)
+class _ReadyAdmin:
+    """An admin request, with its prompt encoded if it is about one."""
+
+    request: AdminRequest
+    prompt: EncodedPrompt | None = None
 
 
 class _Tick:
     """A minute has gone by."""
 
 
-_Message = _Arrived | _Refused | Turn | Cancel | AdminRequest | _Encoded | _Tick | News | Stop
+_Message = _Arrived | _Refused | _Encoded | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
 
 
-class Worker:
-    """Answers turns until the front hangs up."""
+class RuntimeProcess:
+    """Serves one model until the front hangs up."""
 
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
         self._sock = sock
@@ -97,56 +89,17 @@ class Worker:
         self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._encoding: set[int] = set()  # turns between arrival and the scheduler
-        self._doomed: set[int] = set()  # of those, the ones cancelled meanwhile
-        self._engine = LlamaCppEngine(_options(load), self._on_progress)
-        abilities = self._engine.abilities
-        self._abilities = abilities
-        template = _template(self._engine)
-        encoder = Encoder(self._engine.vocabulary, template)
-        self._memory = Memory(
-            load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
-        )
-        entries = self._memory.entries
-        manner = Manner(
-            self._engine.vocabulary,
-            self._engine.chat_template,
-            tool_format=load.tool_format or _own_format(template),
-            reasoning_format=load.reasoning_format,
-        )
-        self._intake = Intake(
-            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
-        )
-        self._names = Sessions(
-            entries,
-            self._memory.store,
-            encoder,
-            self._log,
-            policy=load.write_policy,
-            key_ttl_s=load.key_ttl_s,
-            token_bytes=abilities.token_bytes,
-            checkpoint_bytes=abilities.checkpoint_bytes,
-        )
-        self._device = Device(
-            self._engine,
-            self._memory.store,
-            self._names.explain,
-            resident_tokens=abilities.pool_tokens if self._engine.on_gpu else CPU_RESIDENT_TOKENS,
-            shared=self._intake.root(SHARED_SALT),
-        )
-        entries.on_remove = self._device.forget
-        self._scheduler = Scheduler(
-            self._engine, self._device, self._emit, self._names.remember, parallel=load.parallel
-        )
-        self._queries = Queries(
-            entries, self._memory.store, self._device, self._names, self._memory.clock
-        )
-        self._queries.disk_state = self._memory.trouble
+        self._cancelled: set[int] = set()  # of those, the ones cancelled meanwhile
+        engine = load_engine(load, lambda fraction: self.send(Loading(fraction)))
+        storage = Storage(load, engine.capabilities, self._inbox.put, self.send)
+        self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
 
     def ready(self) -> Ready:
+        capabilities = self._runtime.engine.capabilities
         return Ready(
-            context_tokens=self._abilities.context_tokens,
-            pool_tokens=self._abilities.pool_tokens,
-            has_template=self._engine.chat_template is not None,
+            context_tokens=capabilities.context_tokens,
+            pool_tokens=capabilities.pool_tokens,
+            has_template=self._runtime.engine.chat_template is not None,
         )
 
     # -- out -----------------------------------------------------------------------------------
@@ -165,11 +118,14 @@ class Worker:
     def _emit(self, events: list[Event]) -> None:
         self.send(Events(events))
 
-    def _log(self, text: str) -> None:
-        self.send(LogLine("info", text))
+    def _fail(self, turn: int, error: ServerError) -> None:
+        self._emit([Failed(turn, error.info)])
 
-    def _on_progress(self, fraction: float) -> None:
-        self.send(Loading(fraction))
+    def _reply(self, request: AdminRequest, result: AdminResult | ServerError) -> None:
+        if isinstance(result, ServerError):
+            self.send(AdminReply(request.id, error=result.info))
+        else:
+            self.send(AdminReply(request.id, result))
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -178,49 +134,40 @@ class Worker:
         encoders = ThreadPoolExecutor(ENCODER_THREADS, "encoder")
         try:
             for message in messages:
-                if isinstance(message, GenerateRequest):
-                    self._inbox.put(_Arrived(message.turn))
-                    encoders.submit(self._encode, message)
-                elif isinstance(message, AdminRequest) and isinstance(
-                    message.op, Validate | IndexPrompt
-                ):
-                    encoders.submit(self._encode_query, message)
-                elif isinstance(message, AdminRequest | Cancel | Stop):
-                    self._inbox.put(message)
+                match message:
+                    case GenerateRequest():
+                        self._inbox.put(_Arrived(message.turn))
+                        encoders.submit(self._encode, message, Stopwatch(message.received_s))
+                    case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
+                        encoders.submit(self._encode_admin, message)
+                    case AdminRequest():
+                        self._inbox.put(_ReadyAdmin(message))
+                    case Cancel() | Stop():
+                        self._inbox.put(message)
         finally:
             self._inbox.put(Stop())  # a runtime that cannot hear must not go on
 
-    def _encode(self, ask: GenerateRequest) -> None:
-        """An encoder thread: the request as a turn, or its refusal."""
+    def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> None:
+        """An encoder thread: the request as tokens, or its refusal."""
+        stopwatch.lap("front")
         try:
-            self._inbox.put(self._intake.turn(ask))
-        except ServerError as error:
-            self._refuse(ask, error)
+            encoded = self._runtime.pipeline.encode(request)
         except Exception as error:
-            self._refuse(ask, ServerError(f"encoding the prompt failed: {error!r}"))
-
-    def _encode_query(self, query: AdminRequest) -> None:
-        """An encoder thread: the prompt that a question is about."""
-        op = query.op
-        assert isinstance(op, Validate | IndexPrompt)
-        try:
-            prompt = self._intake.prompt_about(op, query.salt)
-        except ServerError as error:
-            self._refuse_admin(query, error)
-        except Exception as error:
-            self._refuse_admin(query, ServerError(f"encoding the prompt failed: {error!r}"))
+            self._fail(request.turn, _as_server_error(error, "encoding the prompt"))
+            self._inbox.put(_Refused(request.turn))
         else:
-            self._inbox.put(_Encoded(query, prompt))
+            stopwatch.lap("encode")
+            self._inbox.put(_Encoded(encoded, stopwatch))
 
-    def _answer(self, query: AdminRequest, answer: AdminResult) -> None:
-        self.send(AdminReply(query.id, answer))
-
-    def _refuse_admin(self, query: AdminRequest, error: ServerError) -> None:
-        self.send(AdminReply(query.id, error=error.info))
-
-    def _refuse(self, ask: GenerateRequest, error: ServerError) -> None:
-        self._emit([Failed(ask.turn, error.info)])
-        self._inbox.put(_Refused(ask.turn))
+    def _encode_admin(self, request: AdminRequest) -> None:
+        """An encoder thread: the prompt that an admin request is about."""
+        assert isinstance(request.op, Validate | IndexPrompt)
+        try:
+            prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
+        except Exception as error:
+            self._reply(request, _as_server_error(error, "encoding the prompt"))
+        else:
+            self._inbox.put(_ReadyAdmin(request, prompt))
 
     # -- the engine's thread -------------------------------------------------------------------
 
@@ -232,8 +179,8 @@ class Worker:
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
-            busy = self._scheduler.step()
-            self._memory.give_way(busy)
+            busy = self._runtime.scheduler.step()
+            self._runtime.storage.give_way(busy)
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         if wait:
@@ -248,63 +195,48 @@ class Worker:
                 self._encoding.add(turn)
             case _Refused(turn):
                 self._encoding.discard(turn)
-                self._doomed.discard(turn)
+                self._cancelled.discard(turn)
             case Cancel(turn):
                 if turn in self._encoding:
-                    self._doomed.add(turn)
+                    self._cancelled.add(turn)
                 else:
-                    self._scheduler.cancel(turn)
-            case Turn():
-                self._submit(message)
-            case AdminRequest() | _Encoded():
-                self._inform(message)
+                    self._runtime.scheduler.cancel(turn)
+            case _Encoded(encoded, stopwatch):
+                self._submit(encoded, stopwatch)
+            case _ReadyAdmin(request, prompt):
+                self._administer(request, prompt)
             case _Tick():
-                self._memory.tick()
-            case Written() | Unwritten() | Fetched() | Flushed():
-                self._memory.hear(message)
+                self._runtime.storage.tick()
+            case Stop():
+                raise AssertionError("handled by run")
+            case _:
+                self._runtime.storage.on_event(message)
 
-    def _submit(self, turn: Turn) -> None:
-        self._encoding.discard(turn.id)
+    def _submit(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> None:
+        turn_id = encoded.request.turn
+        is_cancelled = turn_id in self._cancelled
+        self._encoding.discard(turn_id)
+        self._cancelled.discard(turn_id)
         try:
-            self._names.meet(turn)
+            turn = self._runtime.pipeline.find(encoded, stopwatch)
         except ServerError as error:
-            self._doomed.discard(turn.id)
-            self._emit([turn.failed(error)])
+            self._fail(turn_id, error)
             return
-        self._scheduler.submit(turn)
-        if turn.id in self._doomed:
-            self._doomed.discard(turn.id)
-            self._scheduler.cancel(turn.id)
+        self._runtime.scheduler.submit(turn)
+        if is_cancelled:
+            self._runtime.scheduler.cancel(turn_id)
 
-    def _inform(self, asked: AdminRequest | _Encoded) -> None:
-        """Answer a question about the cache."""
-        query = asked.query if isinstance(asked, _Encoded) else asked
+    def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> None:
+        """An admin request must not cost the turns that are running."""
         try:
-            if answer := self._find_answer(query, asked):
-                self._answer(query, answer)
+            self._runtime.admin.answer(
+                request, prompt, lambda result: self._reply(request, result)
+            )
         except ServerError as error:
-            self._refuse_admin(query, error)
-        except Exception as error:  # a question must not cost the turns that are running
-            self.send(LogLine("error", f"a question about the cache failed: {error!r}"))
-            self._refuse_admin(query, ServerError("the question failed; see the log"))
-
-    def _find_answer(
-        self, query: AdminRequest, asked: AdminRequest | _Encoded
-    ) -> AdminResult | None:
-        op, root = query.op, self._intake.root(query.salt)
-        if isinstance(op, Flush):
-            view = None if query.admin else root
-            self._queries.settle(op.cache_key, view, lambda info: self._answer(query, info))
-            return None  # it answers when the disk has
-        if isinstance(asked, _Encoded):
-            if isinstance(op, Validate):
-                return self._queries.validate(op, root, asked.prompt)
-            assert isinstance(op, IndexPrompt)
-            return self._queries.index(op, root, asked.prompt)
-        answer = self._queries.answer(op, root, admin=query.admin)
-        if isinstance(answer, Stats) and query.admin:
-            answer.turns = self._scheduler.turns
-        return answer
+            self._reply(request, error)
+        except Exception as error:
+            self.send(LogLine("error", f"an admin request failed: {error!r}"))
+            self._reply(request, ServerError("the request failed; see the log"))
 
     def tick(self) -> None:
         """The ticking thread."""
@@ -313,46 +245,13 @@ class Worker:
             self._inbox.put(_Tick())
 
     def close(self) -> None:
-        """Keep what there is to keep, and end."""
-        self._scheduler.stop()
-        self._device.keep_everything()
-        self._memory.close()
+        self._runtime.close()
         self._outbox.put(None)
         self._writer.join()
-        self._engine.close()
 
 
-def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
-    """The model's own template; one that does not compile leaves completions to be served."""
-    vocabulary = engine.vocabulary
-    if engine.chat_template is None:
-        return None
-    try:
-        return ChatTemplate(
-            engine.chat_template,
-            bos_token=vocabulary.text(vocabulary.bos),
-            eos_token=vocabulary.text(vocabulary.eos),
-        )
-    except TemplateFailed as error:
-        print(f"chat is not served: {error}", file=sys.stderr)
-        return None
-
-
-def _own_format(template: ChatTemplate | None) -> str | None:
-    """The format in which we ask for calls where the template does not; None where it does."""
-    return FALLBACK if template is not None and not template.shows_tools else None
-
-
-def _options(load: LoadModel) -> LlamaCppOptions:
-    return LlamaCppOptions(
-        path=Path(load.path),
-        parallel=load.parallel,
-        context_tokens=load.context_tokens,
-        kv_fraction=load.kv_fraction,
-        threads=load.threads,
-        gpu_layers=load.gpu_layers,
-        kv_type=load.kv_type,
-    )
+def _as_server_error(error: Exception, doing: str) -> ServerError:
+    return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")
 
 
 def main() -> None:
@@ -364,15 +263,15 @@ def main() -> None:
     load = next(messages)
     assert isinstance(load, LoadModel)
     try:
-        worker = Worker(load, sock)
+        process = RuntimeProcess(load, sock)
     except RekindleError as error:
         sock.sendall(frame(LoadFailed(str(error))))
         return
-    worker.send(worker.ready())
-    threading.Thread(target=worker.read, args=(messages,), daemon=True).start()
-    threading.Thread(target=worker.tick, daemon=True).start()
-    worker.run()
-    worker.close()
+    process.send(process.ready())
+    threading.Thread(target=process.read, args=(messages,), daemon=True).start()
+    threading.Thread(target=process.tick, daemon=True).start()
+    process.run()
+    process.close()
     sys.stdout.flush()
     os._exit(0)  # encoder threads may be in the middle of a template
 

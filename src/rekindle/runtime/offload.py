@@ -1,14 +1,14 @@
-"""Sequences into blocks: what a turn computed, kept in the store block by block."""
+"""Sequences into blocks: what a turn computed, exported to the store block by block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, Sequence
-from rekindle.kvcache.block import Wish
-from rekindle.kvcache.key import TOKEN_BYTES
+from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.store import Store
-from rekindle.runtime.turn import Kept, Turn
+from rekindle.runtime.turn import Offloaded, Turn
+from rekindle.tokens import Tokens
 
 
 @dataclass(slots=True)
@@ -24,74 +24,73 @@ class Counts:
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class IdleSequence:
     """A finished sequence that stays in the pool until room is needed."""
 
     sequence: Sequence
-    packed: bytes
+    tokens: Tokens
     namespace: bytes
     exact_tokens: int  # up to here it was computed in canonical steps
-    wish: Wish  # when its blocks are to be written to disk
-    kept: Kept  # up to here its blocks are in the store
-
-    @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
+    write_back: WriteBack  # when its blocks are to be written to disk
+    offloaded: Offloaded  # up to here its blocks are in the store
 
 
-class Keeper:
+class Offloader:
     """Exports each block once."""
 
     def __init__(self, engine: Engine, store: Store, counts: Counts) -> None:
         self._engine = engine
         self._store = store
-        self._abilities = engine.abilities
+        self._capabilities = engine.capabilities
         self._counts = counts
 
-    def resident(self, turn: Turn, sequence: Sequence) -> Resident:
-        """What a turn has got to; kept from the beginning again if what it kept has left since."""
-        return Resident(
+    def idle(self, turn: Turn, sequence: Sequence) -> IdleSequence:
+        """What a turn has computed; all of it is to be exported again if a block left since."""
+        known = self._store.knows(turn.offloaded.key)
+        return IdleSequence(
             sequence,
-            bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
+            turn.tokens.first(sequence.length),
             turn.namespace,
             exact_tokens=turn.prompt_tokens if sequence.exact else 0,
-            wish=turn.wish,
-            kept=turn.kept if self._store.knows(turn.kept.key) else Kept(0, turn.namespace),
+            write_back=turn.lookup.write_back,
+            offloaded=turn.offloaded if known else Offloaded(0, turn.namespace),
         )
 
-    def keep_all(self, resident: Resident) -> bool:
-        """False: there was no room for all of it."""
-        kept = True
-        while resident.kept.tokens < resident.tokens:
-            kept = self.keep_next(resident)
-        return kept
+    def offload(self, idle: IdleSequence) -> bool:
+        """Export all that is not in the store yet; False: there was no room for all of it."""
+        has_room = True
+        while idle.offloaded.tokens < len(idle.tokens):
+            has_room = self.offload_next(idle)
+        return has_room
 
-    def keep_next(self, resident: Resident) -> bool:
-        start = resident.kept.tokens
-        stop = min(start + self._abilities.block_tokens, resident.tokens)
-        packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-        exact = self._is_exact(resident, start, stop)
-        resumable = stop == resident.tokens and not self._abilities.can_cut
-        kept = True
-        if self._store.wants(resident.kept.key, packed, exact=exact, resumable=resumable):
-            blob = self._engine.export(resident.sequence, start, stop, resumable=resumable)
+    def offload_next(self, idle: IdleSequence) -> bool:
+        """Export one block, unless the store has it; False: there was no room for it."""
+        start = idle.offloaded.tokens
+        stop = min(start + self._capabilities.block_tokens, len(idle.tokens))
+        tokens = idle.tokens[start:stop]
+        exact = self._is_exact(idle, start, stop)
+        resumable = stop == len(idle.tokens) and not self._capabilities.can_truncate
+        has_room = True
+        if self._store.wants(idle.offloaded.key, tokens, exact=exact, resumable=resumable):
+            blob = self._engine.export(idle.sequence, start, stop, resumable=resumable)
             self._counts.exported_bytes += len(blob)
-            kept = self._store.put(
-                resident.namespace,
-                resident.kept.key,
-                packed,
+            has_room = self._store.put(
+                idle.namespace,
+                idle.offloaded.key,
+                tokens,
                 blob,
                 exact=exact,
                 resumable=resumable,
-                wish=resident.wish,
+                write_back=idle.write_back,
             )
-        resident.kept = resident.kept.after(packed)
-        self._store.wish_for(resident.kept.key, resident.wish)  # it may have been another's before
-        if not kept:  # no room: nothing more fits
-            resident.kept = Kept(resident.tokens, resident.kept.key)
-        return kept
+        idle.offloaded = idle.offloaded.after(tokens)
+        # The block may have been another conversation's before, which is written later or never.
+        self._store.raise_write_back(idle.offloaded.key, idle.write_back)
+        if not has_room:  # then nothing more fits
+            idle.offloaded = Offloaded(len(idle.tokens), idle.offloaded.key)
+        return has_room
 
-    def _is_exact(self, resident: Resident, start: int, stop: int) -> bool:
+    def _is_exact(self, idle: IdleSequence, start: int, stop: int) -> bool:
         """Whether the block was computed in whole canonical steps."""
-        canonical = resident.exact_tokens - resident.exact_tokens % self._abilities.step_tokens
-        return stop - start == self._abilities.block_tokens and stop <= canonical
+        canonical = idle.exact_tokens - idle.exact_tokens % self._capabilities.step_tokens
+        return stop - start == self._capabilities.block_tokens and stop <= canonical

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rekindle.chat.diff import first_difference
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
 
+SYSTEM_ROLES = ("system", "developer")
 NO_NAME = (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED)  # the key stands for nothing
 
 
@@ -43,6 +48,60 @@ class Evidence:
         """Equal state is there, but no checkpoint to resume it from."""
         lost = self.matched_tokens - self.reused_tokens
         return not self.can_truncate and not self.diverged and lost > 1
+
+
+def compare(entry: Entry, prompt: Prompt, hashes: ConversationHashes | None) -> Comparison:
+    """Where a request differs from an entry, if it does."""
+    common = entry.tokens.common_prefix(prompt.tokens)
+    if common == len(entry.tokens):
+        return Comparison(
+            common_tokens=common,
+            covers=True,
+            reason=Reason.FULL_MATCH,
+            was_computed=entry.was_computed,
+        )
+    is_shorter = common == len(prompt.tokens)
+    changed = hashes.first_change(entry.segments) if hashes and not is_shorter else None
+    return Comparison(
+        common_tokens=common,
+        covers=False,
+        reason=Reason.REQUEST_SHORTER if is_shorter else _reason(changed, prompt, common),
+        changed=changed,
+        diverged_at=_divergence(entry, prompt, common),
+        was_computed=entry.was_computed,
+    )
+
+
+def _reason(changed: str | None, prompt: Prompt, common: int) -> Reason:
+    """What the hashes of messages and the tokens together say has changed."""
+    if changed is None:
+        return changed_at(prompt, common)
+    return Reason.TURN_CHANGED if changed.startswith("turn") else Reason(f"{changed}_changed")
+
+
+def changed_at(prompt: Prompt, tokens: int) -> Reason:
+    """Which part of the request holds the token after so many."""
+    for span in prompt.spans:
+        if tokens < span.end:
+            return Reason.SYSTEM_CHANGED if span.role == "system" else Reason.TURN_CHANGED
+    return Reason.TURN_CHANGED if prompt.spans else Reason.PREFIX_CHANGED
+
+
+def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:
+    if not entry.text or not prompt.escaped:
+        return None
+    at = next((span for span in prompt.spans if common < span.end), None)
+    stored, sent = first_difference(entry.text, prompt.escaped)
+    return Divergence(at.index if at else None, at.role if at else None, stored, sent)
+
+
+def first_message_tokens(prompt: Prompt, *, has_tools: bool) -> int:
+    """The tokens up to the end of the first message, or of tools that stand before all messages;
+    0 for a prompt in which messages cannot be told apart."""
+    if not prompt.spans:
+        return 0
+    first = prompt.spans[0]
+    return first.start if has_tools and first.role not in SYSTEM_ROLES else first.end
 
 
 class Verdict(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from rekindle.engine.base import Engine, Work
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.kvcache.key import shared_prefix
-from rekindle.protocol.events import TERMINAL, Event, Finished, Prefill, Started
-from rekindle.runtime.kv_manager import Device, Start
+from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
+from rekindle.runtime.kv_manager import KvManager
+from rekindle.runtime.pipeline import Pipeline, Start
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies
@@ -19,30 +19,29 @@ LEAST_SLICE_TOKENS = 64
 UNKNOWN_SLICE_TOKENS = 256  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
-OVERTAKEN = 8  # turns that a turn may overtake for each point of its priority
+OVERTAKEN_TURNS = 8  # turns that a turn may overtake for each point of its priority
 MOST_RESTARTS = 3
-TELL_S = 1.0  # between two words on how a prompt is getting on, for whoever did not ask
+REPORT_S = 1.0  # between two words on how a prompt is getting on, for whoever did not ask
 
 Emit = Callable[[list[Event]], None]
-Remember = Callable[[Turn, Finished], None]
 
 
 class Scheduler:
     """Owns the engine's time. Called from the one thread that owns the engine."""
 
     def __init__(
-        self, engine: Engine, device: Device, emit: Emit, remember: Remember, *, parallel: int
+        self, engine: Engine, kv: KvManager, pipeline: Pipeline, emit: Emit, *, parallel: int
     ) -> None:
         self._engine = engine
-        self._device = device
+        self._kv = kv
+        self._pipeline = pipeline
         self._emit = emit
-        self._remember = remember
         self._parallel = parallel
-        self._step_tokens = engine.abilities.step_tokens
+        self._step_tokens = engine.capabilities.step_tokens
         self._waiting: list[Turn] = []
         self._active: list[Turn] = []
         self._tickets = 0
-        self._slice = SliceSize(engine.abilities.batch_tokens - parallel)
+        self._slice = SliceSize(engine.capabilities.batch_tokens - parallel)
 
     @property
     def turns(self) -> int:
@@ -52,19 +51,19 @@ class Scheduler:
         """Take a turn in. Its priority moves it ahead of so many that came before, or lets so many
         that come after pass: nobody waits for ever."""
         self._tickets += 1
-        turn.place = self._tickets - OVERTAKEN * turn.ask.priority
+        turn.place = self._tickets - OVERTAKEN_TURNS * turn.request.priority
         _insert(self._waiting, turn)
 
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
-        self._notice()
+        self._check_engine()
         for turn in [*self._waiting, *self._active]:
             if turn.id == turn_id:
-                self._emit([turn.cancelled()])
+                self._emit([Cancelled(turn.id)])
                 try:
                     self._end(turn)
                 except EngineBroken as error:
-                    self._start_over(error)
+                    self._restart_all(error)
                 return True
         return False
 
@@ -75,13 +74,13 @@ class Scheduler:
 
     def step(self) -> bool:
         """One native call's worth of work; False when there is nothing at all to do."""
-        self._notice()
+        self._check_engine()
         try:
             self._admit()
             work = self._compose()
-            return self._compute(work) if work else self._device.keep_one()
+            return self._compute(work) if work else self._kv.offload_one()
         except EngineBroken as error:
-            self._start_over(error)
+            self._restart_all(error)
             return True
 
     def _compute(self, work: list[tuple[Turn, Work]]) -> bool:
@@ -89,9 +88,9 @@ class Scheduler:
         try:
             results = self._engine.step([item for _, item in work])
         except PoolFull:
-            self._relieve(work)
+            self._preempt(work)
             return True
-        self._settle(work, results, time.perf_counter() - started)
+        self._distribute(work, results, time.perf_counter() - started)
         return True
 
     # -- admitting -----------------------------------------------------------------------------
@@ -99,17 +98,17 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting turns in their order, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
-        while self._waiting and len(self._active) < self._parallel and self._has_appetite():
-            turn = next((t for t in self._waiting if self._is_due(t)), None)
+        while self._waiting and len(self._active) < self._parallel and self._has_capacity():
+            turn = next((t for t in self._waiting if self._may_start(t)), None)
             if turn is None:
                 return
-            outcome = self._device.start(turn, self._active)
+            outcome = self._pipeline.start(turn, self._active)
             if outcome is Start.NO_ROOM:
                 return
             if outcome is Start.STARTED:
                 self._begin(turn)
 
-    def _is_due(self, turn: Turn) -> bool:
+    def _may_start(self, turn: Turn) -> bool:
         """Turns that hold what they fetched count as running: their state takes memory."""
         if turn.fetch is None:
             holding = sum(other.fetch is not None for other in self._waiting)
@@ -120,15 +119,15 @@ class Scheduler:
     def _begin(self, turn: Turn) -> None:
         self._waiting.remove(turn)
         _insert(self._active, turn)
-        if not turn.started:
-            turn.started = True
+        if not turn.is_started:
+            turn.is_started = True
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
-            if turn.ask.prepare is None:
+            if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
-                    turn.ask.sampling, turn.prompt.tokens, turn.constraint
+                    turn.request.sampling, turn.tokens.ids[: turn.prompt_tokens], turn.encoded.rules.matcher
                 )
 
-    def _has_appetite(self) -> bool:
+    def _has_capacity(self) -> bool:
         """Whether the next step has rows left for another prompt."""
         prefilling = self._prefilling()
         pending = sum(turn.pending_tokens for turn in prefilling)
@@ -137,17 +136,17 @@ class Scheduler:
     def _follows(self, turn: Turn) -> bool:
         """Whether a prefix this turn needs is just being computed or fetched for another: then it
         waits, and that is done once."""
-        reading = (leader for leader in self._active if leader.is_reading)
+        reading = (leader for leader in self._active if leader.is_prefilling)
         fetching = (leader for leader in self._waiting if leader.is_fetching)
         return any(self._leads(leader, turn) for leader in (*reading, *fetching))
 
     def _leads(self, leader: Turn, turn: Turn) -> bool:
-        together = leader.ask.reuse and turn.ask.reuse and leader.ask.exact == turn.ask.exact
+        together = leader.request.reuse and turn.request.reuse and leader.request.exact == turn.request.exact
         if not together or leader.namespace != turn.namespace:
             return False
-        common = min(shared_prefix(leader.packed, turn.packed), len(turn.tokens) - 1)
+        common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
-        ahead = turn.ask.exact or common > leader.held_tokens
+        ahead = turn.request.exact or common > leader.held_tokens
         if common < FOLLOW_TOKENS or not ahead:
             return False
         if leader.checkpoints and common > leader.held_tokens:
@@ -169,7 +168,7 @@ class Scheduler:
     def _compose(self) -> list[tuple[Turn, Work]]:
         """The next token of every reply, and a slice of the prompts that are being read."""
         work = [
-            (turn, self._work(turn, [turn.tokens[-1]]))
+            (turn, self._work(turn, [turn.tokens.ids[-1]]))
             for turn in self._active
             if turn.pending_tokens == 1
         ]
@@ -200,49 +199,40 @@ class Scheduler:
         last = len(tokens) == turn.pending_tokens
         return Work(turn.sequence, tokens, turn.sampler if last else None)
 
-    def _settle(
+    def _distribute(
         self, work: list[tuple[Turn, Work]], results: list[Sampled | None], took_s: float
     ) -> None:
         events: list[Event] = []
         ended = []
         rows = sum(len(item.tokens) for _, item in work)
-        self._device.counts.computed_tokens += rows
+        self._kv.counts.computed_tokens += rows
         self._slice.learn(rows, took_s)
         for (turn, item), sampled in zip(work, results, strict=True):
             self._account(turn, item, took_s, events)
-            news = self._news(turn, sampled)
-            events += news
-            if news and isinstance(news[-1], TERMINAL):
+            brought = self._pipeline.accept(turn, sampled)
+            events += brought
+            if brought and isinstance(brought[-1], TERMINAL):
                 ended.append(turn)
         if events:
             self._emit(events)  # before keeping: clients do not wait for that
         for turn in ended:  # all of them, before keeping the first can break the engine
             self._leave(turn)
         for turn in ended:
-            self._device.retire(turn)
+            self._pipeline.retire(turn)
         for turn, _ in work:
-            if turn.ask.exact and turn.generated_tokens == 1:
-                self._device.keep_prompt(turn)  # for exact turns that wait for this prefix
+            if turn.request.exact and turn.generated_tokens == 1:
+                self._kv.offload_prompt(turn)  # for exact turns that wait for this prefix
             if turn.checkpoints and turn.sequence and turn.checkpoints.reach(turn.held_tokens):
-                self._device.keep_checkpoint(turn)
+                self._kv.offload_checkpoint(turn)
         self._rotate()
-
-    def _news(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
-        if sampled is not None:
-            news = turn.accept(sampled)
-        else:
-            news = turn.prepared() if turn.ask.prepare else []
-        if news and isinstance(news[-1], Finished):
-            self._remember(turn, news[-1])
-        return news
 
     def _account(self, turn: Turn, item: Work, took_s: float, events: list[Event]) -> None:
         turn.slice_tokens += len(item.tokens)
         if not turn.generated_tokens:
             turn.prompt_eval_s += took_s
-            turn.untold_s += took_s
-            if turn.ask.progress or turn.untold_s >= TELL_S:
-                turn.untold_s = 0.0
+            turn.unreported_s += took_s
+            if turn.request.progress or turn.unreported_s >= REPORT_S:
+                turn.unreported_s = 0.0
                 events.append(Prefill(turn.id, turn.held_tokens, turn.prompt_tokens))
 
     def _rotate(self) -> None:
@@ -258,7 +248,7 @@ class Scheduler:
     def _end(self, turn: Turn) -> None:
         """Give back everything a turn holds; what it computed is kept."""
         self._leave(turn)
-        self._device.retire(turn)
+        self._pipeline.retire(turn)
 
     def _leave(self, turn: Turn) -> None:
         if turn in self._active:
@@ -269,40 +259,41 @@ class Scheduler:
             turn.sampler.close()
             turn.sampler = None
 
-    def _relieve(self, work: list[tuple[Turn, Work]]) -> None:
+    def _preempt(self, work: list[tuple[Turn, Work]]) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
-        rows = sum(len(item.tokens) for turn, item in work if not turn.ask.exact)
+        rows = sum(len(item.tokens) for turn, item in work if not turn.request.exact)
         if self._engine.free_tokens >= rows:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
-        if self._device.make_room(rows):
+        if self._kv.make_room(rows):
             return
-        last = max((t for t in self._active if not t.ask.exact), key=lambda turn: turn.place)
-        self._device.counts.preemptions += 1
-        self._device.retire(last)
-        self._device.make_room(self._engine.abilities.pool_tokens)
+        last = max((t for t in self._active if not t.request.exact), key=lambda turn: turn.place)
+        self._kv.counts.preemptions += 1
+        self._pipeline.retire(last)
+        self._kv.make_room(self._engine.capabilities.pool_tokens)
         self._active.remove(last)
         self._waiting.insert(0, last)
 
-    def _notice(self) -> None:
+    def _check_engine(self) -> None:
         """Start over if the engine broke since the last step."""
-        if self._device.broken is not None:
-            self._start_over(self._device.broken)
+        if self._kv.broken is not None:
+            self._restart_all(self._kv.broken)
 
-    def _start_over(self, error: EngineBroken) -> None:
+    def _restart_all(self, error: EngineBroken) -> None:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error
         when they have been here too often."""
-        self._device.lose_everything()
+        self._kv.lose_everything()
         lost, self._active = self._active, []
         for turn in lost:
             turn.sequence = turn.fetch = None
             turn.restarts += 1
-            if turn.constraint is not None:  # it may have seen a token that was lost
-                turn.constraint.replay(turn.tokens[turn.prompt_tokens :])
+            matcher = turn.encoded.rules.matcher
+            if matcher is not None:  # it may have seen a token that was lost
+                matcher.replay(turn.tokens.ids[turn.prompt_tokens :])
         self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)
-            self._emit([turn.failed(ServerError(f"the engine failed repeatedly: {error}"))])
+            self._emit([Failed(turn.id, ServerError(f"the engine failed repeatedly: {error}").info)])
 
 
 def _insert(turns: list[Turn], turn: Turn) -> None:

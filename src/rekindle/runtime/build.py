@@ -1,0 +1,115 @@
+"""The composition root: a loaded engine and its settings into a runtime, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rekindle.chat.encode import Encoder
+from rekindle.chat.template import ChatTemplate
+from rekindle.chat.tools.registry import FALLBACK
+from rekindle.engine.base import Engine
+from rekindle.errors import TemplateFailed
+from rekindle.protocol.events import Event
+from rekindle.protocol.frames import LogLine
+from rekindle.protocol.settings import AUTO
+from rekindle.runtime.admin import Admin
+from rekindle.runtime.input_processor import InputProcessor
+from rekindle.runtime.kv_manager import KvManager
+from rekindle.runtime.output_format import OutputFormat
+from rekindle.runtime.pipeline import Pipeline
+from rekindle.runtime.scheduler import Scheduler
+from rekindle.runtime.sessions import Sessions
+from rekindle.runtime.storage import Storage
+
+CPU_IDLE_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One loaded model with its cache. A process serves it; tests drive it step by step."""
+
+    engine: Engine
+    storage: Storage
+    input_processor: InputProcessor
+    sessions: Sessions
+    kv: KvManager
+    pipeline: Pipeline
+    scheduler: Scheduler
+    admin: Admin
+
+    def close(self) -> None:
+        """End every turn, keep what there is to keep, and let go of it all."""
+        self.scheduler.stop()
+        self.kv.offload_all()
+        self.storage.close()
+        self.engine.close()
+
+
+def build(
+    engine: Engine,
+    storage: Storage,
+    *,
+    emit: Callable[[list[Event]], None],
+    log: Callable[[LogLine], None],
+    idle_tokens: int | None = None,
+) -> Runtime:
+    """`emit` takes the events of turns, `log` lines for the server's log. `idle_tokens` is what
+    finished sequences may hold of the engine's pool."""
+    settings, capabilities = storage.settings, engine.capabilities
+    template = _template(engine, log)
+    encoder = Encoder(engine.tokenizer, template)
+    tool_format = None if settings.tool_format == AUTO else settings.tool_format
+    if tool_format is None and template is not None and not template.shows_tools:
+        tool_format = FALLBACK  # in which we ask for calls where the template does not
+    output_format = OutputFormat(
+        engine.tokenizer,
+        engine.chat_template,
+        tool_format=tool_format,
+        reasoning_format=None if settings.reasoning_format == AUTO else settings.reasoning_format,
+    )
+    input_processor = InputProcessor(
+        capabilities, engine.tokenizer, encoder, storage.entries, storage.secret, output_format
+    )
+    sessions = Sessions(
+        storage.entries,
+        storage.store,
+        encoder,
+        lambda text: log(LogLine("info", text)),
+        policy=settings.cache_write,
+        key_ttl_s=settings.key_ttl,
+        token_bytes=capabilities.kv_layout.token_bytes,
+        checkpoint_bytes=capabilities.kv_layout.checkpoint_bytes,
+    )
+    if idle_tokens is None:
+        on_gpu = capabilities.device == "gpu"
+        idle_tokens = capabilities.pool_tokens if on_gpu else CPU_IDLE_TOKENS
+    kv = KvManager(
+        engine,
+        storage.store,
+        idle_tokens=idle_tokens,
+        shared_namespace=input_processor.shared_namespace,
+    )
+    storage.entries.on_remove = kv.forget
+    pipeline = Pipeline(engine, input_processor, sessions, kv)
+    scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
+    admin = Admin(storage, input_processor, sessions, kv, pipeline, scheduler)
+    return Runtime(
+        engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin
+    )
+
+
+def _template(engine: Engine, log: Callable[[LogLine], None]) -> ChatTemplate | None:
+    """The model's own template; one that does not compile leaves completions to be served."""
+    tokenizer = engine.tokenizer
+    if engine.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(
+            engine.chat_template,
+            bos_token=tokenizer.text(tokenizer.bos),
+            eos_token=tokenizer.text(tokenizer.eos),
+        )
+    except TemplateFailed as error:
+        log(LogLine("warning", f"chat is not served: {error}"))
+        return None

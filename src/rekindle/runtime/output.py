@@ -1,0 +1,149 @@
+"""A reply on its way out: sampled tokens in, parts of the assistant's message out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rekindle.chat.detokenize import TextStream
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.events import (
+    ArgumentsDelta,
+    FinishReason,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
+)
+from rekindle.protocol.message import AssistantMessage, new_call_id
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.runtime.logprobs import LogprobBuffer
+from rekindle.runtime.output_format import ReplyRules
+from rekindle.tokens import Tokenizer
+
+
+class ReplyOutput:
+    """Follows one reply to its end, which is an end token, a stop string or a limit."""
+
+    def __init__(
+        self, request: GenerateRequest, rules: ReplyRules, tokenizer: Tokenizer, *, most: int
+    ) -> None:
+        self.message = AssistantMessage()
+        self.finish_reason: FinishReason | None = None  # None: it goes on
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.is_broken_off = False  # inside reasoning or a call, or after the one call
+        self._most_tokens = most
+        self._takes_calls = request.tool_use.parallel
+        self._parser = rules.parser
+        self._shown = rules.shown
+        self._tokenizer = tokenizer
+        # A constrained reply ends when it is whole, whatever the request says.
+        ends = rules.matcher is not None or not request.ignore_eos
+        self._end_tokens = rules.end_tokens if ends else frozenset()
+        self._text = TextStream(tokenizer, request.stop, rules.shown)
+        self._raw: list[str] = []  # all that the model wrote, markers included
+        self._logprobs = LogprobBuffer()
+        self._is_enough = False  # a client that takes one call at a time has it
+
+    @property
+    def raw(self) -> str:
+        """All the text the model wrote, markers of calls and reasoning included."""
+        return "".join(self._raw)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model wrote nothing but what the client was given as text."""
+        return self.raw == self.message.text
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self._most_tokens - self.tokens
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the model ends its reply with this token, which is no part of it."""
+        return token in self._end_tokens
+
+    def accept(self, sampled: Sampled) -> list[Part]:
+        """The parts that became certain with this token; the last ones when it is the end."""
+        if self.ends_with(sampled.token):
+            return self.finish("stop")
+        self.tokens += 1
+        was_reasoning = self._is_reasoning
+        text = self._text.push(sampled.token)
+        self._note(sampled)
+        parts = self._parts(text)
+        if was_reasoning or self._is_reasoning:
+            self.reasoning_tokens += 1
+            self._logprobs.drop()
+        if self._text.stopped or self._is_enough:
+            return parts + self._break_off("stop")
+        if self.remaining_tokens <= 0:
+            return parts + self._break_off("length")
+        return parts
+
+    def finish(self, reason: FinishReason) -> list[Part]:
+        """The rest of what was held back."""
+        parts = self._parts(self._text.finish())
+        if self._parser is not None:
+            parts += self._delivered(self._parser.finish())
+        self.finish_reason = reason
+        if reason == "stop" and self.message.tool_calls and not self._ends_inside_call:
+            self.finish_reason = "tool_calls"
+        return parts
+
+    def _break_off(self, reason: FinishReason) -> list[Part]:
+        """The model has not ended its reply itself."""
+        self.is_broken_off = bool(self.message.tool_calls) or self._is_reasoning
+        return self.finish(reason)
+
+    @property
+    def _ends_inside_call(self) -> bool:
+        """Whether a stop string cut a call."""
+        ended = self._parser.ended_calls if self._parser else 0
+        return self._text.stopped and ended < len(self.message.tool_calls)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.thinking
+
+    def _note(self, sampled: Sampled) -> None:
+        """Hold the token's log probability until it is known whether it is part of the text."""
+        if sampled.logprob is None:
+            return
+        piece = self._tokenizer.piece
+        top = [(piece(token, special=True), score) for token, score in sampled.top]
+        own = TokenLogprob(piece(sampled.token, special=True), sampled.logprob, top)
+        self._logprobs.add(own, marker=sampled.token in self._shown)
+
+    def _parts(self, text: str) -> list[Part]:
+        self._raw.append(text)
+        if self._parser is not None:
+            return self._delivered(self._parser.push(text))
+        delta = TextDelta(text, self._logprobs.all() or None)
+        self.message.add(delta)
+        return [delta] if text or delta.logprobs else []
+
+    def _delivered(self, parts: Iterable[Part]) -> list[Part]:
+        """Those of the parts that the client is given."""
+        return [part for part in parts if self._deliver(part)]
+
+    def _deliver(self, part: Part) -> bool:
+        self._is_enough |= self._is_beyond_one_call(part)
+        if self._is_enough:
+            return False
+        match part:
+            case TextDelta(text):
+                part.logprobs = (self._logprobs.of(text) or None) if text else None
+            case ReasoningDelta(text) if text:
+                self._logprobs.drop()
+            case ToolCallStart():
+                self._logprobs.drop()
+                part.id = new_call_id()
+        self.message.add(part)
+        return isinstance(part, ToolCallStart) or bool(part.text)
+
+    def _is_beyond_one_call(self, part: Part) -> bool:
+        if self._takes_calls or not self.message.tool_calls:
+            return False
+        return not isinstance(part, ArgumentsDelta)

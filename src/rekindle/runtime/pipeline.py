@@ -1,0 +1,128 @@
+"""One turn, from request to terminal event, in the order it happens.
+
+    encode    messages to tokens                  an encoder thread
+    find      the entry that a name stands for     from here on the engine's thread
+    plan      the longest prefix to reuse
+    fetch     its blocks that lie in lower tiers   beside the engine, while other turns go on
+    place     share and restore; report what was reused
+    run       prefill and decode, a step at a time (the scheduler's part)
+    remember  the conversation's end, with its names
+    retire    keep the computed state, free the sequence
+
+Each step's result is a type: EncodedRequest, Lookup, Plan, Placed, CacheReport, Finished.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+
+from rekindle.engine.base import Engine
+from rekindle.engine.sampling import Sampled
+from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.runtime.input_processor import InputProcessor
+from rekindle.runtime.kv_manager import KvManager, Placed
+from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
+from rekindle.runtime.request import EncodedRequest
+from rekindle.runtime.sessions import Sessions
+from rekindle.runtime.stopwatch import Stopwatch
+from rekindle.runtime.turn import Turn
+
+
+class Start(Enum):
+    STARTED = "started"
+    NO_ROOM = "no room"
+    FETCHING = "fetching"  # what it can reuse is on its way from a lower tier
+
+
+class Pipeline:
+    """The steps of a turn; the scheduler decides when each is taken."""
+
+    def __init__(
+        self, engine: Engine, input_processor: InputProcessor, sessions: Sessions, kv: KvManager
+    ) -> None:
+        self._engine = engine
+        self._input_processor = input_processor
+        self._sessions = sessions
+        self._kv = kv
+        self.statuses: dict[bytes, Counter[Status]] = {}  # turns by what they found, by namespace
+
+    def encode(self, request: GenerateRequest) -> EncodedRequest:
+        """Messages to tokens. Any thread; raises a ServerError for a request that cannot be."""
+        return self._input_processor.encode(request)
+
+    def find(self, encoded: EncodedRequest, stopwatch: Stopwatch | None = None) -> Turn:
+        """The turn, beside the entry that a name in the request stands for."""
+        return Turn(
+            encoded,
+            self._sessions.find(encoded),
+            tokenizer=self._engine.tokenizer,
+            context_tokens=self._engine.capabilities.context_tokens,
+            stopwatch=stopwatch,
+        )
+
+    def start(self, turn: Turn, running: list[Turn]) -> Start:
+        """Plan as late as possible, fetch, place. What is computed is then up to the scheduler."""
+        turn.stopwatch.lap("queue" if turn.fetch is None else "restore")
+        plan = self._kv.plan(turn, running)
+        turn.stopwatch.lap("plan")
+        if self._kv.fetch(turn, plan):
+            return Start.FETCHING
+        placed = self._kv.place(turn, plan, running)
+        turn.stopwatch.lap("restore")
+        if placed is None:
+            return Start.NO_ROOM
+        if turn.report is None:  # a turn that starts again has reported
+            turn.report = self._report(turn, placed)
+            self._kv.counts.reused_tokens += placed.reused_tokens
+        return Start.STARTED
+
+    def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
+        """What one step of the engine brings the client; remembers a turn that has ended."""
+        if sampled is not None:
+            events = turn.accept(sampled)
+        else:
+            events = turn.end_prepared() if turn.request.prepare else []
+        if events and isinstance(events[-1], Finished):
+            self._sessions.remember(turn, events[-1])
+        return events
+
+    def retire(self, turn: Turn) -> None:
+        """Keep what a turn computed, however it ended, and free what it holds."""
+        self._kv.retire(turn)
+
+    def _report(self, turn: Turn, placed: Placed) -> CacheReport:
+        """What was really reused, and why not more."""
+        entry, plan = turn.lookup.entry, placed.plan
+        prompt = turn.encoded.prompt
+        named = compare(entry, prompt, turn.encoded.hashes) if entry else None
+        status, reason = judge(
+            Evidence(
+                prompt_tokens=turn.prompt_tokens,
+                first_message_tokens=first_message_tokens(
+                    prompt, has_tools=bool(turn.request.tools)
+                ),
+                reused_tokens=placed.reused_tokens,
+                matched_tokens=plan.matched_tokens,
+                diverged=plan.diverged,
+                changed=changed_at(prompt, plan.matched_tokens),
+                reuse=turn.request.reuse,
+                exact=turn.request.exact,
+                can_truncate=self._engine.capabilities.can_truncate,
+                problem=turn.lookup.problem or (Reason.CORRUPT if turn.damaged else None),
+                named=named,
+            )
+        )
+        if turn.request.prepare is None:
+            self.statuses.setdefault(turn.namespace, Counter())[status] += 1
+        return CacheReport(
+            status,
+            reason,
+            placed.reused_tokens,
+            cached_tokens=0,
+            tier=placed.tier,
+            cache_key=entry.key if entry else None,
+            diverged_at=named.diverged_at if named and status != "hit" else None,
+            normalised=list(turn.encoded.normalised),
+        )
