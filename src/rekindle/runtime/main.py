@@ -21,9 +21,9 @@ from queue import Empty, SimpleQueue
 
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
-from rekindle.chat.tools.registry import FALLBACK
+from rekindle.chat.tools.registry import FALLBACK, NAMES, THOUGHT_NAMES
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
-from rekindle.errors import RekindleError, ServerError, TemplateFailed
+from rekindle.errors import ConfigError, RekindleError, ServerError, TemplateFailed
 from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
 from rekindle.kvcache.tiers.disk import Fetched, News
 from rekindle.protocol.admin import (
@@ -48,6 +48,7 @@ from rekindle.protocol.frames import (
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.input_processor import SHARED_SALT, Intake
 from rekindle.runtime.kv_manager import Device
@@ -91,6 +92,7 @@ class Worker:
     """Answers turns until the front hangs up."""
 
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
+        settings = load.settings
         self._sock = sock
         self._outbox: SimpleQueue[ToFront | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
@@ -110,8 +112,8 @@ class Worker:
         manner = Manner(
             self._engine.vocabulary,
             self._engine.chat_template,
-            tool_format=load.tool_format or _own_format(template),
-            reasoning_format=load.reasoning_format,
+            tool_format=_chosen(settings.tool_format) or _own_format(template),
+            reasoning_format=_chosen(settings.reasoning_format),
         )
         self._intake = Intake(
             abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
@@ -121,8 +123,8 @@ class Worker:
             self._memory.store,
             encoder,
             self._log,
-            policy=load.write_policy,
-            key_ttl_s=load.key_ttl_s,
+            policy=settings.cache_write,
+            key_ttl_s=settings.key_ttl,
             token_bytes=abilities.token_bytes,
             checkpoint_bytes=abilities.checkpoint_bytes,
         )
@@ -135,7 +137,7 @@ class Worker:
         )
         entries.on_remove = self._device.forget
         self._scheduler = Scheduler(
-            self._engine, self._device, self._emit, self._names.remember, parallel=load.parallel
+            self._engine, self._device, self._emit, self._names.remember, parallel=settings.parallel
         )
         self._queries = Queries(
             entries, self._memory.store, self._device, self._names, self._memory.clock
@@ -343,15 +345,29 @@ def _own_format(template: ChatTemplate | None) -> str | None:
     return FALLBACK if template is not None and not template.shows_tools else None
 
 
+def _check_formats(settings: RuntimeSettings) -> None:
+    for flag, name, known in (
+        ("--tool-format", settings.tool_format, NAMES),
+        ("--reasoning-format", settings.reasoning_format, THOUGHT_NAMES),
+    ):
+        if name not in (AUTO, *known):
+            raise ConfigError(f"{flag} takes {AUTO}, {', '.join(known)}; not {name!r}")
+
+
+def _chosen(format: str) -> str | None:
+    return None if format == AUTO else format
+
+
 def _options(load: LoadModel) -> LlamaCppOptions:
+    settings = load.settings
     return LlamaCppOptions(
         path=Path(load.path),
-        parallel=load.parallel,
-        context_tokens=load.context_tokens,
-        kv_fraction=load.kv_fraction,
-        threads=load.threads,
-        gpu_layers=load.gpu_layers,
-        kv_type=load.kv_type,
+        parallel=settings.parallel,
+        context_tokens=settings.max_model_len,
+        kv_fraction=settings.kv_fraction,
+        threads=settings.thread_count,
+        gpu_layers=settings.gpu_layers,
+        kv_type=settings.kv_type,
     )
 
 
@@ -364,6 +380,7 @@ def main() -> None:
     load = next(messages)
     assert isinstance(load, LoadModel)
     try:
+        _check_formats(load.settings)  # before the model is loaded
         worker = Worker(load, sock)
     except RekindleError as error:
         sock.sendall(frame(LoadFailed(str(error))))

@@ -24,7 +24,8 @@ from rekindle.kvcache.handles import Head
 from rekindle.kvcache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import CacheReport, Divergence, Finished, Reason, Status
-from rekindle.protocol.requests import Names, WritePolicy
+from rekindle.protocol.requests import Names
+from rekindle.protocol.settings import WritePolicy
 from rekindle.runtime.kv_manager import Outcome
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.turn import Turn
