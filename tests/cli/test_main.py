@@ -105,21 +105,6 @@ def test_every_flag_of_serve_is_a_setting() -> None:
     assert names - set(SETTINGS) == {"config"}
 
 
-@pytest.mark.parametrize("name", [name for name, each in SETTINGS.items() if each.setting.flag])
-def test_the_help_of_serve_shows_every_setting_under_its_group(name: str) -> None:
-    setting = SETTINGS[name].setting
-    after = shown("serve", "--help").partition(f"─ {setting.group} ─")[2]
-    [line] = [row for row in after.splitlines() if f" --{name.replace('_', '-')} " in row]
-    assert setting.help in line
-
-
-def test_a_switch_that_is_on_by_default_can_be_turned_off_and_no_other() -> None:
-    command: Any = typer.main.get_command(cli.app)
-    options = command.commands["serve"].params
-    off = {flag for option in options for flag in option.secondary_opts}
-    assert off == {"--no-context-cache", "--no-normalise"}
-
-
 def test_the_version_is_shown() -> None:
     assert shown("--version") == f"rekindle {rekindle.__version__}\n"
 
