@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rekindle.config import Config, load_config
+from rekindle.config import SETTINGS, Config, Preset, load_config
 from rekindle.errors import ConfigError
-from rekindle.server.presets import Project
+from rekindle.protocol.frames import frame
+from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
 
 GIB = 1 << 30
 GB = 10**9
@@ -35,6 +38,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "disk_cache": ("0", 0),
     "disk_floor": ("5GB", 5 * 10**9),
     "cache_dir": ("/kv", Path("/kv")),
+    "cache_secret_file": ("/secret", Path("/secret")),
     "cache_write": ("on-evict", "on-evict"),
     "context_cache": ("false", False),
     "force_cache": ("true", True),
@@ -42,7 +46,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "tool_format": ("hermes", "hermes"),
     "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),
-    "projects": ("{a: {system_prompt: x}}", {"a": Project(system_prompt="x")}),
+    "projects": ("{a: {system_prompt: x}}", {"a": Preset(system_prompt="x")}),
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
@@ -95,7 +99,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
 
 
 def test_every_setting_is_tried_below() -> None:
-    assert set(EVERY) == set(Config.model_fields)
+    assert set(EVERY) == set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -323,10 +327,8 @@ def test_a_project_is_read_as_it_is_documented() -> None:
 
 def test_a_tool_that_is_only_named_becomes_a_function() -> None:
     named, described = load(text=PROJECT).projects["financial-agent"].tools
-    assert (named.type, named.function.name, named.function.parameters) == (
-        "function", "get_portfolio", {}
-    )  # fmt: skip
-    assert described.function.name == "get_market_data"
+    assert named == {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
+    assert described["function"]["name"] == "get_market_data"
 
 
 @pytest.mark.parametrize(
@@ -339,8 +341,6 @@ def test_a_tool_that_is_only_named_becomes_a_function() -> None:
         ("{system_prompt: x, cache: {pined: true}}", "did you mean `pinned`?"),
         ("{system_prompt: x, cache: {ttl: -1}}", "`a.cache.ttl`"),
         ("{system_prompt: x, tools: [1]}", "`a.tools.0`"),
-        ("{system_prompt: x, tools: [two words]}", "`a.tools.0.function.name`"),
-        ("{system_prompt: x, tools: [f, f]}", "more than one function called 'f'"),
         ("just text", "`a`"),
     ],
 )
@@ -396,5 +396,17 @@ def test_the_home_folder_may_be_written_short() -> None:
 
 
 def test_settings_do_not_change_once_read() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load().port = 5
+    with pytest.raises(FrozenInstanceError):
+        load().port = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RuntimeSettings)])
+def test_what_the_runtime_needs_is_a_setting_that_travels(name: str) -> None:
+    written, value = EVERY[name]
+    assert getattr(load({name: written}).runtime, name) == value
+
+
+def test_keys_stay_in_the_front() -> None:
+    config = load({"api_key": "canary", "admin_key": "canary"})
+    assert type(config.runtime) is RuntimeSettings
+    assert b"canary" not in frame(LoadModel(path="m.gguf", settings=config.runtime))

@@ -1,106 +1,211 @@
-"""Settings: `rekindle.yaml`, `MAX_KV_SIZE_GB`, `REKINDLE_*`, then flags. The later one wins."""
+"""Settings: `rekindle.yaml`, `MAX_KV_SIZE_GB`, `REKINDLE_*`, then flags. The later one wins.
+
+What the runtime needs is declared in `protocol.settings`, everything else here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from annotated_types import Interval
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from rekindle.errors import ConfigError
-from rekindle.server.presets import Projects
+from rekindle.protocol.settings import COUNT_LIMIT, GB, Name, RuntimeSettings, Setting
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
 OUTSIDE_SETTINGS = {"llama_lib", "config"}  # REKINDLE_ variables read elsewhere
-SECRETS = {"api_key", "admin_key"}
-FOLDERS = ("models_dir", "cache_dir", "api_keys_file")  # where `~` is the home folder
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
-GB, GIB = 10**9, 1 << 30
-AUTO = "auto"  # a format that the model's template tells
-MOST = 10_000_000  # of anything countable: what lies above is a slip of the keyboard
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_STRICT = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
-def parse_size(value: object) -> object:
-    """`2GB`, `512MiB`, `1.5g` or a number of bytes, as bytes."""
-    if not isinstance(value, str):
-        return value
-    found = _SIZE.fullmatch(value.strip())
-    if found is None:
-        raise ValueError("takes a size such as 2GB, 512MiB or a number of bytes")
-    number, unit = found.groups()
-    return int(Fraction(number) * {**_UNITS, **_BINARY_UNITS}[unit.lower()])
-
-
-def _listed(value: object) -> object:
+def _split(value: object) -> object:
     """One value, or several separated by commas, as a list."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0, lt=1 << 60)]
-Name = Annotated[str, Field(min_length=1)]  # an empty key would be one that anybody has
-Names = Annotated[tuple[Name, ...], BeforeValidator(_listed)]
+def _parse_yaml(value: object) -> object:
+    """A variable of the environment holds the same lines as the file."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError("takes YAML: the projects by name") from None
 
 
-class Config(BaseModel):
+def _expand_names(tools: object) -> object:
+    """A tool may be given by its name alone; it is then a function without a description."""
+    if not isinstance(tools, list):
+        return tools
+    return [_function(tool) if isinstance(tool, str) else tool for tool in tools]
+
+
+def _function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+class _Section(BaseModel):
+    """A part of the file below the settings; an unknown name in it is an error as well."""
+
+    model_config = _STRICT | ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
+        for name in settings:
+            if name not in cls.model_fields:
+                raise ValueError(_unknown(name, cls.model_fields, lambda known: f"`{known}`"))
+        return settings
+
+
+class PresetCache(_Section):
+    warm_on_startup: bool = False
+    pinned: bool = False
+    ttl: float | None = Field(default=1800, gt=0)
+
+
+class Preset(_Section):
+    """A prompt of the operator's own, under `projects:`, that may be computed at startup."""
+
+    model: str | None = None  # None: the first that is served
+    provider: str | None = None  # read by other programs that share the file
+    system_prompt: str = Field(min_length=1)
+    # As OpenAI describes tools; `server.presets` checks them by the rules that requests obey.
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(_expand_names)] = []
+    shared: bool = False  # for the holders of every key
+    cache: PresetCache = PresetCache()
+
+
+Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
+Presets = Annotated[dict[str, Preset], BeforeValidator(_parse_yaml)]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Config(RuntimeSettings):
     """Everything a server is started with."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
+    model: Annotated[
+        Names,
+        Setting(
+            "Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable",
+            "Server",
+            "smollm2",
+        ),
+    ] = ()
+    host: Annotated[Name, Setting("Address to listen on", "Server")] = "127.0.0.1"
+    port: Annotated[
+        int, Interval(ge=0, le=65535), Setting("Port to listen on; 0 for any free one", "Server")
+    ] = 8080
+    queue: Annotated[
+        int, Interval(ge=0, le=COUNT_LIMIT), Setting("Turns that may wait", "Server")
+    ] = 256
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Setting("debug, info, warning or error", "Server"),
+    ] = "info"
+    models_dir: Annotated[
+        Path, Setting("Folder for models that are pulled", "Server", flag=False)
+    ] = Path("~/.cache/rekindle/models")
+    api_key: Annotated[
+        Names, Setting("Accept this key; repeatable, each its own cache", "Access", secret=True)
+    ] = ()
+    admin_key: Annotated[
+        Names, Setting("Accept this key and let it see every cache", "Access", secret=True)
+    ] = ()
+    api_keys_file: Annotated[
+        Path | None, Setting("File of keys from `rekindle key`; may change any time", "Access")
+    ] = None
+    no_auth: Annotated[bool, Setting("Allow a public address without a key", "Access")] = False
+    context_cache: Annotated[bool, Setting("Reuse state", "Cache")] = True
+    exact: Annotated[bool, Setting("Warm answers bit-identical to cold ones", "Cache")] = False
+    force_cache: Annotated[
+        bool, Setting("Name conversations that have no name of their own", "Cache")
+    ] = False
+    normalise: Annotated[
+        bool, Setting("Take out headers that change with every request", "Cache")
+    ] = True
+    projects: Annotated[
+        Presets, Setting("Prompts to prepare at startup, by name", "Cache", flag=False)
+    ] = dataclasses.field(default_factory=dict)
+    max_tokens: Annotated[
+        int | None,
+        Interval(ge=1, le=COUNT_LIMIT),
+        Setting("Longest reply of a request that gives no limit", "Replies", flag=False),
+    ] = 100
+    temperature: Annotated[
+        float, Interval(ge=0, le=100), Setting("Default of requests", "Replies", flag=False)
+    ] = 0.7
+    top_p: Annotated[
+        float, Interval(gt=0, le=1), Setting("Default of requests", "Replies", flag=False)
+    ] = 0.9
+    repetition_penalty: Annotated[
+        float, Interval(gt=0, le=100), Setting("Default of requests", "Replies", flag=False)
+    ] = 1.0
+    repetition_context_size: Annotated[
+        int, Interval(ge=0, le=COUNT_LIMIT), Setting("Default of requests", "Replies", flag=False)
+    ] = 20
 
-    model: Names = ()
-    host: Name = "127.0.0.1"
-    port: int = Field(8080, ge=0, le=65535)
-    api_key: Names = ()
-    admin_key: Names = ()
-    api_keys_file: Path | None = None
-    no_auth: bool = False
-    exact: bool = False
-    parallel: int = Field(16, ge=1, le=128)
-    queue: int = Field(256, ge=0, le=MOST)
-    max_model_len: int | None = Field(None, ge=16, le=MOST)
-    kv_fraction: float = Field(0.3, gt=0, lt=1)
-    fp8_kvcache: bool = False
-    ram_cache: Size = 2 * GIB
-    disk_cache: Size = 10 * GB
-    disk_floor: Size = 1 * GIB  # free space on the disk that is left to others
-    cache_dir: Path = Path("~/.cache/rekindle/kv")
-    cache_write: Literal["always", "named", "on-evict"] = "always"
-    context_cache: bool = True
-    force_cache: bool = False
-    normalise: bool = True  # volatile headers at the top of prompts are taken out
-    tool_format: Name = AUTO  # how the model writes calls; auto: as its template says
-    reasoning_format: Name = AUTO  # and what it writes for itself
-    key_ttl: float | None = Field(1800, gt=0)
-    projects: Projects = {}
-    threads: int | None = Field(None, ge=1, le=1024)
-    gpu_layers: int | None = Field(None, ge=0, le=MOST)
-    models_dir: Path = Path("~/.cache/rekindle/models")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    # What a request gets that does not say.
-    max_tokens: int | None = Field(100, ge=1, le=MOST)
-    temperature: float = Field(0.7, ge=0, le=100)
-    top_p: float = Field(0.9, gt=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    repetition_context_size: int = Field(20, ge=0, le=MOST)
+    @property
+    def runtime(self) -> RuntimeSettings:
+        """The part that travels to the runtime."""
+        names = (field.name for field in dataclasses.fields(RuntimeSettings))
+        return RuntimeSettings(**{name: getattr(self, name) for name in names})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declaration:
+    """A field of `Config` as the command line and the error sentences need it."""
+
+    name: str
+    type: Any  # with its annotations
+    default: Any
+    setting: Setting
+
+    @property
+    def takes_null(self) -> bool:
+        return type(None) in get_args(get_args(self.type)[0])
+
+
+def _declarations() -> dict[str, Declaration]:
+    types = get_type_hints(Config, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(Config):
+        [setting] = (note for note in get_args(types[field.name]) if isinstance(note, Setting))
+        found[field.name] = Declaration(field.name, types[field.name], field.default, setting)
+    return found
+
+
+SETTINGS = _declarations()
+_config = TypeAdapter(Config)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Source:
     """Settings from one place, and how a setting is spelled there."""
 
@@ -131,18 +236,16 @@ def load_config(
         name: value
         for source in sources
         for name, value in source.settings.items()
-        if value is not None or _takes_null(name)
+        if value is not None or SETTINGS[name].takes_null
     }
     try:
-        config = Config.model_validate(merged)
+        config = _config.validate_python(merged)
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
-    folders = {name: path for name in FOLDERS if (path := getattr(config, name)) is not None}
-    return config.model_copy(update={name: path.expanduser() for name, path in folders.items()})
-
-
-def _takes_null(name: str) -> bool:
-    return type(None) in get_args(Config.model_fields[name].annotation)
+    paths: dict[str, Any] = {
+        name: value.expanduser() for name, value in vars(config).items() if isinstance(value, Path)
+    }
+    return dataclasses.replace(config, **paths)
 
 
 def _default_file(environment: Mapping[str, str]) -> Path | None:
@@ -174,7 +277,7 @@ def _read(path: Path) -> Any:
 
 
 def _from_disk_variable(environment: Mapping[str, str]) -> Source:
-    """The disk budget as programs of the same kind have it: in gigabytes."""
+    """The disk budget in gigabytes, under the name that similar programs use."""
     written = environment.get(DISK_VARIABLE, "").strip()
     if not written:
         return Source({}, str)
@@ -184,7 +287,7 @@ def _from_disk_variable(environment: Mapping[str, str]) -> Source:
 
 
 def _from_environment(environment: Mapping[str, str]) -> Source:
-    """An empty variable is one that is not set."""
+    """An empty variable counts as one that is not set."""
     written = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environment.items()
@@ -197,8 +300,8 @@ def _from_environment(environment: Mapping[str, str]) -> Source:
 
 
 def _is_null(name: str, written: str) -> bool:
-    """`none` may also be a word that a setting takes, such as the name of a format."""
-    return written.lower() in (("null", "none") if _takes_null(name) else ("null",))
+    """Whether a variable says null; `none` may also be a value, such as the name of a format."""
+    return written.lower() in (("null", "none") if SETTINGS[name].takes_null else ("null",))
 
 
 def _from_flags(flags: Mapping[str, Any], spell: Callable[[str], str]) -> Source:
@@ -207,13 +310,17 @@ def _from_flags(flags: Mapping[str, Any], spell: Callable[[str], str]) -> Source
 
 
 def _known(source: Source) -> Source:
-    """Refuse a setting that does not exist: a typo is never silence."""
+    """Refuse a setting that does not exist."""
     for name in source.settings:
-        if name not in Config.model_fields:
-            close = difflib.get_close_matches(name, Config.model_fields, 1)
-            hint = f"; did you mean {source.spell(close[0])}?" if close else ""
-            raise ConfigError(f"unknown setting {source.spell(name)}{hint}")
+        if name not in SETTINGS:
+            raise ConfigError(_unknown(name, SETTINGS, source.spell))
     return source
+
+
+def _unknown(name: str, known: Iterable[str], spell: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    hint = f"; did you mean {spell(close[0])}?" if close else ""
+    return f"unknown setting {spell(name)}{hint}"
 
 
 def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
@@ -221,6 +328,6 @@ def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
     spell = next(source.spell for source in reversed(sources) if name in source.settings)
     path = error["loc"][1:] if name == "projects" else ()
     inside = f", `{'.'.join(map(str, path))}`" if path else ""
-    secret = name in SECRETS or (inside and isinstance(error["input"], dict))
+    secret = SETTINGS[name].setting.secret or (inside and isinstance(error["input"], dict))
     got = "" if secret else f" (got {error['input']!r})"
     return f"{spell(name)}{inside}: {error['msg'].removeprefix('Value error, ')}{got}"

@@ -17,6 +17,7 @@ import pytest
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
 from rekindle.protocol.requests import GenerateRequest, LoadModel, SamplingParams
+from rekindle.protocol.settings import RuntimeSettings
 from rekindle.server import runtime_client as process
 from rekindle.server.runtime_client import RuntimeClient
 from tests.support.tiny import VOCABULARY, write_llama
@@ -31,15 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, parallel: int = 2) -> LoadModel:
-    return LoadModel(
-        path=str(path),
-        parallel=parallel,
-        context_tokens=None,
-        kv_fraction=0.3,
-        threads=1,
-        gpu_layers=None,
-        ram_bytes=1 << 26,
-    )
+    settings = RuntimeSettings(parallel=parallel, threads=1, ram_cache=1 << 26, disk_cache=0)
+    return LoadModel(path=str(path), settings=settings)
 
 
 def ask(prompt: str | list[int] = "hello", **fields: Any) -> GenerateRequest:
@@ -317,3 +311,26 @@ def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(mode
     assert last.error.code == "context_length_exceeded"
     assert last.error.param == "prompt"
     assert "at least" in last.error.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        (RuntimeSettings(tool_format="hermess"), "hermes,"),
+        (RuntimeSettings(reasoning_format="thinks"), "think,"),
+    ],
+)
+def test_an_unknown_format_is_refused_before_the_model_is_loaded(
+    settings: RuntimeSettings, known: str
+) -> None:
+    """The file is missing, and that is not what the error is about."""
+
+    async def story() -> None:
+        runtime = RuntimeClient("m", LoadModel(path="missing.gguf", settings=settings), queue=1)
+        with pytest.raises(ModelError) as refused:
+            await runtime.start()
+        await runtime.stop()
+        unknown = settings.tool_format if known == "hermes," else settings.reasoning_format
+        assert all(word in str(refused.value) for word in ("auto", known, repr(unknown)))
+
+    asyncio.run(story())

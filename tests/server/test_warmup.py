@@ -1,4 +1,4 @@
-"""Projects prepared at startup."""
+"""Presets prepared at startup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import logging
 import pytest
 from rich.console import Console
 
+from rekindle.config import Preset
 from rekindle.errors import Unavailable
 from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, Flush
 from rekindle.protocol.events import CacheReport, Finished, Prefill, Reason, Started
 from rekindle.protocol.requests import Prepare
-from rekindle.server.presets import Project
 from rekindle.server.warmup import warm
 from tests.api.scripted import ScriptedRuntime, Step, failed
 
@@ -39,9 +39,9 @@ def settled(op: AdminOp) -> AdminResult:
 
 
 def prepare(runtime: ScriptedRuntime, *names: str) -> None:
-    projects = {name: Project.model_validate(PROJECT) for name in names}
+    presets = {name: Preset.model_validate(PROJECT) for name in names}
     quiet = Console(file=io.StringIO())
-    asyncio.run(warm(projects, lambda _name: runtime, quiet))
+    asyncio.run(warm(presets, lambda _name: runtime, quiet))
 
 
 def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
@@ -62,16 +62,16 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
     runtime = ScriptedRuntime(READY, answers=settled)
-    projects = {"a": Project.model_validate(PROJECT)}
+    presets = {"a": Preset.model_validate(PROJECT)}
     quiet = Console(file=io.StringIO())
-    asyncio.run(warm(projects, lambda _name: runtime, quiet, exact=True, normalise=normalise))
+    asyncio.run(warm(presets, lambda _name: runtime, quiet, exact=True, normalise=normalise))
     assert (runtime.asked.exact, runtime.asked.normalise) == (True, normalise)
 
 
 def test_a_project_that_does_not_want_it_is_left_alone() -> None:
     runtime = ScriptedRuntime(READY, answers=settled)
-    projects = {"a": Project(system_prompt="x")}
-    asyncio.run(warm(projects, lambda _name: runtime, Console(file=io.StringIO())))
+    presets = {"a": Preset(system_prompt="x")}
+    asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
     assert runtime.asks == []
 
 

@@ -15,6 +15,7 @@ from rekindle.kvcache.tiers.disk import DiskTier, News
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
@@ -26,16 +27,11 @@ from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer
 
 
 def load(cache_dir: Path, **more: Any) -> LoadModel:
-    limits = {"ram_bytes": 64 << 20, "disk_bytes": 64 << 20, "cache_dir": str(cache_dir), **more}
-    return LoadModel(
-        path="",
-        parallel=4,
-        context_tokens=None,
-        kv_fraction=0.5,
-        threads=1,
-        gpu_layers=None,
-        **limits,
+    limits = {"ram_cache": 64 << 20, "disk_cache": 64 << 20, "disk_floor": 0, **more}
+    settings = RuntimeSettings(
+        parallel=4, kv_fraction=0.5, threads=1, cache_dir=cache_dir, **limits
     )
+    return LoadModel(path="", settings=settings)
 
 
 class Office(Desk):
@@ -63,7 +59,7 @@ class Office(Desk):
         )
         self.entries.on_remove = self.device.forget
         self.scheduler = Scheduler(
-            engine, self.device, self._emit, self.names.remember, parallel=order.parallel
+            engine, self.device, self._emit, self.names.remember, parallel=order.settings.parallel
         )
         self.queries = Queries(self.entries, self.store, self.device, self.names, self.clock)
         self.queries.disk_state = self.memory.trouble

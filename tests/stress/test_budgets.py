@@ -28,7 +28,7 @@ def used_bytes(folder: Path) -> int:
 def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
     """Ten thousand prompts that nobody asks twice, of one tenant; another has a pinned prompt and
     a conversation, and finds both afterwards, from the disk too."""
-    order = load(tmp_path, disk_bytes=DISK_BYTES, ram_bytes=RAM_BYTES)
+    order = load(tmp_path, disk_cache=DISK_BYTES, ram_cache=RAM_BYTES)
     office = Office(FakeEngine(), order)
     office.ask(PROMISED, salt=ALICE, prepare=Prepare(pinned=True, ttl_s=None), max_tokens=0)
     office.ask(USUAL, salt=ALICE)
@@ -58,7 +58,7 @@ def finds_her_own(office: Office) -> None:
 
 def test_many_tenants_share_evenly(tmp_path: Path) -> None:
     """Whoever holds most makes room, so a small tenant keeps what it has."""
-    office = Office(FakeEngine(), load(tmp_path, disk_bytes=2 * MB, ram_bytes=RAM_BYTES))
+    office = Office(FakeEngine(), load(tmp_path, disk_cache=2 * MB, ram_cache=RAM_BYTES))
     small = [b"small %d" % number for number in range(4)]
     for salt in small:
         office.ask(USUAL, salt=salt)
@@ -73,12 +73,12 @@ def test_many_tenants_share_evenly(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_became_smaller_is_kept_from_the_start(tmp_path: Path) -> None:
-    office = Office(FakeEngine(), load(tmp_path, disk_bytes=8 * MB))
+    office = Office(FakeEngine(), load(tmp_path, disk_cache=8 * MB))
     for number in range(600):
         office.ask([number, *range(100, 116)], max_tokens=1)
     office.close()
     assert used_bytes(tmp_path) > 4 * MB
-    again = Office(FakeEngine(), load(tmp_path, disk_bytes=3 * MB))
+    again = Office(FakeEngine(), load(tmp_path, disk_cache=3 * MB))
     again.flush()
     assert again.used_bytes_hold()
     again.close()

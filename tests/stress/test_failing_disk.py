@@ -111,7 +111,7 @@ def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> N
     """A read that works, or a minute gone by, proves nothing."""
     trouble = Trouble(("writev",))
     office = Office(
-        FakeEngine(), load(tmp_path / "kv", ram_bytes=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
+        FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
     )
     office.ask(range(100, 120))
     office.flush()
@@ -135,7 +135,7 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
     """They had left RAM for the disk, later ones were put under them, then the disk failed."""
     trouble = Trouble(("open",))
     office = Office(
-        FakeEngine(), load(tmp_path / "kv", ram_bytes=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
+        FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
     )
     trouble.gate.clear()
     talks = [[seed, *range(100, 130)] for seed in range(4)]

@@ -125,7 +125,7 @@ def test_a_disk_full_from_the_start_leaves_ram(mount: Mount) -> None:
 def test_free_space_is_left_to_others_down_to_the_floor(mount: Mount) -> None:
     """The index may take a little of it: it is written whatever happens."""
     disk = mount(6 * MB)
-    office = office_on(disk, disk_floor_bytes=3 * MB)
+    office = office_on(disk, disk_floor=3 * MB)
     for seed in range(150):
         office.converse(seed, turns=1)
         office.flush()

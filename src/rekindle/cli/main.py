@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from rekindle import __version__
 from rekindle.cli import cache as cache_cli
+from rekindle.cli.flags import takes_settings
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 
@@ -49,110 +50,11 @@ def options(
 
 
 @app.command()
-def serve(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable",
-            show_default="smollm2",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on", show_default="127.0.0.1")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0 for any free one", show_default="8080")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Accept this key; repeatable, each its own cache")
-    ] = None,
-    admin_key: Annotated[
-        list[str] | None, typer.Option(help="Accept this key and let it see every cache")
-    ] = None,
-    api_keys_file: Annotated[
-        Path | None, typer.Option(help="File of keys from `rekindle key`; may change any time")
-    ] = None,
-    no_auth: Annotated[
-        bool | None, typer.Option("--no-auth", help="Allow a public address without a key")
-    ] = None,
-    exact: Annotated[
-        bool | None, typer.Option("--exact", help="Warm answers bit-identical to cold ones")
-    ] = None,
-    parallel: Annotated[
-        int | None, typer.Option(help="Turns computed at once", show_default="16")
-    ] = None,
-    queue: Annotated[
-        int | None, typer.Option(help="Turns that may wait", show_default="256")
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(help="Context in tokens", show_default="the model's, if memory allows"),
-    ] = None,
-    kv_fraction: Annotated[
-        float | None, typer.Option(help="Share of free memory for the KV pool", show_default="0.3")
-    ] = None,
-    ram_cache: Annotated[
-        str | None, typer.Option(help="RAM for cached state: 512MiB, 4GB …", show_default="2GiB")
-    ] = None,
-    disk_cache: Annotated[
-        str | None, typer.Option(help="Disk for cached state; 0 for none", show_default="10GB")
-    ] = None,
-    disk_floor: Annotated[
-        str | None, typer.Option(help="Free disk space left to others", show_default="1GiB")
-    ] = None,
-    cache_dir: Annotated[
-        Path | None, typer.Option(help="Folder for it", show_default="~/.cache/rekindle/kv")
-    ] = None,
-    cache_write: Annotated[
-        str | None,
-        typer.Option(help="Write to disk always, named (only) or on-evict", show_default="always"),
-    ] = None,
-    context_cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--context-cache/--no-context-cache", help="Reuse state", show_default="reuse"
-        ),
-    ] = None,
-    force_cache: Annotated[
-        bool | None,
-        typer.Option("--force-cache", help="Name conversations that have no name of their own"),
-    ] = None,
-    normalise: Annotated[
-        bool | None,
-        typer.Option(
-            "--normalise/--no-normalise",
-            help="Take out headers that change with every request",
-            show_default="take out",
-        ),
-    ] = None,
-    tool_format: Annotated[
-        str | None,
-        typer.Option(help="How the model writes tool calls", show_default="auto: by its template"),
-    ] = None,
-    reasoning_format: Annotated[
-        str | None,
-        typer.Option(help="How it writes its reasoning", show_default="auto: by its template"),
-    ] = None,
-    fp8_kvcache: Annotated[
-        bool | None, typer.Option("--fp8-kvcache", help="8-bit KV cells: q8_0, groups of 32")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads", show_default="all cores, to 16")
-    ] = None,
-    gpu_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers on the GPU", show_default="all when the library has one"),
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error", show_default="info")
-    ] = None,
-    config: ConfigFile = None,
-) -> None:
+@takes_settings
+def serve(config: ConfigFile = None, **flags: Any) -> None:
     """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
     from rekindle.server.launch import serve as run_server
 
-    flags = {name: value for name, value in locals().items() if name != "run_server"}
-    flags.pop("config")
     run_server(load_config(flags, file=config), console)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -48,8 +49,23 @@ class Events(Struct, tag=True):
 ToRuntime = LoadModel | GenerateRequest | Cancel | AdminRequest | Stop
 ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine
 
-_encoder = msgspec.msgpack.Encoder()
-_to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(ToRuntime)
+
+def _path_as_text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value)} does not travel")
+
+
+def _text_as_path(kind: type, value: Any) -> Path:
+    if issubclass(kind, Path):
+        return Path(value)
+    raise NotImplementedError(f"{kind} does not travel")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_path_as_text)
+_to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(
+    ToRuntime, dec_hook=_text_as_path
+)
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 

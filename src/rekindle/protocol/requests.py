@@ -8,28 +8,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-WritePolicy = Literal["always", "named", "on-evict"]
+from rekindle.protocol.settings import RuntimeSettings
 
 
 class LoadModel(Struct, tag=True, kw_only=True):
-    """The first message: which model to load, and within what limits."""
+    """The first message: which model to load, and with which settings."""
 
     path: str
-    parallel: int
-    context_tokens: int | None
-    kv_fraction: float
-    threads: int
-    gpu_layers: int | None
-    ram_bytes: int
-    kv_type: str = "f16"  # of the engine's KV cells: "f16" or "q8_0"
-    disk_bytes: int = 0  # 0: nothing is kept on disk
-    disk_floor_bytes: int = 0  # free space that is left to others
-    cache_dir: str = ""
-    write_policy: WritePolicy = "always"
-    key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
     served: list[str] = []  # all models of this server, which share the disk budget
-    tool_format: str | None = None  # None: the one that the model's template speaks of
-    reasoning_format: str | None = None
+    settings: RuntimeSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sqlite3
 from collections.abc import Callable
-from pathlib import Path
 
 from rekindle.engine.base import Abilities
 from rekindle.errors import FolderLocked, RekindleError
@@ -39,16 +38,17 @@ class Memory:
     def __init__(
         self, load: LoadModel, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
     ) -> None:
+        settings = load.settings
         self._log = log
         self._polite = polite  # the engine computes on the cores that writing takes, too
         self._ticks = 0
         self.clock = Clock()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.trouble = "off"  # why there is no disk tier
-        folder = self._open_folder(load, abilities) if load.disk_bytes else None
-        share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
+        folder = self._open_folder(load, abilities) if settings.disk_cache else None
+        share = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
         queue = min(MOST_QUEUE_BYTES, share) if folder else 0
-        entries_bytes = max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
+        entries_bytes = max(settings.ram_cache // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
         if folder:
             most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
             entries_bytes = min(entries_bytes, most)
@@ -56,7 +56,7 @@ class Memory:
             DiskTier(
                 folder,
                 tell,
-                floor_bytes=load.disk_floor_bytes,
+                floor_bytes=settings.disk_floor,
                 queue_bytes=queue,
                 entries_bytes=entries_bytes,
             )
@@ -64,7 +64,9 @@ class Memory:
             else None
         )
         self.store = Store(
-            block_tokens=abilities.block_tokens, ram_bytes=max(load.ram_bytes - queue, 0), disk=disk
+            block_tokens=abilities.block_tokens,
+            ram_bytes=max(settings.ram_cache - queue, 0),
+            disk=disk,
         )
         self.entries = Entries(
             self.store,
@@ -80,13 +82,16 @@ class Memory:
 
     def _open_folder(self, load: LoadModel, abilities: Abilities) -> Folder | None:
         """The folder of this model's state; without one there is RAM, and a warning."""
-        cache_dir = Path(load.cache_dir)
+        settings, cache_dir = load.settings, load.settings.cache_dir
         identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
         try:
             self.secret = read_secret(cache_dir)
             others = [path for path in load.served if path != load.path]
             folder = open_folder(
-                cache_dir, identity, limit_bytes=load.disk_bytes, served=[load.path, *others]
+                cache_dir,
+                identity,
+                limit_bytes=settings.disk_cache,
+                served=[load.path, *others],
             )
         except FolderLocked as error:
             self.trouble = "locked"

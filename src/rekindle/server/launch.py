@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,7 +18,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from rekindle.cli.progress import progress_bar
-from rekindle.config import AUTO, Config
+from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
@@ -39,7 +38,7 @@ DRAIN_S = 10  # what streams in flight get to finish after a request to stop
 
 def serve(config: Config, console: Console) -> None:
     """Run until a signal says stop."""
-    served_models.refuse_contradictions(config)
+    served_models.check_settings(config)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(message)s",
@@ -99,12 +98,15 @@ async def _serve(
 async def open_service(
     config: Config, models: dict[str, Path], console: Console
 ) -> AsyncIterator[Service]:
-    """The models loaded and the projects warm; all of it ended on every way out."""
+    """The models loaded and the presets warm; all of it ended on every way out."""
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
+    served = [str(path) for path in models.values()]
     runtimes = [
         RuntimeClient(
-            name, _load(config, path, [str(each) for each in models.values()]), queue=config.queue
+            name,
+            LoadModel(path=str(path), served=served, settings=config.runtime),
+            queue=config.queue,
         )
         for name, path in models.items()
     ]
@@ -113,7 +115,7 @@ async def open_service(
             stack.push_async_callback(runtime.stop)
             await _start(runtime, console)
         service = Service(config, runtimes)
-        models_of = served_models.project_models(config)
+        models_of = served_models.preset_models(config)
         await warm(
             config.projects,
             lambda name: service.runtime(models_of[name]),
@@ -171,37 +173,6 @@ def _signals_kept_quiet() -> Iterator[None]:
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
-
-
-def _load(config: Config, path: Path, served: list[str]) -> LoadModel:
-    return LoadModel(
-        path=str(path),
-        parallel=config.parallel,
-        context_tokens=config.max_model_len,
-        kv_fraction=config.kv_fraction,
-        threads=config.threads or default_threads(),
-        gpu_layers=config.gpu_layers,
-        ram_bytes=config.ram_cache,
-        kv_type="q8_0" if config.fp8_kvcache else "f16",
-        disk_bytes=config.disk_cache,
-        disk_floor_bytes=config.disk_floor,
-        cache_dir=str(config.cache_dir),
-        write_policy=config.cache_write,
-        key_ttl_s=config.key_ttl,
-        served=served,
-        tool_format=_chosen(config.tool_format),
-        reasoning_format=_chosen(config.reasoning_format),
-    )
-
-
-def _chosen(format: str) -> str | None:
-    return None if format == AUTO else format
-
-
-def default_threads() -> int:
-    """The cores this process may use, up to where more threads stop helping."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(usable or 4, 16)
 
 
 async def _start(runtime: RuntimeClient, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,8 +25,9 @@ DTYPES = ("auto", "bf16", "f16")
 class EngineConfig:
     """How to run a model. `model_id` is what `rekindle serve --model` takes.
 
-    Every other setting of the server can be given by its name. What is not given comes from
-    `rekindle.yaml` and `REKINDLE_*`, or is the default. `flash_context` is the server's
+    Every other setting of the server can be given by its name: `force_cache`, `max_model_len`,
+    `kv_fraction`, `fp8_kvcache` and so on. What is not given comes from `rekindle.yaml` and
+    `REKINDLE_*`, or is the default. `flash_context` is the server's
     `context_cache`: whether state is reused at all.
     """
 
@@ -34,21 +36,11 @@ class EngineConfig:
         model_id: str | Path | None = None,
         *,
         flash_context: bool | None = None,
-        force_cache: bool | None = None,
-        max_model_len: int | None = None,
-        kv_fraction: float | None = None,
-        fp8_kvcache: bool | None = None,
         **settings: Any,
     ) -> None:
-        given = {
-            "model": None if model_id is None else [str(model_id)],
-            "context_cache": flash_context,
-            "force_cache": force_cache,
-            "max_model_len": max_model_len,
-            "kv_fraction": kv_fraction,
-            "fp8_kvcache": fp8_kvcache,
-        }
-        self.settings = load_config({**given, **settings}, spell=lambda name: f"`{name}`")
+        model = None if model_id is None else [str(model_id)]
+        given = {"model": model, "context_cache": flash_context, **settings}
+        self.settings = load_config(given, spell=lambda name: f"`{name}`")
 
 
 class Engine:
@@ -62,7 +54,7 @@ class Engine:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}, not {dtype!r}")
         self._config = config.settings
-        served_models.refuse_contradictions(self._config)
+        served_models.check_settings(self._config)
         self._lock = threading.Lock()
         self._house: House | None = None
 
@@ -121,7 +113,7 @@ class Engine:
         In the foreground it blocks until a signal says stop, as `rekindle serve` does. In the
         background it returns at once, and `chat` and the server share model and cache.
         """
-        config = self._config.model_copy(update={"port": port})
+        config = replace(self._config, port=port)
         if background:
             self._open().serve(config)
         else:

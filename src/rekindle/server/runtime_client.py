@@ -56,7 +56,7 @@ class RuntimeClient:
     def __init__(self, name: str, load: LoadModel, *, queue: int) -> None:
         self.name = name
         self._load = load
-        self._most_turns = load.parallel + queue
+        self._most_turns = load.settings.parallel + queue
         self._turns: dict[int, Deliver] = {}
         self._queries: dict[int, asyncio.Future[AdminResult]] = {}
         self._ids = itertools.count(1)

@@ -1,47 +1,36 @@
-"""Who is served under which name: models, and the projects that want them."""
+"""The models that are served and their names; whether the settings agree with each other."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES
-from rekindle.config import AUTO, Config
+from rekindle.config import Config, Preset
 from rekindle.errors import ConfigError
 from rekindle.models.catalogue import DEFAULT_MODEL
 from rekindle.server.auth import LOOPBACK
-from rekindle.server.presets import Project
+from rekindle.server.presets import described_tools
 
 
-def refuse_contradictions(config: Config) -> None:
-    """What is wrong with the settings together, before anything is opened or fetched."""
+def check_settings(config: Config) -> None:
+    """Refuse settings that contradict each other, before anything is opened or fetched."""
     keyed = bool(config.api_key or config.admin_key or config.api_keys_file)
     if config.host not in LOOPBACK and not keyed and not config.no_auth:
         raise ConfigError(
             f"listening on {config.host} without an API key would let anybody on the network in: "
             "give --api-key KEY, or say --no-auth if that is what you want"
         )
-    _refuse_unknown_formats(config)
-    project_models(config)
-    for name, project in config.projects.items():
-        if keyed and project.cache.warm_on_startup and not project.shared:
+    preset_models(config)
+    for name, preset in config.projects.items():
+        described_tools(name, preset)
+        if keyed and preset.cache.warm_on_startup and not preset.shared:
             raise ConfigError(
                 f"project {name} would belong to nobody, because each API key has a cache of its "
                 "own: say `shared: true` in the project to prepare it for all of them"
             )
 
 
-def _refuse_unknown_formats(config: Config) -> None:
-    """Here, and not by the runtime after it has loaded a model."""
-    for flag, name, known in (
-        ("--tool-format", config.tool_format, NAMES),
-        ("--reasoning-format", config.reasoning_format, THOUGHT_NAMES),
-    ):
-        if name not in (AUTO, *known):
-            raise ConfigError(f"{flag} takes {AUTO}, {', '.join(known)}; not {name!r}")
-
-
 def served_names(config: Config) -> dict[str, str]:
-    """The models by what clients call them, in the order they were asked for."""
+    """What `--model` named, by what clients call it, in the order given."""
     named: dict[str, str] = {}
     for name in config.model or (DEFAULT_MODEL,):
         served = _served_name(name)
@@ -53,25 +42,25 @@ def served_names(config: Config) -> dict[str, str]:
 
 
 def _served_name(name: str) -> str:
-    """The name it was asked for by, or its file's stem."""
+    """The name as given, or the stem of a file."""
     path = Path(name)
     return path.stem if path.suffix == ".gguf" and path.exists() else name
 
 
-def project_models(config: Config) -> dict[str, str]:
-    """What clients call each project's model."""
+def preset_models(config: Config) -> dict[str, str]:
+    """What clients call each preset's model."""
     names = served_names(config)
-    return {name: _model_of(name, each, names) for name, each in config.projects.items()}
+    return {name: _model_of(name, preset, names) for name, preset in config.projects.items()}
 
 
-def _model_of(name: str, project: Project, names: dict[str, str]) -> str:
-    """It may be written as clients call it, or as it was asked for."""
-    if project.model is None:
+def _model_of(name: str, preset: Preset, names: dict[str, str]) -> str:
+    """The model may be written as clients call it, or as `--model` named it."""
+    if preset.model is None:
         return next(iter(names))
-    for served, asked in names.items():
-        if project.model in (served, asked):
+    for served, given in names.items():
+        if preset.model in (served, given):
             return served
     raise ConfigError(
-        f"project {name} wants the model {project.model}, which is not served: "
-        f"give --model {project.model} too, or choose one of {', '.join(names)}"
+        f"project {name} wants the model {preset.model}, which is not served: "
+        f"give --model {preset.model} too, or choose one of {', '.join(names)}"
     )

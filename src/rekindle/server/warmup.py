@@ -1,4 +1,4 @@
-"""Projects prepared at startup: their first user waits for nothing but the question's answer."""
+"""Presets computed at startup, so that their first user waits for the answer alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from rekindle.api.openai.tool import described
 from rekindle.cli.progress import OnProgress, progress_bar
+from rekindle.config import Preset
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from rekindle.server.presets import Project
+from rekindle.server.presets import described_tools
 from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")
@@ -24,30 +24,32 @@ SALT = b""
 
 
 async def warm(
-    projects: Mapping[str, Project],
+    presets: Mapping[str, Preset],
     runtime_of: Callable[[str], RuntimeClient],
     console: Console,
     *,
     exact: bool = False,
     normalise: bool = True,
 ) -> None:
-    """Prepare those that want it, one after the other; a failure costs no more than the warmth."""
-    for name, project in projects.items():
-        if not project.cache.warm_on_startup:
+    """Prepare those that ask for it, one after the other; one that fails is logged and skipped."""
+    for name, preset in presets.items():
+        if not preset.cache.warm_on_startup:
             continue
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                ask = _ask(project, exact=exact, normalise=normalise)
-                tokens = await _prepare(ask, runtime_of(name), on_progress)
+                request = _request(name, preset, exact=exact, normalise=normalise)
+                tokens = await _prepare(request, runtime_of(name), on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:
             log.info("project %s is prepared: %d tokens", name, tokens)
 
 
-async def _prepare(ask: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress) -> int:
+async def _prepare(
+    request: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress
+) -> int:
     """Compute and keep it; returns its tokens, or raises a ServerError."""
-    async with contextlib.aclosing(runtime.ask(ask)) as events:
+    async with contextlib.aclosing(runtime.ask(request)) as events:
         async for event in events:
             if isinstance(event, Prefill):
                 on_progress(event.done_tokens, event.prompt_tokens)
@@ -66,14 +68,12 @@ def _finished(event: Event) -> Finished:
     return event
 
 
-def _ask(project: Project, *, exact: bool, normalise: bool) -> GenerateRequest:
+def _request(name: str, preset: Preset, *, exact: bool, normalise: bool) -> GenerateRequest:
     return GenerateRequest(
         turn=0,
-        messages=[{"role": "system", "content": project.system_prompt}],
-        tools=described(project.tools),
-        prepare=Prepare(
-            pinned=project.cache.pinned, ttl_s=project.cache.ttl, shared=project.shared
-        ),
+        messages=[{"role": "system", "content": preset.system_prompt}],
+        tools=described_tools(name, preset),
+        prepare=Prepare(pinned=preset.cache.pinned, ttl_s=preset.cache.ttl, shared=preset.shared),
         sampling=SamplingParams(),
         max_tokens=1,
         exact=exact,

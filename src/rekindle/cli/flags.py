@@ -1,0 +1,76 @@
+"""The flags of `rekindle serve`, made from the declarations of the settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from rekindle.config import SETTINGS, Declaration
+from rekindle.protocol.settings import Group, SizeText, format_size
+
+
+def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give the command a flag for every setting that has one; they arrive as `**flags`."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    kept = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+    groups = get_args(Group)
+    flags = sorted(
+        (each for each in SETTINGS.values() if each.setting.flag),
+        key=lambda each: groups.index(each.setting.group),
+    )
+    parameters = [*map(_parameter, flags), *kept]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # where typer looks
+        [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    return command
+
+
+def _parameter(declared: Declaration) -> inspect.Parameter:
+    """None, the default of every flag, is one that was not given."""
+    option = typer.Option(
+        _spelling(declared),
+        help=declared.setting.help,
+        show_default=_shown_default(declared) or False,
+        rich_help_panel=declared.setting.group,
+    )
+    return inspect.Parameter(
+        declared.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[_kind(declared) | None, option],
+    )
+
+
+def _spelling(declared: Declaration) -> str:
+    """A switch that is on by default can be turned off."""
+    flag = declared.name.replace("_", "-")
+    return f"--{flag}/--no-{flag}" if declared.default is True else f"--{flag}"
+
+
+def _shown_default(declared: Declaration) -> str:
+    default = declared.default
+    if declared.setting.default is not None:
+        return declared.setting.default
+    if isinstance(default, bool):
+        return "on" if default else ""
+    if default in (None, ()):
+        return ""
+    return format_size(default) if _is_size(declared) else str(default)
+
+
+def _kind(declared: Declaration) -> Any:
+    """What the command line parses itself; anything else is text that `Config` reads."""
+    if isinstance(declared.default, tuple):
+        return list[str]
+    kind, *_ = get_args(declared.type)
+    parts = {kind, *get_args(kind)}
+    simple = [each for each in (bool, int, float, Path) if each in parts]
+    return str if _is_size(declared) or not simple else simple[0]
+
+
+def _is_size(declared: Declaration) -> bool:
+    return any(isinstance(note, SizeText) for note in get_args(declared.type))

@@ -1,0 +1,155 @@
+"""The settings that a runtime needs, and what every declaration of a setting says.
+
+A setting is one field: its name is its key in `rekindle.yaml` and, respelled, its flag and its
+variable; its type and bounds validate it; its `Setting` is what `--help` shows. `config.Config`
+adds the settings of the front to those declared here, so a field of `RuntimeSettings` reaches the
+runtime without being named anywhere else.
+
+Bounds come from annotated-types, which pydantic reads: the runtime validates nothing and would
+import pydantic for their sake alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Gt, Interval, MinLen
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
+WritePolicy = Literal["always", "named", "on-evict"]
+
+AUTO = "auto"  # a format that the model's template decides
+COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing mistake
+SIZE_LIMIT = 1 << 60
+THREADS_LIMIT = 16  # more threads stop helping
+GB, GIB = 10**9, 1 << 30
+
+_UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a person reads about a setting."""
+
+    help: str
+    group: Group
+    default: str | None = None  # in words, where the value alone says too little
+    flag: bool = True  # False: from the file or the environment only
+    secret: bool = False  # its value is never shown
+
+
+def parse_size(value: object) -> object:
+    """`2GB`, `512MiB`, `1.5g` or a number of bytes, as bytes."""
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError("takes a size such as 2GB, 512MiB or a number of bytes")
+    number, unit = found.groups()
+    return int(Fraction(number) * _UNITS[unit.lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest text that `parse_size` reads as the same number."""
+    fitting = [unit for unit, factor in _UNITS.items() if size_bytes % factor == 0]
+    unit = max(fitting, key=_UNITS.__getitem__) if size_bytes else ""
+    return f"{size_bytes // _UNITS[unit]}{unit[:1].upper()}{unit[1:]}B"
+
+
+class SizeText:
+    """Lets pydantic take a size as people write it."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # by the front alone
+
+        return core_schema.no_info_before_validator_function(parse_size, handler(source))
+
+
+Name = Annotated[str, MinLen(1)]
+Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSettings:
+    """The settings that travel to the runtime with the model to load."""
+
+    parallel: Annotated[
+        int, Interval(ge=1, le=128), Setting("Turns computed at once", "Engine")
+    ] = 16
+    max_model_len: Annotated[
+        int | None,
+        Interval(ge=16, le=COUNT_LIMIT),
+        Setting("Context in tokens", "Engine", "the model's, if memory allows"),
+    ] = None
+    kv_fraction: Annotated[
+        float, Interval(gt=0, lt=1), Setting("Share of free memory for the KV pool", "Engine")
+    ] = 0.3
+    fp8_kvcache: Annotated[bool, Setting("8-bit KV cells: q8_0, groups of 32", "Engine")] = False
+    threads: Annotated[
+        int | None,
+        Interval(ge=1, le=1024),
+        Setting("CPU threads", "Engine", f"all cores, to {THREADS_LIMIT}"),
+    ] = None
+    gpu_layers: Annotated[
+        int | None,
+        Interval(ge=0, le=COUNT_LIMIT),
+        Setting("Layers on the GPU", "Engine", "all when the library has one"),
+    ] = None
+    tool_format: Annotated[
+        Name, Setting("How the model writes tool calls", "Engine", "auto: by its template")
+    ] = AUTO
+    reasoning_format: Annotated[
+        Name, Setting("How it writes its reasoning", "Engine", "auto: by its template")
+    ] = AUTO
+    ram_cache: Annotated[Size, Setting("RAM for cached state: 512MiB, 4GB …", "Cache")] = 2 * GIB
+    disk_cache: Annotated[Size, Setting("Disk for cached state; 0 for none", "Cache")] = 10 * GB
+    disk_floor: Annotated[Size, Setting("Free disk space left to others", "Cache")] = 1 * GIB
+    cache_dir: Annotated[Path, Setting("Folder for cached state", "Cache")] = Path(
+        "~/.cache/rekindle/kv"
+    )
+    cache_secret_file: Annotated[
+        Path | None,
+        Setting(
+            "File with the secret that authenticates stored blocks; lets servers share them",
+            "Cache",
+            "a random one in the cache folder",
+        ),
+    ] = None
+    cache_write: Annotated[
+        WritePolicy, Setting("Write to disk always, named (only) or on-evict", "Cache")
+    ] = "always"
+    key_ttl: Annotated[
+        float | None,
+        Gt(0),
+        Setting("Seconds that an unused cache key is kept; null for ever", "Cache", flag=False),
+    ] = 1800.0
+
+    @property
+    def kv_type(self) -> str:
+        """The type of the engine's KV cells."""
+        return "q8_0" if self.fp8_kvcache else "f16"
+
+    @property
+    def thread_count(self) -> int:
+        """`threads`, or the cores this process may use up to where more stop helping."""
+        return self.threads or min(_usable_cores(), THREADS_LIMIT)
+
+
+def _usable_cores() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return usable or 4

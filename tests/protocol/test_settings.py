@@ -1,0 +1,70 @@
+"""The settings that travel to the runtime."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rekindle.protocol.frames import frame, receive
+from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import GB, GIB, RuntimeSettings, format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RuntimeSettings(),
+        RuntimeSettings(
+            parallel=3,
+            max_model_len=512,
+            kv_fraction=0.5,
+            fp8_kvcache=True,
+            threads=2,
+            gpu_layers=0,
+            tool_format="hermes",
+            reasoning_format="none",
+            ram_cache=1 << 40,
+            disk_cache=0,
+            disk_floor=1,
+            cache_dir=Path("/kv"),
+            cache_secret_file=Path("/secret"),
+            cache_write="on-evict",
+            key_ttl=None,
+        ),
+    ],
+)
+def test_settings_arrive_as_they_were_sent(settings: RuntimeSettings) -> None:
+    sent = LoadModel(path="m.gguf", served=["m.gguf"], settings=settings)
+    front, runtime = socket.socketpair()
+    with front, runtime:
+        front.sendall(frame(sent))
+        assert next(receive(runtime)) == sent
+
+
+def test_reading_them_takes_no_pydantic() -> None:
+    """The runtime validates nothing, and starts faster without it."""
+    code = "import sys, rekindle.protocol.frames; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_type_of_kv_cells_follows_from_the_setting() -> None:
+    assert RuntimeSettings().kv_type == "f16"
+    assert RuntimeSettings(fp8_kvcache=True).kv_type == "q8_0"
+
+
+def test_threads_default_to_the_cores_within_a_limit() -> None:
+    assert 1 <= RuntimeSettings().thread_count <= 16
+    assert RuntimeSettings(threads=40).thread_count == 40
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (7, "7B"), (1000, "1KB"), (1024, "1KiB"), (2 * GIB, "2GiB"), (10 * GB, "10GB")],
+)
+def test_a_size_is_shown_as_it_may_be_written(size: int, text: str) -> None:
+    assert format_size(size) == text
+    assert parse_size(text) == size
