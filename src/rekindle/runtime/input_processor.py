@@ -20,7 +20,7 @@ from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
 from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.runtime.output_format import OutputFormat, ReplyRules
+from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.replay import History
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.tokens import Tokenizer, Tokens
@@ -66,15 +66,15 @@ class InputProcessor:
         self._check_bias(request.sampling)
         request, changes = _normalised(request)
         encoded = self._encoded(request)
-        rules = self._output_format.rules(request, encoded.prompt)
+        decoding = self._output_format.decoding(request, encoded.prompt)
         if request.ignore_eos:
-            request = structs.replace(request, sampling=self._endless(request.sampling, rules))
+            request = structs.replace(request, sampling=self._endless(request.sampling, decoding))
         is_shared = request.prepare is not None and request.prepare.shared
         return EncodedRequest(
             request=request,
             prompt=encoded.prompt,
             namespace=self.shared_namespace if is_shared else self.namespace(request.salt),
-            rules=rules,
+            decoding=decoding,
             hashes=encoded.hashes,
             normalised=[*changes, *encoded.normalised],
         )
@@ -91,11 +91,11 @@ class InputProcessor:
         if any(token > most for token in sampling.logit_bias):
             raise BadRequest(f"token ids of this model go from 0 to {most}", param="logit_bias")
 
-    def _endless(self, sampling: SamplingParams, rules: ReplyRules) -> SamplingParams:
+    def _endless(self, sampling: SamplingParams, decoding: ReplyDecoding) -> SamplingParams:
         """No end token may be sampled, unless a schema says when the reply is whole."""
-        if rules.matcher is not None:
+        if decoding.token_mask is not None:
             return sampling
-        ends = dict.fromkeys(rules.end_tokens, float("-inf"))
+        ends = dict.fromkeys(decoding.end_tokens, float("-inf"))
         return replace(sampling, logit_bias={**sampling.logit_bias, **ends})
 
     def _encoded(self, request: GenerateRequest) -> EncodedPrompt:

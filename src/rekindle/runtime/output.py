@@ -18,7 +18,7 @@ from rekindle.protocol.events import (
 from rekindle.protocol.message import AssistantMessage, new_call_id
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.logprobs import LogprobBuffer
-from rekindle.runtime.output_format import ReplyRules
+from rekindle.runtime.output_format import ReplyDecoding
 from rekindle.tokens import Tokenizer
 
 
@@ -26,7 +26,7 @@ class ReplyOutput:
     """Follows one reply to its end, which is an end token, a stop string or a limit."""
 
     def __init__(
-        self, request: GenerateRequest, rules: ReplyRules, tokenizer: Tokenizer, *, most: int
+        self, request: GenerateRequest, decoding: ReplyDecoding, tokenizer: Tokenizer, *, most: int
     ) -> None:
         self.message = AssistantMessage()
         self.finish_reason: FinishReason | None = None  # None: it goes on
@@ -35,13 +35,13 @@ class ReplyOutput:
         self.is_broken_off = False  # inside reasoning or a call, or after the one call
         self._most_tokens = most
         self._takes_calls = request.tool_use.parallel
-        self._parser = rules.parser
-        self._shown = rules.shown
+        self._parser = decoding.parser
+        self._shown = decoding.shown
         self._tokenizer = tokenizer
         # A constrained reply ends when it is whole, whatever the request says.
-        ends = rules.matcher is not None or not request.ignore_eos
-        self._end_tokens = rules.end_tokens if ends else frozenset()
-        self._text = TextStream(tokenizer, request.stop, rules.shown)
+        ends = decoding.token_mask is not None or not request.ignore_eos
+        self._end_tokens = decoding.end_tokens if ends else frozenset()
+        self._text = TextStream(tokenizer, request.stop, decoding.shown)
         self._raw: list[str] = []  # all that the model wrote, markers included
         self._logprobs = LogprobBuffer()
         self._is_enough = False  # a client that takes one call at a time has it

@@ -10,7 +10,7 @@ from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Reason
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.output_format import ReplyRules
+from rekindle.runtime.output_format import ReplyDecoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EncodedRequest:
     request: GenerateRequest
     prompt: Prompt
     namespace: bytes  # of the tenant
-    rules: ReplyRules  # how its reply is read, and what it is held to
+    decoding: ReplyDecoding  # how its reply is read, and what it is held to
     hashes: ConversationHashes | None = None  # None: it has no messages
     normalised: list[str] = field(default_factory=list)  # what was changed so that more matches
 

@@ -124,7 +124,7 @@ class Scheduler:
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
             if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
-                    turn.request.sampling, turn.tokens.ids[: turn.prompt_tokens], turn.encoded.rules.matcher
+                    turn.request.sampling, turn.tokens.ids[: turn.prompt_tokens], turn.encoded.decoding.token_mask
                 )
 
     def _has_capacity(self) -> bool:
@@ -287,9 +287,9 @@ class Scheduler:
         for turn in lost:
             turn.sequence = turn.fetch = None
             turn.restarts += 1
-            matcher = turn.encoded.rules.matcher
-            if matcher is not None:  # it may have seen a token that was lost
-                matcher.replay(turn.tokens.ids[turn.prompt_tokens :])
+            token_mask = turn.encoded.decoding.token_mask
+            if token_mask is not None:  # it may have seen a token that was lost
+                token_mask.replay(turn.tokens.ids[turn.prompt_tokens :])
         self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)

@@ -66,7 +66,7 @@ class Turn:
         self.tokens = TokenBuffer(encoded.prompt.tokens)
         self.output = ReplyOutput(
             encoded.request,
-            encoded.rules,
+            encoded.decoding,
             tokenizer,
             most=room if asked is None else min(asked, room),
         )
@@ -150,9 +150,9 @@ class Turn:
         return [self._end()]
 
     def _end(self) -> Event:
-        matcher = self.encoded.rules.matcher
-        if matcher is not None and matcher.trouble:
-            error = f"the reply could not be held to its schema: {matcher.trouble}"
+        token_mask = self.encoded.decoding.token_mask
+        if token_mask is not None and token_mask.trouble:
+            error = f"the reply could not be held to its schema: {token_mask.trouble}"
             return Failed(self.id, ServerError(error).info)
         assert self.report is not None, "a turn that ends has started"
         assert self.output.finish_reason is not None
