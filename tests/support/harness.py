@@ -1,4 +1,4 @@
-"""A runtime without processes: scheduler, device, store and engine, driven step by step."""
+"""A runtime without its process: built as the process builds it, and driven step by step."""
 
 from __future__ import annotations
 
@@ -10,48 +10,41 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.encode import Prompt
 from rekindle.engine.base import Engine
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
-from rekindle.kvcache.key import namespace
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
-from rekindle.protocol.events import TERMINAL, Delta, Event, Finished, Started, TextDelta
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
+from rekindle.protocol.events import (
+    TERMINAL,
+    Delta,
+    Event,
+    Finished,
+    Started,
+    TextDelta,
+)
+from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.runtime.admin import Queries
-from rekindle.runtime.kv_manager import Device
-from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Sessions
+from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.build import build
+from rekindle.runtime.output_format import ReplyDecoding
+from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.runtime.storage import Storage
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens
 
 GREEDY = SamplingParams(temperature=0)
-SHARED_SALT = b"shared"
 PATIENCE_S = 30.0
-
-
-def _is_shared(ask: GenerateRequest) -> bool:
-    return ask.prepare is not None and ask.prepare.shared
-
-
-class NumberTokenizer:
-    """Writes a token as its number; enough where no text matters."""
-
-    bos: int | None = None
-    add_bos = False
-    control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def piece(self, token: int, *, special: bool) -> bytes:
-        return f"{token} ".encode()
 
 
 @dataclass
 class Reply:
-    """Everything one turn said."""
+    """Everything one turn brought."""
 
     turn: Turn
     events: list[Event] = field(default_factory=list)
@@ -68,15 +61,12 @@ class Reply:
 
     @property
     def text(self) -> str:
-        return "".join(
-            event.part.text
-            for event in self.events
-            if isinstance(event, Delta) and isinstance(event.part, TextDelta)
-        )
+        parts = (event.part for event in self.events if isinstance(event, Delta))
+        return "".join(part.text for part in parts if isinstance(part, TextDelta))
 
     @property
     def tokens(self) -> list[int]:
-        return self.turn.tokens[self.turn.prompt_tokens :]
+        return self.turn.tokens.ids[self.turn.prompt_tokens :]
 
     @property
     def reused(self) -> int:
@@ -87,95 +77,105 @@ class Reply:
         return any(isinstance(event, Started) for event in self.events)
 
 
-class Desk:
-    """Submit turns, step, look at what came out."""
+class RuntimeHarness:
+    """Submit turns, step, look at what came out. Budgets are exact: nothing is set aside for
+    queues and entries, as the real storage does it."""
 
     def __init__(
         self,
         engine: Engine,
         *,
         ram_bytes: int = 1 << 30,
-        parallel: int = 4,
-        resident_tokens: int = 1 << 20,
-        encoder: Encoder | None = None,
-        tokenizer: Any = None,
-        end_tokens: frozenset[int] = frozenset(),
+        idle_tokens: int = 1 << 20,
         folder: Path | None = None,
         disk_bytes: int = 1 << 30,
         clock: Clock | None = None,
-        **naming: Any,
+        **settings: Any,
     ) -> None:
         self.engine = engine
-        self.abilities = engine.abilities
-        self._news: SimpleQueue[News] = SimpleQueue()
-        self.disk = self._open_disk(folder, disk_bytes) if folder else None
-        self.store = Store(
-            block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes, disk=self.disk
-        )
-        self.clock = clock or Clock()
-        self.entries = Entries(self.store, self.clock, self.disk.journal if self.disk else None)
-        if self.disk:
-            self.store.load(self.disk.folder.ledger.blocks())
-            self.entries.load(self.disk.folder.ledger.entries())
-        self.logs: list[str] = []
-        self.names = Sessions(
-            self.entries,
-            self.store,
-            encoder or Encoder(tokenizer or NumberTokenizer(), None),
-            self.logs.append,
-            token_bytes=self.abilities.token_bytes,
-            checkpoint_bytes=self.abilities.checkpoint_bytes,
-            **naming,
-        )
-        self.device = Device(
-            engine,
-            self.store,
-            self.names.explain,
-            resident_tokens=resident_tokens,
-            shared=self.root(SHARED_SALT),
-        )
-        self.entries.on_remove = self.device.forget
-        self.scheduler = Scheduler(
-            engine, self.device, self._emit, self.names.remember, parallel=parallel
-        )
-        self.queries = Queries(self.entries, self.store, self.device, self.names, self.clock)
+        self.capabilities = engine.capabilities
+        self._events: SimpleQueue[TierEvent] = SimpleQueue()
+        self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
-        self._tokenizer = tokenizer or NumberTokenizer()
-        self._end_tokens = end_tokens
+        storage = self._storage(
+            RuntimeSettings(**{"parallel": 4, **settings}), folder, ram_bytes, disk_bytes, clock
+        )
+        self.take_storage(storage, idle_tokens)
+
+    def take_storage(self, storage: Storage, idle_tokens: int | None) -> None:
+        self.storage = storage
+        self.store, self.entries, self.clock = storage.store, storage.entries, storage.clock
+        self.runtime = build(
+            self.engine,
+            storage,
+            emit=self._emit,
+            log=self.log_lines.append,
+            idle_tokens=idle_tokens,
+        )
+        self.kv, self.scheduler = self.runtime.kv, self.runtime.scheduler
+        self.sessions, self.pipeline = self.runtime.sessions, self.runtime.pipeline
+
+    def _storage(
+        self,
+        settings: RuntimeSettings,
+        folder: Path | None,
+        ram_bytes: int,
+        disk_bytes: int,
+        clock: Clock | None,
+    ) -> Storage:
+        disk = self._open_disk(folder, disk_bytes) if folder else None
+        ram = RamTier(ram_bytes)
+        store = Store(
+            block_tokens=self.capabilities.block_tokens, tiers=[ram, disk] if disk else [ram]
+        )
+        clock = clock or Clock()
+        entries = Entries(store, clock, disk.journal if disk else None)
+        return Storage(
+            settings, store, entries, clock, secret=b"", disk=disk, log=self.log_lines.append
+        )
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
-        identity = self.abilities.fingerprint + b"%d" % self.abilities.block_tokens
-        opened = open_folder(folder, identity, limit_bytes=disk_bytes)
-        return DiskTier(opened, self._news.put)
+        fingerprint = self.capabilities.kv_layout.fingerprint
+        identity = fingerprint + b"%d" % self.capabilities.block_tokens
+        return DiskTier(open_folder(folder, identity, limit_bytes=disk_bytes), self._events.put)
 
-    def root(self, salt: bytes = b"") -> bytes:
-        return namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens)
+    @property
+    def disk(self) -> DiskTier | None:
+        return self.storage.disk
 
-    def hear(self, *, wait: bool = False) -> None:
-        """Take in what the disk did; at least one thing when told to wait."""
+    @property
+    def logs(self) -> list[str]:
+        return [line.text for line in self.log_lines if line.level == "info"]
+
+    def namespace(self, salt: bytes = b"") -> bytes:
+        return self.runtime.input_processor.namespace(salt)
+
+    # -- the disk ------------------------------------------------------------------------------
+
+    def take_events(self, *, wait: bool = False) -> None:
+        """Take in what the tiers did; at least one thing when told to wait."""
         with contextlib.suppress(Empty):
             while True:
-                self.store.hear(
-                    self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
+                self.storage.on_event(
+                    self._events.get(timeout=PATIENCE_S) if wait else self._events.get_nowait()
                 )
                 wait = False
 
     def flush(self) -> None:
         """Wait until all that was put is on disk."""
-        assert self.disk is not None
         done: list[bool] = []
-        self.disk.flush(lambda: done.append(True))
+        self.store.flush(lambda: done.append(True))
         while not done:
-            self.hear(wait=True)
+            self.take_events(wait=True)
 
     def close(self) -> None:
         """Stop as a runtime does: keep everything, then let go."""
         self.scheduler.stop()
-        self.device.keep_everything()
-        if self.disk:
-            self.store.write_everything()
-            self.disk.close()
+        self.kv.offload_all()
+        self.storage.close()
+
+    # -- turns ---------------------------------------------------------------------------------
 
     def _emit(self, events: list[Event]) -> None:
         for event in events:
@@ -183,24 +183,26 @@ class Desk:
             assert not reply.ended, "nothing comes after a terminal event"
             reply.events.append(event)
 
-    def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **ask: Any) -> Reply:
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tuple(tokens), ())
-        request = GenerateRequest(
-            turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **ask, "salt": salt}
+    def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **request: Any) -> Reply:
+        """A turn whose prompt is encoded already."""
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(Tokens.of(tokens))
+        asked = GenerateRequest(
+            turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **request, "salt": salt}
         )
-        turn = Turn(
-            request,
-            prompt,
-            namespace=self.root(SHARED_SALT if _is_shared(request) else salt),
-            tokenizer=self._tokenizer,
-            end_tokens=self._end_tokens,
-            context_tokens=self.abilities.context_tokens,
+        processor = self.runtime.input_processor
+        is_shared = asked.prepare is not None and asked.prepare.shared
+        return self.take(
+            EncodedRequest(
+                request=asked,
+                prompt=prompt,
+                namespace=processor.shared_namespace if is_shared else processor.namespace(salt),
+                decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
+            )
         )
-        return self.take(turn)
 
-    def take(self, turn: Turn) -> Reply:
+    def take(self, encoded: EncodedRequest) -> Reply:
+        turn = self.pipeline.find(encoded)
         reply = self.replies[turn.id] = Reply(turn)
-        self.names.meet(turn)
         self.scheduler.submit(turn)
         return reply
 
@@ -210,23 +212,42 @@ class Desk:
         for _ in range(100_000):
             if all(reply.ended for reply in wanted):
                 return
-            self.hear()
+            self.take_events()
             if not self.scheduler.step():
                 assert any(reply.turn.is_fetching for reply in wanted), "idle with work left"
-                self.hear(wait=True)
+                self.take_events(wait=True)
         raise AssertionError("the turns do not end")
 
-    def settle(self) -> None:
-        """Use idle time until nothing is left to keep."""
+    def offload(self) -> None:
+        """Use idle time until nothing is left to export."""
         for _ in range(100_000):
             if not self.scheduler.step():
                 return
         raise AssertionError("the scheduler never comes to rest")
 
-    def ask(self, tokens: Seq[int] | Prompt, **ask: Any) -> Reply:
-        reply = self.submit(tokens, **ask)
+    def ask(self, tokens: Seq[int] | Prompt, **request: Any) -> Reply:
+        reply = self.submit(tokens, **request)
         self.run(reply)
         return reply
 
     def cancel(self, reply: Reply) -> None:
         self.scheduler.cancel(reply.turn.id)
+
+    # -- admin ---------------------------------------------------------------------------------
+
+    def administer(
+        self,
+        op: AdminOp,
+        *,
+        salt: bytes = b"",
+        admin: bool = False,
+        prompt: Prompt | EncodedPrompt | None = None,
+    ) -> AdminResult:
+        """The result of an admin request; events are taken in until it comes."""
+        encoded = EncodedPrompt(prompt) if isinstance(prompt, Prompt) else prompt
+        results: list[AdminResult] = []
+        request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
+        self.runtime.admin.answer(request, encoded, results.append)
+        while not results:
+            self.take_events(wait=True)
+        return results[0]
