@@ -8,13 +8,12 @@ from collections.abc import Callable
 from blake3 import blake3
 
 from rekindle.chat.encode import Prompt
-from rekindle.chat.message_hashes import segments
+from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
 from rekindle.kvcache.block import chain
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.entries import Draft, Entries, Entry
 from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
 from rekindle.protocol.admin import (
     AdminOp,
@@ -120,15 +119,15 @@ class Queries:
 
     def index(self, op: IndexPrompt, root: bytes, prompt: Prompt) -> EntryInfo:
         """An entry that knows its tokens before any of them is computed."""
-        packed = pack(prompt.tokens)
+        packed = prompt.tokens.packed
         if op.prepare.pinned:
             self._names.check_pin(Head(root, packed))
         entry = self._entries.remember(
             Draft(
                 root=root,
                 packed=packed,
-                text=prompt.marked,
-                segments=segments(op.messages, op.tools),
+                text=prompt.escaped,
+                segments=ConversationHashes(op.messages, op.tools).segments,
                 ttl_s=op.prepare.ttl_s,
                 keyed=True,
                 pinned=op.prepare.pinned,
@@ -146,8 +145,8 @@ class Queries:
             expired = self._entries.has_expired(root, op.cache_key)
             reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
             return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
-        told = self._names.compare(entry, prompt, op.messages, op.tools)
-        packed = pack(prompt.tokens[:-1])
+        told = self._names.compare(entry, prompt, lambda: ConversationHashes(op.messages, op.tools))
+        packed = prompt.tokens[:-1].packed
         stored = self._device.reusable_tokens(root, packed)
         reusable = min(stored, told.common_tokens)
         short = told.covers and stored < told.common_tokens - 1

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from rekindle.chat.arguments import parsed
 from rekindle.chat.encode import Encoder, Prompt
-from rekindle.chat.message_hashes import Told
-from rekindle.chat.replay import Ends, Keys
-from rekindle.chat.tool_order import described, differ, ordered
-from rekindle.chat.volatile import settled
+from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.normalise import normalise, without_strict
+from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Abilities
 from rekindle.engine.llamacpp.tokenizer import Vocabulary
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
@@ -23,11 +22,11 @@ from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.output_format import Manner
 from rekindle.runtime.replay import History
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
 
-TOOLS_IN_ORDER = "tools"
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 
 
@@ -36,7 +35,7 @@ class Read(NamedTuple):
 
     prompt: Prompt
     changes: list[str]  # in the request, so that more of it matches
-    keys: Keys | None = None  # of a conversation's replies
+    hashes: ConversationHashes | None = None
 
 
 class Intake:
@@ -69,7 +68,7 @@ class Intake:
             raise BadRequest(
                 f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
             )
-        prompt, changes, keys = self._prompt(ask)
+        prompt, changes, hashes = self._prompt(ask)
         rules = self._manner.rules(ask, prompt)
         if ask.ignore_eos and rules.constraint is None:  # a constrained reply ends when it is whole
             ends = dict.fromkeys(self._manner.end_tokens, float("-inf"))
@@ -87,51 +86,36 @@ class Intake:
             constraint=rules.constraint,
         )
         turn.normalised = changes
-        if ask.messages and ask.reuse:  # long conversations are hashed here, not between two steps
-            turn.keys, turn.told = keys, Told(ask.messages, ask.tools)
+        turn.hashes = hashes
         return turn
 
     def _prompt(self, ask: GenerateRequest) -> Read:
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
         recalls = ask.reuse and not ask.exact
         if ask.messages is not None:
-            changes = self._settle(ask)
+            changes = _normalise(ask)
             kwargs = ask.template_kwargs
             if ask.prepare is not None:
-                return Read(self._prefix(ask.messages, ask.tools, kwargs), changes)
+                prefix = self._prefix(ask.messages, ask.tools, kwargs)
+                return Read(prefix, changes, ConversationHashes(ask.messages, ask.tools))
             root = self.root(ask.salt) if recalls else None
-            prompt, more, keys = self._chat(ask.messages, ask.tools, kwargs, root)
-            return Read(prompt, [*changes, *more], keys)
+            prompt, more, hashes = self._chat(ask.messages, ask.tools, kwargs, root)
+            return Read(prompt, [*changes, *more], hashes)
         assert ask.prompt is not None
         if not ask.prompt:
             return Read(self._beginning(), [])
         if isinstance(ask.prompt, str):
             self._check_size(ask.prompt, ask.source)
-            history = History(self._entries, self.root(ask.salt), [], Keys([]))
-            recall = partial(history.recall, ends=self._ends) if recalls else None
+            history = History(self._entries, self.root(ask.salt))
+            recall = partial(history.recall, ends=self._end_markers) if recalls else None
             return Read(self._encoder.text(ask.prompt, recall=recall), [])
         return Read(self._given(ask.prompt), [])
-
-    def _settle(self, about: GenerateRequest | Validate | IndexPrompt) -> list[str]:
-        """Take out of a request what changes without meaning; the names of what was found."""
-        assert about.messages is not None
-        if not about.normalise:
-            return []
-        messages, changes = settled(about.messages)
-        if not messages:  # there is nothing else to ask
-            messages, changes = list(about.messages), []
-        about.messages = [dict(message) for message in messages]
-        if about.tools:
-            tools = ordered(about.tools)
-            changes += [TOOLS_IN_ORDER] if differ(tools, about.tools) else []
-            about.tools = tools
-        return changes
 
     def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
         self._check_size(messages, "messages")
         return self._encoder.prefix(
             [parsed(message) for message in messages],
-            tools=described(tools),
+            tools=without_strict(tools),
             template_kwargs=kwargs,
         )
 
@@ -141,22 +125,23 @@ class Intake:
         """A conversation's prompt, and what was put back in it; without a root nothing is."""
         self._check_size(messages, "messages")
         sent = [parsed(message) for message in messages]
-        keys = Keys(sent)
-        encode = partial(self._encoder.chat, tools=described(tools), template_kwargs=kwargs)
+        # Long conversations are hashed here, on an encoder thread, not between two engine steps.
+        hashes = ConversationHashes(messages, tools)
+        encode = partial(self._encoder.chat, tools=without_strict(tools), template_kwargs=kwargs)
         if root is None:
-            return Read(encode(sent), [], keys)
-        history = History(self._entries, root, sent, keys)
-        recall = partial(history.recall, ends=self._ends)
-        as_sampled, changes = history.restored()
+            return Read(encode(sent), [], hashes)
+        history = History(self._entries, root, sent, hashes)
+        recall = partial(history.recall, ends=self._end_markers)
+        as_sampled, changes = history.as_sampled()
         if changes:
             with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
-                return Read(encode(as_sampled, recall=recall), changes, keys)
-        return Read(encode(sent, recall=recall), [], keys)
+                return Read(encode(as_sampled, recall=recall), changes, hashes)
+        return Read(encode(sent, recall=recall), [], hashes)
 
     @cached_property
-    def _ends(self) -> Ends:
+    def _end_markers(self) -> EndMarkers:
         known = self._vocabulary.control_texts.items()
-        return Ends(text for text, token in known if token in self._manner.end_tokens)
+        return EndMarkers(text for text, token in known if token in self._manner.end_tokens)
 
     def _check_size(self, text: object, param: str) -> None:
         """Tokenising takes its time: refuse what cannot fit before trying."""
@@ -170,21 +155,31 @@ class Intake:
         bos = self._vocabulary.bos
         if bos is None:
             raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-        return Prompt((bos,), boundaries=())
+        return Prompt(Tokens.of([bos]))
 
     def _given(self, tokens: list[int]) -> Prompt:
         """A prompt that came as token ids."""
         most = self._abilities.vocabulary
         if any(not 0 <= token < most for token in tokens):
             raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
-        return Prompt(tuple(tokens), boundaries=())
+        return Prompt(Tokens.of(tokens))
 
     def prompt_about(self, op: Validate | IndexPrompt, salt: bytes) -> Prompt:
         """The prompt that a question about the cache is about."""
-        self._settle(op)
+        _normalise(op)
         if isinstance(op, IndexPrompt):
             return self._prefix(op.messages, op.tools, {})
         return self._chat(op.messages, op.tools, op.template_kwargs, self.root(salt)).prompt
+
+
+def _normalise(about: GenerateRequest | Validate | IndexPrompt) -> list[str]:
+    """Normalise the messages and tools of a request, unless it asks not to; what that changed."""
+    assert about.messages is not None
+    if not about.normalise:
+        return []
+    messages, about.tools, changes = normalise(about.messages, about.tools)
+    about.messages = [dict(message) for message in messages]
+    return changes
 
 
 def _salt(ask: GenerateRequest) -> bytes:

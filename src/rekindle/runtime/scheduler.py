@@ -125,7 +125,7 @@ class Scheduler:
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
             if turn.ask.prepare is None:
                 turn.sampler = self._engine.sampler(
-                    turn.ask.sampling, turn.prompt.tokens, turn.constraint
+                    turn.ask.sampling, turn.prompt.tokens.ids(), turn.constraint
                 )
 
     def _has_appetite(self) -> bool:

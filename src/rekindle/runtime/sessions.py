@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
 
-from rekindle.chat.content import Message
 from rekindle.chat.diff import first_difference
 from rekindle.chat.encode import Encoder, Prompt
-from rekindle.chat.escaping import unmark
-from rekindle.chat.fingerprint import fingerprint, previous
-from rekindle.chat.message_hashes import Parts, Told, first_change, segments
+from rekindle.chat.escaping import unescape
+from rekindle.chat.message_hashes import ConversationHashes, EntryHashes
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import Wish
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
 from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import TOKEN_BYTES, pack, shared_prefix
+from rekindle.kvcache.key import TOKEN_BYTES, shared_prefix
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import CacheReport, Divergence, Finished, Reason, Status
 from rekindle.protocol.requests import Names, WritePolicy
 from rekindle.runtime.kv_manager import Outcome
-from rekindle.runtime.replay import replies_after
+from rekindle.runtime.replay import hashes_of, replies_after
 from rekindle.runtime.turn import Turn
 
 SESSION, NUMBER, MESSAGE, PROMPT = (
@@ -38,7 +35,6 @@ SESSION, NUMBER, MESSAGE, PROMPT = (
 FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
 
 Log = Callable[[str], None]
-Tools = Sequence[Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Comparison:
 class Reached:
     """Where a turn has got to: what is remembered of it."""
 
-    tokens: Sequence[int]
+    tokens: Sized
     text: bytes
     text_tokens: int  # that the text stands for
     end_tokens: int = 0  # up to the end of the reply, when they are all of it and no more
@@ -154,9 +150,9 @@ class Sessions:
 
     def _meet_by_fingerprint(self, turn: Turn) -> None:
         assert turn.ask.messages is not None
-        before = previous(turn.ask.messages)
-        found = self._entries.by_name(turn.namespace, (FINGERPRINT, fingerprint(before)))
-        known = _auto_session(found) if before and found else None
+        before = hashes_of(turn).previous_fingerprint
+        found = self._entries.by_name(turn.namespace, (FINGERPRINT, before)) if before else None
+        known = _auto_session(found)
         if found is not None and known is not None:
             turn.named, turn.session = found, known
             self._log(f"FingerprintManager: matched existing session {known}")
@@ -207,7 +203,7 @@ class Sessions:
 
     def _judge_named(self, turn: Turn, entry: Entry, outcome: Outcome) -> CacheReport:
         reused, tier = outcome.reused_tokens, outcome.tier
-        told = self.compare(entry, turn.prompt, turn.ask.messages or [], turn.ask.tools)
+        told = self.compare(entry, turn.prompt, lambda: hashes_of(turn))
         wanted = min(told.common_tokens, turn.prompt_tokens - 1)
         short = wanted - reused > 1  # the last token of a reply was sampled, not computed
         if not short and told.covers:
@@ -233,11 +229,10 @@ class Sessions:
         )
 
     def compare(
-        self, entry: Entry, prompt: Prompt, messages: Sequence[Message], tools: Tools
+        self, entry: Entry, prompt: Prompt, hashes: Callable[[], ConversationHashes]
     ) -> Comparison:
         """Where the request leaves the entry, if it does."""
-        packed = pack(prompt.tokens)
-        common = shared_prefix(entry.packed, packed)
+        common = shared_prefix(entry.packed, prompt.tokens.packed)
         held, sent = len(entry.packed) // TOKEN_BYTES, len(prompt.tokens)
         if common == held:
             return Comparison(
@@ -249,9 +244,7 @@ class Sessions:
                 diverged_at=None,
             )
         shorter = common == sent
-        changed = (
-            None if shorter else first_change(entry.segments, segments(messages, tools), messages)
-        )
+        changed = None if shorter else hashes().first_change(entry.segments)
         return Comparison(
             common_tokens=common,
             covers=False,
@@ -284,8 +277,14 @@ class Sessions:
     def _draft(self, turn: Turn, naming: Names, finished: Finished) -> Draft:
         reached = self._head(turn)
         packed = bytes(turn.packed[: len(reached.tokens) * TOKEN_BYTES])
+        hashes = _entry_hashes(turn)
         replies, before = replies_after(
-            self._entries, turn, reached.text, packed, end_tokens=reached.end_tokens
+            self._entries,
+            turn,
+            reached.text,
+            packed,
+            keys=hashes.reply_keys,
+            end_tokens=reached.end_tokens,
         )
         preparing = turn.ask.prepare
         keyed = naming.return_cache_key or preparing is not None
@@ -297,8 +296,8 @@ class Sessions:
             text_tokens=reached.text_tokens,
             replies=replies,
             after=before,
-            segments=_segments(turn),
-            names=tuple(_new_names(turn, naming, finished)),
+            segments=hashes.segments,
+            names=tuple(_new_names(turn, naming, finished, hashes.fingerprint)),
             ttl_s=preparing.ttl_s if preparing else ttl_s,
             keyed=keyed,
             pinned=preparing is not None and preparing.pinned,
@@ -308,21 +307,21 @@ class Sessions:
     def _head(self, turn: Turn) -> Reached:
         prompt = turn.prompt
         if turn.ask.prepare is not None:
-            return Reached(prompt.tokens, prompt.marked, len(prompt.tokens))
+            return Reached(prompt.tokens, prompt.escaped, len(prompt.tokens))
         reply, said = turn.tokens[turn.prompt_tokens :], turn.said if turn.is_plain else turn.raw
-        head = self._encoder.head(prompt, reply, said)
-        if head is None:
+        known = self._encoder.known_after(prompt, reply, said)
+        if known is None:
             return Reached(turn.tokens, b"", len(turn.tokens))
-        count = len(head.tokens)
+        count = len(known.tokens)
         if turn.is_plain:
-            return Reached(head.tokens, head.marked, count, count)
+            return Reached(known.tokens, known.escaped, count, count)
         if turn.ask.stop:  # what that cut off is among the tokens
-            shown = unmark(head.marked[len(prompt.marked) :])
+            shown = unescape(known.escaped[len(prompt.escaped) :])
             is_whole = shown.strip() == said.encode().strip()
             is_whole &= not turn.broke_off
-            return Reached(head.tokens, head.marked, count, count if is_whole else 0)
+            return Reached(known.tokens, known.escaped, count, count if is_whole else 0)
         end = 0 if turn.broke_off else len(turn.tokens)
-        return Reached(turn.tokens, head.marked, count, end)
+        return Reached(turn.tokens, known.escaped, count, end)
 
 
 def _proposals(naming: Names) -> Iterator[Name]:
@@ -337,29 +336,20 @@ def _proposals(naming: Names) -> Iterator[Name]:
         yield PROMPT, naming.prompt_cache_key
 
 
-def _new_names(turn: Turn, naming: Names, finished: Finished) -> Iterator[Name]:
+def _new_names(turn: Turn, naming: Names, finished: Finished, fingerprint: str) -> Iterator[Name]:
     """What this turn's head is called from now on."""
     yield from (name for name in _proposals(naming) if name[0] != MESSAGE)
     if finished.message_id is not None:
         yield MESSAGE, finished.message_id
     if turn.session is not None:
         yield AUTO_SESSION, turn.session
-        yield FINGERPRINT, fingerprint(_conversation(turn))
+        yield FINGERPRINT, fingerprint
 
 
-def _conversation(turn: Turn) -> list[Message]:
-    """The request's messages and the reply."""
-    messages: list[Message] = list(turn.ask.messages or [])
-    if turn.ask.prepare is None and messages:
-        messages.append(turn.message)
-    return messages
-
-
-def _segments(turn: Turn) -> Parts:
-    messages = turn.ask.messages or []
-    told = turn.told or Told(messages, turn.ask.tools)
-    is_said = turn.ask.prepare is None and messages
-    return told.after(turn.message) if is_said else told.segments
+def _entry_hashes(turn: Turn) -> EntryHashes:
+    hashes = hashes_of(turn)
+    replies = turn.ask.prepare is None and turn.ask.messages
+    return hashes.after(turn.message) if replies else hashes.as_sent()
 
 
 def _is_named(naming: Names) -> bool:
@@ -392,15 +382,15 @@ def _reason(changed: str | None, prompt: Prompt, common: int) -> Reason:
 
 def _changed(prompt: Prompt, common: int) -> Reason:
     """Which part of the request is the first that differs."""
-    for boundary in prompt.boundaries:
-        if common < boundary.end:
-            return Reason.SYSTEM_CHANGED if boundary.role == "system" else Reason.TURN_CHANGED
-    return Reason.TURN_CHANGED if prompt.boundaries else Reason.PREFIX_CHANGED
+    for span in prompt.spans:
+        if common < span.end:
+            return Reason.SYSTEM_CHANGED if span.role == "system" else Reason.TURN_CHANGED
+    return Reason.TURN_CHANGED if prompt.spans else Reason.PREFIX_CHANGED
 
 
 def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:
-    if not entry.text or not prompt.marked:
+    if not entry.text or not prompt.escaped:
         return None
-    at = next((each for each in prompt.boundaries if common < each.end), None)
-    stored, sent = first_difference(entry.text, prompt.marked)
+    at = next((each for each in prompt.spans if common < each.end), None)
+    stored, sent = first_difference(entry.text, prompt.escaped)
     return Divergence(at.index if at else None, at.role if at else None, stored, sent)

@@ -6,10 +6,9 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.chat.detokenize import TextStream
-from rekindle.chat.encode import Prompt, Tokenizer
-from rekindle.chat.message_hashes import Told
-from rekindle.chat.replay import Keys
+from rekindle.chat.detokenize import Detokenizer
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.reply import Parser
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
@@ -38,6 +37,7 @@ from rekindle.protocol.message import AssistantMessage, new_call_id
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.logprobs import LogprobBuffer
+from rekindle.tokens import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Turn:
         self.id = ask.turn
         self.prompt = prompt
         self.namespace = namespace
-        self.tokens = list(prompt.tokens)
-        self.packed = bytearray(pack(self.tokens))
+        self.tokens = prompt.tokens.ids()
+        self.packed = bytearray(prompt.tokens.packed)
         self.sequence: Sequence | None = None
         self.kept = Kept(0, namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be cut
@@ -105,8 +105,7 @@ class Turn:
         self.wish = Wish.NEVER  # when what it computes is to be written to disk
         self.fetch: Fetch | None = None  # its blocks on their way from disk
         self.normalised: list[str] = []  # what was changed in the request so that more matches
-        self.keys: Keys | None = None  # of the conversation's replies
-        self.told: Told | None = None  # its segments
+        self.hashes: ConversationHashes | None = None  # of a chat request
         self.constraint = constraint
         self.reasoning_tokens = 0
         self.reply = AssistantMessage()
@@ -121,7 +120,7 @@ class Turn:
         self._tokenizer = tokenizer
         ends = constraint is not None or not ask.ignore_eos
         self._end_tokens = end_tokens if ends else frozenset()
-        self._text = TextStream(tokenizer, ask.stop, shown)
+        self._text = Detokenizer(tokenizer, ask.stop, shown)
         self._logs = LogprobBuffer()
         room = context_tokens - len(prompt.tokens)
         self._most_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
