@@ -25,6 +25,7 @@ from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens
 
 GREEDY = SamplingParams(temperature=0)
 SHARED_SALT = b"shared"
@@ -38,12 +39,19 @@ def _is_shared(ask: GenerateRequest) -> bool:
 class NumberTokenizer:
     """Writes a token as its number; enough where no text matters."""
 
+    size = 1 << 31
     bos: int | None = None
+    eos: int | None = None
     add_bos = False
+    end_tokens: frozenset[int] = frozenset()
+    longest_bytes = 11
     control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [int(word) for word in text.split()]
+
+    def text(self, token: int | None) -> str:
+        return "" if token is None else f"{token} "
 
     def piece(self, token: int, *, special: bool) -> bytes:
         return f"{token} ".encode()
@@ -184,7 +192,7 @@ class Desk:
             reply.events.append(event)
 
     def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **ask: Any) -> Reply:
-        prompt = tokens if isinstance(tokens, Prompt) else Prompt(tuple(tokens), ())
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt(Tokens.of(tokens))
         request = GenerateRequest(
             turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **ask, "salt": salt}
         )

@@ -166,7 +166,8 @@ def replies_after(
 ) -> tuple[tuple[Reply, ...], Entry | None]:
     """A conversation's replies including the turn's own, and the entry that it continues.
 
-    `keys` are those of the turn's own reply; none: it has no reply. `end_tokens` is 0 when the tokens of the turn's reply are not exactly what its client got.
+    `keys` are those of the turn's own reply, if it has one; `end_tokens` is 0 when the tokens of
+    that reply are not exactly what its client got.
     """
     messages, escaped = turn.ask.messages or [], turn.prompt.escaped
     if not messages or not escaped:
