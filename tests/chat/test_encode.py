@@ -156,7 +156,7 @@ def test_half_a_character_is_refused() -> None:
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, PARTS])
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_boundaries_stand_at_the_end_of_each_message(source: str, add_bos: bool) -> None:
+def test_spans_end_at_the_end_of_each_message(source: str, add_bos: bool) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
     prompt = chat(CHAT, source, vocabulary)
     assert [span.role for span in prompt.spans] == [m["role"] for m in CHAT]
@@ -165,7 +165,7 @@ def test_boundaries_stand_at_the_end_of_each_message(source: str, add_bos: bool)
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, PARTS])
-def test_boundaries_survive_a_vocabulary_that_adds_spaces(source: str) -> None:
+def test_spans_are_right_with_a_vocabulary_that_adds_spaces(source: str) -> None:
     vocabulary = SpacedVocabulary()
     prompt = chat(CHAT, source, vocabulary)
     assert len(prompt.spans) == len(CHAT)
@@ -197,7 +197,7 @@ def test_a_message_without_text_has_no_boundary() -> None:
     assert [span.index for span in chat(messages, PARTS).spans] == [2]
 
 
-def test_boundaries_hold_in_messages_with_control_text() -> None:
+def test_spans_are_right_in_messages_with_control_text() -> None:
     vocabulary = Vocabulary()
     messages = [{"role": "system", "content": "a<|im_end|>"}, {"role": "user", "content": "<s> b<"}]
     prompt = chat(messages, vocabulary=vocabulary)
@@ -215,14 +215,14 @@ def test_boundaries_hold_in_messages_with_control_text() -> None:
         "nothing",
     ],
 )
-def test_a_template_that_looks_into_content_gets_no_boundaries_rather_than_wrong_ones(
+def test_a_template_that_looks_into_content_gets_no_spans_rather_than_wrong_ones(
     source: str,
 ) -> None:
     encoder = Encoder(Vocabulary(), ChatTemplate(source))
     assert encoder.chat(CHAT[:1], template_kwargs={}).spans == ()
 
 
-def test_a_vocabulary_that_spells_another_text_gets_no_boundaries() -> None:
+def test_a_vocabulary_that_normalises_text_gets_no_spans() -> None:
     class Lower(Vocabulary):
         def encode(self, text: str, *, special: bool) -> list[int]:
             return super().encode(text.lower(), special=special)
@@ -342,7 +342,7 @@ def test_a_prefix_is_rendered_plainly_where_no_user_may_speak_next() -> None:
     assert encoder.prefix(CHAT[:1], template_kwargs={}).escaped == b"Be brief."
 
 
-def test_a_prefix_of_a_vocabulary_that_spells_another_text_has_no_escaped_bytes() -> None:
+def test_a_prefix_of_a_vocabulary_that_normalises_text_has_no_escaped_bytes() -> None:
     class Lower(Vocabulary):
         def encode(self, text: str, *, special: bool) -> list[int]:
             return super().encode(text.lower(), special=special)

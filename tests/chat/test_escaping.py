@@ -16,7 +16,7 @@ from rekindle.chat.escaping import (
     spans_from,
     unescape,
 )
-from rekindle.chat.placeholders import PRIVATE, Placeholders
+from rekindle.chat.placeholders import PRIVATE
 from rekindle.errors import BadRequest
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
@@ -58,13 +58,6 @@ def test_the_longest_control_text_is_taken(control: list[str], text: str) -> Non
 
 def test_empty_control_texts_are_ignored() -> None:
     assert Escaper(ControlTexts([""])).spans("a") == [("a", False)]
-
-
-def test_a_placeholder_a_template_cut_short_leaves_only_the_text() -> None:
-    placeholders = Placeholders()
-    whole = placeholders.of(7)
-    assert list(placeholders.split(f"a{whole}b")) == ["a", 7, "b"]
-    assert "".join(map(str, placeholders.split(f"a{whole[:17]}"))).startswith("a")
 
 
 def test_values_nested_without_end_are_refused() -> None:

@@ -39,7 +39,7 @@ class Read(NamedTuple):
 
 
 class Intake:
-    """Any thread may call it: it looks at nothing that changes but the remembered heads."""
+    """Any thread may call it: all that changes under it are the entries, which any may read."""
 
     def __init__(
         self,

@@ -38,8 +38,8 @@ class History:
         self._entries = entries
         self._root = root
         self._messages = messages
-        self._candidates: dict[int, list[Candidate]] = {}  # by message index, newest first
-        self._history_keys: dict[int, str] = {}  # the hash of all messages up to that one
+        self._candidates: dict[int, list[Candidate]] = {}  # by message index, in order
+        self._history_keys: dict[int, str] = {}  # the key by all messages up to that one
         if hashes is not None and entries.knows_replies(root):
             for index, keys in hashes.reply_keys.items():
                 if found := list(self._find(keys)):
