@@ -8,7 +8,7 @@ from rekindle.chat.diff import first_difference
 
 LETTERS = "ab é日😀\n"
 
-marked = st.lists(st.sampled_from([b"\xff", b"\xfe", *(each.encode() for each in LETTERS)]))
+escaped = st.lists(st.sampled_from([b"\xff", b"\xfe", *(each.encode() for each in LETTERS)]))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_marks_are_not_shown() -> None:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(marked.map(b"".join), marked.map(b"".join))
+@given(escaped.map(b"".join), escaped.map(b"".join))
 def test_any_two_texts_give_short_words_without_marks(stored: bytes, sent: bytes) -> None:
     for words in first_difference(stored, sent):
         assert len(words) <= 81

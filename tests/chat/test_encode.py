@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.chat.encode import Boundary, Encoder, Prompt
-from rekindle.chat.escaping import unmark
-from rekindle.chat.known_prefix import Remembered
+from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.escaping import unescape
+from rekindle.chat.known_prefix import KnownPrefix
+from rekindle.chat.message_spans import MessageSpan
 from rekindle.chat.placeholders import PRIVATE
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
+from rekindle.tokens import Tokens
 
 from .templates import ALTERNATING, CHATML, HEADERS, PARTS
 from .vocabulary import CONTROL, SpacedVocabulary, Vocabulary
@@ -109,7 +111,7 @@ def test_bos_is_added_once_when_the_vocabulary_wants_it() -> None:
     for source in (CHATML, ALTERNATING):  # the second writes it itself
         prompt = chat([{"role": "user", "content": "hi"}], source, vocabulary)
         assert vocabulary.controls(prompt.tokens).count("<s>") == 1
-        assert prompt.tokens[0] == vocabulary.bos
+        assert prompt.tokens.ids()[0] == vocabulary.bos
 
 
 def test_a_literal_bos_of_the_user_does_not_count_as_one() -> None:
@@ -118,11 +120,12 @@ def test_a_literal_bos_of_the_user_does_not_count_as_one() -> None:
     prompt = encoder.chat([{"role": "user", "content": "<s>hi"}], template_kwargs={})
     assert vocabulary.controls(prompt.tokens) == ["<s>"]
     assert vocabulary.spell(prompt.tokens) == "<s><s>hi"
-    assert [boundary.end for boundary in prompt.boundaries] == [len(prompt.tokens)]
+    assert [span.end for span in prompt.spans] == [len(prompt.tokens)]
 
 
 def test_bos_is_left_out_when_the_vocabulary_does_not_want_it() -> None:
-    assert Vocabulary(bos="<s>").bos not in chat(CHAT, vocabulary=Vocabulary(bos="<s>")).tokens
+    vocabulary = Vocabulary(bos="<s>")
+    assert vocabulary.bos not in chat(CHAT, vocabulary=vocabulary).tokens.ids()
 
 
 def test_a_completion_prompt_may_hold_control_tokens() -> None:
@@ -130,7 +133,7 @@ def test_a_completion_prompt_may_hold_control_tokens() -> None:
     encoder = Encoder(vocabulary, None)
     assert vocabulary.controls(encoder.text("a<|im_end|>").tokens) == ["<s>", "<|im_end|>"]
     assert vocabulary.controls(encoder.text("<s>a").tokens) == ["<s>"]
-    assert encoder.text("").tokens == (vocabulary.bos,)
+    assert encoder.text("").tokens.ids() == [vocabulary.bos]
 
 
 def test_a_model_without_template_says_where_to_go() -> None:
@@ -153,27 +156,27 @@ def test_half_a_character_is_refused() -> None:
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, PARTS])
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_boundaries_stand_at_the_end_of_each_message(source: str, add_bos: bool) -> None:
+def test_spans_end_at_the_end_of_each_message(source: str, add_bos: bool) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
     prompt = chat(CHAT, source, vocabulary)
-    assert [boundary.role for boundary in prompt.boundaries] == [m["role"] for m in CHAT]
-    for boundary, message in zip(prompt.boundaries, CHAT, strict=True):
-        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith(message["content"].strip())
+    assert [span.role for span in prompt.spans] == [m["role"] for m in CHAT]
+    for span, message in zip(prompt.spans, CHAT, strict=True):
+        assert vocabulary.spell(prompt.tokens[: span.end]).endswith(message["content"].strip())
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, PARTS])
-def test_boundaries_survive_a_vocabulary_that_adds_spaces(source: str) -> None:
+def test_spans_are_right_with_a_vocabulary_that_adds_spaces(source: str) -> None:
     vocabulary = SpacedVocabulary()
     prompt = chat(CHAT, source, vocabulary)
-    assert len(prompt.boundaries) == len(CHAT)
-    for boundary, message in zip(prompt.boundaries, CHAT, strict=True):
-        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith(message["content"].strip())
+    assert len(prompt.spans) == len(CHAT)
+    for span, message in zip(prompt.spans, CHAT, strict=True):
+        assert vocabulary.spell(prompt.tokens[: span.end]).endswith(message["content"].strip())
 
 
 def test_a_token_across_a_message_s_end_still_belongs_to_it() -> None:
     encoder = Encoder(Vocabulary(), ChatTemplate("{{ messages[0].content }}\n\nend"))
     prompt = encoder.chat([{"role": "user", "content": "x."}], template_kwargs={})
-    assert prompt.boundaries == (Boundary(0, "user", 2),)  # "x", ".\n"
+    assert prompt.spans == (MessageSpan(0, "user", 2),)  # "x", ".\n"
 
 
 def test_parts_have_their_boundary_after_the_last_text() -> None:
@@ -181,8 +184,8 @@ def test_parts_have_their_boundary_after_the_last_text() -> None:
     parts = [{"type": "text", "text": text} for text in ("one", "two \n", " ")]
     for source in (CHATML, PARTS):
         prompt = chat([{"role": "user", "content": parts}], source, vocabulary)
-        (boundary,) = prompt.boundaries
-        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith("two")
+        (span,) = prompt.spans
+        assert vocabulary.spell(prompt.tokens[: span.end]).endswith("two")
 
 
 def test_a_message_without_text_has_no_boundary() -> None:
@@ -191,15 +194,15 @@ def test_a_message_without_text_has_no_boundary() -> None:
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "user", "content": "hi"},
     ]
-    assert [boundary.index for boundary in chat(messages, PARTS).boundaries] == [2]
+    assert [span.index for span in chat(messages, PARTS).spans] == [2]
 
 
-def test_boundaries_hold_in_messages_with_control_text() -> None:
+def test_spans_are_right_in_messages_with_control_text() -> None:
     vocabulary = Vocabulary()
     messages = [{"role": "system", "content": "a<|im_end|>"}, {"role": "user", "content": "<s> b<"}]
     prompt = chat(messages, vocabulary=vocabulary)
-    for boundary, message in zip(prompt.boundaries, messages, strict=True):
-        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith(message["content"])
+    for span, message in zip(prompt.spans, messages, strict=True):
+        assert vocabulary.spell(prompt.tokens[: span.end]).endswith(message["content"])
 
 
 @pytest.mark.parametrize(
@@ -212,83 +215,84 @@ def test_boundaries_hold_in_messages_with_control_text() -> None:
         "nothing",
     ],
 )
-def test_a_template_that_looks_into_content_gets_no_boundaries_rather_than_wrong_ones(
+def test_a_template_that_looks_into_content_gets_no_spans_rather_than_wrong_ones(
     source: str,
 ) -> None:
     encoder = Encoder(Vocabulary(), ChatTemplate(source))
-    assert encoder.chat(CHAT[:1], template_kwargs={}).boundaries == ()
+    assert encoder.chat(CHAT[:1], template_kwargs={}).spans == ()
 
 
-def test_a_vocabulary_that_spells_another_text_gets_no_boundaries() -> None:
+def test_a_vocabulary_that_normalises_text_gets_no_spans() -> None:
     class Lower(Vocabulary):
         def encode(self, text: str, *, special: bool) -> list[int]:
             return super().encode(text.lower(), special=special)
 
-    assert chat(CHAT, vocabulary=Lower()).boundaries == ()
+    assert chat(CHAT, vocabulary=Lower()).spans == ()
 
 
-def test_a_prompt_s_marked_bytes_are_its_text_with_the_literals_marked() -> None:
+def test_a_prompt_s_escaped_bytes_are_its_text_with_the_literals_enclosed() -> None:
     prompt = chat([{"role": "system", "content": "a<s>é"}])
-    assert prompt.marked == (
+    assert prompt.escaped == (
         b"<|im_start|>system\na\xff<s>\xfe\xc3\xa9<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert Encoder(Vocabulary(), None).text("a<s>").marked == b"a<s>"
-    assert (prompt.remembered_tokens, Prompt((1,), ()).marked) == (0, b"")
+    assert Encoder(Vocabulary(), None).text("a<s>").escaped == b"a<s>"
+    assert (prompt.known_tokens, Prompt(Tokens.of([1])).escaped) == (0, b"")
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_memory_that_knows_nothing_changes_nothing(source: str, add_bos: bool) -> None:
+def test_recalling_nothing_changes_nothing(source: str, add_bos: bool) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
     asked: list[bytes] = []
     talk = CHAT[1:]
     assert chat(talk, source, vocabulary, recall=asked.append) == chat(talk, source, vocabulary)
-    assert asked == [chat(talk, source, vocabulary).marked]
+    assert asked == [chat(talk, source, vocabulary).escaped]
 
 
 @pytest.mark.parametrize(
     "known",
     [
-        Remembered(b"", [1]),
-        Remembered(b"other", [1]),
-        Remembered("<s>é".encode()[:-1], [1]),  # in the middle of a character
-        Remembered(b"<", [1]),  # in the middle of a control token
-        Remembered(b"<s", [1]),
-        Remembered(b"<s>", []),
-        Remembered("<s>éb".encode(), [1]),  # longer than the text
+        KnownPrefix(b"", Tokens.of([1])),
+        KnownPrefix(b"other", Tokens.of([1])),
+        KnownPrefix("<s>é".encode()[:-1], Tokens.of([1])),  # in the middle of a character
+        KnownPrefix(b"<", Tokens.of([1])),  # in the middle of a control token
+        KnownPrefix(b"<s", Tokens.of([1])),
+        KnownPrefix(b"<s>", Tokens()),
+        KnownPrefix("<s>éb".encode(), Tokens.of([1])),  # longer than the text
     ],
 )
-def test_a_memory_that_does_not_fit_is_not_used(known: Remembered) -> None:
+def test_a_known_prefix_that_does_not_fit_is_not_used(known: KnownPrefix) -> None:
     encoder = Encoder(Vocabulary(bos="<s>", add_bos=True), None)
     assert encoder.text("<s>é", recall=lambda _: known) == encoder.text("<s>é")
 
 
-def test_a_remembered_head_brings_its_own_bos_and_keeps_boundaries_right() -> None:
+def test_a_known_prefix_has_its_own_bos_and_keeps_spans_right() -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=True)
     assert vocabulary.bos is not None
-    marked = chat(CHAT, vocabulary=vocabulary).marked
-    head = marked[: marked.index(b"world")]
+    escaped = chat(CHAT, vocabulary=vocabulary).escaped
+    head = escaped[: escaped.index(b"world")]
     bytewise = [vocabulary.bos]
     for token in vocabulary.encode(head.decode(), special=True):
         bytewise += vocabulary.piece(token, special=False) or [token]
-    prompt = chat(CHAT, vocabulary=vocabulary, recall=lambda _: Remembered(head, bytewise))
-    assert prompt.remembered_tokens == len(bytewise)
-    assert vocabulary.spell(prompt.tokens).encode() == b"<s>" + marked
+    known = KnownPrefix(head, Tokens.of(bytewise))
+    prompt = chat(CHAT, vocabulary=vocabulary, recall=lambda _: known)
+    assert prompt.known_tokens == len(bytewise)
+    assert vocabulary.spell(prompt.tokens).encode() == b"<s>" + escaped
     assert vocabulary.controls(prompt.tokens).count("<s>") == 1
-    for boundary, message in zip(prompt.boundaries, CHAT, strict=True):
-        assert vocabulary.spell(prompt.tokens[: boundary.end]).endswith(message["content"].strip())
+    for span, message in zip(prompt.spans, CHAT, strict=True):
+        assert vocabulary.spell(prompt.tokens[: span.end]).endswith(message["content"].strip())
 
 
 def test_the_rest_of_a_literal_is_literal() -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, ChatTemplate("{{ messages[0].content }}<s>"))
-    known = Remembered(b"a\xff<|im_", list(b"a<|im_"))
+    known = KnownPrefix(b"a\xff<|im_", Tokens.of(b"a<|im_"))
     prompt = encoder.chat(
         [{"role": "user", "content": "a<|im_end|><s>"}],
         template_kwargs={},
         recall=lambda _: known,
     )
-    assert prompt.remembered_tokens == 6
+    assert prompt.known_tokens == 6
     assert vocabulary.spell(prompt.tokens) == "a<|im_end|><s><s>"
     assert vocabulary.controls(prompt.tokens) == ["<s>"]
 
@@ -307,20 +311,20 @@ def test_a_prefix_is_shared_by_every_conversation_that_begins_so(
     later = [*messages, {"role": "user", "content": content}]
     prompt = encoder.chat(later, template_kwargs={})
     assert prompt.tokens[: len(prefix.tokens)] == prefix.tokens
-    assert prompt.marked.startswith(prefix.marked)
+    assert prompt.escaped.startswith(prefix.escaped)
     if system.strip():
         alone = encoder.chat(messages, template_kwargs={})
         assert alone.tokens[: len(prefix.tokens)] == prefix.tokens
-        assert unmark(prefix.marked).endswith((b"<|im_end|>\n", b"<|eot_id|>"))
-    known = Remembered(prefix.marked, prefix.tokens)
+        assert unescape(prefix.escaped).endswith((b"<|im_end|>\n", b"<|eot_id|>"))
+    known = KnownPrefix(prefix.escaped, prefix.tokens)
     assert encoder.chat(later, template_kwargs={}, recall=lambda _: known).tokens == prompt.tokens
 
 
-def test_a_prefix_has_the_boundaries_of_its_messages_and_holds_the_tools() -> None:
+def test_a_prefix_has_the_spans_of_its_messages_and_holds_the_tools() -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[HEADERS])
     prefix = encoder.prefix(CHAT[:3], tools=[{"name": "now"}], template_kwargs={})
-    assert [boundary.index for boundary in prefix.boundaries] == [0, 1, 2]
+    assert [span.index for span in prefix.spans] == [0, 1, 2]
     assert "now" in vocabulary.spell(prefix.tokens)
 
 
@@ -328,24 +332,24 @@ def test_a_prefix_that_ends_with_a_question_has_no_generation_prompt() -> None:
     encoder = Encoder(Vocabulary(), TEMPLATES[CHATML])
     plain = encoder.chat(CHAT, template_kwargs={}, add_generation_prompt=False)
     assert encoder.prefix(CHAT, template_kwargs={}) == plain
-    assert plain.marked.endswith(b"Why?<|im_end|>\n")
+    assert plain.escaped.endswith(b"Why?<|im_end|>\n")
 
 
 def test_a_prefix_is_rendered_plainly_where_no_user_may_speak_next() -> None:
     source = "{% for m in messages %}{% if m.role == 'user' %}{{ raise_exception('no') }}"
     source += "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
     encoder = Encoder(Vocabulary(), ChatTemplate(source))
-    assert encoder.prefix(CHAT[:1], template_kwargs={}).marked == b"Be brief."
+    assert encoder.prefix(CHAT[:1], template_kwargs={}).escaped == b"Be brief."
 
 
-def test_a_prefix_of_a_vocabulary_that_spells_another_text_has_no_marked_bytes() -> None:
+def test_a_prefix_of_a_vocabulary_that_normalises_text_has_no_escaped_bytes() -> None:
     class Lower(Vocabulary):
         def encode(self, text: str, *, special: bool) -> list[int]:
             return super().encode(text.lower(), special=special)
 
     prefix = Encoder(Lower(), TEMPLATES[CHATML]).prefix(CHAT[:1], template_kwargs={})
     assert prefix.tokens
-    assert prefix.marked == b""
+    assert prefix.escaped == b""
 
 
 @pytest.mark.parametrize("source", ["{{ messages[-1].content }}", "<s>{{ messages[-1].content }}"])
@@ -379,7 +383,7 @@ def test_long_conversations_are_encoded_quickly() -> None:
     prompt = encoder.chat(messages, template_kwargs={})
     assert time.monotonic() - started < 2
     assert len(prompt.tokens) > 40_000
-    assert len(prompt.boundaries) == 200
+    assert len(prompt.spans) == 200
 
 
 def test_the_generation_prompt_is_left_out_on_request() -> None:

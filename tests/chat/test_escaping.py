@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from rekindle.chat.escaping import (
     ControlTexts,
-    Quotes,
+    Escaper,
     Span,
-    mark,
-    mark_beginning,
+    escape,
+    escape_prefix,
     spans_from,
-    unmark,
+    unescape,
 )
-from rekindle.chat.placeholders import PRIVATE, Sentinels
+from rekindle.chat.placeholders import PRIVATE
 from rekindle.errors import BadRequest
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
@@ -29,11 +29,11 @@ controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=
 def test_hidden_values_hold_no_control_text_and_come_back_whole(
     value: object, control: list[str]
 ) -> None:
-    quotes = Quotes(ControlTexts(control))
-    hidden = quotes.hide(value)
+    escaper = Escaper(ControlTexts(control))
+    hidden = escaper.hide(value)
     for before, after in zip(strings(value), strings(hidden), strict=True):
         assert not any(text in after for text in control)
-        assert quotes.restore(after) == before
+        assert escaper.restore(after) == before
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -41,10 +41,10 @@ def test_hidden_values_hold_no_control_text_and_come_back_whole(
 def test_strings_put_side_by_side_never_make_up_a_control_text(
     parts: list[str], control: list[str]
 ) -> None:
-    quotes = Quotes(ControlTexts(control))
-    joined = "".join(quotes.hide(part) for part in parts)
-    assert quotes.restore(joined) == "".join(parts)
-    for span in quotes.spans(joined):
+    escaper = Escaper(ControlTexts(control))
+    joined = "".join(escaper.hide(part) for part in parts)
+    assert escaper.restore(joined) == "".join(parts)
+    for span in escaper.spans(joined):
         assert span.literal or not any(text in span.text for text in control)
 
 
@@ -57,14 +57,7 @@ def test_the_longest_control_text_is_taken(control: list[str], text: str) -> Non
 
 
 def test_empty_control_texts_are_ignored() -> None:
-    assert Quotes(ControlTexts([""])).spans("a") == [("a", False)]
-
-
-def test_a_sentinel_a_template_cut_short_leaves_only_the_text() -> None:
-    sentinels = Sentinels()
-    whole = sentinels.stand_for(7)
-    assert list(sentinels.split(f"a{whole}b")) == ["a", 7, "b"]
-    assert "".join(map(str, sentinels.split(f"a{whole[:17]}"))).startswith("a")
+    assert Escaper(ControlTexts([""])).spans("a") == [("a", False)]
 
 
 def test_values_nested_without_end_are_refused() -> None:
@@ -72,7 +65,7 @@ def test_values_nested_without_end_are_refused() -> None:
     for _ in range(5000):
         value = [value]
     with pytest.raises(BadRequest, match="nested"):
-        Quotes(ControlTexts([])).hide(value)
+        Escaper(ControlTexts([])).hide(value)
 
 
 def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> None:
@@ -85,11 +78,11 @@ def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> Non
 
 @settings(deadline=None)  # the machine may be busy
 @given(spans)
-def test_marked_bytes_tell_text_and_literals_apart(given: list[Span]) -> None:
-    marked = mark(given)
-    assert unmark(marked).decode() == "".join(span.text for span in given)
+def test_escaped_bytes_tell_text_and_literals_apart(given: list[Span]) -> None:
+    escaped = escape(given)
+    assert unescape(escaped).decode() == "".join(span.text for span in given)
     letters = [(letter, span.literal) for span in given for letter in span.text]
-    found = spans_from(marked, 0)
+    found = spans_from(escaped, 0)
     assert [(letter, span.literal) for span in found for letter in span.text] == letters
 
 
@@ -100,23 +93,23 @@ def test_a_beginning_and_what_follows_it_make_up_the_whole(
 ) -> None:
     text = "".join(span.text for span in given)
     cut = data.draw(st.integers(0, len(text)))
-    marked, beginning = mark(given), mark_beginning(given, len(text[:cut].encode()))
-    assert marked.startswith(beginning)
-    assert unmark(beginning).decode() == text[:cut]
+    escaped, beginning = escape(given), escape_prefix(given, len(text[:cut].encode()))
+    assert escaped.startswith(beginning)
+    assert unescape(beginning).decode() == text[:cut]
     letters = [(letter, span.literal) for span in given for letter in span.text]
-    rest = spans_from(marked, len(beginning))
+    rest = spans_from(escaped, len(beginning))
     assert [(letter, span.literal) for span in rest for letter in span.text] == letters[cut:]
 
 
 def test_a_literal_cut_short_stays_open_and_one_not_begun_is_not_opened() -> None:
     literal = [Span("a", literal=False), Span("<s>", literal=True)]
-    assert mark_beginning(literal, 1) == b"a"
-    assert mark_beginning(literal, 3) == b"a\xff<s"
-    assert mark_beginning(literal, 4) == mark(literal) == b"a\xff<s>\xfe"
+    assert escape_prefix(literal, 1) == b"a"
+    assert escape_prefix(literal, 3) == b"a\xff<s"
+    assert escape_prefix(literal, 4) == escape(literal) == b"a\xff<s>\xfe"
 
 
-def test_neighbouring_literals_are_marked_each_on_its_own() -> None:
-    assert mark(ControlTexts(["<s>"]).split("<s><s><")) == b"\xff<s>\xfe" * 2 + b"\xff<\xfe"
+def test_adjacent_literals_are_escaped_each_on_its_own() -> None:
+    assert escape(ControlTexts(["<s>"]).split("<s><s><")) == b"\xff<s>\xfe" * 2 + b"\xff<\xfe"
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -131,8 +124,8 @@ def test_a_seam_is_seen_where_both_sides_make_up_a_control_text(
         for start in range(len(before))
     )
     assert ControlTexts(control).across(before, after) == expected
-    marked = whole.encode()
-    assert ControlTexts(control).cut_at(marked, len(before.encode())) == expected
+    escaped = whole.encode()
+    assert ControlTexts(control).cut_at(escaped, len(before.encode())) == expected
 
 
 def test_a_cut_in_a_literal_cuts_no_control_text() -> None:

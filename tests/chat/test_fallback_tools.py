@@ -134,7 +134,7 @@ def test_a_prepared_prompt_is_the_beginning_of_any_conversation_with_its_tools(s
     messages = [] if source == TURNS else [SYSTEM]
     prefix = encoder.prefix(messages, template_kwargs={}, tools=[WEATHER])
     prompt = encoder.chat([*messages, ASKED], template_kwargs={}, tools=[WEATHER])
-    assert b"</tools>" in prefix.marked
+    assert b"</tools>" in prefix.escaped
     assert prompt.tokens[: len(prefix.tokens)] == prefix.tokens
 
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.chat.detokenize import TextStream
-from rekindle.chat.encode import Boundary, Encoder, Prompt, Tokenizer
-from rekindle.chat.escaping import ControlTexts, unmark
-from rekindle.chat.known_prefix import Recall, Remembered, head
+from rekindle.chat.detokenize import Detokenizer
+from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.escaping import unescape
+from rekindle.chat.known_prefix import KnownPrefix, Recall
+from rekindle.chat.message_spans import MessageSpan
 from rekindle.chat.template import ChatTemplate
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.tokens import Tokenizer, Tokens
 
 from .templates import ALTERNATING, CHATML, HEADERS, PARTS
 from .vocabulary import CONTROL, MERGES, SpacedVocabulary, Vocabulary
@@ -60,18 +62,18 @@ def odd_pieces(text: bytes, rng: random.Random) -> list[int]:
 
 def shown(tokenizer: Tokenizer, reply: Sequence[int], stop: Sequence[str] = ()) -> str:
     """What the client gets of a reply."""
-    stream, text = TextStream(tokenizer, stop), ""
+    stream, text = Detokenizer(tokenizer, stop), ""
     for token in reply:
         text += stream.push(token)
     return text + stream.finish()
 
 
-def memory(*heads: Remembered | None) -> Recall:
-    """Recalls the longest of `heads`, as a cache does."""
+def memory(*prefixes: KnownPrefix | None) -> Recall:
+    """Recalls the longest of `prefixes`, as a cache does."""
 
-    def recall(marked: bytes) -> Remembered | None:
-        fitting = [known for known in heads if known and marked.startswith(known.marked)]
-        return max(fitting, key=lambda known: len(known.marked), default=None)
+    def recall(escaped: bytes) -> KnownPrefix | None:
+        fitting = [known for known in prefixes if known and escaped.startswith(known.escaped)]
+        return max(fitting, key=lambda known: len(known.escaped), default=None)
 
     return recall
 
@@ -83,14 +85,14 @@ def said(role: str, content: Any) -> dict[str, Any]:
 def spelling(vocabulary: Vocabulary, prompt: Prompt) -> bytes:
     """What the tokens spell, less a BOS that no text asked for."""
     pieces = [vocabulary.piece(token, special=True) for token in prompt.tokens]
-    if vocabulary.add_bos and not prompt.marked.startswith(b"<s>"):
+    if vocabulary.add_bos and not prompt.escaped.startswith(b"<s>"):
         pieces = pieces[1:]
     return b"".join(pieces)
 
 
-def bytes_around(vocabulary: Vocabulary, prompt: Prompt, boundary: Boundary) -> tuple[int, int]:
+def bytes_around(vocabulary: Vocabulary, prompt: Prompt, span: MessageSpan) -> tuple[int, int]:
     """Where the last token of a message begins and ends."""
-    pieces = [vocabulary.piece(token, special=True) for token in prompt.tokens[: boundary.end]]
+    pieces = [vocabulary.piece(token, special=True) for token in prompt.tokens[: span.end]]
     return sum(map(len, pieces[:-1])), sum(map(len, pieces))
 
 
@@ -103,24 +105,24 @@ def test_a_reply_sent_back_is_made_of_the_tokens_that_were_sampled(
 ) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
     encoder = Encoder(vocabulary, TEMPLATES[source])
-    talk, heads = [said("user", "?" + asked)], list[Remembered | None]()
+    talk, prefixes = [said("user", "?" + asked)], list[KnownPrefix | None]()
     for reply in replies:
-        prompt = encoder.chat(talk, template_kwargs={}, recall=memory(*heads))
-        delivered = shown(vocabulary, reply, stop)
-        known = encoder.head(prompt, reply, delivered)
+        prompt = encoder.chat(talk, template_kwargs={}, recall=memory(*prefixes))
+        received = shown(vocabulary, reply, stop)
+        known = encoder.known_after(prompt, reply, received)
         assert known is not None
-        heads.append(known)
-        talk += said("assistant", delivered), said("user", asked + "!")
-        warm = encoder.chat(talk, template_kwargs={}, recall=memory(*heads))
+        prefixes.append(known)
+        talk += said("assistant", received), said("user", asked + "!")
+        warm = encoder.chat(talk, template_kwargs={}, recall=memory(*prefixes))
         cold = encoder.chat(talk, template_kwargs={})
-        assert spelling(vocabulary, warm) == unmark(warm.marked)
+        assert spelling(vocabulary, warm) == unescape(warm.escaped)
         assert vocabulary.controls(warm.tokens) == vocabulary.controls(cold.tokens)
-        assert warm.marked == cold.marked
-        if source == HEADERS and delivered[:1].isspace():
+        assert warm.escaped == cold.escaped
+        if source == HEADERS and received[:1].isspace():
             continue  # the template took away what was sampled
-        assert warm.remembered_tokens == len(known.tokens)
+        assert warm.known_tokens == len(known.tokens)
         assert warm.tokens[: len(known.tokens)] == known.tokens
-        for one, other in zip(warm.boundaries, cold.boundaries, strict=True):
+        for one, other in zip(warm.spans, cold.spans, strict=True):
             (begin, end), (start, stop_at) = (
                 bytes_around(vocabulary, warm, one),
                 bytes_around(vocabulary, cold, other),
@@ -135,8 +137,8 @@ def test_the_longest_run_that_the_client_saw_is_kept(reply: list[int], stop: lis
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
     prompt = encoder.chat([said("user", "?")], template_kwargs={})
-    delivered = shown(vocabulary, reply, stop)
-    known = encoder.head(prompt, reply, delivered)
+    received = shown(vocabulary, reply, stop)
+    known = encoder.known_after(prompt, reply, received)
     assert known is not None
     kept = len(known.tokens) - len(prompt.tokens)
     pieces = [vocabulary.piece(token, special=False) for token in reply]
@@ -145,8 +147,7 @@ def test_the_longest_run_that_the_client_saw_is_kept(reply: list[int], stop: lis
         for count in range(len(pieces) + 1)
         if all(pieces[:count])
         and any(
-            delivered[:cut].encode() == b"".join(pieces[:count])
-            for cut in range(len(delivered) + 1)
+            received[:cut].encode() == b"".join(pieces[:count]) for cut in range(len(received) + 1)
         )
     ]
     assert kept == max(fitting)
@@ -160,11 +161,11 @@ def test_a_whole_reply_is_kept_whole(rng: random.Random, text: str) -> None:
     prompt = encoder.chat([said("user", "?")], template_kwargs={})
     reply = odd_pieces(text.encode(), rng)
     end = vocabulary.control_texts["<|im_end|>"]
-    known = encoder.head(prompt, [*reply, end], text)
+    known = encoder.known_after(prompt, [*reply, end], text)
     assert known is not None
-    assert known.tokens == (*prompt.tokens, *reply)
+    assert known.tokens == prompt.tokens + Tokens.of([*reply])
     later = encoder.chat([said("user", "?"), said("assistant", text)], template_kwargs={})
-    assert later.marked.startswith(known.marked + b"<|im_end|>\n")
+    assert later.escaped.startswith(known.escaped + b"<|im_end|>\n")
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -175,27 +176,27 @@ def test_control_text_that_a_client_writes_never_matches_what_a_template_wrote(
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[source])
     prompt = encoder.chat([said("user", "?")], template_kwargs={})
-    known = encoder.head(prompt, odd_pieces(text.encode(), rng), text)
+    known = encoder.known_after(prompt, odd_pieces(text.encode(), rng), text)
     assert known is not None
-    forged = unmark(known.marked).decode() + text
+    forged = unescape(known.escaped).decode() + text
     forger = Encoder(vocabulary, ONLY_CONTENT)
     for messages in ([said("user", forged)], [said("user", each) for each in forged]):
         attempt = forger.chat(messages, template_kwargs={}, recall=lambda _: known)
-        assert attempt.remembered_tokens == 0
+        assert attempt.known_tokens == 0
         assert vocabulary.controls(attempt.tokens) == []
 
 
-def test_a_head_may_end_inside_control_text_that_is_only_text() -> None:
+def test_a_known_prefix_may_end_inside_control_text_that_is_only_text() -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
     talk = [said("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
-    known = encoder.head(prompt, list(b"a<|im"), "a<|im_end|>b")
+    known = encoder.known_after(prompt, list(b"a<|im"), "a<|im_end|>b")
     assert known is not None
-    assert known.marked == prompt.marked + b"a\xff<|im"
+    assert known.escaped == prompt.escaped + b"a\xff<|im"
     talk += said("assistant", "a<|im_end|>b"), said("user", "?")
     later = encoder.chat(talk, template_kwargs={}, recall=memory(known))
-    assert later.remembered_tokens == len(known.tokens)
+    assert later.known_tokens == len(known.tokens)
     assert vocabulary.controls(later.tokens) == ["<|im_start|>", "<|im_end|>"] * 4 + [
         "<|im_start|>"
     ]
@@ -205,16 +206,17 @@ def test_a_reply_that_ends_in_blanks_is_kept_where_a_template_takes_them_away() 
     encoder = Encoder(Vocabulary(), TEMPLATES[HEADERS])
     talk = [said("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
-    known = encoder.head(prompt, list(b"Hello \n"), "Hello \n")
+    known = encoder.known_after(prompt, list(b"Hello \n"), "Hello \n")
     assert known is not None
-    assert known.tokens == (*prompt.tokens, *b"Hello")
+    assert known.tokens == prompt.tokens + Tokens.of([*b"Hello"])
     later = [*talk, said("assistant", "Hello \n"), said("user", "?")]
-    assert encoder.chat(later, template_kwargs={}, recall=memory(known)).remembered_tokens
+    assert encoder.chat(later, template_kwargs={}, recall=memory(known)).known_tokens
 
 
 def test_a_prompt_of_token_ids_leaves_nothing_to_remember() -> None:
-    prompt = Prompt((1, 2), ())
-    assert head(Vocabulary(), ControlTexts(CONTROL), prompt, [97], "a") is None
+    prompt = Prompt(Tokens.of([1, 2]))
+    encoder = Encoder(Vocabulary(), TEMPLATES[CHATML])
+    assert encoder.known_after(prompt, [97], "a") is None
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -224,9 +226,9 @@ def test_a_completion_sent_back_never_loses_the_control_tokens_its_author_wrote(
 ) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=True)
     encoder = Encoder(vocabulary, None)
-    delivered = shown(vocabulary, reply)
-    known = encoder.head(encoder.text(text), reply, delivered)
-    later = text + delivered + more
+    received = shown(vocabulary, reply)
+    known = encoder.known_after(encoder.text(text), reply, received)
+    later = text + received + more
     warm, cold = encoder.text(later, recall=memory(known)), encoder.text(later)
     assert vocabulary.controls(warm.tokens) == vocabulary.controls(cold.tokens)
     assert spelling(vocabulary, warm) == later.encode()
@@ -235,9 +237,10 @@ def test_a_completion_sent_back_never_loses_the_control_tokens_its_author_wrote(
 def test_a_completion_sent_back_is_made_of_the_tokens_that_were_sampled() -> None:
     encoder = Encoder(Vocabulary(), None)
     prompt = encoder.text("<|im_start|>user\nHi")
-    known = encoder.head(prompt, list(b" the <"), " the <")
+    known = encoder.known_after(prompt, list(b" the <"), " the <")
     assert known is not None
-    assert known.tokens == (*prompt.tokens, *b" the ")  # "<" may yet begin a control token
+    # "<" may yet begin a control token.
+    assert known.tokens == prompt.tokens + Tokens.of([*b" the "])
     later = encoder.text("<|im_start|>user\nHi the <|im_end|>", recall=memory(known))
     assert later.tokens[: len(known.tokens)] == known.tokens
 
@@ -252,17 +255,17 @@ def test_no_space_is_put_into_the_middle_of_a_reply(
     encoder = Encoder(vocabulary, TEMPLATES[source])
     talk = [said("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
-    delivered = shown(vocabulary, reply, stop)
-    known = encoder.head(prompt, reply, delivered)
+    received = shown(vocabulary, reply, stop)
+    known = encoder.known_after(prompt, reply, received)
     assert known is not None
-    talk += said("assistant", delivered), said("user", "!")
+    talk += said("assistant", received), said("user", "!")
     later = encoder.chat(talk, template_kwargs={}, recall=memory(known))
-    if not later.remembered_tokens:
+    if not later.known_tokens:
         assert source == HEADERS
         return
     pieces = [vocabulary.piece(token, special=True) for token in later.tokens]
-    rest = b"".join(pieces[later.remembered_tokens :])
-    expected = unmark(later.marked[len(known.marked) :])
+    rest = b"".join(pieces[later.known_tokens :])
+    expected = unescape(later.escaped[len(known.escaped) :])
     assert rest[:1] == expected[:1]
     assert rest.replace(b" ", b"") == expected.replace(b" ", b"")
 
@@ -280,15 +283,15 @@ def test_replies_of_a_real_vocabulary_come_back_as_they_were_sampled(smollm2_pat
             talk = [said("user", "Write! <|im_end|>")]
             prompt = encoder.chat(talk, template_kwargs={})
             reply = [rng.randrange(vocabulary.size) for _ in range(40)]
-            delivered = shown(vocabulary, reply)
-            known = encoder.head(prompt, reply, delivered)
+            received = shown(vocabulary, reply)
+            known = encoder.known_after(prompt, reply, received)
             assert known is not None
-            talk += said("assistant", delivered), said("user", "Go on.")
+            talk += said("assistant", received), said("user", "Go on.")
             warm = encoder.chat(talk, template_kwargs={}, recall=memory(known))
             cold = encoder.chat(talk, template_kwargs={})
             assert warm.tokens[: len(known.tokens)] == known.tokens
             pieces = (vocabulary.piece(token, special=True) for token in warm.tokens)
-            assert b"".join(pieces) == unmark(cold.marked)
+            assert b"".join(pieces) == unescape(cold.escaped)
             kept += len(known.tokens) - len(prompt.tokens)
             odd += cold.tokens[: len(known.tokens)] != known.tokens
         assert kept > 50 * 20  # broken characters end some runs early

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 MERGES = [
     b" the",
@@ -46,6 +47,10 @@ class Vocabulary:
         self._split = re.compile("(" + "|".join(map(re.escape, CONTROL)) + ")")
         self.bos = self.control_texts[bos] if bos else None
         self.add_bos = add_bos
+        self.size = len(self._bytes) + len(CONTROL)
+        self.eos: int | None = None
+        self.end_tokens = frozenset[int]()
+        self.longest_bytes = max(map(len, [*MERGES, *(text.encode() for text in CONTROL)]))
         self.encoded: list[tuple[str, bool]] = []
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -63,10 +68,13 @@ class Vocabulary:
             return self._control[token].encode() if special else b""
         return self._bytes[token]
 
-    def spell(self, tokens: tuple[int, ...]) -> str:
+    def text(self, token: int | None) -> str:
+        return "" if token is None else self.piece(token, special=True).decode(errors="replace")
+
+    def spell(self, tokens: Iterable[int]) -> str:
         return b"".join(self.piece(token, special=True) for token in tokens).decode()
 
-    def controls(self, tokens: tuple[int, ...]) -> list[str]:
+    def controls(self, tokens: Iterable[int]) -> list[str]:
         return [self._control[token] for token in tokens if token in self._control]
 
     def _plain(self, text: str) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rekindle.chat.encode import Prompt
+from rekindle.tokens import Tokens
 from tests.support.talk import Answered, Talker
 
 CONVERSATIONS = 30
@@ -76,7 +77,7 @@ class ColdAnswers:
     talker: Talker
 
     def __post_init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], bool], Answered] = {}
+        self._known: dict[tuple[Tokens, bool], Answered] = {}
 
     def get(self, prompt: Prompt, *, exact: bool) -> Answered:
         key = (prompt.tokens, exact)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.encode import Boundary, Prompt
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_spans import MessageSpan
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import chain
 from rekindle.kvcache.key import pack, unpack
 from rekindle.protocol.admin import DeleteEntry, Validate
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.runtime.checkpoints import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
+from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES, FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -29,8 +31,8 @@ def engine(**options: Any) -> FakeEngine:
 
 def said(tokens: list[int], *messages: tuple[str, int, int]) -> Prompt:
     """A prompt whose messages are (role, start, end)."""
-    ends = (Boundary(at, role, end, start) for at, (role, start, end) in enumerate(messages))
-    return Prompt(tuple(tokens), tuple(ends))
+    spans = (MessageSpan(at, role, end, start) for at, (role, start, end) in enumerate(messages))
+    return Prompt(Tokens.of(tokens), tuple(spans))
 
 
 CHAT = said(PROMPT, ("system", 0, 60), ("user", 62, 92))
@@ -299,7 +301,7 @@ def test_a_question_beforehand_says_what_is_short_of_a_checkpoint() -> None:
         if block.resumable and block.stop > 92:
             block.resumable = False
     told = desk.queries.validate(
-        Validate(cache_key=key, messages=[]), desk.root(), Prompt(tuple(longer), ())
+        Validate(cache_key=key, messages=[]), desk.root(), Prompt(Tokens.of(longer))
     )
     assert (told.status, told.reason, told.reusable_tokens) == (
         "partial_hit",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.chat.encode import Prompt
+from rekindle.tokens import Tokens
 from tests.support.talk import Answered, Talker
 from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
 
@@ -177,7 +178,7 @@ def test_prompts_around_a_block_boundary_are_exact(
 ) -> None:
     size = talker.engine.abilities.block_tokens
     tokens = tuple(random.Random(blocks).choices(range(3, 259), k=blocks * size + offset))
-    prompt = Prompt(tokens, ())
+    prompt = Prompt(Tokens.of(tokens))
     talker.forget()
     first = talker.answer(prompt, exact=True)
     talker.desk.settle()
@@ -189,6 +190,6 @@ def test_prompts_around_a_block_boundary_are_exact(
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_prompt_of_one_token_is_answered(talker: Talker, exact: bool) -> None:
     talker.forget()
-    prompt = Prompt((77,), ())
+    prompt = Prompt(Tokens.of([77]))
     first = talker.answer(prompt, exact=exact)
     assert talker.answer(prompt, exact=exact).reply.tokens == first.reply.tokens

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.encode import Boundary, Prompt
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_spans import MessageSpan
+from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Desk
 
@@ -147,12 +149,13 @@ def test_no_room_in_ram_is_no_reuse_and_no_error() -> None:
 
 
 def test_the_report_names_the_part_that_changed() -> None:
-    boundaries = (Boundary(0, "system", 64), Boundary(1, "user", 70))
+    spans = (MessageSpan(0, "system", 64), MessageSpan(1, "user", 70))
     desk = Desk(FakeEngine())
-    desk.ask(Prompt((*SYSTEM, *[1] * 6), boundaries))
-    changed_turn = desk.ask(Prompt((*SYSTEM, *[2] * 6), boundaries))
+    desk.ask(Prompt(Tokens.of([*SYSTEM, *[1] * 6]), spans))
+    changed_turn = desk.ask(Prompt(Tokens.of([*SYSTEM, *[2] * 6]), spans))
     assert changed_turn.finished.cache.reason == "turn_changed"
-    changed_system = desk.ask(Prompt((*SYSTEM[:30], 9, *SYSTEM[31:], *[2] * 6), boundaries))
+    other = [*SYSTEM[:30], 9, *SYSTEM[31:]]
+    changed_system = desk.ask(Prompt(Tokens.of([*other, *[2] * 6]), spans))
     assert changed_system.finished.cache.reason == "system_changed"
     assert changed_system.finished.cache.status == "partial_hit"
 

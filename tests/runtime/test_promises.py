@@ -12,6 +12,7 @@ from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt
 from rekindle.protocol.requests import Names, Prepare
+from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -90,7 +91,7 @@ def pin_until_refused(desk: Desk, salt: bytes = b"") -> int:
     """How many prompts of 40 tokens can be pinned, none of them computed."""
     asked = IndexPrompt(messages=[], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
-        prompt = Prompt((number,) * 40, ())
+        prompt = Prompt(Tokens.of([number] * 40))
         try:
             desk.queries.index(asked, desk.root(salt), prompt)
         except NoRoomForPins:

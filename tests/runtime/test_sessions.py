@@ -22,6 +22,7 @@ from rekindle.protocol.admin import (
     Stats,
 )
 from rekindle.protocol.requests import Names, Prepare
+from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -334,7 +335,7 @@ def test_settling_an_entry_that_expired_meanwhile_still_answers(
 def test_an_entry_that_was_only_noted_is_not_called_evicted(desk: Desk) -> None:
     message = {"role": "system", "content": "x"}
     noted = IndexPrompt(messages=[message], prepare=Prepare())
-    entry = desk.queries.index(noted, desk.root(), Prompt(tuple(PROMPT), ()))
+    entry = desk.queries.index(noted, desk.root(), Prompt(Tokens.of(PROMPT)))
     assert (entry.tier, entry.size_bytes) == (None, 0)
     report = desk.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
     assert (report.status, report.reason) == ("miss", "not_cached")

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from rekindle.chat.encode import Encoder
-from rekindle.chat.known_prefix import Remembered
+from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
-from rekindle.kvcache.key import pack, unpack
+from rekindle.kvcache.key import pack
 from rekindle.protocol.requests import Names
+from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, NumberTokenizer, Reply
 
@@ -47,9 +48,9 @@ def open_desk(folder: Path | None) -> Desk:
 def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
     """Ask in words, as clients do: what is remembered of them decides the tokens."""
 
-    def recall(marked: bytes) -> Remembered | None:
-        entry = desk.entries.recall(desk.root(), marked)
-        return Remembered(entry.text, unpack(entry.packed)) if entry else None
+    def recall(escaped: bytes) -> KnownPrefix | None:
+        entry = desk.entries.recall(desk.root(), escaped)
+        return KnownPrefix(entry.text, Tokens(entry.packed)) if entry else None
 
     return desk.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.input_processor import Intake
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 
 MERGES = [b'{"', b'": "', b'", "', b'"}', b"assistant", b"user", b"tool", b"The ", b"\n\n", b"ing"]
@@ -45,6 +46,7 @@ class Letters:
     """Bytes and a few merges, so that a text has more than one spelling; and control tokens."""
 
     bos: int | None = None
+    eos: int | None = None
     add_bos = False
     longest_bytes = 16
 
@@ -67,6 +69,9 @@ class Letters:
                 tokens += map(self._pieces.index, self._merges.findall(part.encode()))
         return tokens
 
+    def text(self, token: int | None) -> str:
+        return "" if token is None else self.piece(token, special=True).decode(errors="replace")
+
     def piece(self, token: int, *, special: bool) -> bytes:
         if token in self._controls:
             return self._controls[token].encode() if special else b""
@@ -80,7 +85,7 @@ class Letters:
             tokens += part.encode() if known is None else [known]
         return tokens
 
-    def spelled(self, tokens: Sequence[int]) -> str:
+    def spelled(self, tokens: Iterable[int]) -> str:
         return b"".join(self.piece(token, special=True) for token in tokens).decode()
 
 
@@ -155,6 +160,6 @@ class Office:
         self.names.remember(turn, Finished(turn.id, "stop", 0, 0, 0.0, report))
         return turn.message
 
-    def fresh(self, messages: Sequence[dict[str, Any]], **fields: Any) -> tuple[int, ...]:
+    def fresh(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Tokens:
         """The prompt of a server that remembers nothing."""
         return self.ask(messages, exact=True, **fields).prompt.tokens

@@ -1,16 +1,19 @@
-"""Tokens back into text, as they are sampled."""
+"""Sampled tokens into text, up to a stop string."""
 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Container, Sequence
 
-from rekindle.chat.encode import Tokenizer
-from rekindle.chat.stop import StopMatcher
+from rekindle.tokens import Tokenizer
 
 
-class TextStream:
-    """One reply's text: whole characters only, and nothing from a stop string on."""
+class Detokenizer:
+    """One reply's text: whole characters only, and nothing from a stop string on.
+
+    Control tokens have no text, except for those in `shown`.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Container[int] = ()
@@ -30,11 +33,94 @@ class TextStream:
         return self._matcher.matched if self.stopped else None
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; control tokens have none, but those
-        that are to be shown."""
+        """The text that became certain with this token."""
         piece = self._tokenizer.piece(token, special=token in self._shown)
         return self._matcher.push(self._decoder.decode(piece))
 
     def finish(self) -> str:
-        """The rest of the text; a character cut short becomes U+FFFD."""
+        """The rest of the text; an incomplete character becomes U+FFFD."""
         return self._matcher.push(self._decoder.decode(b"", final=True)) + self._matcher.finish()
+
+
+class StopMatcher:
+    """Passes text on up to the earliest stop string, the same however the text is cut into pieces.
+
+    An Aho-Corasick automaton: the depth of its state is the length of the longest suffix that may
+    still become a stop string, which is exactly what has to be held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stopped = False
+        self.matched: str | None = None
+        self._edges: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._fallback = [0]  # state of the longest proper suffix
+        self._ending: list[str | None] = [None]  # longest stop string that ends in this state
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._state = 0
+        self._held = ""
+        self._cut: int | None = None  # where in the held text the best match so far begins
+
+    def push(self, text: str) -> str:
+        """The text that can no longer belong to a stop string."""
+        if self.stopped:
+            return ""
+        whole = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            self._state = self._after(character)
+            self._note(end)
+            # A stop string inside a longer one waits while the longer, earlier one may still come.
+            if self._cut is not None and self._cut <= end - self._depth[self._state]:
+                return self._stop(whole[: self._cut])
+        certain = len(whole) - self._depth[self._state]
+        self._held = whole[certain:]
+        if self._cut is not None:
+            self._cut -= certain
+        return whole[:certain]
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        if self._cut is not None and not self.stopped:
+            return self._stop(self._held[: self._cut])
+        held, self._held = self._held, ""
+        return held
+
+    def _stop(self, text: str) -> str:
+        self.stopped, self._held = True, ""
+        return text
+
+    def _note(self, end: int) -> None:
+        stop = self._ending[self._state]
+        if stop is not None and (self._cut is None or end - len(stop) < self._cut):
+            self._cut, self.matched = end - len(stop), stop
+
+    def _after(self, character: str) -> int:
+        state = self._state
+        while state and character not in self._edges[state]:
+            state = self._fallback[state]
+        return self._edges[state].get(character, 0)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            if character not in self._edges[state]:
+                self._edges[state][character] = len(self._edges)
+                self._edges.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._fallback.append(0)
+                self._ending.append(None)
+            state = self._edges[state][character]
+        if state:  # an empty string stops nothing
+            self._ending[state] = stop
+
+    def _link(self) -> None:
+        queue = deque(self._edges[0].values())
+        while queue:
+            parent = queue.popleft()
+            for character, state in self._edges[parent].items():
+                self._state = self._fallback[parent]
+                self._fallback[state] = self._after(character)
+                self._ending[state] = self._ending[state] or self._ending[self._fallback[state]]
+                queue.append(state)

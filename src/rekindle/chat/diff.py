@@ -1,10 +1,11 @@
-"""Where two prompts part, in words for a person."""
+"""The first difference of two prompts, in words for a person."""
 
 from __future__ import annotations
 
 import re
 
-from rekindle.chat.escaping import CHARACTER_BYTES, unmark
+from rekindle.chat.escaping import CHARACTER_BYTES, unescape
+from rekindle.tokens import common_bytes
 
 WORDS = 8
 CHARACTERS = 80
@@ -14,11 +15,11 @@ WORD_START = re.compile(r"\S*\Z")
 
 
 def first_difference(stored: bytes, sent: bytes) -> tuple[str, str]:
-    """The first words that differ in two marked texts; "" where a side has none left.
+    """The first words that differ in two escaped texts; "" where a side has none left.
 
     A control token and the same text as content differ, though they look the same here.
     """
-    at = _shared_bytes(stored, sent)
+    at = common_bytes(stored, sent)
     word = _word_before(stored, at)
     if _ends_between_words(stored, sent, at):
         word = ""
@@ -26,18 +27,6 @@ def first_difference(stored: bytes, sent: bytes) -> tuple[str, str]:
     if one.strip() != other.strip():  # blanks are shown only when they are the difference
         return one.strip(), other.strip()
     return one, other
-
-
-def _shared_bytes(one: bytes, other: bytes) -> int:
-    """By halves: comparing slices is far quicker than a loop over bytes."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _ends_between_words(stored: bytes, sent: bytes, at: int) -> bool:
@@ -49,16 +38,16 @@ def _ends_between_words(stored: bytes, sent: bytes, at: int) -> bool:
 def _word_before(text: bytes, at: int) -> str:
     """What both sides share of the word at `at`."""
     shared = text[max(0, at - CHARACTER_BYTES * (BACK_CHARACTERS + 1)) : at]
-    match = WORD_START.search(unmark(shared).decode(errors="ignore"))
+    match = WORD_START.search(unescape(shared).decode(errors="ignore"))
     word = match[0] if match else ""
     return word if len(word) <= BACK_CHARACTERS else "…" + word[-BACK_CHARACTERS:]
 
 
 def _words(text: bytes, at: int, word: str) -> str:
-    """Some words of a side, from the shared beginning of its first on."""
+    """Some words of a side; `word` is the shared beginning of the first."""
     while at > 0 and text[at : at + 1] and text[at] & 0xC0 == 0x80:
         at -= 1  # to the beginning of a character
-    rest = unmark(text[at : at + CHARACTER_BYTES * 2 * CHARACTERS]).decode(errors="ignore")
+    rest = unescape(text[at : at + CHARACTER_BYTES * 2 * CHARACTERS]).decode(errors="ignore")
     whole = word + rest
     shown = _first_words(whole)[:CHARACTERS]
     return shown if not whole[len(shown) :].strip() else shown.rstrip() + "…"

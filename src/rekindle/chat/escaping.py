@@ -1,31 +1,36 @@
-"""Keeping what a client wrote apart from the control tokens a template writes."""
+"""Escaping: keeps text that a client wrote apart from control tokens that the template writes.
+
+Escaped bytes are the text of a prompt in UTF-8, with every literal (text that looks like a control
+token, or could become one, but is only text) between two bytes that UTF-8 never uses.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from rekindle.chat.placeholders import Sentinels
+from rekindle.chat.placeholders import Placeholders
 from rekindle.errors import BadRequest
+from rekindle.tokens import common_length
 
 DEPTH_LIMIT = 100
-OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal in marked bytes; UTF-8 has neither
-MARK = re.compile(b"([\xff\xfe])")
+OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal; UTF-8 has neither
+DELIMITER = re.compile(b"([\xff\xfe])")
 CHARACTER_BYTES = 4  # of UTF-8, at most
 
 
 class Span(NamedTuple):
-    """A stretch of a prompt; control-token text in a literal one is only text."""
+    """A part of a prompt's text; in a literal one, the text of a control token is only text."""
 
     text: str
     literal: bool
 
 
 class ControlTexts:
-    """The texts a vocabulary reads as control tokens."""
+    """The texts that a vocabulary reads as control tokens."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         known = sorted({text for text in texts if text})
@@ -54,12 +59,12 @@ class ControlTexts:
         whole = (self._whole.match(window, start) for start in starts)
         return any(match is not None and match.end() > seam for match in whole)
 
-    def cut_at(self, marked: bytes, at: int) -> bool:
+    def cut_at(self, escaped: bytes, at: int) -> bool:
         """Whether `at` is inside a control text that the template wrote."""
         reach = CHARACTER_BYTES * self._longest
-        before = MARK.split(marked[max(0, at - reach) : at])[-1]
-        after = MARK.split(marked[at : at + reach])[0]
-        return not _is_open(marked, at) and self.across(
+        before = DELIMITER.split(escaped[max(0, at - reach) : at])[-1]
+        after = DELIMITER.split(escaped[at : at + reach])[0]
+        return not _is_open(escaped, at) and self.across(
             before.decode(errors="ignore"), after.decode(errors="ignore")
         )
 
@@ -72,16 +77,16 @@ class ControlTexts:
         return ""
 
 
-class Quotes:
-    """Control-token text of one conversation: out of the template's sight, then back as text."""
+class Escaper:
+    """Hides the literals of one conversation from its template, and puts them back as text."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
-        self._sentinels = Sentinels()
+        self._placeholders = Placeholders()
         self._literals: list[str] = []
 
     def hide(self, value: Any, depth: int = 0) -> Any:
-        """A copy of `value`, a sentinel in place of control-token text in every string of it."""
+        """A copy of `value`, a placeholder for each literal in every string of it."""
         if depth > DEPTH_LIMIT:
             raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
         if isinstance(value, str):
@@ -100,7 +105,7 @@ class Quotes:
             Span(self._literals[piece], literal=True)
             if isinstance(piece, int)
             else Span(piece, literal=False)
-            for piece in self._sentinels.split(rendered)
+            for piece in self._placeholders.split(rendered)
             if piece != ""
         ]
 
@@ -109,20 +114,20 @@ class Quotes:
 
     def _hide_text(self, text: str) -> str:
         return "".join(
-            self._sentinel(span.text) if span.literal and span.text else span.text
+            self._placeholder(span.text) if span.literal and span.text else span.text
             for span in self._control.split(text)
         )
 
-    def _sentinel(self, literal: str) -> str:
+    def _placeholder(self, literal: str) -> str:
         self._literals.append(literal)
-        return self._sentinels.stand_for(len(self._literals) - 1)
+        return self._placeholders.of(len(self._literals) - 1)
 
 
-def mark(spans: Iterable[Span]) -> bytes:
-    """The text of `spans` as marked bytes, in which a literal differs from what it spells.
+def escape(spans: Iterable[Span]) -> bytes:
+    """The text of `spans` as escaped bytes.
 
-    One form for one list of spans: each literal is wrapped on its own, neighbours too, and an
-    empty one leaves nothing. Bytes that begin alike so far mean the same so far.
+    One form for one list of spans: each literal is enclosed on its own, adjacent ones too, and an
+    empty one leaves nothing. So equal prefixes of escaped bytes are equal prefixes of spans.
     """
     return b"".join(
         OPEN + text.encode() + CLOSE if literal else text.encode()
@@ -131,8 +136,8 @@ def mark(spans: Iterable[Span]) -> bytes:
     )
 
 
-def mark_beginning(spans: Iterable[Span], size_bytes: int) -> bytes:
-    """The marked form of the first bytes of the text; a literal cut short is left open."""
+def escape_prefix(spans: Iterable[Span], size_bytes: int) -> bytes:
+    """The escaped form of the first bytes of the text; a truncated literal is left open."""
     parts: list[bytes] = []
     for text, literal in spans:
         whole = text.encode()
@@ -145,11 +150,11 @@ def mark_beginning(spans: Iterable[Span], size_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def spans_from(marked: bytes, at: int) -> list[Span]:
-    """The spans of marked bytes from `at` on; UnicodeDecodeError in the middle of a character."""
-    literal = _is_open(marked, at)
+def spans_from(escaped: bytes, at: int) -> list[Span]:
+    """The spans of escaped bytes from `at` on; UnicodeDecodeError in the middle of a character."""
+    literal = _is_open(escaped, at)
     spans: list[Span] = []
-    for piece in MARK.split(marked[at:]):
+    for piece in DELIMITER.split(escaped[at:]):
         if piece in (OPEN, CLOSE):
             literal = piece == OPEN
         elif piece:
@@ -157,14 +162,14 @@ def spans_from(marked: bytes, at: int) -> list[Span]:
     return spans
 
 
-def unmark(marked: bytes) -> bytes:
-    """The text alone."""
-    return marked.translate(None, OPEN + CLOSE)
+def unescape(escaped: bytes) -> bytes:
+    """The text alone, in UTF-8."""
+    return escaped.translate(None, OPEN + CLOSE)
 
 
-def _is_open(marked: bytes, at: int) -> bool:
+def _is_open(escaped: bytes, at: int) -> bool:
     """Whether `at` is inside a literal."""
-    return marked.rfind(OPEN, 0, at) > marked.rfind(CLOSE, 0, at)
+    return escaped.rfind(OPEN, 0, at) > escaped.rfind(CLOSE, 0, at)
 
 
 def _any_of(texts: list[str]) -> str:
@@ -173,13 +178,8 @@ def _any_of(texts: list[str]) -> str:
         return r"(?!)"
     if len(texts) == 1:
         return re.escape(texts[0])
-    shared = shared_length(texts[0], texts[-1])  # sorted: these two differ the earliest
+    shared = common_length(texts[0], texts[-1])  # sorted: these two differ the earliest
     rests = [text[shared:] for text in texts]
     branches = [_any_of(list(group)) for _, group in groupby(filter(None, rests), itemgetter(0))]
     optional = "?" if "" in rests else ""
     return f"{re.escape(texts[0][:shared])}(?:{'|'.join(branches)}){optional}"
-
-
-def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

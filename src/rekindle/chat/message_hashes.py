@@ -1,126 +1,219 @@
-"""The parts of a conversation by their hashes, to say in words what changed.
+"""Every hash of a conversation, made in one walk over its messages.
 
-They explain a decision; tokens make it.
+Segments say in a report which part of a conversation changed, reply keys find assistant messages
+that are remembered, and the fingerprint names conversations whose client gives them no name. All
+three only propose or explain; what is reused is decided by comparing tokens. They are stored with
+entries on disk, so their values must not change from one version to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from blake3 import blake3
 
 from rekindle.chat.content import Message
-from rekindle.chat.replay import REASONING, Chain, calls_said, canonical
+from rekindle.chat.messages import (
+    REASONING_FIELDS,
+    SYSTEM_ROLES,
+    call_values,
+    canonical,
+    content_text,
+    tool_calls,
+)
 
-SYSTEM_ROLES = ("system", "developer")
-HASH_DIGITS = 16
-UNSAID = frozenset({"message_id", "tool_call_id", *REASONING})  # names, and what clients leave out
+CALL_KEY, HISTORY_KEY = "call:", "said:"  # by the id of a call; by all messages up to the reply
+SEGMENT_DIGITS = 16
+EDGE_CHARACTERS = 32  # of each end of a text, in a fingerprint
+#: Names, and what clients leave out when they send a message back.
+UNHASHED_FIELDS = frozenset({"message_id", "tool_call_id", *REASONING_FIELDS})
 
-Segments = Sequence[tuple[str, str]]
-Parts = tuple[tuple[str, str], ...]
+Segment = tuple[str, str]  # kind and hash
+Segments = tuple[Segment, ...]
 
 
-def segments(messages: Sequence[Message], tools: Sequence[Any] | None) -> Parts:
-    """("system", hash) of all system messages, ("tools", hash), then ("turn", hash) for each turn.
+class HashChain:
+    """The hash of a list of parts, at any time while it grows."""
 
-    A turn is a user message with all that follows it; what comes before the first is one, too.
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def add(self, part: bytes) -> None:
+        # Framed by its length, so that ("ab", "c") and ("a", "bc") have different hashes.
+        self._hasher.update(len(part).to_bytes(8, "big") + part)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+    def copy(self) -> HashChain:
+        other = HashChain()
+        other._hasher = self._hasher.copy()
+        return other
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHashes:
+    """What an entry keeps of them."""
+
+    segments: Segments
+    reply_keys: tuple[str, ...]  # of the reply that it ends with; none: it ends with the request
+    fingerprint: str
+
+
+class ConversationHashes:
+    """The hashes of the messages and tools of one request.
+
+    The segments are ("system", hash) of all system messages, ("tools", hash), then ("turn", hash)
+    for each turn: a user message with all that follows it, or what comes before the first.
     """
-    return Told(messages, tools).segments
 
-
-class Told:
-    """A conversation's segments, and those after one more reply."""
-
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        found: list[tuple[str, str]] = []
-        if system := [message for message in messages if _is_system(message)]:
-            found.append(("system", _hash(system)))
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
+        self.reply_keys: dict[int, tuple[str, ...]] = {}  # by the index of an assistant message
+        #: Of all before the last user message; None when that is the first one.
+        self.previous_fingerprint: str | None = None
+        self._turns: list[list[str]] = []  # of each turn, the hash up to each of its messages
+        self._system, self._turn = HashChain(), HashChain()
+        self._history, self._outline = HashChain(), HashChain()
+        self._system_hash = self._tools_hash = ""  # empty: there are none
+        self._has_user = False
+        for index, message in enumerate(messages):
+            self._add(index, message)
         if tools:
-            found.append(("tools", _digest(sorted(canonical(tool).decode() for tool in tools))))
-        turns = list(_turns(messages))
-        self._before: Parts = (*found, *(("turn", _hash(turn)) for turn in turns[:-1]))
-        self._last = Chain()  # of the last turn, which a reply goes on with
-        hashes = [_added(self._last, message) for message in turns[-1]] if turns else []
-        self.segments: Parts = (*self._before, *(("turn", hash) for hash in hashes[-1:]))
+            self._tools_hash = _hash_tools(tools)
 
-    def after(self, reply: Message) -> Parts:
-        return *self._before, ("turn", _added(self._last.copy(), reply))
+    @property
+    def segments(self) -> Segments:
+        return self._segments([turn[-1] for turn in self._turns])
 
+    @property
+    def fingerprint(self) -> str:
+        """By which the conversation is recognised without a name; others may have the same."""
+        return self._outline.hexdigest()
 
-def first_change(stored: Segments, sent: Segments, messages: Sequence[Message] = ()) -> str | None:
-    """The first part of what is stored that is another in the request: "system", "turn 3"…
+    def as_sent(self) -> EntryHashes:
+        return EntryHashes(self.segments, (), self.fingerprint)
 
-    A hash does not tell an edited turn from one that only grew (a reply, a tool's result). Given
-    the request's `messages`, a last stored turn that grew is no change; without them it is one.
-    """
-    for kind in ("system", "tools"):
-        if _of(kind, stored) != _of(kind, sent):
-            return kind
-    before, after = _of("turn", stored), _of("turn", sent)
-    for number, (one, other) in enumerate(zip_longest(before, after[: len(before)]), start=1):
-        if one != other and not (number == len(before) and _grew(one, number, messages)):
-            return f"turn {number}"
-    return None
+    def after(self, reply: Message) -> EntryHashes:
+        """Those of the conversation with one more assistant message."""
+        last, history, outline = self._turn.copy(), self._history.copy(), self._outline.copy()
+        segment, said = _forms(reply)
+        last.add(segment)
+        history.add(said)
+        for field in _outline_fields(reply):
+            outline.add(field)
+        turns = [turn[-1] for turn in self._turns[:-1]]
+        return EntryHashes(
+            self._segments([*turns, _segment_hash(last)]),
+            (*_call_keys(reply), HISTORY_KEY + history.hexdigest()),
+            outline.hexdigest(),
+        )
 
+    def first_change(self, stored: Segments) -> str | None:
+        """The first part of what is stored that differs here: "system", "tools", "turn 3"…
 
-def _grew(stored: str, number: int, messages: Sequence[Message]) -> bool:
-    """Whether the request's turn begins with all of the stored one."""
-    turn = next((turn for at, turn in enumerate(_turns(messages), start=1) if at == number), [])
-    return stored in list(_hashes(turn))[:-1]
+        A last stored turn that has only grown (by a reply, by a tool's result) is no change.
+        """
+        here = self._segments([])
+        for kind in ("system", "tools"):
+            if _of_kind(kind, stored) != _of_kind(kind, here):
+                return kind
+        turns = _of_kind("turn", stored)
+        sent = self._turns[: len(turns)]
+        for number, (one, turn) in enumerate(zip_longest(turns, sent, fillvalue=()), start=1):
+            may_have_grown = number == len(turns)
+            if one not in (turn if may_have_grown else turn[-1:]):
+                return f"turn {number}"
+        return None
 
+    def _segments(self, turns: Sequence[str]) -> Segments:
+        found = [("system", self._system_hash), ("tools", self._tools_hash)]
+        return *((kind, hash) for kind, hash in found if hash), *(("turn", turn) for turn in turns)
 
-def _of(kind: str, parts: Segments) -> list[str]:
-    return [hash for name, hash in parts if name == kind]
+    def _add(self, index: int, message: Message) -> None:
+        segment, said = _forms(message)
+        self._history.add(said)
+        if message.get("role") == "assistant":
+            keys = (*_call_keys(message), HISTORY_KEY + self._history.hexdigest())
+            self.reply_keys[index] = keys
+        self._add_to_segment(message, segment)
+        self._add_to_fingerprint(message)
 
-
-def _turns(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    turn: list[Message] = []
-    for message in messages:
+    def _add_to_segment(self, message: Message, segment: bytes) -> None:
         if _is_system(message):
-            continue
-        if message.get("role") == "user" and turn:
-            yield turn
-            turn = []
-        turn.append(message)
-    if turn:
-        yield turn
+            self._system.add(segment)
+            self._system_hash = _segment_hash(self._system)
+            return
+        if message.get("role") == "user" or not self._turns:
+            self._turn = HashChain()
+            self._turns.append([])
+        self._turn.add(segment)
+        self._turns[-1].append(_segment_hash(self._turn))
+
+    def _add_to_fingerprint(self, message: Message) -> None:
+        if message.get("role") == "user":
+            self.previous_fingerprint = self.fingerprint if self._has_user else None
+            self._has_user = True
+        for field in _outline_fields(message):
+            self._outline.add(field)
+
+
+def _forms(message: Message) -> tuple[bytes, bytes]:
+    """What is hashed of a message: for its segment, and for the keys of replies."""
+    calls = call_values(message)
+    text, called = content_text(message, "\n").strip(), canonical(calls).decode()
+    said = canonical([message.get("role"), text, called])
+    return canonical(_hashed_fields(message, calls)), said
+
+
+def _hashed_fields(message: Message, calls: list[list[Any]]) -> dict[str, Any]:
+    """The fields that say something: clients add empty ones, and write calls in their own way."""
+    fields = {
+        field: value
+        for field, value in message.items()
+        if field not in UNHASHED_FIELDS and value is not None
+    }
+    if calls:
+        fields["tool_calls"] = calls
+        if not fields.get("content"):
+            fields.pop("content", None)
+    return fields
+
+
+def _outline_fields(message: Message) -> Iterator[bytes]:
+    """Role, length and both ends of a message; of an assistant message its end alone, because
+    clients remove the reasoning, which changes its length and beginning."""
+    role, text = str(message.get("role", "")), content_text(message, "")
+    yield _utf8(role)
+    if role != "assistant":
+        yield str(len(text)).encode()
+        yield _utf8(text[:EDGE_CHARACTERS])
+    yield _utf8(text[-EDGE_CHARACTERS:])
+
+
+def _call_keys(message: Message) -> Iterator[str]:
+    ids = (call.get("id") for call in tool_calls(message) if isinstance(call, Mapping))
+    return (CALL_KEY + id for id in ids if isinstance(id, str) and id)
+
+
+def _hash_tools(tools: Sequence[Any]) -> str:
+    items = sorted(canonical(tool).decode() for tool in tools)
+    return blake3(canonical(items)).hexdigest()[:SEGMENT_DIGITS]
+
+
+def _segment_hash(chain: HashChain) -> str:
+    return chain.hexdigest()[:SEGMENT_DIGITS]
+
+
+def _of_kind(kind: str, segments: Segments) -> list[str]:
+    return [hash for name, hash in segments if name == kind]
 
 
 def _is_system(message: Message) -> bool:
     return message.get("role") in SYSTEM_ROLES
 
 
-def _hash(messages: Sequence[Message]) -> str:
-    *_, last = _hashes(messages)
-    return last
-
-
-def _hashes(messages: Sequence[Message]) -> Iterator[str]:
-    """The hash of each beginning of these messages, up to all of them."""
-    chain = Chain()
-    return (_added(chain, message) for message in messages)
-
-
-def _added(chain: Chain, message: Message) -> str:
-    return chain.add(canonical(_said(message)))[:HASH_DIGITS]
-
-
-def _said(message: Message) -> dict[str, Any]:
-    """The message without names, and without the empty fields that clients send back; its calls
-    however they are written."""
-    said = {
-        field: value
-        for field, value in message.items()
-        if field not in UNSAID and value is not None
-    }
-    if calls := calls_said(message):
-        said["tool_calls"] = calls
-        if not said.get("content"):
-            said.pop("content", None)
-    return said
-
-
-def _digest(items: list[str]) -> str:
-    return blake3(canonical(items)).hexdigest()[:HASH_DIGITS]
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # half a character is refused later, with a reason

@@ -1,36 +1,107 @@
-"""Where each message begins and ends in a rendered conversation."""
+"""Message spans: which bytes of a rendered conversation, and which tokens, each message takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rekindle.chat.content import Message
-from rekindle.chat.placeholders import Sentinels
+from rekindle.chat.placeholders import Placeholders
+from rekindle.errors import TemplateFailed
+
+Render = Callable[[Sequence[Message]], str]
+ByteSpans = dict[int, tuple[int, int]]  # begin and end in the text, by the index of the message
 
 
-class Markers:
-    """Sentinels around each message's text, found again after rendering."""
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """Message `index` ends before token `end`; its text begins with token `start` or in it."""
+
+    index: int
+    role: str
+    end: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEdges:
+    """Byte offsets in a text of the edges between tokens, from one token of a prompt on."""
+
+    offsets: Sequence[int]  # before each token, and after the last; none: they are not known
+    first_token: int = 0
+    first_byte: int = 0  # of the whole text; offsets count from here
+
+    def message_spans(
+        self, messages: Sequence[Message], byte_spans: ByteSpans
+    ) -> tuple[MessageSpan, ...]:
+        """The messages that lie between these edges."""
+        if not self.offsets:
+            return ()
+        return tuple(
+            MessageSpan(
+                index,
+                str(messages[index].get("role", "")),
+                end=self.first_token + bisect_left(self.offsets, end - self.first_byte),
+                start=self.first_token + bisect_right(self.offsets, start - self.first_byte) - 1,
+            )
+            for index, (start, end) in byte_spans.items()
+            if start >= self.first_byte
+        )
+
+
+def token_offsets(pieces: Sequence[bytes], text: bytes) -> list[int]:
+    """Byte offset in `text` before each token and after the last one.
+
+    Nothing when the pieces are another text, as with a vocabulary that normalises.
+    """
+    if b"".join(pieces) != text:
+        pieces = _without_added_spaces(pieces, text)
+    return list(accumulate(map(len, pieces), initial=0)) if b"".join(pieces) == text else []
+
+
+def _without_added_spaces(pieces: Sequence[bytes], text: bytes) -> list[bytes]:
+    """The pieces without the spaces that SentencePiece puts in front of a text by itself."""
+    kept, at = [], 0
+    for piece in pieces:
+        kept.append(piece if text.startswith(piece, at) else piece.removeprefix(b" "))
+        at += len(kept[-1])
+    return kept
+
+
+def find_messages(messages: Sequence[Message], text: str, render: Render) -> ByteSpans:
+    """Where each message is in `text`, the rendered conversation; as far as can be found out."""
+    spans = MessageSpans()
+    try:
+        return spans.find(render(spans.place(messages)), text)
+    except TemplateFailed:
+        return {}  # it rendered the messages themselves: it refuses only the placeholders
+
+
+class MessageSpans:
+    """Placeholders around each message's text, to be found again in the rendered conversation."""
 
     def __init__(self) -> None:
-        self._sentinels = Sentinels()
+        self._placeholders = Placeholders()
 
     def place(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages, each with its marks; one without text stays as it is."""
+        """The messages with their placeholders; one without text stays as it is."""
         return [
-            {**message, "content": self._mark(message.get("content"), index)}
+            {**message, "content": self._enclose(message.get("content"), index)}
             if message.get("content")
             else message
             for index, message in enumerate(messages)
         ]
 
-    def extents(self, marked: str, text: str) -> dict[int, tuple[int, int]]:
-        """Byte offsets in `text` of each message's beginning and end; nothing when the marks
-        changed the text."""
+    def find(self, rendered: str, text: str) -> ByteSpans:
+        """Where each message is in `text`, which is what `rendered` is without placeholders;
+        nothing when the template rendered something else because of them."""
         pieces: list[str] = []
         found: dict[int, list[int]] = {}
         at_bytes = 0
-        for piece in self._sentinels.split(marked):
+        for piece in self._placeholders.split(rendered):
             if isinstance(piece, int):
                 found.setdefault(piece, []).append(at_bytes)
             else:
@@ -38,39 +109,39 @@ class Markers:
                 at_bytes += len(piece.encode())
         if "".join(pieces) != text:
             return {}
-        # A message printed twice has no one place.
+        # A message that is rendered twice has no one place.
         return {
             index: (places[0], places[1]) for index, places in found.items() if len(places) == 2
         }
 
-    def _mark(self, content: Any, index: int) -> Any:
+    def _enclose(self, content: Any, index: int) -> Any:
         if isinstance(content, str):
-            return self._mark_text(content, index)
+            return self._enclose_text(content, index)
         if not isinstance(content, list):
             return content
         parts = list(content)
-        texts = [place for place, part in enumerate(parts) if _text(part)]
+        texts = [place for place, part in enumerate(parts) if _has_text(part)]
         for place in texts[:1]:
-            parts[place] = {**parts[place], "text": self._mark_start(parts[place]["text"], index)}
+            parts[place] = {**parts[place], "text": self._begin(parts[place]["text"], index)}
         for place in texts[-1:]:
-            parts[place] = {**parts[place], "text": self._mark_end(parts[place]["text"], index)}
+            parts[place] = {**parts[place], "text": self._end(parts[place]["text"], index)}
         return parts
 
-    def _mark_text(self, text: str, index: int) -> str:
-        return self._mark_end(self._mark_start(text, index), index) if text.strip() else text
+    def _enclose_text(self, text: str, index: int) -> str:
+        return self._end(self._begin(text, index), index) if text.strip() else text
 
-    # Templates trim: the marks must not shield what they would take away.
+    # Templates trim, so placeholders stand inside the blanks around a text.
 
-    def _mark_start(self, text: str, index: int) -> str:
+    def _begin(self, text: str, index: int) -> str:
         blanks = len(text) - len(text.lstrip())
-        return text[:blanks] + self._sentinels.stand_for(index) + text[blanks:]
+        return text[:blanks] + self._placeholders.of(index) + text[blanks:]
 
-    def _mark_end(self, text: str, index: int) -> str:
+    def _end(self, text: str, index: int) -> str:
         body = text.rstrip()
-        return body + self._sentinels.stand_for(index) + text[len(body) :]
+        return body + self._placeholders.of(index) + text[len(body) :]
 
 
-def _text(part: Any) -> str | None:
-    """A part's text, when it has any that is not blank."""
+def _has_text(part: Any) -> bool:
+    """Whether it is a part with text that is not blank."""
     text = part.get("text") if isinstance(part, Mapping) else None
-    return text if isinstance(text, str) and text.strip() else None
+    return isinstance(text, str) and bool(text.strip())

@@ -52,7 +52,7 @@ class Checkpoints:
 
 
 def _places(prompt: Prompt, abilities: Abilities) -> Iterator[int]:
-    talk = [each for each in prompt.boundaries if each.role not in SYSTEM_ROLES]
+    talk = [each for each in prompt.spans if each.role not in SYSTEM_ROLES]
     if talk:
         yield min(each.start for each in talk)
         yield max((each.start for each in talk if each.role == "user"), default=0)

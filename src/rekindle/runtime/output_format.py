@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from rekindle.chat.encode import Prompt
-from rekindle.chat.escaping import unmark
+from rekindle.chat.escaping import unescape
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import Grammars
 from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
@@ -57,7 +57,7 @@ class Manner:
         """Raises BadRequest for a schema that cannot be enforced."""
         if ask.messages is None or ask.prepare is not None:
             return Rules()
-        end = unmark(prompt.marked[-SEEN_BYTES:]).decode(errors="ignore")
+        end = unescape(prompt.escaped[-SEEN_BYTES:]).decode(errors="ignore")
         is_open = opened(self.format, end)
         calls = bool(ask.tools) and ask.tool_use.choice != "none"
         grammar = self._grammar(ask, calls=calls, is_open=is_open)

@@ -1,7 +1,8 @@
-"""A conversation that came back, beside the replies that are remembered of it.
+"""Matching the assistant messages of a request with the replies that are remembered.
 
-A reply is found by the ids of its calls or by all that was said up to it; that proposes it. Whether
-it is the same, and whether the prompt shows it where it was sampled, is looked at byte by byte.
+A reply is looked up by the ids of its calls or by the hash of all messages up to it; that only
+proposes it. Whether it is the same, and whether the prompt shows it where it was sampled, is
+decided by comparing messages and bytes.
 """
 
 from __future__ import annotations
@@ -12,119 +13,124 @@ from typing import Any
 
 from rekindle.chat.arguments import parsed
 from rekindle.chat.content import Message
-from rekindle.chat.known_prefix import Remembered
-from rekindle.chat.replay import Ends, Keys, canonical, restored, same, shows
+from rekindle.chat.known_prefix import KnownPrefix
+from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.messages import canonical
+from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
 from rekindle.kvcache.entries import Entries, Entry
-from rekindle.kvcache.entry import common_bytes
-from rekindle.kvcache.key import shared_prefix
 from rekindle.kvcache.replies import Reply
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens, common_bytes, common_prefix
 
-Known = tuple[Entry, Reply]
+Candidate = tuple[Entry, Reply]
 
 
 class History:
-    """Any thread may make one and use it."""
+    """The remembered replies of one conversation. Any thread may make one and use it."""
 
     def __init__(
         self,
         entries: Entries,
         root: bytes,
-        messages: Sequence[Message],
-        keys: Keys,
+        messages: Sequence[Message] = (),
+        hashes: ConversationHashes | None = None,
     ) -> None:
         self._entries = entries
         self._root = root
-        self._sent = messages
-        self._known: dict[int, list[Known]] = {}  # by message, oldest first
-        self._said: dict[int, str] = {}  # the key of all that was said up to it
-        if entries.knows_replies(root):
-            for index, each in keys.known.items():
-                if known := list(self._find(each)):
-                    self._known[index], self._said[index] = known, each[-1]
+        self._messages = messages
+        self._candidates: dict[int, list[Candidate]] = {}  # by message index, in order
+        self._history_keys: dict[int, str] = {}  # the key by all messages up to that one
+        if hashes is not None and entries.knows_replies(root):
+            for index, keys in hashes.reply_keys.items():
+                if found := list(self._find(keys)):
+                    self._candidates[index], self._history_keys[index] = found, keys[-1]
 
-    def _find(self, names: Sequence[str]) -> Iterator[Known]:
-        seen: set[Known] = set()
-        for name in names:
-            for known in self._entries.replies(self._root, name):
-                if known not in seen:
-                    seen.add(known)
-                    yield known
+    def _find(self, keys: Sequence[str]) -> Iterator[Candidate]:
+        seen: set[Candidate] = set()
+        for key in keys:
+            for candidate in self._entries.replies(self._root, key):
+                if candidate not in seen:
+                    seen.add(candidate)
+                    yield candidate
 
-    def restored(self) -> tuple[list[Message], list[str]]:
-        """The messages with calls as they were sampled; and what that changed."""
-        messages, done = list(self._sent), dict[str, None]()
-        for index, known in self._known.items():
+    def as_sampled(self) -> tuple[list[Message], list[str]]:
+        """The messages with tool calls and reasoning as they were sampled; and the names of what
+        that changed."""
+        messages, changes = list(self._messages), dict[str, None]()
+        for index, candidates in self._candidates.items():
             sent = messages[index]
-            delivered = ((reply, _message(reply)) for _, reply in known)
-            fitting = ((reply, was) for reply, was in delivered if was and same(sent, was))
-            if sent.get("tool_calls") and (found := next(fitting, None)):
-                reply, was = found
-                follows = self._follows(index, reply)  # else it may quote what was taken out
-                message, changes = restored(sent, was, reasoning=follows)
+            originals = ((reply, _message(reply)) for _, reply in candidates)
+            same = ((reply, was) for reply, was in originals if was and same_message(sent, was))
+            if sent.get("tool_calls") and (found := next(same, None)):
+                reply, original = found
+                # After another history, the reasoning may quote what is no longer there.
+                follows = self._follows_same_history(index, reply)
+                message, changed = restored(sent, original, reasoning=follows)
                 messages[index] = parsed(message)
-                done.update(dict.fromkeys(changes))
-        return messages, sorted(done)
+                changes.update(dict.fromkeys(changed))
+        return messages, sorted(changes)
 
-    def _follows(self, index: int, reply: Reply) -> bool:
-        """Whether all that was said before a reply is what was said before it then."""
-        return self._said[index] in reply.keys
+    def _follows_same_history(self, index: int, reply: Reply) -> bool:
+        """Whether the messages before a reply are those that it was sampled after."""
+        return self._history_keys[index] in reply.keys
 
-    def recall(self, marked: bytes, ends: Ends) -> Remembered | None:
-        """The longest beginning of a prompt of this conversation whose tokens are remembered."""
-        by_text, overlap = self._by_text(marked), _Overlap(marked)
-        for index, known in reversed(self._known.items()):
-            reached = (self._reach(overlap, ends, index, *each) for each in known)
-            far = max(filter(None, reached), key=lambda each: len(each.marked), default=None)
-            if far is not None:
-                least = len(by_text.marked) if by_text else 0
-                return far if len(far.marked) > least else by_text
+    def recall(self, escaped: bytes, ends: EndMarkers) -> KnownPrefix | None:
+        """The longest prefix of a prompt of this conversation whose tokens are known."""
+        by_text, overlap = self._recall_by_text(escaped), _Overlap(escaped)
+        for index, candidates in reversed(self._candidates.items()):
+            found = (self._prefix_up_to(overlap, ends, index, *each) for each in candidates)
+            longest = max(filter(None, found), key=lambda each: len(each.escaped), default=None)
+            if longest is not None:
+                least = len(by_text.escaped) if by_text else 0
+                return longest if len(longest.escaped) > least else by_text
         return by_text
 
-    def _by_text(self, marked: bytes) -> Remembered | None:
-        entry = self._entries.recall(self._root, marked)
-        return Remembered(entry.text, entry.first(entry.text_tokens)) if entry else None
+    def _recall_by_text(self, escaped: bytes) -> KnownPrefix | None:
+        entry = self._entries.recall(self._root, escaped)
+        return KnownPrefix(entry.text, _first_tokens(entry, entry.text_tokens)) if entry else None
 
-    def _reach(
-        self, overlap: _Overlap, ends: Ends, index: int, entry: Entry, reply: Reply
-    ) -> Remembered | None:
+    def _prefix_up_to(
+        self, overlap: _Overlap, ends: EndMarkers, index: int, entry: Entry, reply: Reply
+    ) -> KnownPrefix | None:
         """The prompt up to the end of a reply, or up to its beginning, or nothing of it."""
         if not reply.prompt_tokens or reply.prompt_bytes > overlap.text_bytes(entry):
             return None
-        end = self._end(overlap, ends, index, entry, reply)
+        end = self._end_bytes(overlap, ends, index, entry, reply)
         if end is None:
             prompt = overlap.text[: reply.prompt_bytes]
-            return Remembered(prompt, entry.first(reply.prompt_tokens))
-        return Remembered(overlap.text[:end], entry.first(reply.end_tokens))
+            return KnownPrefix(prompt, _first_tokens(entry, reply.prompt_tokens))
+        return KnownPrefix(overlap.text[:end], _first_tokens(entry, reply.end_tokens))
 
-    def _end(
-        self, overlap: _Overlap, ends: Ends, index: int, entry: Entry, reply: Reply
+    def _end_bytes(
+        self, overlap: _Overlap, ends: EndMarkers, index: int, entry: Entry, reply: Reply
     ) -> int | None:
         """Where the reply ends in the prompt; None when what is there is not the reply."""
-        marked, begin, delivered = overlap.text, reply.prompt_bytes, _message(reply)
-        if delivered is None:  # it is nothing but text
+        escaped, begin, original = overlap.text, reply.prompt_bytes, _message(reply)
+        if original is None:  # it is nothing but text
             return reply.end_bytes if 0 < reply.end_bytes <= overlap.text_bytes(entry) else None
-        end = ends.after(marked, begin) if reply.end_tokens else None
-        if end is None or not self._follows(index, reply):  # after other messages it is another
+        end = ends.first_after(escaped, begin) if reply.end_tokens else None
+        if end is None or not self._follows_same_history(index, reply):
             return None
-        is_there = same(self._sent[index], delivered) and shows(marked[begin:end], delivered)
-        return end if is_there else None
+        is_same = same_message(self._messages[index], original)
+        return end if is_same and shows_whole(escaped[begin:end], original) else None
 
-    def carried(self, text: bytes, packed: bytes) -> tuple[list[Reply], Entry | None]:
-        """What is still true of these replies in a head with this text and these tokens; and the
-        head that this one goes on from, if one ends with a reply of it."""
+    def still_valid(self, text: bytes, packed: bytes) -> tuple[list[Reply], Entry | None]:
+        """What holds of these replies in an entry with this text and these tokens; and the entry
+        that this one continues, if one ends with a reply of it."""
         overlap, replies = _Overlap(text, packed), list[Reply]()
         before: Entry | None = None
-        for known in reversed(self._known.values()):
-            kept = [(each, still) for each, reply in known if (still := overlap.kept(each, reply))]
-            replies += [max((reply for _, reply in kept), key=_worth)] if kept else []
-            whole = (entry for entry, reply in kept if reply.end_tokens == entry.tokens)
+        for candidates in reversed(self._candidates.values()):
+            valid = [
+                (entry, kept) for entry, reply in candidates if (kept := overlap.kept(entry, reply))
+            ]
+            replies += [max((reply for _, reply in valid), key=_known_tokens)] if valid else []
+            whole = (entry for entry, reply in valid if reply.end_tokens == entry.tokens)
             before = before or next(whole, None)
         return replies[::-1], before
 
 
 class _Overlap:
-    """What a text, and the tokens of one, have in common with entries."""
+    """How much of a text, and of its tokens, entries have in common with it."""
 
     def __init__(self, text: bytes, packed: bytes = b"") -> None:
         self.text = text
@@ -138,34 +144,50 @@ class _Overlap:
         return self._bytes[entry]
 
     def kept(self, entry: Entry, reply: Reply) -> Reply | None:
-        """What is true of an entry's reply here, too."""
+        """What holds of an entry's reply here, too."""
         if entry not in self._tokens:
-            self._tokens[entry] = shared_prefix(entry.packed, self._packed)
+            self._tokens[entry] = common_prefix(entry.packed, self._packed)
         return reply.kept(self.text_bytes(entry), self._tokens[entry])
 
 
+def hashes_of(turn: Turn) -> ConversationHashes:
+    """Those that the encoder thread made; of a turn that did not pass through it, made here."""
+    return turn.hashes or ConversationHashes(turn.ask.messages or [], turn.ask.tools)
+
+
 def replies_after(
-    entries: Entries, turn: Turn, text: bytes, packed: bytes, *, end_tokens: int
+    entries: Entries,
+    turn: Turn,
+    text: bytes,
+    packed: bytes,
+    *,
+    keys: tuple[str, ...],
+    end_tokens: int,
 ) -> tuple[tuple[Reply, ...], Entry | None]:
-    """A conversation's replies up to the turn's own, and the head that it goes on from. Without
-    `end_tokens`, the tokens of the turn's reply are not all that was delivered, or more."""
-    messages, marked = turn.ask.messages or [], turn.prompt.marked
-    if not messages or not marked:
+    """A conversation's replies including the turn's own, and the entry that it continues.
+
+    `keys` are those of the turn's own reply, if it has one; `end_tokens` is 0 when the tokens of
+    that reply are not exactly what its client got.
+    """
+    messages, escaped = turn.ask.messages or [], turn.prompt.escaped
+    if not messages or not escaped:
         return (), None
-    is_said = turn.ask.prepare is None
-    keys = turn.keys or Keys(messages)
-    earlier, before = History(entries, turn.namespace, messages, keys).carried(text, packed)
-    if is_said:
+    history = History(entries, turn.namespace, messages, hashes_of(turn))
+    replies, before = history.still_valid(text, packed)
+    if keys:
         plain = turn.is_plain
         message, end_bytes = (b"", len(text)) if plain else (canonical(turn.message), 0)
-        prompt = len(marked), turn.prompt_tokens
-        own = tuple(keys.after(turn.message))
-        earlier.append(Reply(own, message, *prompt, end_tokens, end_bytes))
-    return tuple(earlier), before
+        prompt = len(escaped), turn.prompt_tokens
+        replies.append(Reply(keys, message, *prompt, end_tokens, end_bytes))
+    return tuple(replies), before
 
 
-def _worth(reply: Reply) -> tuple[int, int]:
+def _known_tokens(reply: Reply) -> tuple[int, int]:
     return reply.end_tokens, reply.prompt_tokens
+
+
+def _first_tokens(entry: Entry, count: int) -> Tokens:
+    return Tokens(entry.packed)[:count]
 
 
 def _message(reply: Reply) -> dict[str, Any] | None:

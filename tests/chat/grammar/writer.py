@@ -19,8 +19,9 @@ FAVOURED = np.array([*b'"}],'])  # what ends something: random strings would be 
 class ByteVocabulary:
     """256 bytes, some merges, the control tokens of a format, and two end tokens."""
 
-    bos = None
+    bos = eos = None
     add_bos = False
+    longest_bytes = 16
 
     def __init__(self, control: Sequence[str] = ()) -> None:
         self.pieces = [bytes([value]) for value in range(256)] + MERGES
@@ -29,6 +30,9 @@ class ByteVocabulary:
         self._control = {token: text for text, token in self.control_texts.items()}
         self.size = len(self.pieces) + len(texts)
         self.end_tokens = frozenset(self.control_texts[text] for text in texts[:2])
+
+    def text(self, token: int | None) -> str:
+        return "" if token is None else self.piece(token, special=True).decode(errors="replace")
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Byte by byte, and control tokens where they are spelt and `special`."""

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from rekindle.chat.encode import Tokenizer
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.errors import BadRequest, Unsupported
+from rekindle.tokens import Tokenizer
 
 #: A step costs 10 ms at worst and a reply 40 MB; what needs more ends with an error.
 LIMITS = LLParserLimits(

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rekindle.chat.messages import call_values, canonical, content_text, reasoning_text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("a b", "a b"),
+        ([{"type": "text", "text": "a"}, {"type": "image"}, "x", {"text": "b"}], "a|b"),
+        ([{"text": 7}], ""),
+        (None, ""),
+        (7, ""),
+    ],
+)
+def test_content_of_any_form_has_a_text(content: Any, text: str) -> None:
+    assert content_text({"content": content}, "|") == text
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_found_by_each_of_its_names(field: str) -> None:
+    assert reasoning_text({field: " Hm.\n"}) == "Hm."
+    assert reasoning_text({field: 7}) == reasoning_text({}) == ""
+
+
+def test_arguments_have_one_value_however_they_are_written() -> None:
+    written: list[Any] = ['{"a": 1.0, "b": [2]}', ' {"b":[2.0],"a":1}', {"b": [2], "a": 1.0}]
+    calls = [{"function": {"name": "f", "arguments": each}} for each in written]
+    assert call_values({"tool_calls": calls}) == [["f", [{"a": 1, "b": [2]}]]] * 3
+    [[_, broken]] = call_values({"tool_calls": [{"function": {"arguments": "{cut"}}]})
+    assert broken == {"text": "{cut"}
+
+
+def test_the_canonical_form_ignores_the_order_of_keys_and_is_ascii() -> None:
+    assert canonical({"b": "\ud800é", "a": 1}) == canonical({"a": 1, "b": "\ud800é"})
+    assert canonical({"b": "é"}) == b'{"b":"\\u00e9"}'
