@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rekindle.chat.detokenize import TextStream
+from rekindle.chat.detokenize import Detokenizer
 from rekindle.engine.sampling import Sampled
 from rekindle.protocol.events import (
     ArgumentsDelta,
@@ -41,7 +41,7 @@ class ReplyOutput:
         # A constrained reply ends when it is whole, whatever the request says.
         ends = decoding.token_mask is not None or not request.ignore_eos
         self._end_tokens = decoding.end_tokens if ends else frozenset()
-        self._text = TextStream(tokenizer, request.stop, decoding.shown)
+        self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
         self._raw: list[str] = []  # all that the model wrote, markers included
         self._logprobs = LogprobBuffer()
         self._is_enough = False  # a client that takes one call at a time has it

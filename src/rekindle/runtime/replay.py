@@ -20,7 +20,7 @@ from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
 from rekindle.kvcache.entries import Entries, Entry
 from rekindle.kvcache.replies import Reply
 from rekindle.runtime.turn import Turn
-from rekindle.tokens import Tokens, common_bytes, common_prefix
+from rekindle.tokens import Tokens, common_bytes
 
 Candidate = tuple[Entry, Reply]
 
@@ -31,16 +31,16 @@ class History:
     def __init__(
         self,
         entries: Entries,
-        root: bytes,
+        namespace: bytes,
         messages: Sequence[Message] = (),
         hashes: ConversationHashes | None = None,
     ) -> None:
         self._entries = entries
-        self._root = root
+        self._namespace = namespace
         self._messages = messages
         self._candidates: dict[int, list[Candidate]] = {}  # by message index, in order
         self._history_keys: dict[int, str] = {}  # the key by all messages up to that one
-        if hashes is not None and entries.knows_replies(root):
+        if hashes is not None and entries.knows_replies(namespace):
             for index, keys in hashes.reply_keys.items():
                 if found := list(self._find(keys)):
                     self._candidates[index], self._history_keys[index] = found, keys[-1]
@@ -48,7 +48,7 @@ class History:
     def _find(self, keys: Sequence[str]) -> Iterator[Candidate]:
         seen: set[Candidate] = set()
         for key in keys:
-            for candidate in self._entries.replies(self._root, key):
+            for candidate in self._entries.replies(self._namespace, key):
                 if candidate not in seen:
                     seen.add(candidate)
                     yield candidate
@@ -86,8 +86,8 @@ class History:
         return by_text
 
     def _recall_by_text(self, escaped: bytes) -> KnownPrefix | None:
-        entry = self._entries.recall(self._root, escaped)
-        return KnownPrefix(entry.text, _first_tokens(entry, entry.text_tokens)) if entry else None
+        entry = self._entries.recall(self._namespace, escaped)
+        return KnownPrefix(entry.text, entry.tokens[: entry.text_tokens]) if entry else None
 
     def _prefix_up_to(
         self, overlap: _Overlap, ends: EndMarkers, index: int, entry: Entry, reply: Reply
@@ -98,8 +98,8 @@ class History:
         end = self._end_bytes(overlap, ends, index, entry, reply)
         if end is None:
             prompt = overlap.text[: reply.prompt_bytes]
-            return KnownPrefix(prompt, _first_tokens(entry, reply.prompt_tokens))
-        return KnownPrefix(overlap.text[:end], _first_tokens(entry, reply.end_tokens))
+            return KnownPrefix(prompt, entry.tokens[: reply.prompt_tokens])
+        return KnownPrefix(overlap.text[:end], entry.tokens[: reply.end_tokens])
 
     def _end_bytes(
         self, overlap: _Overlap, ends: EndMarkers, index: int, entry: Entry, reply: Reply
@@ -114,17 +114,17 @@ class History:
         is_same = same_message(self._messages[index], original)
         return end if is_same and shows_whole(escaped[begin:end], original) else None
 
-    def still_valid(self, text: bytes, packed: bytes) -> tuple[list[Reply], Entry | None]:
+    def still_valid(self, text: bytes, tokens: Tokens) -> tuple[list[Reply], Entry | None]:
         """What holds of these replies in an entry with this text and these tokens; and the entry
         that this one continues, if one ends with a reply of it."""
-        overlap, replies = _Overlap(text, packed), list[Reply]()
+        overlap, replies = _Overlap(text, tokens), list[Reply]()
         before: Entry | None = None
         for candidates in reversed(self._candidates.values()):
             valid = [
                 (entry, kept) for entry, reply in candidates if (kept := overlap.kept(entry, reply))
             ]
             replies += [max((reply for _, reply in valid), key=_known_tokens)] if valid else []
-            whole = (entry for entry, reply in valid if reply.end_tokens == entry.tokens)
+            whole = (entry for entry, reply in valid if reply.end_tokens == len(entry.tokens))
             before = before or next(whole, None)
         return replies[::-1], before
 
@@ -132,9 +132,9 @@ class History:
 class _Overlap:
     """How much of a text, and of its tokens, entries have in common with it."""
 
-    def __init__(self, text: bytes, packed: bytes = b"") -> None:
+    def __init__(self, text: bytes, tokens: Tokens | None = None) -> None:
         self.text = text
-        self._packed = packed
+        self._own_tokens = tokens or Tokens()
         self._tokens: dict[Entry, int] = {}
         self._bytes: dict[Entry, int] = {}
 
@@ -146,20 +146,15 @@ class _Overlap:
     def kept(self, entry: Entry, reply: Reply) -> Reply | None:
         """What holds of an entry's reply here, too."""
         if entry not in self._tokens:
-            self._tokens[entry] = common_prefix(entry.packed, self._packed)
+            self._tokens[entry] = entry.tokens.common_prefix(self._own_tokens)
         return reply.kept(self.text_bytes(entry), self._tokens[entry])
-
-
-def hashes_of(turn: Turn) -> ConversationHashes:
-    """Those that the encoder thread made; of a turn that did not pass through it, made here."""
-    return turn.hashes or ConversationHashes(turn.ask.messages or [], turn.ask.tools)
 
 
 def replies_after(
     entries: Entries,
     turn: Turn,
     text: bytes,
-    packed: bytes,
+    tokens: Tokens,
     *,
     keys: tuple[str, ...],
     end_tokens: int,
@@ -169,14 +164,16 @@ def replies_after(
     `keys` are those of the turn's own reply, if it has one; `end_tokens` is 0 when the tokens of
     that reply are not exactly what its client got.
     """
-    messages, escaped = turn.ask.messages or [], turn.prompt.escaped
+    messages, escaped = turn.request.messages or [], turn.encoded.prompt.escaped
     if not messages or not escaped:
         return (), None
-    history = History(entries, turn.namespace, messages, hashes_of(turn))
-    replies, before = history.still_valid(text, packed)
+    history = History(entries, turn.namespace, messages, turn.encoded.hashes)
+    replies, before = history.still_valid(text, tokens)
     if keys:
-        plain = turn.is_plain
-        message, end_bytes = (b"", len(text)) if plain else (canonical(turn.message), 0)
+        output = turn.output
+        is_plain = output.is_plain
+        message = b"" if is_plain else canonical(output.message.as_dict())
+        end_bytes = len(text) if is_plain else 0
         prompt = len(escaped), turn.prompt_tokens
         replies.append(Reply(keys, message, *prompt, end_tokens, end_bytes))
     return tuple(replies), before
@@ -184,10 +181,6 @@ def replies_after(
 
 def _known_tokens(reply: Reply) -> tuple[int, int]:
     return reply.end_tokens, reply.prompt_tokens
-
-
-def _first_tokens(entry: Entry, count: int) -> Tokens:
-    return Tokens(entry.packed)[:count]
 
 
 def _message(reply: Reply) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
-from rekindle.chat.message_hashes import ConversationHashes, ExtendedHashes
+from rekindle.chat.message_hashes import EntryHashes
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
@@ -32,7 +32,6 @@ SESSION, NUMBER, MESSAGE, PROMPT = (
 FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
 
 Log = Callable[[str], None]
-Hashes = ConversationHashes | ExtendedHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +178,15 @@ class Sessions:
             )
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
-        end = self._end(turn)
+        end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
         replies, before = replies_after(
-            self._entries, turn, end.text, end.tokens, end_tokens=end.reply_tokens
+            self._entries,
+            turn,
+            end.text,
+            end.tokens,
+            keys=hashes.reply_keys if hashes else (),
+            end_tokens=end.reply_tokens,
         )
-        prepare, hashes = turn.request.prepare, _hashes_after(turn)
         keyed = names.return_cache_key or prepare is not None
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
@@ -235,7 +238,7 @@ def _proposals(names: Names) -> Iterator[Name]:
 
 
 def _new_names(
-    turn: Turn, names: Names, finished: Finished, hashes: Hashes | None
+    turn: Turn, names: Names, finished: Finished, hashes: EntryHashes | None
 ) -> Iterator[Name]:
     """What this turn's entry is called from now on."""
     yield from (name for name in _proposals(names) if name[0] != MESSAGE)
@@ -246,11 +249,13 @@ def _new_names(
         yield FINGERPRINT, hashes.fingerprint
 
 
-def _hashes_after(turn: Turn) -> Hashes | None:
+def _hashes_after(turn: Turn) -> EntryHashes | None:
     """Those of the conversation with the reply, if there is one."""
     hashes = turn.encoded.hashes
-    if hashes is None or turn.request.prepare is not None:
-        return hashes
+    if hashes is None:
+        return None
+    if turn.request.prepare is not None:
+        return hashes.as_sent()
     return hashes.after(turn.output.message.as_dict())
 
 
