@@ -76,6 +76,6 @@ def test_with_keys_metrics_are_the_admins() -> None:
     assert front.get("/metrics").status_code == asked_by("wrong").status_code == 401
     assert asked_by("alpha").status_code == 403
     assert error(asked_by("alpha"))["code"] == "admin_key_required"
-    assert runtime.questions == []
+    assert runtime.admin_requests == []
     assert samples(asked_by("root"))["rekindle_up", "tiny"] == 1
-    assert runtime.questioned.admin
+    assert runtime.admin_request.admin

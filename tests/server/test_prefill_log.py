@@ -41,7 +41,7 @@ def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
 ) -> None:
     front = Front(ScriptedRuntime(SCRIPT))
     front.chat(stream=stream, prefill_progress=progress)
-    assert front.runtime.asked.progress is bool(stream and progress)
+    assert front.runtime.requested.progress is bool(stream and progress)
 
 
 def test_progress_nobody_asked_for_is_not_told() -> None:
@@ -77,7 +77,7 @@ def lines(caplog: pytest.LogCaptureFixture, *heard: tuple[float, Event]) -> list
     told = PrefillLog(clock)
     with caplog.at_level(logging.INFO, "rekindle.turn"):
         for clock.now, event in heard:
-            told.hear(event)
+            told.record(event)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -13,9 +13,9 @@ from rich.filesize import decimal
 
 from rekindle.cli import cache_client as admin
 from rekindle.cli.cache_client import CacheClient
-from rekindle.cli.progress import progress_bar
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
+from rekindle.models.progress import progress_bar
 
 if TYPE_CHECKING:
     from rekindle.kvcache.disk.check import FolderReport

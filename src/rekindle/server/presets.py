@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rekindle.api.openai.tool import Tools
+from rekindle.api.tools import Tools
 
 
 class _Part(BaseModel):

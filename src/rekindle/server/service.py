@@ -1,4 +1,4 @@
-"""What the routes work with: the configuration and the running models."""
+"""What the routes work with: the settings and the served models."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ModelNumber = Annotated[
 
 
 class Service:
-    """The first runtime is the startup model, which answers when a request names none."""
+    """The first runtime is the default model: it answers when a request names none."""
 
     def __init__(self, config: Config, runtimes: list[RuntimeClient]) -> None:
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
-        self._startup = runtimes[0]
+        self._default = runtimes[0]
         self._created = int(time.time())
 
     @property
@@ -34,7 +34,7 @@ class Service:
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """The model of this name; without one, the model of this number."""
-        numbered = self._startup if number is None else self._numbered(number)
+        numbered = self._default if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
             return numbered
         found = self._runtimes.get(model)
@@ -64,7 +64,7 @@ class Service:
         return [other for other in self.runtimes if other is not runtime]
 
     def is_ready(self) -> bool:
-        return self._startup.ready is not None
+        return self._default.ready is not None
 
     def models(self) -> list[dict[str, Any]]:
         return [

@@ -1,4 +1,4 @@
-"""Projects prepared at startup: their first user waits for nothing but the question's answer."""
+"""Presets prepared at startup: their first user does not wait for prefill."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from rekindle.api.openai.tool import described
-from rekindle.cli.progress import OnProgress, progress_bar
+from rekindle.api.tools import described
 from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
@@ -19,7 +19,7 @@ from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")
 
-# Whoever asks an open server has no salt; what is shared belongs to everybody all the same.
+# Callers of an open server have no salt; shared state belongs to every tenant.
 SALT = b""
 
 
@@ -31,34 +31,36 @@ async def warm(
     exact: bool = False,
     normalise: bool = True,
 ) -> None:
-    """Prepare those that want it, one after the other; a failure costs no more than the warmth."""
+    """Prepare those configured so, one after the other; a failure is a warning."""
     for name, project in projects.items():
         if not project.cache.warm_on_startup:
             continue
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                ask = _ask(project, exact=exact, normalise=normalise)
-                tokens = await _prepare(ask, runtime_of(name), on_progress)
+                request = _request(project, exact=exact, normalise=normalise)
+                tokens = await _prepare(request, runtime_of(name), on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:
             log.info("project %s is prepared: %d tokens", name, tokens)
 
 
-async def _prepare(ask: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress) -> int:
-    """Compute and keep it; returns its tokens, or raises a ServerError."""
-    async with contextlib.aclosing(runtime.ask(ask)) as events:
+async def _prepare(
+    request: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress
+) -> int:
+    """Compute and store it; returns the number of its tokens, or raises a ServerError."""
+    async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
             if isinstance(event, Prefill):
                 on_progress(event.done_tokens, event.prompt_tokens)
     finished = _finished(event)
     if (key := finished.cache.new_cache_key) is not None:
-        await runtime.query(Flush(key), salt=SALT, admin=True)  # what is shared is nobody's own
+        await runtime.admin(Flush(key), salt=SALT, admin=True)  # shared entries have no owner
     return finished.prompt_tokens
 
 
 def _finished(event: Event) -> Finished:
-    """The turn's last event, if it is the one that was hoped for."""
+    """The turn's terminal event; raises unless it finished."""
     if isinstance(event, Failed):
         raise ReportedError(event.error)
     if not isinstance(event, Finished):
@@ -66,7 +68,7 @@ def _finished(event: Event) -> Finished:
     return event
 
 
-def _ask(project: Project, *, exact: bool, normalise: bool) -> GenerateRequest:
+def _request(project: Project, *, exact: bool, normalise: bool) -> GenerateRequest:
     return GenerateRequest(
         turn=0,
         messages=[{"role": "system", "content": project.system_prompt}],

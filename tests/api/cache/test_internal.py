@@ -64,7 +64,7 @@ def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
         "removed": 1,
         "freed_bytes": 100,
     }
-    asked = front.runtime.questioned.op
+    asked = front.runtime.admin_request.op
     assert asked == RemoveSession(session_id)
     assert isinstance(asked, RemoveSession)
     assert type(asked.session_id) is type(session_id)
@@ -96,7 +96,7 @@ def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
     front = front_of(telling(Removed(4, 400)))
     answer = front.post(f"{ROOM}/remove_old_caches", {"seconds": seconds})
     assert answer.json() == {"status": "ok", "removed": 4, "freed_bytes": 400}
-    assert front.runtime.questioned.op == RemoveOld(seconds)
+    assert front.runtime.admin_request.op == RemoveOld(seconds)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,6 @@ def test_an_id_is_of_the_callers_own_even_the_admins(method: str, path: str, bod
         headers = {"Authorization": f"Bearer {key}"}
         answer = front.request(method, f"{ROOM}/{path}", json=body, headers=headers)
         assert answer.status_code == 200
-    tenant, admin = front.runtime.questions
+    tenant, admin = front.runtime.admin_requests
     assert (tenant.admin, admin.admin) == (False, False)
     assert tenant.salt != admin.salt

@@ -80,7 +80,7 @@ def test_a_tenant_asks_for_itself_and_the_admin_for_all(method: str, path: str) 
     for headers in (ALPHA, ROOT):
         content = {"content-type": "application/json"}
         assert front.request(method, path, headers=headers | content).status_code == 200
-    tenant, admin = front.runtime.questions
+    tenant, admin = front.runtime.admin_requests
     assert (tenant.admin, admin.admin) == (False, True)
     assert b"" != tenant.salt != admin.salt
 
@@ -136,7 +136,7 @@ def test_what_has_expired_is_collected_from_all_models(content: bytes) -> None:
     headers = {"content-type": "application/json"}
     answer = front.request("POST", "/v1/cache/gc", content=content, headers=headers)
     assert answer.json() == {"status": "ok", "removed": 3, "freed_bytes": 350}
-    assert front.runtime.questioned.op == CollectExpired()
+    assert front.runtime.admin_request.op == CollectExpired()
 
 
 def validated(*answers: Answers, **fields: Any) -> httpx.Response:
@@ -162,7 +162,7 @@ def test_a_key_is_validated_against_messages_and_tools() -> None:
         "invalidated_at": None,
         "reason": "full_match",
     }
-    asked = front.runtime.questioned
+    asked = front.runtime.admin_request
     assert asked.op == Validate(cache_key="k", messages=MESSAGES, tools=tools)
     assert not asked.admin  # it would hit for one who owns it, not for one who may look at it
 

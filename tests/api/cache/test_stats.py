@@ -54,7 +54,7 @@ def test_a_tenant_sees_nothing_of_the_whole_server() -> None:
     front = Front(runtime, api_key=["alpha"], admin_key=["root"])
     assert shown(front, "alpha") == TENANTS
     assert shown(front, "root") == TENANTS | SERVERS
-    assert [question.admin for question in runtime.questions] == [False, True]
+    assert [request.admin for request in runtime.admin_requests] == [False, True]
 
 
 def test_figures_of_several_models_are_added() -> None:

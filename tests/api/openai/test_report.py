@@ -135,8 +135,8 @@ def test_a_key_of_another_model_is_told_to_be_that(path: str, stream: bool) -> N
     )
     report = events(answer.text)[-2].json if stream else answer.json()["x_cache"]
     assert (report["status"], report["reason"]) == ("miss", "model_mismatch")
-    assert other.questioned.salt == front.runtime.asked.salt != b""
-    assert not other.questioned.admin
+    assert other.admin_request.salt == front.runtime.requested.salt != b""
+    assert not other.admin_request.admin
 
 
 def test_a_key_that_no_model_knows_is_not_found() -> None:
@@ -144,11 +144,11 @@ def test_a_key_that_no_model_knows_is_not_found() -> None:
     others[0].ready = None
     answer = Front(runtime_reporting(not_found()), *others).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "cache_key_not_found"
-    assert len(others[1].questions) == 1
+    assert len(others[1].admin_requests) == 1
 
 
 def test_other_models_are_asked_about_nothing_else() -> None:
     other = ScriptedRuntime(name="other", answers=holding(entry("k")))
     answer = Front(runtime_reporting(EDITED), other).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "turn_changed"
-    assert other.questions == []
+    assert other.admin_requests == []

@@ -6,8 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.server.error_response import RETRY_SOON
-from rekindle.server.json import JsonResponse
+from rekindle.server.responses import RETRY_SOON, JsonResponse
 from rekindle.server.service import Service
 
 router = APIRouter(tags=["models"])

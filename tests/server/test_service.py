@@ -69,7 +69,7 @@ def test_a_number_picks_the_model_whose_cache_is_meant(method: str, path: str, b
     front = models()
     front.request(method, path, json=body, headers=number("1"))
     first, second = front.runtimes
-    assert (len(first.questions), len(second.questions)) == (0, 1)
+    assert (len(first.admin_requests), len(second.admin_requests)) == (0, 1)
     assert front.request(method, path, json=body, headers=number("2")).status_code == 400
 
 

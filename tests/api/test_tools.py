@@ -38,7 +38,7 @@ def asked(**fields: Any) -> GenerateRequest:
     front = Front()
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def test_several_calls_at_once_can_be_refused(sent: bool | None, parallel: bool)
 def test_every_choice_of_an_answer_has_the_same_tools() -> None:
     front = Front()
     front.chat(tools=TOOLS, tool_choice="required", n=2)
-    assert [ask.tools for ask in front.runtime.asks] == [TOOLS, TOOLS]
-    assert {ask.tool_use.choice for ask in front.runtime.asks} == {"required"}
+    assert [request.tools for request in front.runtime.requests] == [TOOLS, TOOLS]
+    assert {request.tool_use.choice for request in front.runtime.requests} == {"required"}
 
 
 def function(**fields: Any) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_a_tool_that_is_none_says_what_it_takes(tools: Any, sentence: str) -> No
     assert answer.status_code == 400
     assert error(answer)["message"].startswith(sentence)
     assert error(answer)["param"] == "tools"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 def test_as_many_tools_as_may_be_are_fine() -> None:
@@ -200,11 +200,11 @@ def test_a_cache_key_is_validated_with_the_same_tools() -> None:
     body = {"cache_key": "k", "messages": [{"role": "user", "content": "x"}]}
     front = Front(ScriptedRuntime(answers=telling(VALID)))
     assert front.post("/v1/cache/validate", {**body, "tools": TOOLS}).status_code == 200
-    assert isinstance(front.runtime.questioned.op, Validate)
-    assert front.runtime.questioned.op.tools == TOOLS
+    assert isinstance(front.runtime.admin_request.op, Validate)
+    assert front.runtime.admin_request.op.tools == TOOLS
     bad = front.post("/v1/cache/validate", {**body, "tools": [{"type": "custom"}]})
     assert error(bad)["message"] == "`tools.0.type` takes 'function'."
-    assert len(front.runtime.questions) == 1
+    assert len(front.runtime.admin_requests) == 1
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequ
     front = Front(**(settings or {}))
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def completed(**fields: Any) -> list[GenerateRequest]:
     front = Front()
     answer = front.complete(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asks
+    return front.runtime.requests
 
 
 NAMED = [
@@ -44,7 +44,7 @@ def test_a_name_reaches_the_runtime_of_a_chat_and_of_a_completion(
     fields: dict[str, Any], naming: Names
 ) -> None:
     assert asked(**fields).names == naming
-    assert [ask.names for ask in completed(**fields)] == [naming]
+    assert [request.names for request in completed(**fields)] == [naming]
 
 
 def test_a_request_that_names_nothing_has_no_naming() -> None:
@@ -88,7 +88,7 @@ def test_message_ids_are_not_looked_for_unasked(use_kv_cache: bool | None) -> No
 def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
     front = Front()
     front.chat(n=3, session_id="s", use_kv_cache=True, prompt_cache_retention="in_memory")
-    first, *others = (ask.names for ask in front.runtime.asks)
+    first, *others = (request.names for request in front.runtime.requests)
     plain = Names(wants_message_id=True, in_memory=True)
     assert first == Names(session_id="s", wants_message_id=True, in_memory=True)
     assert others == [plain, plain]
@@ -97,7 +97,7 @@ def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
 def test_a_name_alone_leaves_other_choices_without_naming() -> None:
     front = Front()
     front.chat(n=2, cache_key="k", return_cache_key=True)
-    first, second = (ask.names for ask in front.runtime.asks)
+    first, second = (request.names for request in front.runtime.requests)
     assert first == Names(cache_key="k", return_cache_key=True)
     assert second is None
 
@@ -129,7 +129,7 @@ def test_a_group_of_prompts_is_no_name_of_a_conversation() -> None:
 def test_a_text_is_no_conversation() -> None:
     front = Front(force_cache=True)
     front.complete()
-    assert front.runtime.asked.names is None
+    assert front.runtime.requested.names is None
 
 
 def test_who_opts_out_names_nothing() -> None:
@@ -217,7 +217,7 @@ def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
 
 def test_several_prompts_may_be_kept_alike() -> None:
     asks = completed(prompt=["a", "b"], return_cache_key=False, prompt_cache_key="group")
-    assert [ask.names for ask in asks] == [Names(prompt_cache_key="group")] * 2
+    assert [request.names for request in asks] == [Names(prompt_cache_key="group")] * 2
 
 
 # The requests of the servers that Rekindle answers like, as their documents have them.
@@ -253,4 +253,4 @@ def test_the_documented_requests_are_taken_as_they_are(body: dict[str, Any]) -> 
     front = Front(force_cache=True)
     answer = front.post("/v1/chat/completions", body, headers={"X-Model-Id": "0"})
     assert answer.status_code == 200, answer.text
-    assert front.runtime.asked.names is not None
+    assert front.runtime.requested.names is not None

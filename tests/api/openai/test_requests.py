@@ -17,7 +17,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     assert front.chat(**fields).status_code == 200
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
@@ -101,19 +101,19 @@ def test_a_stop_is_a_string_or_a_list(stop: Any, stops: list[str]) -> None:
 def test_choices_of_one_seed_have_seeds_of_their_own() -> None:
     front = Front()
     front.chat(n=3, seed=41)
-    assert [ask.sampling.seed for ask in front.runtime.asks] == [41, 42, 43]
+    assert [request.sampling.seed for request in front.runtime.requests] == [41, 42, 43]
 
 
 def test_choices_without_a_seed_are_left_to_chance() -> None:
     front = Front()
     front.chat(n=2)
-    assert [ask.sampling.seed for ask in front.runtime.asks] == [None, None]
+    assert [request.sampling.seed for request in front.runtime.requests] == [None, None]
 
 
 def test_the_highest_seed_still_has_neighbours() -> None:
     front = Front()
     assert front.chat(n=2, seed=2**63 - 1).status_code == 200
-    assert len({ask.sampling.seed for ask in front.runtime.asks}) == 2
+    assert len({request.sampling.seed for request in front.runtime.requests}) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_chat_logprobs_are_a_switch_and_a_number(
 def test_completion_logprobs_are_a_number(logprobs: int | None) -> None:
     front = Front()
     front.complete(logprobs=logprobs)
-    assert front.runtime.asked.sampling.top_logprobs == logprobs
+    assert front.runtime.requested.sampling.top_logprobs == logprobs
 
 
 def test_biases_are_told_by_token_id() -> None:
@@ -158,7 +158,7 @@ def test_a_priority_is_a_number_or_a_word(sent: int | str, priority: int) -> Non
     assert asked(priority=sent).priority == priority
     front = Front()
     front.complete(priority=sent)
-    assert front.runtime.asked.priority == priority
+    assert front.runtime.requested.priority == priority
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_name_picks_a_model_and_no_name_the_first() -> None:
         runtimes = [ScriptedRuntime(name="first"), ScriptedRuntime(name="org/second:q4")]
         answer = Front(*runtimes).chat(model=model)
         assert answer.json()["model"] in ("first", "org/second:q4")
-        return [len(runtime.asks) for runtime in runtimes]
+        return [len(runtime.requests) for runtime in runtimes]
 
     assert names(None) == names("default") == names("") == names("first") == [1, 0]
     assert names("org/second:q4") == [0, 1]
@@ -206,6 +206,6 @@ def test_each_key_has_a_salt_of_its_own() -> None:
             {"messages": [{"role": "user", "content": "hi"}]},
             headers={"Authorization": f"Bearer {key}"},
         )
-    first, second, third = (ask.salt for ask in front.runtime.asks)
+    first, second, third = (request.salt for request in front.runtime.requests)
     assert first == third != second
     assert asked().salt == b""
