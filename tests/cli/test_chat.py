@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from rekindle.cli.chat import (
-    Called,
     ChatFailed,
     Conversation,
     Cost,
-    Reading,
+    PrefillProgress,
+    Reasoning,
     Screen,
-    Thought,
+    ToolCall,
     converse,
 )
 
@@ -74,7 +74,7 @@ class Server:
 
 
 def said(conversation: Conversation, text: str) -> tuple[str, Cost]:
-    *pieces, cost = conversation.say(text)
+    *pieces, cost = conversation.send(text)
     assert isinstance(cost, Cost)
     return "".join(piece for piece in pieces if isinstance(piece, str)), cost
 
@@ -130,14 +130,14 @@ def thoughtful(_body: dict[str, Any]) -> httpx.Response:
 
 
 def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
-    *parts, cost = Server(thoughtful).conversation().say("hi")
+    *parts, cost = Server(thoughtful).conversation().send("hi")
     assert parts == [
-        Reading(5, 50),
-        Thought("Hm, "),
-        Thought("[b]two[/b]."),
+        PrefillProgress(5, 50),
+        Reasoning("Hm, "),
+        Reasoning("[b]two[/b]."),
         "2",
-        Called("add", ""),
-        Called("", '{"a": 1}'),
+        ToolCall("add", ""),
+        ToolCall("", '{"a": 1}'),
     ]
     assert isinstance(cost, Cost)
 
@@ -281,7 +281,7 @@ def terminal() -> Console:
 def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins() -> None:
     console = terminal()
     with Screen(console) as screen:
-        screen.show(Reading(512, 2048))
+        screen.show(PrefillProgress(512, 2048))
         status = screen.status
         assert status is not None
         assert status.status == "reading the prompt: 512 of 2048 tokens"
@@ -292,7 +292,7 @@ def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins(
 def test_a_terminal_shows_thoughts_dimmed() -> None:
     console = terminal()
     with Screen(console) as screen:
-        screen.show(Thought("Hm"))
+        screen.show(Reasoning("Hm"))
         screen.show("Hello")
     assert isinstance(console.file, io.StringIO)
     written = console.file.getvalue()

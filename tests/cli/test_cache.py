@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from rekindle.cli import cache_client as admin
+from rekindle.cli import cache_views as views
 from rekindle.cli import main as cli
 from rekindle.cli.cache_client import CacheClient, NoServer, Refused, UnknownKey
 from rekindle.kvcache.disk import check
@@ -93,7 +93,7 @@ def text(view: RenderableType) -> str:
 
 
 def test_entries_are_listed_as_people_read_them() -> None:
-    shown = text(admin.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
+    shown = text(views.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
     first, second = shown.splitlines()[1:]
     for part in ("aaaa11110000", "tiny", "chat-123", "ram", "1,730", "12.4 MB", "3 min ago"):
         assert part in first
@@ -104,7 +104,7 @@ def test_entries_are_listed_as_people_read_them() -> None:
 
 def test_keys_that_begin_alike_are_written_out() -> None:
     same = "f" * 20
-    shown = text(admin.entries_table([entry(same + "1"), entry(same + "2")]))
+    shown = text(views.entries_table([entry(same + "1"), entry(same + "2")]))
     assert same + "1" in shown
     assert same + "2" in shown
 
@@ -118,15 +118,15 @@ def test_ages_are_told_in_the_largest_unit(
     monkeypatch: pytest.MonkeyPatch, age_s: float, said: str
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
-    assert admin.ago(1_000_000.0 - age_s) == said
+    assert views.ago(1_000_000.0 - age_s) == said
 
 
 def test_what_has_expired_says_so() -> None:
-    assert admin.expiry(entry(expires_at=time.time() - 1)) == "expired"
+    assert views.expiry(entry(expires_at=time.time() - 1)) == "expired"
 
 
 def test_an_entry_is_shown_in_full() -> None:
-    shown = text(admin.entry_table(entry()))
+    shown = text(views.entry_table(entry()))
     for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago"):
         assert part in shown
 
@@ -134,14 +134,14 @@ def test_an_entry_is_shown_in_full() -> None:
 def test_figures_are_shown_in_units() -> None:
     stats = {"total_entries": 5, "by_tier": {"ram": 4, "disk": 1}, "ram_bytes": 1_020_000_000,
              "hit_rate": 0.86, "disk_state": "ok"}  # fmt: skip
-    shown = text(admin.stats_table(stats))
+    shown = text(views.stats_table(stats))
     for part in ("total entries", "ram: 4, disk: 1", "1.0 GB", "86%", "ok"):
         assert part in shown
 
 
 def test_a_clients_words_do_not_steer_the_terminal() -> None:
     names = [{"kind": "session_id", "name": "[red]x[/] \x1b[2J \x07"}]
-    shown = text(admin.entries_table([entry(names=names)]))
+    shown = text(views.entries_table([entry(names=names)]))
     assert "[red]x[/]" in shown
     assert "\x1b" not in shown
 
@@ -152,7 +152,7 @@ def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
         "reason": "turn_changed",
         "diverged_at": {"message": 3, "role": "user", "stored": "tea, please", "sent": "coffee"},
     }  # fmt: skip
-    shown = text(admin.explanation(told))
+    shown = text(views.explanation(told))
     for part in ("partial_hit: 1,200 tokens", "turn_changed", "messages[3] (user)", "turn 2"):
         assert part in shown
     assert "stored: tea, please" in shown
@@ -161,7 +161,7 @@ def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
 
 def test_an_explanation_needs_no_difference() -> None:
     told = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
-    assert text(admin.explanation(told)).strip() == "miss: 0 tokens can be reused (expired)"
+    assert text(views.explanation(told)).strip() == "miss: 0 tokens can be reused (expired)"
 
 
 def client(answer: Answer) -> CacheClient:
