@@ -44,7 +44,7 @@ COUNTERS = {
     "misses": "Turns that reused nothing.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",
-    "evictions": "Blocks forgotten to make room.",
+    "evictions": "Blocks removed to make room.",
     "corrupt_blocks": "Stored blocks that were not what was stored.",
 }
 

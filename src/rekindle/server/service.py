@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Header
 
@@ -25,7 +25,7 @@ class Service:
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
         self._default = runtimes[0]
-        self._created = int(time.time())
+        self.started_at = int(time.time())
 
     @property
     def runtimes(self) -> list[RuntimeClient]:
@@ -65,15 +65,3 @@ class Service:
 
     def is_ready(self) -> bool:
         return self._default.ready is not None
-
-    def models(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": runtime.name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "rekindle",
-                "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
-            }
-            for runtime in self._runtimes.values()
-        ]
