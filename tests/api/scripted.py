@@ -210,19 +210,19 @@ class ScriptedRuntime(RuntimeClient):
 async def lifespan(app: ASGIApp) -> AsyncIterator[ASGIApp]:
     """The application as a server runs it: started, with its state in every scope, shut down."""
     state: dict[str, Any] = {}
-    said: asyncio.Queue[Any] = asyncio.Queue()
-    heard: asyncio.Queue[Any] = asyncio.Queue()
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    outgoing: asyncio.Queue[Any] = asyncio.Queue()
     scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": state}
-    life = asyncio.create_task(_call(app, scope, said.get, heard.put))
-    await said.put({"type": "lifespan.startup"})
-    assert (await heard.get())["type"] == "lifespan.startup.complete"
+    life = asyncio.create_task(_call(app, scope, incoming.get, outgoing.put))
+    await incoming.put({"type": "lifespan.startup"})
+    assert (await outgoing.get())["type"] == "lifespan.startup.complete"
 
     async def started(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": dict(state)}, receive, send)
 
     yield started
-    await said.put({"type": "lifespan.shutdown"})
-    assert (await heard.get())["type"] == "lifespan.shutdown.complete"
+    await incoming.put({"type": "lifespan.shutdown"})
+    assert (await outgoing.get())["type"] == "lifespan.shutdown.complete"
     await life
 
 

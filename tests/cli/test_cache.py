@@ -47,15 +47,15 @@ def entry(key: str = ONE, **more: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Answers from a table and remembers what it was asked."""
+    """Answers from a table and records what it received."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         listing = {"entries": [entry(ONE), entry(TWO)], "count": 2}
         self.answers = {"GET /v1/cache": listing, **answers}
-        self.asked: list[httpx.Request] = []
+        self.received: list[httpx.Request] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(request)
+        self.received.append(request)
         answer = self.answers.get(f"{request.method} {request.url.path}")
         if answer is None:
             return httpx.Response(404, json={"error": {"message": "No such cache key."}})
@@ -147,12 +147,12 @@ def test_a_clients_words_do_not_steer_the_terminal() -> None:
 
 
 def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
-    told = {
+    result = {
         "status": "partial_hit", "reusable_tokens": 1200, "invalidated_at": "turn 2",
         "reason": "turn_changed",
         "diverged_at": {"message": 3, "role": "user", "stored": "tea, please", "sent": "coffee"},
     }  # fmt: skip
-    shown = text(views.explanation(told))
+    shown = text(views.explanation(result))
     for part in ("partial_hit: 1,200 tokens", "turn_changed", "messages[3] (user)", "turn 2"):
         assert part in shown
     assert "stored: tea, please" in shown
@@ -160,8 +160,8 @@ def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
 
 
 def test_an_explanation_needs_no_difference() -> None:
-    told = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
-    assert text(views.explanation(told)).strip() == "miss: 0 tokens can be reused (expired)"
+    result = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
+    assert text(views.explanation(result)).strip() == "miss: 0 tokens can be reused (expired)"
 
 
 def client(answer: Answer) -> CacheClient:
@@ -171,7 +171,7 @@ def client(answer: Answer) -> CacheClient:
 def test_the_client_sends_its_key_and_json() -> None:
     server = Server({f"POST /v1/cache/{ONE}/pin": entry()})
     client(server).pin(ONE)
-    [request] = server.asked
+    [request] = server.received
     assert request.headers["authorization"] == "Bearer secret"
     assert request.headers["content-type"] == "application/json"
 
@@ -180,7 +180,7 @@ def test_a_key_never_becomes_another_path() -> None:
     server = Server({})
     with pytest.raises(Refused):
         client(server).remove("../chat?x#y")
-    assert server.asked[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
+    assert server.received[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
 
 
 def test_a_beginning_that_is_enough_finds_its_entry() -> None:
@@ -273,7 +273,7 @@ def test_nothing_is_removed_when_one_key_is_unknown(serve: Callable[[Answer], No
     serve(server)
     result = CliRunner().invoke(cli.app, ["cache", "rm", "aaaa1", "bbbb"])
     assert isinstance(result.exception, UnknownKey)
-    assert {request.method for request in server.asked} == {"GET"}
+    assert {request.method for request in server.received} == {"GET"}
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -298,13 +298,13 @@ def test_explain_takes_messages_or_a_whole_request(
     flags: tuple[str, ...],
     sent: dict[str, Any],
 ) -> None:
-    told = {"status": "hit", "reusable_tokens": 9, "invalidated_at": None, "reason": "full_match"}
-    server = Server({"POST /v1/cache/validate": told})
+    result = {"status": "hit", "reusable_tokens": 9, "invalidated_at": None, "reason": "full_match"}
+    server = Server({"POST /v1/cache/validate": result})
     serve(server)
     Path("body.json").write_text(json.dumps(written))
     shown = run("explain", "--key", "aaaa1", "--messages", "body.json", *flags)
     assert "hit: 9 tokens" in shown
-    asked = json.loads(server.asked[-1].content)
+    asked = json.loads(server.received[-1].content)
     assert asked == {"cache_key": ONE, "messages": MESSAGES, **sent}
 
 

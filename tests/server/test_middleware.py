@@ -99,11 +99,11 @@ def test_routes_learn_who_sent_a_request() -> None:
         scopes.append(scope)
 
     keys = Keys(["alpha", "beta"], admin=["root"])
-    guarded = middleware.RequestMiddleware(inside, keys, "127.0.0.1")
+    checked = middleware.RequestMiddleware(inside, keys, "127.0.0.1")
     for path, key in (("/a", "alpha"), ("/a", "beta"), ("/a", "root"), ("/health", "root")):
         headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
-        asyncio.run(guarded(scope, None, None))  # type: ignore[arg-type]
+        asyncio.run(checked(scope, None, None))  # type: ignore[arg-type]
     callers = [caller_of(Request(scope)) for scope in scopes]
     assert [caller.admin for caller in callers] == [False, False, True, False]
     assert len({caller.salt for caller in callers}) == 4
@@ -170,8 +170,8 @@ def test_json_may_say_its_charset() -> None:
 def test_no_other_origin_is_let_in() -> None:
     answer = Front().post(CHAT, HELLO, headers={"Origin": "https://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    asked = Front().request("OPTIONS", CHAT, headers={"Origin": "https://evil.example"})
-    assert asked.status_code == 405
+    answer = Front().request("OPTIONS", CHAT, headers={"Origin": "https://evil.example"})
+    assert answer.status_code == 405
 
 
 @pytest.fixture

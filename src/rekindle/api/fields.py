@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rekindle.protocol.nesting import children, depth_exceeds
+from rekindle.protocol.nesting import depth_exceeds, levels
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1024
@@ -68,11 +68,14 @@ def shallow(value: Any) -> Any:
 
 
 def characters(value: Any) -> int:
-    """The text in JSON that passed `shallow`, the names of its fields included."""
+    """The text in JSON, the names of its fields included."""
+    return sum(_own_characters(each) for level in levels(value) for each in level)
+
+
+def _own_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    names = sum(map(len, value)) if isinstance(value, dict) else 0
-    return names + sum(map(characters, children(value)))
+    return sum(map(len, value)) if isinstance(value, dict) else 0
 
 
 # Any characters are allowed: an id is compared and hashed, and is never part of a path.

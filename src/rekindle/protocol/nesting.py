@@ -1,25 +1,25 @@
-"""A limit on how deep JSON is nested, checked before anything walks it by recursion."""
+"""How deep a JSON value is nested, found without recursion."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether `value` has more than `limit` levels; a number, a string or an empty list has one.
-
-    Level by level and never by recursion: JSON of a client may be nested a million deep.
-    """
+def levels(value: Any) -> Iterator[list[Any]]:
+    """The values of each level: the value itself, then what is inside it, and so on."""
     level = [value]
-    for _ in range(limit):
-        level = [inner for outer in level for inner in children(outer)]
-        if not level:
-            return False
-    return True
+    while level:
+        yield level
+        level = [inner for outer in level for inner in _inside(outer)]
 
 
-def children(value: Any) -> list[Any]:
-    """The values directly inside a JSON value."""
-    if isinstance(value, dict):
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether a value has more than `limit` levels; a string or a number has one."""
+    return any(depth > limit for depth, _ in enumerate(levels(value), start=1))
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
         return list(value.values())
-    return value if isinstance(value, list) else []
+    return list(value) if isinstance(value, list | tuple) else []

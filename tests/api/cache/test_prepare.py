@@ -11,7 +11,7 @@ from rekindle.errors import TooManyRequests
 from rekindle.protocol.admin import Flush, IndexPrompt, Validate, Validation
 from rekindle.protocol.events import CacheReport, Prefill, Reason, Started
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from tests.api.cache.entries import ENTRY, holding, telling
+from tests.api.cache.entries import ENTRY, answering, holding
 from tests.api.live import live, soon
 from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, failed, finished
 
@@ -80,7 +80,7 @@ def test_a_server_that_normalises_nothing_prepares_what_its_chats_will_ask_for()
 
 
 def test_without_warmth_the_prompt_is_only_indexed() -> None:
-    front = Front(ScriptedRuntime(answers=telling(ENTRY)))
+    front = Front(ScriptedRuntime(answers=answering(ENTRY)))
     assert prepare(front, warm=False, tools=TOOLS, pinned=True, ttl=None).json() == PREPARED
     assert front.runtime.requests == []
     assert front.runtime.admin_request.op == IndexPrompt(
@@ -195,7 +195,7 @@ def test_a_client_that_leaves_ends_the_warming() -> None:
 
 
 def test_a_server_that_normalises_nothing_is_asked_about_prompts_as_they_are() -> None:
-    front = Front(ScriptedRuntime(answers=telling(ENTRY)), normalise=False)
+    front = Front(ScriptedRuntime(answers=answering(ENTRY)), normalise=False)
     prepare(front, warm=False)
     assert front.runtime.admin_request.op == IndexPrompt(
         messages=[SYSTEM], prepare=Prepare(), normalise=False
@@ -203,7 +203,7 @@ def test_a_server_that_normalises_nothing_is_asked_about_prompts_as_they_are() -
     validity = Validation(
         status="miss", reusable_tokens=0, invalidated_at=None, reason=Reason.EXPIRED
     )
-    front = Front(ScriptedRuntime(answers=telling(validity)), normalise=False)
+    front = Front(ScriptedRuntime(answers=answering(validity)), normalise=False)
     front.post("/v1/cache/validate", {"cache_key": "k", "messages": [SYSTEM]})
     assert front.runtime.admin_request.op == Validate(
         cache_key="k", messages=[SYSTEM], normalise=False

@@ -47,11 +47,11 @@ def test_usage_and_cache_end_a_stream_that_asked_for_them() -> None:
     answer = Front().complete(
         stream=True, stream_options={"include_usage": True}, use_kv_cache=False
     )
-    *texts, usage, told, done = events(answer.text)
+    *texts, usage, report, done = events(answer.text)
     assert all(event.json["usage"] is None for event in texts)
     assert usage.json["usage"]["prompt_tokens"] == 10
     assert usage.json["choices"] == []
-    assert (told.name, told.json["object"]) == ("x_cache", "text_completion")
+    assert (report.name, report.json["object"]) == ("x_cache", "text_completion")
     assert done.data == "[DONE]"
 
 

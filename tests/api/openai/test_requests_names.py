@@ -12,7 +12,7 @@ from tests.api.scripted import Front, error
 USER = {"role": "user", "content": "hello"}
 
 
-def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
+def requested(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
@@ -43,13 +43,13 @@ NAMED = [
 def test_a_name_reaches_the_runtime_of_a_chat_and_of_a_completion(
     fields: dict[str, Any], naming: Names
 ) -> None:
-    assert asked(**fields).names == naming
+    assert requested(**fields).names == naming
     assert [request.names for request in completed(**fields)] == [naming]
 
 
 def test_a_request_that_names_nothing_has_no_naming() -> None:
-    assert asked().names is None
-    assert asked(return_cache_key=False, cache_exact=True).names is None
+    assert requested().names is None
+    assert requested(return_cache_key=False, cache_exact=True).names is None
     assert completed(use_kv_cache=True)[0].names is None
 
 
@@ -57,7 +57,7 @@ def test_a_request_that_names_nothing_has_no_naming() -> None:
     "name", ["../../etc/passwd", "a\x00b\n\u202e", "\uff0e\uff0e\uff0f", "x" * 256, " "]
 )
 def test_a_name_is_any_string(name: str) -> None:
-    naming = asked(session_id=name, use_kv_cache=True, messages=[{**USER, "message_id": name}])
+    naming = requested(session_id=name, use_kv_cache=True, messages=[{**USER, "message_id": name}])
     assert naming.names == Names(session_id=name, message_ids=[name], wants_message_id=True)
 
 
@@ -68,9 +68,9 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
         {**USER, "name": "Ada"},
         {**USER, "message_id": None},
     ]
-    ask = asked(messages=messages, use_kv_cache=True)
-    assert ask.names == Names(message_ids=["msg_2", "msg_1"], wants_message_id=True)
-    assert ask.messages == [
+    request = requested(messages=messages, use_kv_cache=True)
+    assert request.names == Names(message_ids=["msg_2", "msg_1"], wants_message_id=True)
+    assert request.messages == [
         USER,
         {"role": "assistant", "content": "Hi"},
         {**USER, "name": "Ada"},
@@ -80,9 +80,9 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
 
 @pytest.mark.parametrize("use_kv_cache", [None, False])
 def test_message_ids_are_not_looked_for_unasked(use_kv_cache: bool | None) -> None:
-    ask = asked(messages=[{**USER, "message_id": "msg_1"}], use_kv_cache=use_kv_cache)
-    assert ask.names is None
-    assert ask.messages == [USER]
+    request = requested(messages=[{**USER, "message_id": "msg_1"}], use_kv_cache=use_kv_cache)
+    assert request.names is None
+    assert request.messages == [USER]
 
 
 def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
@@ -114,16 +114,18 @@ def test_a_name_alone_leaves_other_choices_without_naming() -> None:
 )
 def test_a_fingerprint_is_for_conversations_without_a_name(fields: dict[str, Any]) -> None:
     forced = {"force_cache": True}
-    assert asked(forced).names == Names(by_fingerprint=True)
-    named = asked(forced, **fields).names
+    assert requested(forced).names == Names(by_fingerprint=True)
+    named = requested(forced, **fields).names
     assert named is not None
     assert not named.by_fingerprint
-    assert asked(**fields).names == named
+    assert requested(**fields).names == named
 
 
 def test_a_group_of_prompts_is_no_name_of_a_conversation() -> None:
-    ask = asked({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
-    assert ask.names == Names(prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True)
+    request = requested({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
+    assert request.names == Names(
+        prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True
+    )
 
 
 def test_a_text_is_no_conversation() -> None:
@@ -134,13 +136,15 @@ def test_a_text_is_no_conversation() -> None:
 
 def test_who_opts_out_names_nothing() -> None:
     fields = {"session_id": "s", "return_cache_key": True}
-    opted_out = asked({"force_cache": True}, use_kv_cache=False, **fields)
+    opted_out = requested({"force_cache": True}, use_kv_cache=False, **fields)
     assert (opted_out.reuse, opted_out.names) == (False, None)
 
 
 def test_a_server_without_a_context_cache_reuses_for_nobody() -> None:
-    ask = asked({"context_cache": False, "force_cache": True}, session_id="s", use_kv_cache=True)
-    assert (ask.reuse, ask.names) == (False, None)
+    request = requested(
+        {"context_cache": False, "force_cache": True}, session_id="s", use_kv_cache=True
+    )
+    assert (request.reuse, request.names) == (False, None)
 
 
 @pytest.mark.parametrize("field", ["cache_key", "session_id", "prompt_cache_key"])
