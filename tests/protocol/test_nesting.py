@@ -1,27 +1,34 @@
-"""The limit on how deep JSON is nested."""
-
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 
-from rekindle.protocol.nesting import depth_exceeds
+from rekindle.protocol.nesting import depth_exceeds, levels
 
 
-@pytest.mark.parametrize(
-    ("value", "levels"),
-    [(1, 1), ("text", 1), (None, 1), ([], 1), ({}, 1), ([1], 2), ({"a": [1, {"b": []}]}, 4)],
-)
-def test_levels_are_counted_down_to_the_innermost_value(value: Any, levels: int) -> None:
-    assert not depth_exceeds(value, levels)
-    assert depth_exceeds(value, levels - 1)
+def nested(depth: int) -> Any:
+    """A value of so many levels, lists and objects in turn."""
+    value: Any = 1
+    for level in range(depth - 1):
+        value = [value] if level % 2 else {"a": value}
+    return value
 
 
-def test_no_depth_exhausts_the_stack() -> None:
-    value: Any = 0
-    for _ in range(1_000_000):
-        value = [value]
-    assert depth_exceeds(value, 64)
-    while value:  # freed level by level, or the interpreter's own stack would be exhausted
-        value = value[0]
+@pytest.mark.parametrize("depth", [1, 2, 7, 50])
+def test_a_value_exceeds_every_limit_below_its_depth(depth: int) -> None:
+    assert not depth_exceeds(nested(depth), depth)
+    assert depth_exceeds(nested(depth), depth - 1)
+
+
+def test_an_empty_object_has_one_level() -> None:
+    assert not depth_exceeds({}, 1)
+    assert depth_exceeds({"a": {}}, 1)
+
+
+def test_a_value_too_deep_for_recursion_is_measured() -> None:
+    assert depth_exceeds(nested(100_000), 100)
+
+
+def test_each_level_holds_all_values_of_its_depth() -> None:
+    assert list(levels({"a": [1, 2], "b": 3})) == [[{"a": [1, 2], "b": 3}], [[1, 2], 3], [1, 2]]
