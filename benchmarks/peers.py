@@ -17,10 +17,9 @@ from report import print_comparison, save
 from rich.console import Console
 from targets import Comparison
 
-from rekindle.bench.session import progress_bar
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
-from rekindle.models.progress import progress_on
+from rekindle.models.progress import progress_on, task_bars
 from rekindle.models.pull import pull
 
 REPEATS = {
@@ -63,7 +62,7 @@ def compare(models: dict[str, Path], repeats: dict[str, int], console: Console) 
             await duel.fight(scenario, times)
         return duel.comparison()
 
-    with progress_bar(console) as progress:
+    with task_bars(console) as progress:
         return asyncio.run(fight(Duel(models, FOLDER, secrets.token_hex(4), progress)))
 
 

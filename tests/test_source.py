@@ -1,9 +1,11 @@
-"""What the source tree as a whole promises."""
+"""The seams of the source tree, guarded: who imports whom, and where tests live."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,40 @@ import pytest
 import rekindle
 
 SOURCE = Path(rekindle.__file__).parent
+TESTS = Path(__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 PARTS = ("chat", "kvcache", "engine")  # they meet in runtime, and nowhere else
+FRONT = ("server", "api", "cli")  # the HTTP process and the command line
+BEHIND_PROTOCOL = (*PARTS, "runtime")  # the process of one model
+
+#: Imports from the front that cross the seam, each with its reason.
+ALLOWED = {
+    # `rekindle cache check` verifies a cache folder on disk, without any server.
+    ("cli/cache.py", "rekindle.kvcache.disk.check"),
+}
+
+#: Folders of tests that are about the whole program, or help the others.
+NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench"}
+
+#: Suites about several modules of their folder together.
+CROSS_CUTTING = {
+    "api/openai/test_client.py",
+    "api/openai/test_tool_client.py",
+    "chat/tools/test_fuzz.py",
+    "chat/tools/test_slips.py",
+    "chat/tools/test_transcripts.py",
+    "kvcache/test_resumable.py",
+    "kvcache/test_tiers.py",
+    "kvcache/tiers/test_contract.py",
+    "runtime/test_exactness.py",
+    "runtime/test_format_loops.py",
+    "runtime/test_parts.py",
+    "runtime/test_promises.py",
+    "runtime/test_restart.py",
+    "runtime/test_tool_loop.py",
+    "server/test_disconnect.py",
+    "server/test_failures.py",
+}
 
 #: Ways to turn bytes or text from outside into running code.
 BANNED = re.compile(
@@ -21,6 +55,15 @@ BANNED = re.compile(
     r"|\btorch\.load\b|\ballow_pickle\b|\byaml\.(unsafe_|full_)?load(_all)?\("
     r"|(?<![\w.])(eval|exec)\("
 )
+
+
+def name_of(path: Path) -> str:
+    """A file's module name; a package's is that of its folder."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(("rekindle", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {name_of(path): path for path in FILES}
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -32,13 +75,53 @@ def imported(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*above, node.module) if node.module else above)
-            yield module
-            yield from (f"{module}.{name.name}" for name in node.names)
+            names = [f"{module}.{name.name}" for name in node.names]
+            yield from names
+            if not all(name in MODULES for name in names):
+                yield module
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of ours that a file imports anywhere: in functions and for types too."""
+    return {name for name in imported(path) if name in MODULES and name != name_of(path)}
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return module.split(".")[:2] in [["rekindle", package] for package in packages]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in graph.get(node, ()):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
 
 
 def test_there_is_something_to_look_at() -> None:
     assert {part for part in PARTS if (SOURCE / part).is_dir()} == set(PARTS)
     assert "rekindle.kvcache.key" in imported(SOURCE / "kvcache" / "store.py")
+    assert "rekindle.server.app" in imported_modules(SOURCE / "server" / "launch.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -80,3 +163,104 @@ def test_chat_kvcache_and_engine_never_import_each_other(part: str) -> None:
         if module.startswith(others)
     }
     assert met == set()
+
+
+def test_the_front_imports_nothing_of_what_runs_a_model() -> None:
+    met = {
+        (str(path.relative_to(SOURCE)), module)
+        for package in FRONT
+        for path in (SOURCE / package).rglob("*.py")
+        for module in imported_modules(path)
+        if is_in(module, BEHIND_PROTOCOL)
+    }
+    assert met - ALLOWED == set()
+
+
+def test_a_launched_server_has_loaded_nothing_of_what_runs_a_model() -> None:
+    """Also not by way of something else that the front may import."""
+    code = (
+        "import sys, rekindle.config, rekindle.server.launch as launch\n"
+        "launch.build_app(rekindle.config.Config(), None)\n"
+        "print(*sys.modules, sep='\\n')"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "rekindle.api.openai.chat" in loaded
+    assert [module for module in loaded if is_in(module, BEHIND_PROTOCOL)] == []
+
+
+def test_the_protocol_imports_nothing_else_of_ours() -> None:
+    met = {
+        f"{path.name}: {module}"
+        for path in (SOURCE / "protocol").rglob("*.py")
+        for module in imported_modules(path)
+        if not is_in(module, ("protocol",))
+    }
+    assert met == set()
+
+
+def test_a_dialect_imports_no_other_dialect() -> None:
+    dialects = [path.name for path in (SOURCE / "api").iterdir() if (path / "__init__.py").exists()]
+    assert {"openai", "cache"} <= set(dialects)
+    met = {
+        f"{path.relative_to(SOURCE)}: {module}"
+        for dialect in dialects
+        for path in (SOURCE / "api" / dialect).rglob("*.py")
+        for module in imported_modules(path)
+        if module.split(".")[2:3] != [dialect]
+        and module.startswith(tuple(f"rekindle.api.{other}" for other in dialects))
+    }
+    assert met == set()
+
+
+def test_no_engine_is_named_outside_the_engines() -> None:
+    """But for one line of the registry."""
+    named = [
+        f"{path.relative_to(SOURCE)}: {line.strip()}"
+        for path in FILES
+        if not path.is_relative_to(SOURCE / "engine" / "llamacpp")
+        for line in path.read_text().splitlines()
+        if re.search(r"llama_?cpp", line, re.IGNORECASE)
+    ]
+    assert [line for line in named if not line.startswith("engine/registry.py: ")] == []
+    assert len(named) <= 1
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Counting imports inside functions and behind TYPE_CHECKING."""
+    graph = {module: imported_modules(path) for module, path in MODULES.items()}
+    assert cycles(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": set()}, [["a", "b", "c"]]),
+        ({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
+    ],
+)
+def test_each_circle_would_be_seen(graph: dict[str, set[str]], found: list[list[str]]) -> None:
+    assert cycles(graph) == found
+
+
+def test_tests_mirror_the_source() -> None:
+    """`tests/X/test_Y.py` is about the module Y of X, and so is `test_Y_topic.py`."""
+    stray = [
+        str(path.relative_to(TESTS))
+        for path in TESTS.rglob("test_*.py")
+        if path.relative_to(TESTS).parts[0] not in NOT_MIRRORED
+        and str(path.relative_to(TESTS)) not in CROSS_CUTTING
+        and path != Path(__file__)
+        and not mirrors_a_module(path.relative_to(TESTS))
+    ]
+    assert stray == []
+
+
+def mirrors_a_module(test: Path) -> bool:
+    words = test.stem.removeprefix("test_").split("_")
+    names = ["_".join(words[:count]) for count in range(1, len(words) + 1)]
+    folder = SOURCE / test.parent
+    return any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in names)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rekindle.version import __version__
+
 if TYPE_CHECKING:
     from rekindle.server.python_api import Engine, EngineConfig
 
-__version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine brings half of the program with it: imported when somebody wants it."""
+    """Import the server only when a program asks for it, so that `import rekindle` stays light."""
     if name in ("Engine", "EngineConfig"):
-        from rekindle.server import python_api as local
+        from rekindle.server import python_api
 
-        return getattr(local, name)
+        return getattr(python_api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

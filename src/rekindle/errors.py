@@ -1,7 +1,7 @@
 """Every error Rekindle raises on purpose, split by whose fault it is.
 
-`api.app` alone turns a ServerError into JSON, `api.sse` into an error event once bytes were sent,
-and the command line into one sentence.
+`server.app` alone turns a ServerError into JSON, `server.sse` into an error event once bytes were
+sent, and the command line into one sentence.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.server.launch import say_goodbye
+from rekindle.server.launch import finish_responses
 from tests.api.scripted import Front
 
 PATIENCE_S = 10.0
@@ -47,7 +47,7 @@ class Live:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._server.serve(sockets=[self.sock])
-        await say_goodbye(self._server)
+        await finish_responses(self._server)
 
     def start(self) -> None:
         self._thread.start()

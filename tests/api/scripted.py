@@ -1,4 +1,4 @@
-"""A stand-in for a runtime that says what a script tells it, and the real application before it."""
+"""A runtime that plays scripts of events, and the real application in front of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rekindle.protocol.events import (
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
-from rekindle.server.runtime_client import Deliver, RuntimeClient
+from rekindle.server.runtime_client import OnEvent, RuntimeClient
 from rekindle.server.service import Service
 
 PATIENCE_S = 30.0
@@ -97,9 +97,9 @@ def failed(
 def reply(
     *texts: str, logs: Sequence[list[TokenLogprob]] | None = None, end: Step | None = None
 ) -> list[Step]:
-    """A turn that begins, says these texts and ends."""
-    said = [delta(text, logs[i] if logs else None) for i, text in enumerate(texts)]
-    return [Started(0, 10, 0), *said, end or finished(completion_tokens=len(texts))]
+    """A turn that begins, streams these texts and ends."""
+    deltas = [delta(text, logs[i] if logs else None) for i, text in enumerate(texts)]
+    return [Started(0, 10, 0), *deltas, end or finished(completion_tokens=len(texts))]
 
 
 def calling(*calls: tuple[str, str], before: Sequence[Step] = ()) -> list[Step]:
@@ -113,8 +113,8 @@ def calling(*calls: tuple[str, str], before: Sequence[Step] = ()) -> list[Step]:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question about the cache as it reached the runtime."""
+class Received:
+    """An admin request as it reached the runtime."""
 
     op: AdminOp
     salt: bytes
@@ -141,15 +141,15 @@ def refuse(_op: AdminOp) -> AdminResult:
 class ScriptedRuntime(RuntimeClient):
     """Answers the nth turn with the nth script; the last script goes on for ever.
 
-    Questions about the cache are recorded and left to `answers`.
+    Admin requests are recorded and left to `answers`.
     """
 
     def __init__(self, *scripts: Script, name: str = "tiny", answers: Answers = refuse) -> None:
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
         self.restarts = 0
-        self.asks: list[GenerateRequest] = []
-        self.questions: list[Question] = []
+        self.requests: list[GenerateRequest] = []
+        self.admin_requests: list[Received] = []
         self.open_turns = 0
         self.cancelled_turns = 0
         self.scripts: list[asyncio.Task[None]] = []
@@ -157,52 +157,52 @@ class ScriptedRuntime(RuntimeClient):
         self._scripts = scripts or (reply("Hel", "lo"),)
         self._answers = answers
 
-    def submit(self, ask: GenerateRequest, deliver: Deliver) -> int:
-        script = self._scripts[min(len(self.asks), len(self._scripts) - 1)]
-        self.asks.append(ask)
+    def submit(self, request: GenerateRequest, on_event: OnEvent) -> int:
+        script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
+        self.requests.append(request)
         if isinstance(script[0], ServerError):
             raise script[0]
         self.open_turns += 1
-        turn = len(self.asks)
-        playing = self._playing[turn] = asyncio.create_task(self._play(turn, script, deliver))
+        turn = len(self.requests)
+        playing = self._playing[turn] = asyncio.create_task(self._play(turn, script, on_event))
         self.scripts.append(playing)
         return turn
 
-    def leave(self, turn: int) -> None:
+    def cancel(self, turn: int) -> None:
         if playing := self._playing.pop(turn, None):
             playing.cancel()
             self.open_turns -= 1
             self.cancelled_turns += 1
 
-    async def query(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading")
-        self.questions.append(Question(op, salt, admin))
+        self.admin_requests.append(Received(op, salt, admin))
         await asyncio.sleep(0)
         return self._answers(op)
 
-    async def _play(self, turn: int, script: Script, deliver: Deliver) -> None:
+    async def _play(self, turn: int, script: Script, on_event: OnEvent) -> None:
         for step in script:
             if isinstance(step, Pause):
                 await asyncio.Event().wait()
             elif isinstance(step, TERMINAL):
                 del self._playing[turn]
                 self.open_turns -= 1
-                deliver(step)
+                on_event(step)
                 return
             else:
                 assert not isinstance(step, ServerError), "a refusal comes first"
-                deliver(step)
+                on_event(step)
             await asyncio.sleep(0)
 
     @property
-    def asked(self) -> GenerateRequest:
-        [only] = self.asks
+    def requested(self) -> GenerateRequest:
+        [only] = self.requests
         return only
 
     @property
-    def questioned(self) -> Question:
-        [only] = self.questions
+    def admin_request(self) -> Received:
+        [only] = self.admin_requests
         return only
 
 
@@ -210,19 +210,19 @@ class ScriptedRuntime(RuntimeClient):
 async def lifespan(app: ASGIApp) -> AsyncIterator[ASGIApp]:
     """The application as a server runs it: started, with its state in every scope, shut down."""
     state: dict[str, Any] = {}
-    said: asyncio.Queue[Any] = asyncio.Queue()
-    heard: asyncio.Queue[Any] = asyncio.Queue()
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    outgoing: asyncio.Queue[Any] = asyncio.Queue()
     scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": state}
-    life = asyncio.create_task(_call(app, scope, said.get, heard.put))
-    await said.put({"type": "lifespan.startup"})
-    assert (await heard.get())["type"] == "lifespan.startup.complete"
+    life = asyncio.create_task(_call(app, scope, incoming.get, outgoing.put))
+    await incoming.put({"type": "lifespan.startup"})
+    assert (await outgoing.get())["type"] == "lifespan.startup.complete"
 
     async def started(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "state": dict(state)}, receive, send)
 
     yield started
-    await said.put({"type": "lifespan.shutdown"})
-    assert (await heard.get())["type"] == "lifespan.shutdown.complete"
+    await incoming.put({"type": "lifespan.shutdown"})
+    assert (await outgoing.get())["type"] == "lifespan.shutdown.complete"
     await life
 
 

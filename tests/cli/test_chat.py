@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from rekindle.cli.chat import (
-    Called,
     ChatFailed,
     Conversation,
     Cost,
-    Reading,
+    PrefillProgress,
+    Reasoning,
     Screen,
-    Thought,
+    ToolCall,
     converse,
 )
 
@@ -48,7 +48,7 @@ def hello(_body: dict[str, Any]) -> httpx.Response:
 
 
 class Server:
-    """Answers each request from the script, and remembers what was asked."""
+    """Answers each request from the script, and records the requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self.requests: list[httpx.Request] = []
@@ -73,15 +73,15 @@ class Server:
         )
 
 
-def said(conversation: Conversation, text: str) -> tuple[str, Cost]:
-    *pieces, cost = conversation.say(text)
+def exchange(conversation: Conversation, text: str) -> tuple[str, Cost]:
+    *pieces, cost = conversation.send(text)
     assert isinstance(cost, Cost)
     return "".join(piece for piece in pieces if isinstance(piece, str)), cost
 
 
 def test_a_turn_streams_and_tells_its_cost() -> None:
     server = Server()
-    text, cost = said(server.conversation(), "hi")
+    text, cost = exchange(server.conversation(), "hi")
     assert text == "Hello"
     assert cost.first_token_s is not None
     line = cost.line()
@@ -91,7 +91,7 @@ def test_a_turn_streams_and_tells_its_cost() -> None:
 
 def test_the_request_is_an_openai_one() -> None:
     server = Server()
-    said(server.conversation(system="Be brief."), "hi")
+    exchange(server.conversation(system="Be brief."), "hi")
     [request] = server.requests
     assert str(request.url) == "http://server/v1/chat/completions"
     assert request.headers["authorization"] == "Bearer secret"
@@ -130,14 +130,14 @@ def thoughtful(_body: dict[str, Any]) -> httpx.Response:
 
 
 def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
-    *parts, cost = Server(thoughtful).conversation().say("hi")
+    *parts, cost = Server(thoughtful).conversation().send("hi")
     assert parts == [
-        Reading(5, 50),
-        Thought("Hm, "),
-        Thought("[b]two[/b]."),
+        PrefillProgress(5, 50),
+        Reasoning("Hm, "),
+        Reasoning("[b]two[/b]."),
         "2",
-        Called("add", ""),
-        Called("", '{"a": 1}'),
+        ToolCall("add", ""),
+        ToolCall("", '{"a": 1}'),
     ]
     assert isinstance(cost, Cost)
 
@@ -145,8 +145,8 @@ def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
 def test_thoughts_are_not_sent_back() -> None:
     server = Server(thoughtful, hello)
     conversation = server.conversation()
-    said(conversation, "one")
-    said(conversation, "two")
+    exchange(conversation, "one")
+    exchange(conversation, "two")
     assert server.body()["messages"] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "2"},
@@ -156,15 +156,15 @@ def test_thoughts_are_not_sent_back() -> None:
 
 def test_progress_is_no_first_token() -> None:
     reading = {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}}
-    _, cost = said(Server(lambda _: stream(reading)).conversation(), "hi")
+    _, cost = exchange(Server(lambda _: stream(reading)).conversation(), "hi")
     assert cost.first_token_s is None
 
 
 def test_the_history_grows_turn_by_turn() -> None:
     server = Server()
     conversation = server.conversation()
-    said(conversation, "one")
-    said(conversation, "two")
+    exchange(conversation, "one")
+    exchange(conversation, "two")
     assert server.body()["messages"] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "Hello"},
@@ -175,9 +175,9 @@ def test_the_history_grows_turn_by_turn() -> None:
 def test_starting_over_keeps_the_system_prompt_alone() -> None:
     server = Server()
     conversation = server.conversation(system="Be brief.")
-    said(conversation, "one")
+    exchange(conversation, "one")
     conversation.start_over()
-    said(conversation, "two")
+    exchange(conversation, "two")
     assert [message["role"] for message in server.body()["messages"]] == ["system", "user"]
 
 
@@ -203,22 +203,22 @@ def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
     answer: Answer, message: str
 ) -> None:
     conversation = Server(hello, answer, hello).conversation()
-    said(conversation, "one")
+    exchange(conversation, "one")
     before = conversation.messages
     with pytest.raises(ChatFailed, match=message):
-        said(conversation, "two")
+        exchange(conversation, "two")
     assert conversation.messages == before
-    assert said(conversation, "two again")[0] == "Hello"
+    assert exchange(conversation, "two again")[0] == "Hello"
 
 
 def test_an_address_that_is_none_is_a_failure_too() -> None:
     conversation = Conversation(base_url="http://[", model="m", api_key="k", options={})
     with pytest.raises(ChatFailed, match="cannot talk to"):
-        said(conversation, "hi")
+        exchange(conversation, "hi")
 
 
 def test_a_reply_without_text_or_usage_has_a_cost_line_too() -> None:
-    text, cost = said(Server(lambda _: stream({"choices": []})).conversation(), "hi")
+    text, cost = exchange(Server(lambda _: stream({"choices": []})).conversation(), "hi")
     assert text == ""
     assert cost.line() == "reused 0 of 0 prompt tokens, first token after no token, 0 generated"
 
@@ -281,7 +281,7 @@ def terminal() -> Console:
 def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins() -> None:
     console = terminal()
     with Screen(console) as screen:
-        screen.show(Reading(512, 2048))
+        screen.show(PrefillProgress(512, 2048))
         status = screen.status
         assert status is not None
         assert status.status == "reading the prompt: 512 of 2048 tokens"
@@ -292,7 +292,7 @@ def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins(
 def test_a_terminal_shows_thoughts_dimmed() -> None:
     console = terminal()
     with Screen(console) as screen:
-        screen.show(Thought("Hm"))
+        screen.show(Reasoning("Hm"))
         screen.show("Hello")
     assert isinstance(console.file, io.StringIO)
     written = console.file.getvalue()

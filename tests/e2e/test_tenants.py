@@ -238,11 +238,11 @@ def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(house
     with house.client(key) as client:
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
         keyfile.append(house.keys, keyfile.line_for("dora", key, admin=False))
-        time.sleep(keyfile.LOOK_EVERY_S)
+        time.sleep(keyfile.CHECK_EVERY_S)
         told = chat(client, conversation("Hello, I am new."), return_cache_key=True)
         assert told["x_cache"]["new_cache_key"]
         house.keys.write_text(before)
-        time.sleep(keyfile.LOOK_EVERY_S)
+        time.sleep(keyfile.CHECK_EVERY_S)
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
 
 

@@ -13,7 +13,7 @@ import pytest
 from rekindle.config import load_config
 from rekindle.errors import ConfigError, Unauthorized
 from rekindle.server.auth import Keys
-from rekindle.server.keyfile import LOOK_EVERY_S, KeyFile, digest_of, line_for
+from rekindle.server.keyfile import CHECK_EVERY_S, KeyFile, digest_of, line_for
 
 
 class Clock:
@@ -139,7 +139,7 @@ def test_a_changed_file_takes_effect_within_a_second(path: Path, clock: Clock) -
     keys = Keys(file=KeyFile(path, clock))
     write(path, line_for("eve", "eves-key", admin=False), line_for("x", "y", admin=False))
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (True, False)
-    clock.now += LOOK_EVERY_S
+    clock.now += CHECK_EVERY_S
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (False, True)
 
 
@@ -152,7 +152,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_seen(
     os.utime(other, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert other.stat().st_size == stamp.st_size
     other.replace(path)
-    clock.now += LOOK_EVERY_S
+    clock.now += CHECK_EVERY_S
     assert (opens(keys, "bobs"), opens(keys, "eves")) == (False, True)
 
 
@@ -164,7 +164,7 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_changed(
         for _ in range(100):
             file.keys()
         assert looked.call_count == 0
-        clock.now += LOOK_EVERY_S
+        clock.now += CHECK_EVERY_S
         for _ in range(100):
             file.keys()
         assert looked.call_count == 1
@@ -181,10 +181,10 @@ def test_a_file_that_turned_bad_keeps_the_keys_and_complains_once(
     else:
         write(path, line_for("eve", "eves", admin=False), "nonsense here too")
     for _ in range(3):
-        clock.now += LOOK_EVERY_S
+        clock.now += CHECK_EVERY_S
         assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, False)
     [complaint] = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert ("line 2" in complaint.getMessage()) != gone
     write(path, good, line_for("eve", "eves", admin=False))
-    clock.now += LOOK_EVERY_S
+    clock.now += CHECK_EVERY_S
     assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, True)

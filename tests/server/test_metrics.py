@@ -6,7 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.api.cache.entries import stats, telling
+from tests.api.cache.entries import answering, stats
 from tests.api.scripted import Front, ScriptedRuntime, error
 
 Samples = dict[tuple[str, str], float]
@@ -24,7 +24,7 @@ def samples(answer: httpx.Response) -> Samples:
 
 def test_every_model_tells_its_figures() -> None:
     found = samples(
-        Front(ScriptedRuntime(name='a "b"\\', answers=telling(stats()))).get("/metrics")
+        Front(ScriptedRuntime(name='a "b"\\', answers=answering(stats()))).get("/metrics")
     )
     assert {name.removeprefix("rekindle_"): value for (name, _), value in found.items()} == {
         "up": 1,
@@ -52,7 +52,7 @@ def test_every_model_tells_its_figures() -> None:
 
 @pytest.mark.parametrize(("state", "degraded"), [("ok", 0), ("off", 0), ("full", 1), ("locked", 1)])
 def test_a_disk_that_is_not_written_is_told_with_the_reason(state: str, degraded: int) -> None:
-    answer = Front(ScriptedRuntime(answers=telling(stats(disk_state=state)))).get("/metrics")
+    answer = Front(ScriptedRuntime(answers=answering(stats(disk_state=state)))).get("/metrics")
     assert samples(answer)["rekindle_disk_degraded", "tiny"] == degraded
     assert f'rekindle_disk_state_info{{model="tiny",state="{state}"}} 1.0' in answer.text
 
@@ -60,14 +60,14 @@ def test_a_disk_that_is_not_written_is_told_with_the_reason(state: str, degraded
 def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
     away = ScriptedRuntime(name="away")
     away.ready, away.restarts = None, 2
-    found = samples(Front(away, ScriptedRuntime(answers=telling(stats()))).get("/metrics"))
+    found = samples(Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics"))
     assert (found["rekindle_up", "away"], found["rekindle_up", "tiny"]) == (0, 1)
     assert found["rekindle_runtime_restarts_total", "away"] == 2
     assert ("rekindle_turns", "away") not in found
 
 
 def test_with_keys_metrics_are_the_admins() -> None:
-    runtime = ScriptedRuntime(answers=telling(stats()))
+    runtime = ScriptedRuntime(answers=answering(stats()))
     front = Front(runtime, api_key=["alpha"], admin_key=["root"])
 
     def asked_by(key: str) -> httpx.Response:
@@ -76,6 +76,6 @@ def test_with_keys_metrics_are_the_admins() -> None:
     assert front.get("/metrics").status_code == asked_by("wrong").status_code == 401
     assert asked_by("alpha").status_code == 403
     assert error(asked_by("alpha"))["code"] == "admin_key_required"
-    assert runtime.questions == []
+    assert runtime.admin_requests == []
     assert samples(asked_by("root"))["rekindle_up", "tiny"] == 1
-    assert runtime.questioned.admin
+    assert runtime.admin_request.admin

@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from rekindle.protocol.admin import Removed
 from rekindle.server import middleware
-from rekindle.server import request_body as body
-from rekindle.server.auth import Keys, admin_of, salt_of
+from rekindle.server.auth import Caller, Keys, caller_of
 from tests.api.scripted import HELLO, Front, ScriptedRuntime, error
 
 CHAT = "/v1/chat/completions"
@@ -50,7 +49,7 @@ def test_without_the_key_every_path_is_closed(path: str, headers: dict[str, str]
             if method != "HEAD":
                 assert error(answer)["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 @pytest.mark.parametrize("spelled", ["/health/", "//health", "/Health", "/health/x", "/health%2f"])
@@ -92,7 +91,7 @@ def test_without_keys_everybody_may_ask() -> None:
     assert Front().get("/v1/models").status_code == 200
 
 
-def test_the_guard_tells_the_routes_who_asks() -> None:
+def test_routes_learn_who_sent_a_request() -> None:
     """Each key has a salt of its own; only an admin key makes an admin; health is nobody's."""
     scopes: list[Scope] = []
 
@@ -100,15 +99,15 @@ def test_the_guard_tells_the_routes_who_asks() -> None:
         scopes.append(scope)
 
     keys = Keys(["alpha", "beta"], admin=["root"])
-    guarded = middleware.Guard(inside, keys, "127.0.0.1")
+    checked = middleware.RequestMiddleware(inside, keys, "127.0.0.1")
     for path, key in (("/a", "alpha"), ("/a", "beta"), ("/a", "root"), ("/health", "root")):
         headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
-        asyncio.run(guarded(scope, None, None))  # type: ignore[arg-type]
-    alpha, beta, root, health = [(salt_of(Request(s)), admin_of(Request(s))) for s in scopes]
-    assert [alpha[1], beta[1], root[1], health[1]] == [False, False, True, False]
-    assert len({alpha[0], beta[0], root[0], health[0]}) == 4
-    assert health[0] == b""
+        asyncio.run(checked(scope, None, None))  # type: ignore[arg-type]
+    callers = [caller_of(Request(scope)) for scope in scopes]
+    assert [caller.admin for caller in callers] == [False, False, True, False]
+    assert len({caller.salt for caller in callers}) == 4
+    assert callers[-1].salt == b""
 
 
 def test_on_an_open_server_everybody_is_admin() -> None:
@@ -118,9 +117,9 @@ def test_on_an_open_server_everybody_is_admin() -> None:
         scopes.append(scope)
 
     scope = {"type": "http", "method": "GET", "path": "/a", "headers": [(b"host", b"localhost")]}
-    asyncio.run(middleware.Guard(inside, Keys(), "::1")(scope, None, None))  # type: ignore[arg-type]
+    asyncio.run(middleware.RequestMiddleware(inside, Keys(), "::1")(scope, None, None))  # type: ignore[arg-type]
     [seen] = scopes
-    assert (salt_of(Request(seen)), admin_of(Request(seen))) == (b"", True)
+    assert caller_of(Request(seen)) == Caller(b"", admin=True)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +170,13 @@ def test_json_may_say_its_charset() -> None:
 def test_no_other_origin_is_let_in() -> None:
     answer = Front().post(CHAT, HELLO, headers={"Origin": "https://evil.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-    asked = Front().request("OPTIONS", CHAT, headers={"Origin": "https://evil.example"})
-    assert asked.status_code == 405
+    answer = Front().request("OPTIONS", CHAT, headers={"Origin": "https://evil.example"})
+    assert answer.status_code == 405
 
 
 @pytest.fixture
 def small_bodies(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(body, "MOST_BODY_BYTES", 1000)
+    monkeypatch.setattr(middleware, "MOST_BODY_BYTES", 1000)
     return 1000
 
 

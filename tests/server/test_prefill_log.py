@@ -41,7 +41,7 @@ def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
 ) -> None:
     front = Front(ScriptedRuntime(SCRIPT))
     front.chat(stream=stream, prefill_progress=progress)
-    assert front.runtime.asked.progress is bool(stream and progress)
+    assert front.runtime.requested.progress is bool(stream and progress)
 
 
 def test_progress_nobody_asked_for_is_not_told() -> None:
@@ -72,20 +72,20 @@ class Clock:
         return self.now
 
 
-def lines(caplog: pytest.LogCaptureFixture, *heard: tuple[float, Event]) -> list[str]:
+def lines(caplog: pytest.LogCaptureFixture, *events: tuple[float, Event]) -> list[str]:
     clock = Clock()
-    told = PrefillLog(clock)
+    prefill_log = PrefillLog(clock)
     with caplog.at_level(logging.INFO, "rekindle.turn"):
-        for clock.now, event in heard:
-            told.hear(event)
+        for clock.now, event in events:
+            prefill_log.record(event)
     return [record.getMessage() for record in caplog.records]
 
 
 def test_a_prompt_that_takes_long_is_told_of_every_five_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    heard = [(float(s), Prefill(12, s * 100, 9000)) for s in range(1, 13)]
-    assert lines(caplog, (0.0, Started(12, 9000, 0)), *heard) == [
+    events = [(float(s), Prefill(12, s * 100, 9000)) for s in range(1, 13)]
+    assert lines(caplog, (0.0, Started(12, 9000, 0)), *events) == [
         "turn 12: 500 of 9000 prompt tokens read",
         "turn 12: 1000 of 9000 prompt tokens read",
     ]

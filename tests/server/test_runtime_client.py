@@ -57,7 +57,7 @@ async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIter
 
 async def answer(runtime: RuntimeClient, request: GenerateRequest) -> list[Event]:
     async with asyncio.timeout(PATIENCE_S):
-        return [event async for event in runtime.ask(request)]
+        return [event async for event in runtime.stream(request)]
 
 
 async def soon(condition: Callable[[], bool]) -> None:
@@ -106,7 +106,7 @@ def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=0) as runtime:
             for _ in range(3):
-                async with aclosing(runtime.ask(endless())) as events:
+                async with aclosing(runtime.stream(endless())) as events:
                     assert isinstance(await anext(events), Started)
                 assert runtime.turns == 0
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
@@ -117,7 +117,7 @@ def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
 def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=1) as runtime:
-            async with aclosing(runtime.ask(endless())) as busy:
+            async with aclosing(runtime.stream(endless())) as busy:
                 await anext(busy)
                 waiting = asyncio.create_task(answer(runtime, ask()))
                 await soon(lambda: runtime.turns == 2)
@@ -165,7 +165,7 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
         async with running(model) as runtime:
             first_pid = runtime.pid
             assert first_pid is not None
-            async with asyncio.timeout(PATIENCE_S), aclosing(runtime.ask(endless())) as events:
+            async with asyncio.timeout(PATIENCE_S), aclosing(runtime.stream(endless())) as events:
                 assert isinstance(await anext(events), Started)
                 os.kill(first_pid, signal.SIGKILL)
                 last = [event async for event in events][-1]
@@ -212,7 +212,7 @@ def test_stopping_ends_the_process_in_mid_turn_too(model: Path) -> None:
         async with running(model) as runtime:
             pid = runtime.pid
             assert pid is not None
-            async with aclosing(runtime.ask(endless())) as events:
+            async with aclosing(runtime.stream(endless())) as events:
                 await anext(events)
                 await runtime.stop()
                 assert not is_alive(pid)
@@ -280,7 +280,7 @@ def test_a_process_does_not_outlive_a_front_that_was_killed(model: Path) -> None
 
 async def _stopped_in_mid_turn(model: Path) -> Event:
     async with running(model) as runtime:
-        events = runtime.ask(endless())
+        events = runtime.stream(endless())
         await anext(events)
         await runtime.stop()
         return [event async for event in events][-1]
@@ -295,7 +295,7 @@ def test_turns_in_flight_are_told_when_the_runtime_is_stopped(model: Path) -> No
 
 async def _last_event(model: Path, question: GenerateRequest) -> Event:
     async with running(model) as runtime:
-        return [event async for event in runtime.ask(question)][-1]
+        return [event async for event in runtime.stream(question)][-1]
 
 
 def test_an_empty_prompt_begins_with_the_models_own_beginning(model: Path) -> None:

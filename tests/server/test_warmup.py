@@ -47,14 +47,14 @@ def prepare(runtime: ScriptedRuntime, *names: str) -> None:
 def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
     runtime = ScriptedRuntime(READY, answers=settled)
     prepare(runtime, "a")
-    ask = runtime.asked
+    ask = runtime.requested
     assert ask.messages == [{"role": "system", "content": "You are an analyst."}]
     assert ask.tools == [
         {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
     ]
     assert ask.prepare == Prepare(pinned=True, ttl_s=None, shared=True)
     assert ask.salt == b""
-    [question] = runtime.questions
+    [question] = runtime.admin_requests
     assert question.op == Flush("abc")
     assert question.admin  # a shared entry is in nobody's own list
 
@@ -65,14 +65,14 @@ def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None
     presets = {"a": Preset.model_validate(PROJECT)}
     quiet = Console(file=io.StringIO())
     asyncio.run(warm(presets, lambda _name: runtime, quiet, exact=True, normalise=normalise))
-    assert (runtime.asked.exact, runtime.asked.normalise) == (True, normalise)
+    assert (runtime.requested.exact, runtime.requested.normalise) == (True, normalise)
 
 
 def test_a_project_that_does_not_want_it_is_left_alone() -> None:
     runtime = ScriptedRuntime(READY, answers=settled)
     presets = {"a": Preset(system_prompt="x")}
     asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
-    assert runtime.asks == []
+    assert runtime.requests == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 
-from rekindle import __version__
 from rekindle.bench.agents import Agents
 from rekindle.bench.article import Article
 from rekindle.bench.decode import Decode
@@ -19,6 +18,7 @@ from rekindle.bench.figures import FIGURES
 from rekindle.bench.hybrid import Hybrid
 from rekindle.bench.schema import Schema
 from rekindle.bench.toolloop import ToolLoop
+from rekindle.version import __version__
 
 Round = Article | Document | Agents | Decode | Schema | ToolLoop | Hybrid
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.progress import TimeElapsedColumn as Elapsed
+from rich.progress import Progress
 
 from rekindle.bench import agents, article, decode, document, hybrid, schema, toolloop
 from rekindle.bench.options import BenchOptions
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
+from rekindle.models.progress import task_bars
 
 SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "article": article.measure,
@@ -27,13 +27,8 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
 
 def run(options: BenchOptions, console: Console) -> Results:
     """Measure the options' server, showing progress; raise BenchFailed if it errs."""
-    with progress_bar(console) as progress:
+    with task_bars(console) as progress:
         return asyncio.run(_run(options, progress))
-
-
-def progress_bar(console: Console) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-    return Progress(*columns, MofNCompleteColumn(), Elapsed(), console=console, transient=True)
 
 
 async def _run(options: BenchOptions, progress: Progress) -> Results:

@@ -1,4 +1,4 @@
-"""`rekindle cache`: look at what a server keeps, and tidy it."""
+"""`rekindle cache`: show and change what a server stores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 
-from rekindle.cli import cache_client as admin
+from rekindle.cli import cache_views as views
 from rekindle.cli.cache_client import CacheClient
-from rekindle.cli.progress import progress_bar
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
+from rekindle.models.progress import progress_bar
 
 if TYPE_CHECKING:
     from rekindle.kvcache.disk.check import FolderReport
@@ -41,21 +41,21 @@ def _show(answer: Any, view: RenderableType, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
-        Console().print(admin.plain(view) if isinstance(view, str) else view)
+        Console().print(views.plain(view) if isinstance(view, str) else view)
 
 
 @app.command("ls")
 def list_entries(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """List the entries, those used last first."""
+    """List the entries, most recently used first."""
     answer = CacheClient(base_url, api_key).listing()
-    _show(answer, admin.entries_table(answer["entries"]), as_json=as_json)
+    _show(answer, views.entries_table(answer["entries"]), as_json=as_json)
 
 
 @app.command()
 def stats(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Tell what the cache holds and how often it helped."""
+    """Show what the cache holds and how often it was hit."""
     answer = CacheClient(base_url, api_key).stats()
-    _show(answer, admin.stats_table(answer), as_json=as_json)
+    _show(answer, views.stats_table(answer), as_json=as_json)
 
 
 @app.command()
@@ -65,14 +65,14 @@ def show(
     """Show one entry in full."""
     client = CacheClient(base_url, api_key)
     answer = client.entry(client.find(key)["cache_key"])
-    _show(answer, admin.entry_table(answer), as_json=as_json)
+    _show(answer, views.entry_table(answer), as_json=as_json)
 
 
 @app.command()
 def pin(
     key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
 ) -> None:
-    """Keep an entry whatever else needs its room."""
+    """Never evict an entry."""
     client = CacheClient(base_url, api_key)
     answer = client.pin(client.find(key)["cache_key"])
     _show(answer, f"{answer['cache_key']} is pinned", as_json=as_json)
@@ -82,7 +82,7 @@ def pin(
 def unpin(
     key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
 ) -> None:
-    """Let an entry go when its time comes."""
+    """Let an entry expire and be evicted again."""
     client = CacheClient(base_url, api_key)
     answer = client.unpin(client.find(key)["cache_key"])
     _show(answer, f"{answer['cache_key']} is no longer pinned", as_json=as_json)
@@ -95,7 +95,7 @@ def remove(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forget entries; none of them when one cannot be found."""
+    """Remove entries; none of them when one cannot be found."""
     client = CacheClient(base_url, api_key)
     found = dict.fromkeys(client.find(key)["cache_key"] for key in keys)
     answers = [client.remove(key) for key in found]
@@ -122,6 +122,7 @@ def check(
     ] = None,
 ) -> None:
     """Verify the files on disk, without a server; exit status 1 when something was found."""
+    # On the folder itself, without a server: the one command that needs the cache's own code.
     from rekindle.kvcache.disk.check import check as verify
 
     folder = load_config({"cache_dir": cache_dir}, file=config).cache_dir
@@ -136,21 +137,21 @@ def check(
 
 def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
     """What a check of the files on disk found, folder by folder."""
-    lines = [admin.plain(f"{folder}: {len(reports)} models have state here")]
+    lines = [views.plain(f"{folder}: {len(reports)} models have state here")]
     for report in reports:
         if report.in_use:
             lines.append(
-                admin.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
+                views.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
             )
             continue
         found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
         style = "red" if report.findings else "green"
         lines.append(
-            admin.plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style)
+            views.plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style)
         )
-        lines += [admin.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
+        lines += [views.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
     if any(report.findings for report in reports):
-        lines.append(admin.plain("Mended." if repaired else "Run it with --repair to mend this."))
+        lines.append(views.plain("Mended." if repaired else "Run it with --repair to mend this."))
     return Group(*lines)
 
 
@@ -167,26 +168,26 @@ def explain(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell what a request would reuse of an entry, and where the two part."""
-    question = _question(messages)
+    """Show what a request would reuse of an entry, and where they differ."""
+    request = _request(messages)
     client = CacheClient(base_url, api_key)
     entry = client.find(key)
-    question["model"] = model or question.get("model") or entry["model"]
-    answer = client.validate({**question, "cache_key": entry["cache_key"]})
-    _show(answer, admin.explanation(answer), as_json=as_json)
+    request["model"] = model or request.get("model") or entry["model"]
+    answer = client.validate({**request, "cache_key": entry["cache_key"]})
+    _show(answer, views.explanation(answer), as_json=as_json)
 
 
-def _question(path: Path) -> dict[str, Any]:
+def _request(path: Path) -> dict[str, Any]:
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RekindleError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
         raise RekindleError(f"{path} is not JSON") from None
-    match written:
+    match content:
         case list():
-            return {"messages": written}
+            return {"messages": content}
         case {"messages": list()}:
             known = ("model", "messages", "tools", "chat_template_kwargs")
-            return {name: written[name] for name in known if name in written}
+            return {name: content[name] for name in known if name in content}
     raise RekindleError(f"{path} holds neither a list of messages nor an object with `messages`")

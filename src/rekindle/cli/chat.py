@@ -22,21 +22,21 @@ class ChatFailed(RekindleError):
     """The server could not be reached or refused."""
 
 
-class Reading(NamedTuple):
-    """The prompt is being read: so many tokens of so many."""
+class PrefillProgress(NamedTuple):
+    """How much of the prompt has been computed."""
 
     done_tokens: int
     prompt_tokens: int
 
 
-class Thought(NamedTuple):
-    """What the model writes for itself."""
+class Reasoning(NamedTuple):
+    """Text that the model wrote for itself."""
 
     text: str
 
 
-class Called(NamedTuple):
-    """A function that the model calls, or more of its arguments; nobody here answers it."""
+class ToolCall(NamedTuple):
+    """A function that the model calls, or more of its arguments; it is shown and not run."""
 
     name: str
     arguments: str
@@ -59,7 +59,7 @@ class Cost:
         )
 
 
-Part = str | Thought | Called | Reading | Cost
+Part = str | Reasoning | ToolCall | PrefillProgress | Cost
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Conversation:
     def start_over(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def say(self, text: str) -> Iterator[Part]:
+    def send(self, text: str) -> Iterator[Part]:
         """The reply as it comes, then its cost; a failed turn leaves the history unchanged."""
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
@@ -90,9 +90,9 @@ class Conversation:
             if chunk.get("usage"):
                 cost.usage = chunk["usage"]
             for part in _parts(chunk):
-                if cost.first_token_s is None and not isinstance(part, Reading):
+                if cost.first_token_s is None and not isinstance(part, PrefillProgress):
                     cost.first_token_s = time.perf_counter() - started
-                if isinstance(part, str):  # thoughts are the model's own, and not sent back
+                if isinstance(part, str):  # reasoning is not sent back
                     reply += part
                 yield part
         self.messages = [*messages, {"role": "assistant", "content": reply}]
@@ -126,7 +126,7 @@ class Conversation:
 
 
 def _parse(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream; one that does not end as a stream should is a failure."""
+    """The chunks of a stream; raises ChatFailed when it ends without [DONE]."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -151,19 +151,19 @@ def _chunk(payload: str) -> dict[str, Any]:
 
 
 def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
-    """What one chunk tells."""
+    """The parts of a reply in one chunk."""
     match chunk.get("prefill_progress"):
         case {"done_tokens": int(done), "prompt_tokens": int(total)}:
-            yield Reading(done, total)
+            yield PrefillProgress(done, total)
     for choice in chunk["choices"]:
         delta = choice.get("delta") or {}
-        if thought := delta.get("reasoning_content"):
-            yield Thought(thought)
+        if reasoning := delta.get("reasoning_content"):
+            yield Reasoning(reasoning)
         if text := delta.get("content"):
             yield str(text)
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
-            yield Called(function.get("name") or "", function.get("arguments") or "")
+            yield ToolCall(function.get("name") or "", function.get("arguments") or "")
 
 
 def _message(response: httpx.Response) -> str:
@@ -174,7 +174,7 @@ def _message(response: httpx.Response) -> str:
 
 
 def converse(conversation: Conversation, console: Console) -> None:
-    """Read, answer, show the cost, until the person leaves."""
+    """Read, answer and show the cost, until the user quits."""
     console.print(f"[dim]{HELP}[/]")
     while (text := _read(console)) is not None:
         if text == "/new":
@@ -196,7 +196,7 @@ def _read(console: Console) -> str | None:
 def _show(conversation: Conversation, text: str, console: Console) -> None:
     with Screen(console) as screen:
         try:
-            for part in conversation.say(text):
+            for part in conversation.send(text):
                 screen.show(part)
         except KeyboardInterrupt:
             screen.note("\n[dim]stopped[/]")
@@ -205,7 +205,7 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
 
 
 class Screen:
-    """Shows one reply: a status line until it begins, thoughts and calls dimmed."""
+    """Shows one reply: a status line until it begins, reasoning and calls dimmed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -223,18 +223,18 @@ class Screen:
 
     def show(self, part: Part) -> None:
         match part:
-            case Reading(done, total):
+            case PrefillProgress(done, total):
                 if self.status:
                     self.status.update(f"reading the prompt: {done} of {total} tokens")
             case Cost():
                 self.note(f"\n[dim]{part.line()}[/]")
             case str():
                 self._write(str, part)
-            case Thought(text):
-                self._write(Thought, text, "dim")
-            case Called(name, arguments):
+            case Reasoning(text):
+                self._write(Reasoning, text, "dim")
+            case ToolCall(name, arguments):
                 begun = f"calls {name} " if name else ""
-                self._write(Called, begun + arguments, "dim", apart=bool(begun))
+                self._write(ToolCall, begun + arguments, "dim", apart=bool(begun))
 
     def note(self, markup: str) -> None:
         self._end_status()

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rekindle import __version__
 from rekindle.cli import cache as cache_cli
 from rekindle.cli.flags import takes_settings
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
+from rekindle.version import __version__
 
 app = typer.Typer(
     name="rekindle",

@@ -1,4 +1,7 @@
-"""What a person sees while a model is fetched: a bar on a terminal, plain lines elsewhere."""
+"""Progress on the terminal: of downloads, of one long step, of a list of tasks.
+
+The only module that draws bars; models, server, command line and bench use it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -21,9 +27,32 @@ from rich.progress import Progress as Bars
 LINES_PER_TASK = 10
 LINE_BYTES = 100_000_000  # between lines when the total is unknown
 
+OnProgress = Callable[[float, float], None]  # how much is done, and of how much
+
+
+@contextmanager
+def progress_bar(description: str, console: Console) -> Iterator[OnProgress]:
+    """A bar for one step that takes long; it disappears when the step ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal  # in a file it would leave an empty line
+    with Bars(*columns, console=console, transient=True, disable=hidden) as bars:
+        task_id = bars.add_task(description, total=None)
+        yield lambda done, total: bars.update(task_id, completed=done, total=total)
+
+
+def task_bars(console: Console) -> Bars:
+    """A bar for each of several counted tasks; they disappear at the end."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    return Bars(
+        *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
+    )
+
+
+# -- downloads -----------------------------------------------------------------------------------
+
 
 class Progress(Protocol):
-    """One task at a time: start, advance any number of times, done on every way out."""
+    """A download at a time: start, advance any number of times, done on every way out."""
 
     def start(self, total_bytes: int | None, description: str) -> None: ...
     def advance(self, size_bytes: int) -> None: ...
@@ -34,7 +63,7 @@ class Progress(Protocol):
 def task(
     progress: Progress, total_bytes: int | None, description: str
 ) -> Iterator[Callable[[int], None]]:
-    """Run one task of `progress`; yields what to call with each run of bytes."""
+    """Show one download on `progress`; yields what to call with each run of bytes."""
     progress.start(total_bytes, description)
     try:
         yield progress.advance

@@ -1,4 +1,4 @@
-"""Questions about the cache and changes to it, and their results."""
+"""Admin requests: look at the cache or change it; and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GetStats(Struct, tag=True):
 
 
 class Validate(Struct, tag=True, kw_only=True):
-    """Would this request hit this entry? Answered with Validation; changes nothing."""
+    """Would this request hit this entry? Changes nothing. Answered with Validation."""
 
     cache_key: str
     messages: list[dict[str, Any]]
@@ -45,7 +45,7 @@ class IndexPrompt(Struct, tag=True, kw_only=True):
 
 
 class Flush(Struct, tag=True):
-    """Answered with EntryInfo when the entry is stored as safely as this server can."""
+    """Answered with EntryInfo once the entry is in the slowest tier that takes it."""
 
     cache_key: str
 
@@ -95,7 +95,7 @@ AdminOp = (
 
 
 class AdminRequest(Struct, tag=True, kw_only=True):
-    """A question about the cache, as one tenant sees it; an admin sees every tenant's."""
+    """One operation, on behalf of a tenant; an admin sees every tenant's entries."""
 
     id: int
     salt: bytes
@@ -104,7 +104,7 @@ class AdminRequest(Struct, tag=True, kw_only=True):
 
 
 class Segment(Struct, array_like=True):
-    """A part of a conversation that explains a decision: "system", "tools" or "turn"."""
+    """A hashed part of a conversation: "system", "tools" or "turn"."""
 
     type: str
     hash: str
@@ -137,6 +137,9 @@ class EntryList(Struct, tag=True):
     entries: list[EntryInfo]
 
 
+HEALTHY_DISK_STATES = ("ok", "off")
+
+
 class Stats(Struct, tag=True, kw_only=True):
     """One tenant's view, or the sum of all for an admin."""
 
@@ -150,7 +153,7 @@ class Stats(Struct, tag=True, kw_only=True):
     hits: int
     partial_hits: int
     misses: int
-    evictions: int  # blocks forgotten to make room
+    evictions: int  # blocks removed to make room
     # Of the whole runtime; zero for a tenant that is not the admin.
     ram_limit_bytes: int = 0
     disk_limit_bytes: int = 0
@@ -181,7 +184,7 @@ AdminResult = EntryInfo | EntryList | Stats | Validation | Removed
 
 
 class AdminReply(Struct, tag=True):
-    """The result, or why there is none."""
+    """The result, or the error instead of one."""
 
     id: int
     result: AdminResult | None = None

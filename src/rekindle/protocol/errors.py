@@ -1,4 +1,4 @@
-"""An error on its way from a runtime to the front; the one form of it."""
+"""An error on its way from a runtime to the front."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class ErrorInfo(Struct, kw_only=True):
-    """What a client is told, in OpenAI's fields."""
+    """The fields of OpenAI's error object, and the HTTP status."""
 
     status: int
     kind: str

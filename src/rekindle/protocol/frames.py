@@ -41,7 +41,7 @@ class LoadFailed(Struct, tag=True):
 
 
 class Events(Struct, tag=True):
-    """Everything one engine step told its clients, in order."""
+    """The events of one engine step, in order."""
 
     events: list[Event]
 
@@ -75,9 +75,9 @@ def frame(message: ToRuntime | ToFront) -> bytes:
 
 
 def receive(sock: socket.socket) -> Iterator[ToRuntime]:
-    """The runtime's side: messages until the front hangs up."""
-    while (head := _read(sock, _LENGTH.size)) is not None:
-        body = _read(sock, _LENGTH.unpack(head)[0])
+    """The runtime's side: messages until the front closes the socket."""
+    while (length := _read(sock, _LENGTH.size)) is not None:
+        body = _read(sock, _LENGTH.unpack(length)[0])
         if body is None:
             return
         yield _to_runtime.decode(body)
@@ -94,7 +94,7 @@ def _read(sock: socket.socket, size: int) -> bytes | None:
 
 
 class FrameReader(asyncio.Protocol):
-    """The front's side: every message as it arrives, None when the runtime is gone.
+    """The front's side: every message as it arrives, None when the runtime has gone.
 
     A protocol, not a stream: a token costs one callback here, where a stream costs two wake-ups.
     """

@@ -1,4 +1,4 @@
-"""A reply as its client has it, put together part by part."""
+"""A reply, accumulated from its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle.protocol.events import (
 )
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # Mistral's templates refuse any other length; no other minds
+_ID_LENGTH = 9  # Mistral's templates refuse any other length
 
 
 def new_call_id() -> str:
@@ -42,7 +42,7 @@ class ToolCall:
 
 
 class AssistantMessage:
-    """Adds up the parts of one reply: in the runtime to remember it, in the front to answer."""
+    """Accumulates the parts of one reply: in the runtime to store it, in the front to answer."""
 
     def __init__(self) -> None:
         self.tool_calls: list[ToolCall] = []
@@ -68,7 +68,7 @@ class AssistantMessage:
 
     @property
     def reasoning(self) -> str | None:
-        """None when the model wrote nothing for itself."""
+        """None when the model wrote none."""
         return "".join(self._reasoning) if self._reasoning else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the edge, and the one place where errors become JSON."""
+"""The HTTP application: routes, middleware, and the one place where errors become JSON."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rekindle import __version__
+from rekindle.api import validation
 from rekindle.api.cache import internal, prepare, routes, stats
-from rekindle.api.openai import chat, completions, embeddings, models, validation
+from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.server import metrics
 from rekindle.server.auth import Keys
-from rekindle.server.error_response import ErrorBody, ErrorResponse
-from rekindle.server.middleware import Guard
+from rekindle.server.middleware import RequestMiddleware
+from rekindle.server.responses import ErrorBody, ErrorResponse
 from rekindle.server.service import Service
 from rekindle.server.turns import ClientGone
+from rekindle.version import __version__
 
 log = logging.getLogger("rekindle.api")
 
@@ -32,7 +33,14 @@ CLIENT_CLOSED_REQUEST = 499
 OpenService = Callable[[], AbstractAsyncContextManager[Service]]
 
 
-def build_app(config: Config, open_service: OpenService, keys: Keys | None = None) -> Guard:
+# An endpoint is served by being listed here. Statistics come before entries: any other path under
+# /v1/cache is a cache key.
+ENDPOINTS = (chat, completions, embeddings, models, prepare, stats, routes, internal, metrics)
+
+
+def build_app(
+    config: Config, open_service: OpenService, keys: Keys | None = None
+) -> RequestMiddleware:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with open_service() as service:
@@ -43,19 +51,18 @@ def build_app(config: Config, open_service: OpenService, keys: Keys | None = Non
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
         lifespan=lifespan,
-        redirect_slashes=False,  # a redirect would repeat whatever Host the client made up
+        redirect_slashes=False,  # a redirect would repeat a forged Host header
         responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
     )
-    # Statistics before entries: a path of the cache that is nothing else is a key.
-    for part in (chat, completions, embeddings, models, prepare, stats, routes, internal, metrics):
-        app.include_router(part.router)
+    for endpoint in ENDPOINTS:
+        app.include_router(endpoint.router)
     app.add_exception_handler(ServerError, _on_server_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
-    app.add_exception_handler(Exception, _on_bug)
-    return Guard(app, keys or Keys.of(config), config.host)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    return RequestMiddleware(app, keys or Keys.of(config), config.host)
 
 
 class MethodNotAllowed(NotFound):
@@ -73,7 +80,7 @@ async def _on_invalid_request(_request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The router's own refusals: no such path, or not with this method."""
+    """The router's own errors: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
     kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
     path = request.scope["path"][:128]  # not request.url: an odd Host makes that raise
@@ -83,10 +90,10 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it; the log does
+    return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the log: nobody receives it
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     log.exception("unexpected error on %s", request.scope["path"], exc_info=error)
     return ErrorResponse(
         ServerError("an unexpected error happened; the server's log has the details")

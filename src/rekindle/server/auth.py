@@ -1,4 +1,4 @@
-"""Who is asking. Keys are kept as digests and compared in constant time."""
+"""Who sent a request. Keys are kept as digests and compared in constant time."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from rekindle.config import Config
 from rekindle.errors import Unauthorized
 from rekindle.server.keyfile import Key, KeyFile, digest_of
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+CALLER = "rekindle.caller"  # the key under which a request's scope holds it
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose state a request may touch: what the salt keeps apart, or for an admin everybody's."""
+    """Whose state a request may touch: that of its salt, or for an admin everybody's."""
 
     salt: bytes
     admin: bool
 
 
 class Keys:
-    """The API keys a server accepts. A server that was given none is open to everybody."""
+    """The API keys a server accepts. A server without any is open to everybody."""
 
     def __init__(
         self, keys: Iterable[str] = (), *, admin: Iterable[str] = (), file: KeyFile | None = None
@@ -41,11 +43,11 @@ class Keys:
 
     @property
     def is_open(self) -> bool:
-        """A file that holds no key is no open door: it may have been emptied to lock one out."""
+        """A file without keys does not open the server: it may have been emptied to revoke them."""
         return not self._given and self._file is None
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who has the presented key; raises Unauthorized when nobody has it."""
+        """Who holds the presented key; raises Unauthorized when it is not known."""
         if self.is_open:
             return Caller(b"", admin=True)
         scheme, _, key = (authorization or "").partition(" ")
@@ -59,13 +61,11 @@ class Keys:
         return Caller(presented, admin=any(each.admin for each in matches))
 
 
-def salt_of(request: Request) -> bytes:
-    """The salt that the guard found for this request."""
-    salt: bytes = request.scope["rekindle.salt"]
-    return salt
+def set_caller(scope: Scope, caller: Caller) -> None:
+    scope[CALLER] = caller
 
 
-def admin_of(request: Request) -> bool:
-    """Whether the guard found this request to be an administrator's; all are on an open server."""
-    admin: bool = request.scope["rekindle.cli.cache_client"]
-    return admin
+def caller_of(request: Request) -> Caller:
+    """Who the middleware found to have sent this request."""
+    caller: Caller = request.scope[CALLER]
+    return caller

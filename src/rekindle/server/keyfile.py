@@ -17,14 +17,14 @@ from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.keys")
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 KEY_BYTES = 32
 ADMIN = "admin"
 
 _NAME = re.compile(r"[\w.@+-]{1,64}")
 _DIGEST = re.compile(r"blake3:([0-9a-f]{64})")
 
-Stamp = tuple[int, int, int] | None  # by which a change is seen; None: there is no file
+Stamp = tuple[int, int, int] | None  # changes with the file; None: there is no file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ def digest_of(key: str) -> bytes:
 
 
 def new_key() -> str:
-    """256 bits that nobody guesses."""
+    """A random key of 256 bits."""
     return f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def line_for(name: str, key: str, *, admin: bool) -> str:
-    """The line by which a file accepts the key; the key cannot be read back from it."""
+    """The key's line in a key file; the key cannot be read back from it."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name a key: use up to 64 letters, digits and the characters . @ + - _"
@@ -52,7 +52,7 @@ def line_for(name: str, key: str, *, admin: bool) -> str:
 
 
 def append(path: Path, line: str) -> None:
-    """Add the line; a file that is made for it is its owner's alone."""
+    """Add the line; a new file is readable by its owner alone."""
     try:
         torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -63,20 +63,20 @@ def append(path: Path, line: str) -> None:
 
 
 class KeyFile:
-    """The file's keys as it has them now. One that turned bad leaves those it had before."""
+    """The file's current keys; while the file is invalid, those it had before."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._looked_at_s = clock()
+        self._checked_at_s = clock()
         self._stamp, self._keys = _read(path)
         if path.stat().st_mode & 0o077:
             log.warning("others on this machine may open %s; run `chmod 600 %s`", path, path)
 
     def keys(self) -> tuple[Key, ...]:
         now = self._clock()
-        if now - self._looked_at_s >= LOOK_EVERY_S:
-            self._looked_at_s = now
+        if now - self._checked_at_s >= CHECK_EVERY_S:
+            self._checked_at_s = now
             self._reload()
         return self._keys
 
@@ -84,7 +84,7 @@ class KeyFile:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        self._stamp = stamp  # a bad file is complained about once
+        self._stamp = stamp  # an invalid file is logged once
         try:
             self._stamp, self._keys = _read(self._path)
         except ConfigError as error:
@@ -102,7 +102,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _read(path: Path) -> tuple[Stamp, tuple[Key, ...]]:
-    """The stamp is taken first: what is written meanwhile counts as a change."""
+    """The stamp is taken before reading, so that a write in between counts as a change."""
     stamp = _stamp(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def _parse(path: Path, number: int, words: list[str]) -> Key:
     match words:
         case [_name, digest, *role] if role in ([], [ADMIN]) and _DIGEST.fullmatch(digest):
             return Key(bytes.fromhex(digest.removeprefix("blake3:")), admin=bool(role))
-    # The line itself is not repeated: somebody may have written a key into it.
+    # The line itself is not repeated: it may contain a key.
     raise ConfigError(
         f"line {number} of {path} is no key: write `NAME DIGEST` or `NAME DIGEST {ADMIN}`, "
         "as `rekindle key NAME` prints it"

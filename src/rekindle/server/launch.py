@@ -1,4 +1,4 @@
-"""A running server: models pulled and loaded, then HTTP until told to stop."""
+"""A running server: models pulled and loaded, then HTTP until a signal stops it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from rekindle.cli.progress import progress_bar
 from rekindle.config import Config
 from rekindle.errors import ConfigError
-from rekindle.models.progress import progress_on
+from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
 from rekindle.server import served_models
@@ -32,8 +31,8 @@ from rekindle.server.warmup import warm
 
 log = logging.getLogger("rekindle")
 
-GOODBYE_S = 1
-DRAIN_S = 10  # what streams in flight get to finish after a request to stop
+LAST_WRITES_S = 1
+DRAIN_S = 10  # for streams in flight to finish after a request to stop
 
 
 def serve(config: Config, console: Console) -> None:
@@ -46,14 +45,14 @@ def serve(config: Config, console: Console) -> None:
         handlers=[RichHandler(console=console, show_path=False)],
     )
     keys = Keys.of(config)
-    with bind(config) as door:  # before anything slow: a taken port is known at once
+    with bind(config) as listener:  # before anything slow: a taken port is an error at once
         models = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, models, keys, door, console))
+            runner.run(_serve(config, models, keys, listener, console))
 
 
 def fetch(config: Config, console: Console) -> dict[str, Path]:
-    """The models' files by what clients call them; those that are missing are pulled."""
+    """The models' files by served name; those that are missing are pulled."""
     return {
         served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
         for served, name in served_models.served_names(config).items()
@@ -69,36 +68,36 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def bind(config: Config) -> socket.socket:
-    """Take the port; nobody is let in before the models are loaded."""
-    door = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    """Take the port; connections are accepted once the models are loaded."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((config.host, config.port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
     except OSError as error:
-        door.close()
+        listener.close()
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; "
             "choose others with --host and --port"
         ) from None
-    return door
+    return listener
 
 
 async def _serve(
-    config: Config, models: dict[str, Path], keys: Keys, door: socket.socket, console: Console
+    config: Config, models: dict[str, Path], keys: Keys, listener: socket.socket, console: Console
 ) -> None:
     async with open_service(config, models, console) as service:
         server = build_server(config, service, keys)
-        door.listen(server.config.backlog)
-        _announce(config, service, door, console)
-        with _signals_kept_quiet():
-            await answer(server, door)
+        listener.listen(server.config.backlog)
+        _announce(config, service, listener, console)
+        with _signals_ignored():
+            await run(server, listener)
 
 
 @asynccontextmanager
 async def open_service(
     config: Config, models: dict[str, Path], console: Console
 ) -> AsyncIterator[Service]:
-    """The models loaded and the presets warm; all of it ended on every way out."""
+    """The models loaded and the presets prepared; closed on every way out."""
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
     served = [str(path) for path in models.values()]
@@ -127,10 +126,10 @@ async def open_service(
 
 
 class Server(uvicorn.Server):
-    """Drains when told to stop; told twice, it ends at once."""
+    """Drains at the first signal to stop; ends at once at the second."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # the runtimes see that we are gone, and end by themselves
+        if self.should_exit:  # the runtimes see their sockets close, and end by themselves
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         super().handle_exit(sig, frame)
@@ -152,21 +151,21 @@ def build_server(config: Config, service: Service, keys: Keys) -> Server:
     )
 
 
-async def answer(server: Server, door: socket.socket) -> None:
-    """Answer at the door until the server is told to stop, then see everybody out."""
-    await server.serve(sockets=[door])
-    await say_goodbye(server)
+async def run(server: Server, listener: socket.socket) -> None:
+    """Serve until the server is stopped, and let cancelled responses send their last bytes."""
+    await server.serve(sockets=[listener])
+    await finish_responses(server)
 
 
-async def say_goodbye(server: uvicorn.Server) -> None:
-    """Uvicorn cancels what did not finish in time, and does not wait for its last words."""
+async def finish_responses(server: uvicorn.Server) -> None:
+    """Uvicorn cancels what did not finish in time, and does not wait for it to end."""
     if server.server_state.tasks:
-        await asyncio.wait(server.server_state.tasks, timeout=GOODBYE_S)
+        await asyncio.wait(server.server_state.tasks, timeout=LAST_WRITES_S)
 
 
 @contextlib.contextmanager
-def _signals_kept_quiet() -> Iterator[None]:
-    """Uvicorn repeats the signal that stopped it; by then there is nothing left to stop."""
+def _signals_ignored() -> Iterator[None]:
+    """Uvicorn raises the signal that stopped it again, when there is nothing left to stop."""
     before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -180,7 +179,7 @@ async def _start(runtime: RuntimeClient, console: Console) -> None:
         await runtime.start(lambda fraction: on_progress(fraction, 1))
 
 
-def _announce(config: Config, service: Service, door: socket.socket, console: Console) -> None:
+def _announce(config: Config, service: Service, listener: socket.socket, console: Console) -> None:
     for runtime in service.runtimes:
         assert runtime.ready is not None
         context = f"context {runtime.ready.context_tokens} tokens"
@@ -190,7 +189,7 @@ def _announce(config: Config, service: Service, door: socket.socket, console: Co
             soft_wrap=True,
         )
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = escape(f"http://{host}:{door.getsockname()[1]}")
+    url = escape(f"http://{host}:{listener.getsockname()[1]}")
     console.print(
         f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C.", soft_wrap=True
     )

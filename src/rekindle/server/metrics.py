@@ -1,4 +1,4 @@
-"""GET /metrics: what every runtime counts, for Prometheus."""
+"""GET /metrics: the figures of every runtime, for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from rekindle.api.cache.questions import Questions
-from rekindle.api.cache.stats import HEALTHY
 from rekindle.errors import Forbidden, ServerError
-from rekindle.protocol.admin import GetStats, Stats
-from rekindle.server.auth import admin_of
+from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.auth import caller_of
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import Service
 
@@ -45,7 +44,7 @@ COUNTERS = {
     "misses": "Turns that reused nothing.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",
-    "evictions": "Blocks forgotten to make room.",
+    "evictions": "Blocks removed to make room.",
     "corrupt_blocks": "Stored blocks that were not what was stored.",
 }
 
@@ -54,7 +53,7 @@ router = APIRouter(tags=["metrics"])
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one runtime said of itself; no stats when it did not answer."""
+    """One runtime's figures; no stats when it did not answer."""
 
     model: str
     restarts: int
@@ -63,22 +62,22 @@ class Reading:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def show_metrics(request: Request) -> Response:
-    """Figures of the whole server in Prometheus' text; with API keys, for the admin's alone."""
-    if not admin_of(request):
+    """Figures of the whole server in Prometheus' text format; with API keys, for admins alone."""
+    if not caller_of(request).admin:
         raise Forbidden("Metrics are of the whole server: ask with an admin key.")
     service: Service = request.state.service
-    questions = Questions.of(request)
-    readings = await asyncio.gather(*(_read(questions, runtime) for runtime in service.runtimes))
+    client = AdminClient.of(request)
+    readings = await asyncio.gather(*(_read(client, runtime) for runtime in service.runtimes))
     return Response(generate_latest(Readings(readings)), media_type=TEXT)
 
 
-async def _read(questions: Questions, runtime: RuntimeClient) -> Reading:
+async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
     stats = None
     try:
         async with asyncio.timeout(SCRAPE_S):
-            stats = await questions.ask(runtime, GetStats(), Stats)
+            stats = await client.request(runtime, GetStats(), Stats)
     except (ServerError, TimeoutError):
-        pass  # told as a model that is not up
+        pass  # shown as a model that is not up
     return Reading(runtime.name, runtime.restarts, stats)
 
 
@@ -124,6 +123,6 @@ class Readings(Collector):
             "rekindle_disk_state", "How the disk tier is, and why.", labels=["model"]
         )
         for model, stats in self._stats:
-            degraded.add_metric([model], stats.disk_state not in HEALTHY)
+            degraded.add_metric([model], stats.disk_state not in HEALTHY_DISK_STATES)
             state.add_metric([model], {"state": stats.disk_state})
         yield from (degraded, state)

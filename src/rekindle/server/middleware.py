@@ -1,17 +1,19 @@
-"""The edge: what is refused before a route sees it."""
+"""What is refused before a route runs: wrong host, key or content type, too large a request."""
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rekindle.errors import BadRequest, ServerError
-from rekindle.server import request_body as body
-from rekindle.server.auth import LOOPBACK, Caller, Keys
-from rekindle.server.error_response import ErrorResponse
-from rekindle.server.request_body import Body, BodyTooLarge
+from rekindle.server.auth import LOOPBACK, Caller, Keys, set_caller
+from rekindle.server.responses import ErrorResponse
 
 MOST_HEADER_BYTES = 64 << 10
+MOST_BODY_BYTES = 64 << 20
+BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
 OPEN_PATHS = {"/health"}
 NOBODY = Caller(b"", admin=False)
 
@@ -28,31 +30,46 @@ class WrongHost(BadRequest):
     status, code = 421, "wrong_host"
 
 
-class Guard:
-    """Host, key, content type and body size; pure ASGI, so that streams pass untouched."""
+class BodyTooLarge(BadRequest):
+    status, code = 413, "body_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(f"A request may have at most {MOST_BODY_BYTES} bytes.")
+
+
+class BodyTooSlow(BadRequest):
+    status, code = 408, "body_too_slow"
+
+    def __init__(self) -> None:
+        super().__init__(f"The request's body did not arrive within {BODY_S:g} seconds.")
+
+
+class RequestMiddleware:
+    """Checks host, key, content type and sizes. Pure ASGI, so that streams pass unbuffered."""
 
     def __init__(self, app: ASGIApp, keys: Keys, host: str) -> None:
         self._app = app
         self._keys = keys
-        # A page elsewhere may resolve its own name to our loopback address: its Host gives it away.
+        # DNS rebinding: a web page may resolve its own name to our loopback address, and its
+        # requests then carry that name as their Host.
         self._hosts = LOOPBACK if host in LOOPBACK else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                await self._pass(scope, receive, send)
+                await self._http(scope, receive, send)
             case "lifespan":
                 await self._app(scope, receive, send)
             case _:  # nothing is served over websockets
                 await send({"type": "websocket.close", "code": 1008})
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
         except ServerError as error:
             await ErrorResponse(error)(scope, receive, send)
         else:
-            await self._app(scope, Body(receive).receive, send)
+            await self._app(scope, LimitedBody(receive).receive, send)
 
     def _check(self, scope: Scope) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
@@ -63,25 +80,56 @@ class Guard:
         caller = NOBODY
         if scope["path"] not in OPEN_PATHS:
             caller = self._keys.caller(headers.get("authorization"))
-        scope["rekindle.salt"], scope["rekindle.cli.cache_client"] = caller.salt, caller.admin
+        set_caller(scope, caller)
         if scope["method"] == "POST":
             _check_content(headers)
 
 
+class LimitedBody:
+    """Replaces `receive`: bounds the body in size and time, and passes on what follows it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._seen_bytes = 0
+        self._complete = False
+        self._deadline: float | None = None
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        message = await self._receive_in_time()
+        self._seen_bytes += len(message.get("body", b""))
+        if self._seen_bytes > MOST_BODY_BYTES:
+            raise BodyTooLarge
+        self._complete = not message.get("more_body", False)
+        return message
+
+    async def _receive_in_time(self) -> Message:
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + BODY_S
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow from None
+
+
 def _check_content(headers: Headers) -> None:
-    if _is_bare(headers):
+    if _needs_no_content_type(headers):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > body.MOST_BODY_BYTES:
+    if length.isdecimal() and int(length[:20]) > MOST_BODY_BYTES:
         raise BodyTooLarge
 
 
-def _is_bare(headers: Headers) -> bool:
-    """A request without a body, as a program sends it; a page in a browser names its origin, and
-    cannot ask for JSON without our leave."""
+def _needs_no_content_type(headers: Headers) -> bool:
+    """Whether this is a program's request without a body.
+
+    A browser names the page's origin, and cannot send JSON to another origin without permission.
+    """
     bodiless = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
     return bodiless and "content-type" not in headers and "origin" not in headers
 

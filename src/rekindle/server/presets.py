@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rekindle.api.openai.tool import Tool, Tools, described
+from rekindle.api.tools import Tool, Tools, described
 from rekindle.config import Preset
 from rekindle.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Rekindle inside a Python program: a model to talk to, or to serve."""
+"""The Python API: `Engine` runs a model inside a program, for chat or to serve HTTP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal, overload
 from pydantic import ValidationError
 from rich.console import Console
 
-from rekindle.api.openai import validation as invalid
+from rekindle.api import validation
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import load_config
 from rekindle.errors import BadRequest, ConfigError
 from rekindle.server import served_models
-from rekindle.server.embedded import House
+from rekindle.server.embedded import EmbeddedServer
 from rekindle.server.launch import serve
 
 DTYPES = ("auto", "bf16", "f16")
@@ -56,7 +56,7 @@ class Engine:
         self._config = config.settings
         served_models.check_settings(self._config)
         self._lock = threading.Lock()
-        self._house: House | None = None
+        self._server: EmbeddedServer | None = None
 
     def __enter__(self) -> Engine:
         return self
@@ -67,9 +67,9 @@ class Engine:
     def close(self) -> None:
         """End the server and the model, if they run; the next use starts them again."""
         with self._lock:
-            house, self._house = self._house, None
-        if house is not None:
-            house.close()
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     @overload
     def chat(
@@ -104,7 +104,7 @@ class Engine:
         """
         fields = {"messages": [dict(message) for message in messages], "session_id": session_id}
         request = _request({**fields, **options})
-        pieces = self._open().say(request)
+        pieces = self._open().chat(request)
         return pieces if stream else "".join(pieces)
 
     def start_server(self, port: int = 8000, background: bool = False) -> None:
@@ -122,22 +122,22 @@ class Engine:
 
     @property
     def base_url(self) -> str | None:
-        """Where the server in the background is to be found."""
-        return self._house.base_url if self._house else None
+        """The address of the server in the background."""
+        return self._server.base_url if self._server else None
 
-    def _open(self) -> House:
+    def _open(self) -> EmbeddedServer:
         with self._lock:
-            if self._house is None:
-                self._house = House(self._config)
-            return self._house
+            if self._server is None:
+                self._server = EmbeddedServer(self._config)
+            return self._server
 
 
 def _request(fields: dict[str, Any]) -> ChatRequest:
-    """The request as HTTP would have it; a keyword that means nothing there is a mistake here."""
+    """The body of the same request over HTTP, except that an unknown keyword is an error."""
     try:
         request = ChatRequest.model_validate(fields)
     except ValidationError as error:
-        raise invalid.explain(error.errors()) from None
+        raise validation.explain(error.errors()) from None
     if unknown := fields.keys() - ChatRequest.model_fields.keys():
         raise TypeError(f"chat() has no option {', '.join(sorted(unknown))}")
     if (request.n or 1) > 1:

@@ -1,9 +1,9 @@
-"""What the routes work with: the configuration and the running models."""
+"""What the routes work with: the settings and the served models."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Header
 
@@ -19,13 +19,13 @@ ModelNumber = Annotated[
 
 
 class Service:
-    """The first runtime is the startup model, which answers when a request names none."""
+    """The first runtime is the default model: it answers when a request names none."""
 
     def __init__(self, config: Config, runtimes: list[RuntimeClient]) -> None:
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
-        self._startup = runtimes[0]
-        self._created = int(time.time())
+        self._default = runtimes[0]
+        self.started_at = int(time.time())
 
     @property
     def runtimes(self) -> list[RuntimeClient]:
@@ -34,7 +34,7 @@ class Service:
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """The model of this name; without one, the model of this number."""
-        numbered = self._startup if number is None else self._numbered(number)
+        numbered = self._default if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
             return numbered
         found = self._runtimes.get(model)
@@ -64,16 +64,4 @@ class Service:
         return [other for other in self.runtimes if other is not runtime]
 
     def is_ready(self) -> bool:
-        return self._startup.ready is not None
-
-    def models(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": runtime.name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "rekindle",
-                "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
-            }
-            for runtime in self._runtimes.values()
-        ]
+        return self._default.ready is not None

@@ -1,4 +1,4 @@
-"""Server-sent events, and the end of a stream nobody listens to any more."""
+"""Server-sent events, and the end of a stream whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def named(event: str, payload: Mapping[str, Any]) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that every client passes over."""
+    """A line that every client ignores."""
     return b": " + text.encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """Streams chunks until they end or the client leaves; `close` runs either way."""
+    """Streams chunks until they end or the client disconnects; `close` runs either way."""
 
     media_type = "text/event-stream"
 
@@ -44,16 +44,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_disconnected(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server stops, and this stream had its time to finish
-            await _end(sending)
+            await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server stops, and the time to drain is over
+            await _cancel(sending)
             await _send_error(send, Unavailable("the server is stopping; send the request again"))
         finally:
-            await _end(sending, leaving)
+            await _cancel(sending, disconnect)
             await self._chunks.aclose()
-            self._close()  # not left to the chunks: they may never have been asked for
+            self._close()  # not in the generator: it may never have been started
 
     async def _send(self, send: Send) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
@@ -71,12 +71,12 @@ class EventStream(Response):
 
 
 async def _send_error(send: Send, error: ServerError) -> None:
-    """Once bytes were sent, an error is an event, and then the end."""
+    """Once bytes were sent, an error is an event that ends the stream."""
     body = data(error.body()) + DONE
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _end(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

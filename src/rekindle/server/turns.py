@@ -19,32 +19,32 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client hung up before there was anything to answer."""
+    """The client disconnected before there was anything to answer."""
 
 
 class Turns:
     """Runs turns side by side and merges their events. Closing it cancels those still open."""
 
-    def __init__(self, runtime: RuntimeClient, asks: list[GenerateRequest]) -> None:
+    def __init__(self, runtime: RuntimeClient, requests: list[GenerateRequest]) -> None:
         self._runtime = runtime
-        self._asks = asks
-        self._unfinished = len(asks)
+        self._requests = requests
+        self._unfinished = len(requests)
         self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
-        self._prefills = PrefillLog()
+        self._prefill_log = PrefillLog()
         try:
-            for index, ask in enumerate(asks):
-                self._turns.append(runtime.submit(ask, partial(self._deliver, index)))
+            for index, request in enumerate(requests):
+                self._turns.append(runtime.submit(request, partial(self._on_event, index)))
         except ServerError:
             self.close()
             raise
 
     def close(self) -> None:
         for turn in self._turns:
-            self._runtime.leave(turn)
+            self._runtime.cancel(turn)
 
-    def _deliver(self, index: int, event: Event) -> None:
-        self._prefills.hear(event)  # here and not in `next`, which a slow client may keep waiting
+    def _on_event(self, index: int, event: Event) -> None:
+        self._prefill_log.record(event)  # not in `next`: a slow client delays that
         self._merged.put_nowait((index, event))
 
     @property
@@ -61,35 +61,35 @@ class Turns:
         return index, event
 
     async def begun(self) -> list[tuple[int, Event]]:
-        """The events up to the first to be shown: until then a failure can still be a status."""
+        """The events up to the first to be sent: until then a failure can still be a status."""
         seen = []
         while self.open:
             index, event = await self.next()
             seen.append((index, event))
             if isinstance(event, Delta | Finished):
                 break
-            if isinstance(event, Started) and self._asks[index].progress:
+            if isinstance(event, Started) and self._requests[index].progress:
                 break
         return seen
 
 
 async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """Await the answer, or give it up as soon as the client has gone."""
+    """Await the answer; cancel it as soon as the client disconnects."""
     work = asyncio.create_task(answer)
-    leaving = asyncio.create_task(_gone(request))
+    disconnect = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientGone
         return work.result()
     except asyncio.CancelledError:
         raise Unavailable("the server is stopping; send the request again") from None
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         work.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
+        await asyncio.gather(work, disconnect, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive()).get("type") != "http.disconnect":
         pass

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from rekindle.cli.progress import OnProgress, progress_bar
 from rekindle.config import Preset
 from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
@@ -19,7 +19,7 @@ from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")
 
-# Whoever asks an open server has no salt; what is shared belongs to everybody all the same.
+# Callers of an open server have no salt; shared state belongs to every tenant.
 SALT = b""
 
 
@@ -49,18 +49,18 @@ async def _prepare(
     request: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress
 ) -> int:
     """Compute and keep it; returns its tokens, or raises a ServerError."""
-    async with contextlib.aclosing(runtime.ask(request)) as events:
+    async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
             if isinstance(event, Prefill):
                 on_progress(event.done_tokens, event.prompt_tokens)
     finished = _finished(event)
     if (key := finished.cache.new_cache_key) is not None:
-        await runtime.query(Flush(key), salt=SALT, admin=True)  # what is shared is nobody's own
+        await runtime.admin(Flush(key), salt=SALT, admin=True)  # shared entries have no owner
     return finished.prompt_tokens
 
 
 def _finished(event: Event) -> Finished:
-    """The turn's last event, if it is the one that was hoped for."""
+    """The turn's terminal event; raises unless it finished."""
     if isinstance(event, Failed):
         raise ReportedError(event.error)
     if not isinstance(event, Finished):

@@ -93,8 +93,8 @@ def holding(*entries: EntryInfo) -> Answers:
     return answer
 
 
-def telling(answer: AdminResult | ReportedError) -> Answers:
-    """A runtime that says this to whatever it is asked."""
+def answering(answer: AdminResult | ReportedError) -> Answers:
+    """A runtime that gives this result to every admin request."""
 
     def say(_op: AdminOp) -> AdminResult:
         if isinstance(answer, ReportedError):

@@ -17,7 +17,7 @@ from rekindle.protocol.admin import (
     RemoveOld,
     RemoveSession,
 )
-from tests.api.cache.entries import entry, holding, telling
+from tests.api.cache.entries import answering, entry, holding
 from tests.api.scripted import Answers, Front, ScriptedRuntime, error, reported
 
 ROOM = "/v1/internal/model/kv_cache"
@@ -56,7 +56,7 @@ def test_sessions_are_listed_by_id_with_their_size() -> None:
 
 @pytest.mark.parametrize("session_id", [7, 0, -1, 2**63 - 1, "chat-123", "7", "../x", "x" * 256])
 def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
-    front = front_of(telling(Removed(1, 100)))
+    front = front_of(answering(Removed(1, 100)))
     answer = front.post(f"{ROOM}/remove_cache", {"session_id": session_id})
     assert answer.json() == {
         "status": "ok",
@@ -64,10 +64,10 @@ def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
         "removed": 1,
         "freed_bytes": 100,
     }
-    asked = front.runtime.questioned.op
-    assert asked == RemoveSession(session_id)
-    assert isinstance(asked, RemoveSession)
-    assert type(asked.session_id) is type(session_id)
+    received = front.runtime.admin_request.op
+    assert received == RemoveSession(session_id)
+    assert isinstance(received, RemoveSession)
+    assert type(received.session_id) is type(session_id)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_a_session_is_removed_by_its_id(session_id: int | str) -> None:
     [Removed(0, 0), reported(404, "invalid_request_error", "not_found", "no")],
 )
 def test_an_unknown_id_is_not_found(answer: AdminResult | ReportedError) -> None:
-    found = front_of(telling(answer)).post(f"{ROOM}/remove_cache", {"session_id": 9})
+    found = front_of(answering(answer)).post(f"{ROOM}/remove_cache", {"session_id": 9})
     assert found.status_code == 404
     assert error(found)["code"] == "not_found"
 
 
 @pytest.mark.parametrize("session_id", ["", "x" * 257, 1.5, True, None, 2**63, 2**70, [1]])
 def test_an_id_is_a_number_or_a_string(session_id: Any) -> None:
-    answer = front_of(telling(Removed(1, 1))).post(
+    answer = front_of(answering(Removed(1, 1))).post(
         f"{ROOM}/remove_cache", {"session_id": session_id}
     )
     assert answer.status_code == 400
@@ -93,10 +93,10 @@ def test_an_id_is_a_number_or_a_string(session_id: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 3600, 1e300])
 def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
-    front = front_of(telling(Removed(4, 400)))
+    front = front_of(answering(Removed(4, 400)))
     answer = front.post(f"{ROOM}/remove_old_caches", {"seconds": seconds})
     assert answer.json() == {"status": "ok", "removed": 4, "freed_bytes": 400}
-    assert front.runtime.questioned.op == RemoveOld(seconds)
+    assert front.runtime.admin_request.op == RemoveOld(seconds)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
     ],
 )
 def test_an_age_is_a_number_from_zero_up(body: Any, sentence: str) -> None:
-    answer = front_of(telling(Removed(0, 0))).post(f"{ROOM}/remove_old_caches", body)
+    answer = front_of(answering(Removed(0, 0))).post(f"{ROOM}/remove_old_caches", body)
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence
     assert error(answer)["param"] == "seconds"
@@ -131,6 +131,6 @@ def test_an_id_is_of_the_callers_own_even_the_admins(method: str, path: str, bod
         headers = {"Authorization": f"Bearer {key}"}
         answer = front.request(method, f"{ROOM}/{path}", json=body, headers=headers)
         assert answer.status_code == 200
-    tenant, admin = front.runtime.questions
+    tenant, admin = front.runtime.admin_requests
     assert (tenant.admin, admin.admin) == (False, False)
     assert tenant.salt != admin.salt

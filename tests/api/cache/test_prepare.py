@@ -11,7 +11,7 @@ from rekindle.errors import TooManyRequests
 from rekindle.protocol.admin import Flush, IndexPrompt, Validate, Validation
 from rekindle.protocol.events import CacheReport, Prefill, Reason, Started
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from tests.api.cache.entries import ENTRY, holding, telling
+from tests.api.cache.entries import ENTRY, answering, holding
 from tests.api.live import live, soon
 from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, failed, finished
 
@@ -41,7 +41,7 @@ def test_the_documented_request_is_computed_kept_and_told() -> None:
     front = ready()
     answer = prepare(front, tools=TOOLS, warm=True, pinned=True, ttl=3600)
     assert (answer.status_code, answer.json()) == (200, PREPARED)
-    assert front.runtime.asked == GenerateRequest(
+    assert front.runtime.requested == GenerateRequest(
         turn=0,
         messages=[SYSTEM],
         tools=TOOLS,
@@ -49,41 +49,41 @@ def test_the_documented_request_is_computed_kept_and_told() -> None:
         sampling=SamplingParams(),
         max_tokens=1,
     )
-    assert front.runtime.questioned.op == Flush("key-1")
+    assert front.runtime.admin_request.op == Flush("key-1")
 
 
 def test_a_request_that_says_little_gets_the_documented_defaults() -> None:
     front = ready()
     assert front.post(PATH, {"messages": [SYSTEM]}).json() == PREPARED
-    assert front.runtime.asked.prepare == Prepare(pinned=False, ttl_s=1800.0)
-    assert front.runtime.asked.tools is None
+    assert front.runtime.requested.prepare == Prepare(pinned=False, ttl_s=1800.0)
+    assert front.runtime.requested.tools is None
 
 
 def test_what_is_prepared_is_the_tenants_own() -> None:
     front = ready(api_key=["alpha"], admin_key=["root"])
     headers = {"Authorization": "Bearer root"}
     front.post(PATH, {"messages": [SYSTEM]}, headers=headers)
-    assert front.runtime.asked.salt == front.runtime.questioned.salt != b""
-    assert not front.runtime.questioned.admin
+    assert front.runtime.requested.salt == front.runtime.admin_request.salt != b""
+    assert not front.runtime.admin_request.admin
 
 
 def test_an_exact_server_prepares_what_exact_turns_can_use() -> None:
     front = ready(exact=True)
     prepare(front)
-    assert front.runtime.asked.exact
+    assert front.runtime.requested.exact
 
 
 def test_a_server_that_normalises_nothing_prepares_what_its_chats_will_ask_for() -> None:
     front = ready(normalise=False)
     prepare(front)
-    assert not front.runtime.asked.normalise
+    assert not front.runtime.requested.normalise
 
 
 def test_without_warmth_the_prompt_is_only_indexed() -> None:
-    front = Front(ScriptedRuntime(answers=telling(ENTRY)))
+    front = Front(ScriptedRuntime(answers=answering(ENTRY)))
     assert prepare(front, warm=False, tools=TOOLS, pinned=True, ttl=None).json() == PREPARED
-    assert front.runtime.asks == []
-    assert front.runtime.questioned.op == IndexPrompt(
+    assert front.runtime.requests == []
+    assert front.runtime.admin_request.op == IndexPrompt(
         messages=[SYSTEM], tools=TOOLS, prepare=Prepare(pinned=True, ttl_s=None)
     )
 
@@ -91,8 +91,8 @@ def test_without_warmth_the_prompt_is_only_indexed() -> None:
 def test_an_id_of_a_message_is_kept_from_the_template() -> None:
     front = ready()
     prepare(front, messages=[{**SYSTEM, "message_id": "m"}], tools=[])
-    assert front.runtime.asked.messages == [SYSTEM]
-    assert front.runtime.asked.tools is None
+    assert front.runtime.requested.messages == [SYSTEM]
+    assert front.runtime.requested.tools is None
 
 
 def test_a_warming_that_fails_is_that_failure() -> None:
@@ -101,7 +101,7 @@ def test_a_warming_that_fails_is_that_failure() -> None:
     answer = prepare(front)
     assert answer.status_code == 400
     assert error(answer)["code"] == "context_length_exceeded"
-    assert front.runtime.questions == []
+    assert front.runtime.admin_requests == []
     assert prepare(Front(ScriptedRuntime([TooManyRequests("full")]))).status_code == 429
 
 
@@ -116,7 +116,7 @@ def test_a_server_that_reuses_nothing_prepares_nothing() -> None:
     answer = prepare(front)
     assert answer.status_code == 400
     assert error(answer)["code"] == "unsupported_parameter"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_a_bad_value_says_what_it_takes(field: str, value: Any, sentence: str) -
     assert answer.status_code == 400
     assert error(answer)["message"].startswith(sentence)
     assert error(answer)["param"] == field
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 def test_pinned_state_may_last_for_ever() -> None:
     front = ready()
     assert prepare(front, pinned=True, ttl=None).status_code == 200
-    assert front.runtime.asked.prepare == Prepare(pinned=True, ttl_s=None)
+    assert front.runtime.requested.prepare == Prepare(pinned=True, ttl_s=None)
 
 
 def test_text_is_bounded_wherever_it_is() -> None:
@@ -195,16 +195,16 @@ def test_a_client_that_leaves_ends_the_warming() -> None:
 
 
 def test_a_server_that_normalises_nothing_is_asked_about_prompts_as_they_are() -> None:
-    front = Front(ScriptedRuntime(answers=telling(ENTRY)), normalise=False)
+    front = Front(ScriptedRuntime(answers=answering(ENTRY)), normalise=False)
     prepare(front, warm=False)
-    assert front.runtime.questioned.op == IndexPrompt(
+    assert front.runtime.admin_request.op == IndexPrompt(
         messages=[SYSTEM], prepare=Prepare(), normalise=False
     )
     validity = Validation(
         status="miss", reusable_tokens=0, invalidated_at=None, reason=Reason.EXPIRED
     )
-    front = Front(ScriptedRuntime(answers=telling(validity)), normalise=False)
+    front = Front(ScriptedRuntime(answers=answering(validity)), normalise=False)
     front.post("/v1/cache/validate", {"cache_key": "k", "messages": [SYSTEM]})
-    assert front.runtime.questioned.op == Validate(
+    assert front.runtime.admin_request.op == Validate(
         cache_key="k", messages=[SYSTEM], normalise=False
     )

@@ -9,7 +9,7 @@ import pytest
 
 from rekindle.protocol.admin import CollectExpired, Removed, Validate, Validation
 from rekindle.protocol.events import Divergence, Reason
-from tests.api.cache.entries import ENTRY, entry, holding, telling
+from tests.api.cache.entries import ENTRY, answering, entry, holding
 from tests.api.scripted import Answers, Front, ScriptedRuntime, error, reported, unknown_key
 
 ODD_KEYS = ["none", "a/b", "a%2Fb", "..%2f..%2fetc", "%00", "x" * 5000, "%ff%fe", "stats/", " "]
@@ -80,7 +80,7 @@ def test_a_tenant_asks_for_itself_and_the_admin_for_all(method: str, path: str) 
     for headers in (ALPHA, ROOT):
         content = {"content-type": "application/json"}
         assert front.request(method, path, headers=headers | content).status_code == 200
-    tenant, admin = front.runtime.questions
+    tenant, admin = front.runtime.admin_requests
     assert (tenant.admin, admin.admin) == (False, True)
     assert b"" != tenant.salt != admin.salt
 
@@ -125,18 +125,18 @@ def test_a_model_that_is_away_may_be_the_one_that_knows_the_key() -> None:
 
 def test_another_refusal_is_passed_on_as_it_is() -> None:
     full = reported(507, "insufficient_storage_error", "pins_exceed_budget", "no room")
-    answer = front_of(telling(full), holding(ENTRY)).post("/v1/cache/key-1/pin", {})
+    answer = front_of(answering(full), holding(ENTRY)).post("/v1/cache/key-1/pin", {})
     assert answer.status_code == 507
     assert error(answer)["code"] == "pins_exceed_budget"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"  {}"])
 def test_what_has_expired_is_collected_from_all_models(content: bytes) -> None:
-    front = front_of(telling(Removed(2, 300)), telling(Removed(1, 50)))
+    front = front_of(answering(Removed(2, 300)), answering(Removed(1, 50)))
     headers = {"content-type": "application/json"}
     answer = front.request("POST", "/v1/cache/gc", content=content, headers=headers)
     assert answer.json() == {"status": "ok", "removed": 3, "freed_bytes": 350}
-    assert front.runtime.questioned.op == CollectExpired()
+    assert front.runtime.admin_request.op == CollectExpired()
 
 
 def validated(*answers: Answers, **fields: Any) -> httpx.Response:
@@ -151,7 +151,7 @@ UNKNOWN = Validation(
 
 
 def test_a_key_is_validated_against_messages_and_tools() -> None:
-    front = keyed(telling(HIT))
+    front = keyed(answering(HIT))
     tools = [{"type": "function", "function": {"name": "get_price", "parameters": {}}}]
     messages = [{**MESSAGES[0], "message_id": "m"}]
     body = {"cache_key": "k", "model": "m0", "messages": messages, "tools": tools}
@@ -162,9 +162,9 @@ def test_a_key_is_validated_against_messages_and_tools() -> None:
         "invalidated_at": None,
         "reason": "full_match",
     }
-    asked = front.runtime.questioned
-    assert asked.op == Validate(cache_key="k", messages=MESSAGES, tools=tools)
-    assert not asked.admin  # it would hit for one who owns it, not for one who may look at it
+    received = front.runtime.admin_request
+    assert received.op == Validate(cache_key="k", messages=MESSAGES, tools=tools)
+    assert not received.admin  # it would hit for one who owns it, not for one who may look at it
 
 
 def test_a_change_is_shown_where_it_is() -> None:
@@ -175,9 +175,9 @@ def test_a_change_is_shown_where_it_is() -> None:
         reason=Reason.TURN_CHANGED,
         diverged_at=Divergence(3, "user", "risks", "chances"),
     )
-    told = validated(telling(changed)).json()
-    assert told["invalidated_at"] == "turn 2"
-    assert told["diverged_at"] == {
+    result = validated(answering(changed)).json()
+    assert result["invalidated_at"] == "turn 2"
+    assert result["diverged_at"] == {
         "message": 3,
         "role": "user",
         "stored": "risks",
@@ -186,11 +186,11 @@ def test_a_change_is_shown_where_it_is() -> None:
 
 
 def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() -> None:
-    assert validated(telling(UNKNOWN)).json()["reason"] == "cache_key_not_found"
-    told = validated(telling(UNKNOWN), telling(unknown_key())).json()
-    assert (told["status"], told["reason"]) == ("miss", "cache_key_not_found")
-    told = validated(telling(UNKNOWN), holding(entry("k"))).json()
-    assert (told["status"], told["reason"]) == ("miss", "model_mismatch")
+    assert validated(answering(UNKNOWN)).json()["reason"] == "cache_key_not_found"
+    result = validated(answering(UNKNOWN), answering(unknown_key())).json()
+    assert (result["status"], result["reason"]) == ("miss", "cache_key_not_found")
+    result = validated(answering(UNKNOWN), holding(entry("k"))).json()
+    assert (result["status"], result["reason"]) == ("miss", "model_mismatch")
 
 
 @pytest.mark.parametrize(
@@ -206,16 +206,16 @@ def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() 
     ],
 )
 def test_a_bad_question_says_what_it_takes(field: str, value: Any, sentence: str) -> None:
-    answer = validated(telling(HIT), **{field: value})
+    answer = validated(answering(HIT), **{field: value})
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence
     assert error(answer)["param"] == field
 
 
 def test_a_key_has_to_be_asked_for() -> None:
-    answer = front_of(telling(HIT)).post("/v1/cache/validate", {"messages": MESSAGES})
+    answer = front_of(answering(HIT)).post("/v1/cache/validate", {"messages": MESSAGES})
     assert error(answer)["message"] == "`cache_key` is missing."
 
 
 def test_an_unknown_model_has_no_cache_to_validate() -> None:
-    assert validated(telling(HIT), model="gpt-5").status_code == 404
+    assert validated(answering(HIT), model="gpt-5").status_code == 404

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.api.cache.entries import stats, telling
+from tests.api.cache.entries import answering, stats
 from tests.api.scripted import Front, ScriptedRuntime
 
 TENANTS = {
@@ -41,25 +41,25 @@ def shown(front: Front, key: str = "") -> dict[str, object]:
     return dict(answer.json())
 
 
-def told(*states: str) -> Front:
-    return Front(*(ScriptedRuntime(name=s, answers=telling(stats(disk_state=s))) for s in states))
+def servers_in(*states: str) -> Front:
+    return Front(*(ScriptedRuntime(name=s, answers=answering(stats(disk_state=s))) for s in states))
 
 
 def test_an_open_server_shows_everything() -> None:
-    assert shown(told("ok")) == TENANTS | SERVERS
+    assert shown(servers_in("ok")) == TENANTS | SERVERS
 
 
 def test_a_tenant_sees_nothing_of_the_whole_server() -> None:
-    runtime = ScriptedRuntime(answers=telling(stats()))
+    runtime = ScriptedRuntime(answers=answering(stats()))
     front = Front(runtime, api_key=["alpha"], admin_key=["root"])
     assert shown(front, "alpha") == TENANTS
     assert shown(front, "root") == TENANTS | SERVERS
-    assert [question.admin for question in runtime.questions] == [False, True]
+    assert [request.admin for request in runtime.admin_requests] == [False, True]
 
 
 def test_figures_of_several_models_are_added() -> None:
-    first = ScriptedRuntime(answers=telling(stats(by_tier={"ram": 1, "device": 0})))
-    second = ScriptedRuntime(name="b", answers=telling(stats(by_tier={"ram": 2, "disk": 3})))
+    first = ScriptedRuntime(answers=answering(stats(by_tier={"ram": 1, "device": 0})))
+    second = ScriptedRuntime(name="b", answers=answering(stats(by_tier={"ram": 2, "disk": 3})))
     found = shown(Front(first, second))
     assert found["by_tier"] == {"ram": 3, "device": 0, "disk": 3}
     assert (found["total_entries"], found["turns"]) == (10, 6)
@@ -68,7 +68,7 @@ def test_figures_of_several_models_are_added() -> None:
 
 def test_a_cache_that_was_never_asked_has_no_rate() -> None:
     unused = stats(hits=0, partial_hits=0, misses=0)
-    assert shown(Front(ScriptedRuntime(answers=telling(unused))))["hit_rate"] == 0.0
+    assert shown(Front(ScriptedRuntime(answers=answering(unused))))["hit_rate"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_a_cache_that_was_never_asked_has_no_rate() -> None:
     ],
 )
 def test_a_disk_that_is_amiss_is_not_hidden_by_another(states: list[str], state: str) -> None:
-    assert shown(told(*states))["disk_state"] == state
+    assert shown(servers_in(*states))["disk_state"] == state

@@ -182,13 +182,13 @@ def test_a_stream_tells_about_the_cache_when_a_cache_field_was_sent(
 ) -> None:
     fields: dict[str, Any] = {"stream_options": {"include_usage": True}, field: value}
     answer = Front().chat(stream=True, **fields)
-    *_, usage, told, done = events(answer.text)
+    *_, usage, report, done = events(answer.text)
     assert usage.json["usage"]
-    assert told.name == "x_cache"
+    assert report.name == "x_cache"
     assert done.data == "[DONE]"
-    assert told.json["status"] == "miss"
-    assert told.json["reused_tokens"] == 0
-    chunk = ChatCompletionChunk.model_validate(told.json)
+    assert report.json["status"] == "miss"
+    assert report.json["reused_tokens"] == 0
+    chunk = ChatCompletionChunk.model_validate(report.json)
     assert chunk.object == "chat.completion.chunk"
     assert chunk.choices == []
 
@@ -201,8 +201,10 @@ def test_a_stream_does_not_tell_about_the_cache_unasked() -> None:
 def test_progress_through_the_prompt_is_streamed_when_asked_for() -> None:
     script: list[Step] = [Started(0, 100, 40), Prefill(0, 80, 100), delta("x"), finished()]
     answer = Front(ScriptedRuntime(script)).chat(stream=True, prefill_progress=True)
-    told = [chunk["prefill_progress"] for chunk in chunks(answer) if "prefill_progress" in chunk]
-    assert told == [
+    progress = [
+        chunk["prefill_progress"] for chunk in chunks(answer) if "prefill_progress" in chunk
+    ]
+    assert progress == [
         {"done_tokens": 40, "prompt_tokens": 100},
         {"done_tokens": 80, "prompt_tokens": 100},
     ]

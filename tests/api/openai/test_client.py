@@ -110,7 +110,7 @@ def test_an_absent_model_is_a_status_the_client_retries(stream: bool) -> None:
             else answer.choices[0].message.content
         )
     assert text == "Hello"
-    assert len(runtime.asks) == 2
+    assert len(runtime.requests) == 2
 
 
 def test_a_failure_in_mid_stream_is_raised_where_it_happened() -> None:

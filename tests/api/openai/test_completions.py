@@ -47,11 +47,11 @@ def test_usage_and_cache_end_a_stream_that_asked_for_them() -> None:
     answer = Front().complete(
         stream=True, stream_options={"include_usage": True}, use_kv_cache=False
     )
-    *texts, usage, told, done = events(answer.text)
+    *texts, usage, report, done = events(answer.text)
     assert all(event.json["usage"] is None for event in texts)
     assert usage.json["usage"]["prompt_tokens"] == 10
     assert usage.json["choices"] == []
-    assert (told.name, told.json["object"]) == ("x_cache", "text_completion")
+    assert (report.name, report.json["object"]) == ("x_cache", "text_completion")
     assert done.data == "[DONE]"
 
 
@@ -69,8 +69,8 @@ def test_usage_and_cache_end_a_stream_that_asked_for_them() -> None:
 def test_a_prompt_may_be_text_or_tokens_or_a_list_of_either(prompt: Any, asked: list[Any]) -> None:
     front = Front()
     assert front.complete(prompt=prompt).status_code == 200
-    assert [ask.prompt for ask in front.runtime.asks] == asked
-    assert all(ask.messages is None for ask in front.runtime.asks)
+    assert [request.prompt for request in front.runtime.requests] == asked
+    assert all(request.messages is None for request in front.runtime.requests)
 
 
 def test_the_usage_of_several_prompts_is_their_sum() -> None:
@@ -82,7 +82,7 @@ def test_the_usage_of_several_prompts_is_their_sum() -> None:
     )
     answer = Completion.model_validate(Front(runtime).complete(prompt=["a", "b"], n=2).json())
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [ask.prompt for ask in runtime.asks] == ["a", "a", "b", "b"]
+    assert [request.prompt for request in runtime.requests] == ["a", "a", "b", "b"]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 30
     assert answer.usage.completion_tokens == 8

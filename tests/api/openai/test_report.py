@@ -21,7 +21,7 @@ EDITED = CacheReport(
     new_cache_key="def456",
     diverged_at=Divergence(2, "user", "our top risks", "our top chances"),
 )
-TOLD = {
+REPORT = {
     "hit": True,
     "status": "partial_hit",
     "cache_key": "abc123",
@@ -49,8 +49,8 @@ def not_found() -> CacheReport:
 
 def test_a_whole_answer_tells_what_became_of_the_key() -> None:
     front = Front(runtime_reporting(EDITED))
-    assert front.chat().json()["x_cache"] == TOLD
-    assert front.complete().json()["x_cache"] == TOLD
+    assert front.chat().json()["x_cache"] == REPORT
+    assert front.complete().json()["x_cache"] == REPORT
 
 
 def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
@@ -60,8 +60,8 @@ def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
 @pytest.mark.parametrize("path", ["chat", "complete"])
 def test_what_was_normalised_is_told_where_something_was(path: str) -> None:
     changed = CacheReport("hit", Reason.FULL_MATCH, 9, 12, "ram", normalised=["billing header"])
-    told = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
-    assert told["normalised"] == ["billing header"]
+    report = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
+    assert report["normalised"] == ["billing header"]
     assert "normalised" not in getattr(Front(), path)().json()["x_cache"]
 
 
@@ -84,11 +84,11 @@ def test_a_stream_ends_with_the_same_report_flat_and_as_a_chunk(
 ) -> None:
     front = Front(runtime_reporting(EDITED))
     answer = getattr(front, path)(stream=True, **fields)
-    *_, told, done = events(answer.text)
-    assert (told.name, done.data) == ("x_cache", "[DONE]")
-    assert {name: told.json[name] for name in TOLD} == TOLD
-    assert told.json["choices"] == []
-    assert told.json["object"] in ("chat.completion.chunk", "text_completion")
+    *_, report, done = events(answer.text)
+    assert (report.name, done.data) == ("x_cache", "[DONE]")
+    assert {name: report.json[name] for name in REPORT} == REPORT
+    assert report.json["choices"] == []
+    assert report.json["object"] in ("chat.completion.chunk", "text_completion")
 
 
 def test_the_first_choice_speaks_for_all() -> None:
@@ -96,7 +96,7 @@ def test_the_first_choice_speaks_for_all() -> None:
     runtime = ScriptedRuntime(
         reply("a", end=finished(cache=EDITED)), reply("b", end=finished(cache=second))
     )
-    assert Front(runtime).chat(n=2, cache_key="abc123").json()["x_cache"] == TOLD
+    assert Front(runtime).chat(n=2, cache_key="abc123").json()["x_cache"] == REPORT
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -135,8 +135,8 @@ def test_a_key_of_another_model_is_told_to_be_that(path: str, stream: bool) -> N
     )
     report = events(answer.text)[-2].json if stream else answer.json()["x_cache"]
     assert (report["status"], report["reason"]) == ("miss", "model_mismatch")
-    assert other.questioned.salt == front.runtime.asked.salt != b""
-    assert not other.questioned.admin
+    assert other.admin_request.salt == front.runtime.requested.salt != b""
+    assert not other.admin_request.admin
 
 
 def test_a_key_that_no_model_knows_is_not_found() -> None:
@@ -144,11 +144,11 @@ def test_a_key_that_no_model_knows_is_not_found() -> None:
     others[0].ready = None
     answer = Front(runtime_reporting(not_found()), *others).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "cache_key_not_found"
-    assert len(others[1].questions) == 1
+    assert len(others[1].admin_requests) == 1
 
 
 def test_other_models_are_asked_about_nothing_else() -> None:
     other = ScriptedRuntime(name="other", answers=holding(entry("k")))
     answer = Front(runtime_reporting(EDITED), other).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "turn_changed"
-    assert other.questions == []
+    assert other.admin_requests == []

@@ -34,7 +34,7 @@ def schema(**fields: Any) -> dict[str, Any]:
 def test_a_form_reaches_the_runtime(sent: Any, structure: StructuredOutput | None) -> None:
     front = Front()
     assert front.chat(response_format=sent).status_code == 200
-    assert front.runtime.asked.structured_output == structure
+    assert front.runtime.requested.structured_output == structure
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_form_that_is_none_says_what_it_takes(sent: Any, sentence: str) -> Non
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence
     assert error(answer)["param"] == "response_format"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 def test_tools_that_may_be_called_go_with_a_form(choice: str | None) -> None:
     front = Front()
     assert front.chat(response_format=JSON, tools=TOOLS, tool_choice=choice).status_code == 200
-    ask = front.runtime.asked
+    ask = front.runtime.requested
     assert (ask.structured_output, ask.tools) == (StructuredOutput(schema=None), TOOLS)
 
 

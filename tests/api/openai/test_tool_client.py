@@ -76,7 +76,7 @@ def test_calls_come_whole_and_can_be_answered() -> None:
         ]
         history: Any = [*MESSAGES, message, *results]
         client.chat.completions.create(model="default", messages=history, tools=[PLAIN])
-    sent = runtime.asks[1].messages
+    sent = runtime.requests[1].messages
     assert sent is not None
     assert sent[1] == {
         "role": "assistant",
@@ -87,7 +87,7 @@ def test_calls_come_whole_and_can_be_answered() -> None:
             for n, arguments in enumerate((PARIS, ROME))
         ],
     }  # fmt: skip
-    assert runtime.asks[1].tools == [PLAIN]
+    assert runtime.requests[1].tools == [PLAIN]
 
 
 def test_streamed_calls_can_be_put_together() -> None:
@@ -114,8 +114,8 @@ def test_a_form_is_parsed_into_its_model() -> None:
             model="default", messages=MESSAGES, response_format=GetWeather
         )
     assert answer.choices[0].message.parsed == GetWeather(city="Paris", days=2)
-    assert runtime.asked.structured_output is not None
-    schema = runtime.asked.structured_output.schema
+    assert runtime.requested.structured_output is not None
+    schema = runtime.requested.structured_output.schema
     assert isinstance(schema, dict)
     assert schema["required"] == ["city", "days"]
 
@@ -131,9 +131,9 @@ def test_calls_are_parsed_into_their_models() -> None:
         GetWeather(city="Paris", days=2),
         GetWeather(city="Rome", days=1),
     ]
-    assert runtime.asked.tool_use == ToolUse(choice="required")
-    assert runtime.asked.tools is not None
-    assert runtime.asked.tools[0]["function"]["strict"] is True
+    assert runtime.requested.tool_use == ToolUse(choice="required")
+    assert runtime.requested.tools is not None
+    assert runtime.requested.tools[0]["function"]["strict"] is True
 
 
 def test_the_stream_helper_parses_a_form() -> None:
@@ -229,7 +229,7 @@ def test_langchain_calls_answers_and_goes_on(stream: bool) -> None:
         answered = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
         said = AIMessage(content=first.content, tool_calls=first.tool_calls)
         assert bound.invoke([asked, said, answered]).content == "Sunny."
-    sent = runtime.asks[1].messages
+    sent = runtime.requests[1].messages
     assert sent is not None
     assert sent[1]["tool_calls"][0]["function"]["name"] == "get_weather"
     assert sent[2] == {
@@ -241,4 +241,4 @@ def test_langchain_gets_a_form() -> None:
     with langchain_of(JSON) as (model, runtime):
         found = model.with_structured_output(GetWeather, method="json_schema").invoke("Paris?")
     assert found == GetWeather(city="Paris", days=2)
-    assert runtime.asked.structured_output is not None
+    assert runtime.requested.structured_output is not None

@@ -1,6 +1,6 @@
 """/v1/internal/model/kv_cache: the sessions that one model keeps, by their ids.
 
-Always the caller's own, the admin's too: an id says nothing of whose it is, so that the admin's
+Always the caller's own, even for the admin: an id does not say whose it is, so an admin's
 `remove_cache` would remove every tenant's session 7. Across tenants there are cache keys.
 """
 
@@ -13,8 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.cache.questions import Questions
-from rekindle.api.openai.fields import MOST_ID_CHARACTERS, SessionNumber, takes
+from rekindle.api.fields import MOST_ID_CHARACTERS, SessionNumber, takes
 from rekindle.errors import NotFound
 from rekindle.protocol.admin import (
     EntryInfo,
@@ -24,7 +23,8 @@ from rekindle.protocol.admin import (
     RemoveOld,
     RemoveSession,
 )
-from rekindle.server.json import OrjsonRoute
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.responses import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
 NUMBERED = "kv_cache_session_id"
@@ -82,7 +82,7 @@ async def show_sessions(request: Request, number: ModelNumber = None) -> Session
     """The numbered sessions, sessions and messages whose state is kept, with its size."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
-    listing = await Questions.of_tenant(request).ask(runtime, ListEntries(), EntryList)
+    listing = await AdminClient.of_tenant(request).request(runtime, ListEntries(), EntryList)
     named = [(info, list(_sessions(info))) for info in listing.entries]
     caches = [session for _, sessions in named for session in sessions]
     return Sessions(
@@ -97,11 +97,11 @@ async def show_sessions(request: Request, number: ModelNumber = None) -> Session
 async def remove_session(
     body: RemoveRequest, request: Request, number: ModelNumber = None
 ) -> SessionRemoved:
-    """Forget the state of one session."""
+    """Remove the state of one session."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
     op = RemoveSession(body.session_id)
-    removed = await Questions.of_tenant(request).ask(runtime, op, Removed)
+    removed = await AdminClient.of_tenant(request).request(runtime, op, Removed)
     if not removed.entries:
         raise NotFound(
             f"No state is kept under this id; GET {router.prefix}/info lists those you have.",
@@ -119,10 +119,12 @@ async def remove_session(
 async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
 ) -> OldRemoved:
-    """Forget the state that was not used for so many seconds, unless it is pinned."""
+    """Remove state that was not used for so many seconds, unless it is pinned."""
     service: Service = request.state.service
     runtime = service.runtime(None, number)
-    removed = await Questions.of_tenant(request).ask(runtime, RemoveOld(body.seconds), Removed)
+    removed = await AdminClient.of_tenant(request).request(
+        runtime, RemoveOld(body.seconds), Removed
+    )
     return OldRemoved(status="ok", removed=removed.entries, freed_bytes=removed.freed_bytes)
 
 

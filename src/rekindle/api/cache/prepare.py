@@ -1,4 +1,4 @@
-"""POST /v1/cache/prepare: the state of a prompt's beginning, computed ahead of its first use."""
+"""POST /v1/cache/prepare: compute the state of a prompt's beginning before its first use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 
-from rekindle.api.cache.questions import Questions
 from rekindle.api.cache.schema import Prepared, prepared
-from rekindle.api.openai.fields import characters
-from rekindle.api.openai.message import Messages, rendered
-from rekindle.api.openai.tool import Tools, described
+from rekindle.api.fields import characters
+from rekindle.api.message import Messages, rendered
+from rekindle.api.tools import Tools, described
 from rekindle.config import Config
 from rekindle.errors import BadRequest, ServerError, Unsupported
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from rekindle.server.json import OrjsonRoute
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.responses import OrjsonRoute
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import ModelNumber, Service
 from rekindle.server.turns import Turns, while_connected
@@ -73,18 +73,18 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     if not service.config.context_cache:
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
     runtime = service.runtime(body.model, number)
-    questions = Questions.of_tenant(request)
+    client = AdminClient.of_tenant(request)
     if body.warm:
-        work = _warmed(runtime, questions, body, service.config)
+        work = _warmed(runtime, client, body, service.config)
     else:
-        work = _indexed(runtime, questions, body, service.config)
+        work = _indexed(runtime, client, body, service.config)
     return prepared(await while_connected(request, work), runtime.name)
 
 
 async def _warmed(
-    runtime: RuntimeClient, questions: Questions, body: PrepareRequest, config: Config
+    runtime: RuntimeClient, client: AdminClient, body: PrepareRequest, config: Config
 ) -> EntryInfo:
-    ask = GenerateRequest(
+    generate = GenerateRequest(
         turn=0,
         messages=rendered(body.messages),
         tools=described(body.tools),
@@ -93,14 +93,13 @@ async def _warmed(
         max_tokens=1,
         exact=config.exact,
         normalise=config.normalise,
-        salt=questions.salt,
+        salt=client.salt,
     )
-    with contextlib.closing(Turns(runtime, [ask])) as turns:
+    with contextlib.closing(Turns(runtime, [generate])) as turns:
         finished = await _finished(turns)
     if finished.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
-    settle = Flush(finished.cache.new_cache_key)
-    info = await questions.ask(runtime, settle, EntryInfo)
+    info = await client.request(runtime, Flush(finished.cache.new_cache_key), EntryInfo)
     if info.held_tokens < info.token_count:
         raise NoRoom(
             f"The prompt was computed, but of its {info.token_count} tokens only "
@@ -121,7 +120,7 @@ async def _finished(turns: Turns) -> Finished:
 
 
 async def _indexed(
-    runtime: RuntimeClient, questions: Questions, body: PrepareRequest, config: Config
+    runtime: RuntimeClient, client: AdminClient, body: PrepareRequest, config: Config
 ) -> EntryInfo:
     index = IndexPrompt(
         messages=rendered(body.messages),
@@ -129,4 +128,4 @@ async def _indexed(
         prepare=body.prepare,
         normalise=config.normalise,
     )
-    return await questions.ask(runtime, index, EntryInfo)
+    return await client.request(runtime, index, EntryInfo)

@@ -9,13 +9,10 @@ from msgspec import structs
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.cache.mismatch import reason_for
-from rekindle.api.cache.questions import Questions
 from rekindle.api.cache.schema import EntryBody, Listing, entry_body
-from rekindle.api.openai.fields import FreeObject, Id
-from rekindle.api.openai.message import Messages, rendered
-from rekindle.api.openai.schema import MOST_MESSAGES
-from rekindle.api.openai.tool import Tools, described
+from rekindle.api.fields import FreeObject, Id
+from rekindle.api.message import MOST_MESSAGES, Messages, rendered
+from rekindle.api.tools import Tools, described
 from rekindle.protocol.admin import (
     CollectExpired,
     DeleteEntry,
@@ -28,7 +25,8 @@ from rekindle.protocol.admin import (
     Validate,
     Validation,
 )
-from rekindle.server.json import OrjsonRoute
+from rekindle.server.admin_client import AdminClient, refine_reason
+from rekindle.server.responses import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
@@ -45,7 +43,7 @@ class ValidateRequest(BaseModel):
 
 
 class ValidityBody(BaseModel):
-    """Whether a key would be hit, and where the messages leave what it stands for."""
+    """Whether a key would be hit, and where the messages differ from its entry."""
 
     status: str
     reusable_tokens: int
@@ -67,13 +65,13 @@ class Collected(BaseModel):
 
 @router.get("/v1/cache", response_model_exclude_unset=True)
 async def list_entries(request: Request, number: ModelNumber = None) -> Listing:
-    """The entries of all models, or of the numbered one; those used last come first."""
+    """The entries of all models, or of the numbered one; most recently used first."""
     service: Service = request.state.service
-    questions = Questions.of(request)
+    client = AdminClient.of(request)
     found = [
-        entry_body(info, runtime.name, admin=questions.admin)
+        entry_body(info, runtime.name, admin=client.is_admin)
         for runtime in service.chosen(number)
-        for info in (await questions.ask(runtime, ListEntries(), EntryList)).entries
+        for info in (await client.request(runtime, ListEntries(), EntryList)).entries
     ]
     found.sort(key=lambda entry: entry.last_used, reverse=True)
     return Listing(entries=found, count=len(found))
@@ -83,34 +81,34 @@ async def list_entries(request: Request, number: ModelNumber = None) -> Listing:
 async def validate(
     body: ValidateRequest, request: Request, number: ModelNumber = None
 ) -> ValidityBody:
-    """Would this key be hit by these messages? Asking changes nothing."""
+    """Would this key be hit by these messages? Changes nothing."""
     service: Service = request.state.service
     runtime = service.runtime(body.model, number)
-    questions = Questions.of_tenant(request)
-    question = Validate(
+    client = AdminClient.of_tenant(request)
+    op = Validate(
         cache_key=body.cache_key,
         messages=rendered(body.messages),
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         normalise=service.config.normalise,
     )
-    told = structs.asdict(await questions.ask(runtime, question, Validation))
-    told["reason"] = await reason_for(
-        told["reason"], body.cache_key, service.others(runtime), questions.salt
+    result = structs.asdict(await client.request(runtime, op, Validation))
+    result["reason"] = await refine_reason(
+        result["reason"], body.cache_key, service.others(runtime), client.salt
     )
-    diverged_at = told.pop("diverged_at")
+    diverged_at = result.pop("diverged_at")
     if diverged_at is not None:
-        told["diverged_at"] = structs.asdict(diverged_at)
-    return ValidityBody(**told)
+        result["diverged_at"] = structs.asdict(diverged_at)
+    return ValidityBody(**result)
 
 
 @router.post("/v1/cache/gc")
 async def collect(request: Request, number: ModelNumber = None) -> Collected:
     """Remove now what has expired."""
     service: Service = request.state.service
-    questions = Questions.of(request)
+    client = AdminClient.of(request)
     removed = [
-        await questions.ask(runtime, CollectExpired(), Removed)
+        await client.request(runtime, CollectExpired(), Removed)
         for runtime in service.chosen(number)
     ]
     return Collected(
@@ -121,32 +119,32 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
 
 @router.post("/v1/cache/{key:path}/pin", response_model_exclude_unset=True)
 async def pin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """Keep an entry whatever else needs its room."""
+    """Never evict this entry."""
     return await _entry(request, number, PinEntry(key, pinned=True))
 
 
 @router.post("/v1/cache/{key:path}/unpin", response_model_exclude_unset=True)
 async def unpin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """Let an entry go when its time comes."""
+    """Let the entry expire and be evicted again."""
     return await _entry(request, number, PinEntry(key, pinned=False))
 
 
 @router.get("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def show_entry(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """One entry; looking does not count as use."""
+    """One entry; this does not count as a use of it."""
     return await _entry(request, number, ShowEntry(key))
 
 
 @router.delete("/v1/cache/{key:path}")
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
-    """Forget an entry."""
+    """Remove an entry."""
     service: Service = request.state.service
-    await Questions.of(request).find(service.chosen(number), DeleteEntry(key), Removed)
+    await AdminClient.of(request).find(service.chosen(number), DeleteEntry(key), Removed)
     return Evicted(status="evicted", cache_key=key)
 
 
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
     service: Service = request.state.service
-    questions = Questions.of(request)
-    runtime, info = await questions.find(service.chosen(number), op, EntryInfo)
-    return entry_body(info, runtime.name, admin=questions.admin)
+    client = AdminClient.of(request)
+    runtime, info = await client.find(service.chosen(number), op, EntryInfo)
+    return entry_body(info, runtime.name, admin=client.is_admin)

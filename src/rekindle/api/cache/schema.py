@@ -19,7 +19,7 @@ class NameBody(BaseModel):
 
 
 class EntryBody(BaseModel):
-    """State that is kept: what it is of, where it is, and until when."""
+    """Stored state: its conversation, tier, size and lifetime."""
 
     cache_key: str
     model: str
@@ -35,7 +35,7 @@ class EntryBody(BaseModel):
     last_used: float
     expires_at: float | None
     names: list[NameBody]
-    tenant: str | None = None  # told to the admin alone
+    tenant: str | None = None  # for the admin alone
 
 
 class Listing(BaseModel):

@@ -1,4 +1,4 @@
-"""GET /v1/cache/stats: what the cache holds and what it was good for."""
+"""GET /v1/cache/stats: what the cache holds and how often it was hit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from rekindle.api.cache.questions import Questions
-from rekindle.protocol.admin import GetStats, Stats
+from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
+from rekindle.server.admin_client import AdminClient
 from rekindle.server.service import ModelNumber, Service
 
-HEALTHY = ("ok", "off")  # states of the disk tier in which nothing is amiss
-OF_THE_SERVER = (
+SERVER_FIELDS = (
     "ram_limit_bytes",
     "disk_limit_bytes",
     "disk_queued_bytes",
@@ -30,7 +29,7 @@ router = APIRouter(tags=["cache"])
 
 
 class CacheStats(BaseModel):
-    """Figures of the asking tenant; those of the whole server are told to the admin alone."""
+    """Figures of the calling tenant; those of the whole server are the admin's alone."""
 
     total_entries: int
     by_tier: dict[str, int]
@@ -59,11 +58,11 @@ class CacheStats(BaseModel):
 
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
 async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
-    """What the cache holds and how often it helped, over all models or the numbered one."""
+    """What the cache holds and how often it was hit, over all models or the numbered one."""
     service: Service = request.state.service
-    questions = Questions.of(request)
-    stats = [await questions.ask(runtime, GetStats(), Stats) for runtime in service.chosen(number)]
-    return total(stats, admin=questions.admin)
+    client = AdminClient.of(request)
+    stats = [await client.request(runtime, GetStats(), Stats) for runtime in service.chosen(number)]
+    return total(stats, admin=client.is_admin)
 
 
 def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
@@ -71,7 +70,7 @@ def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
         return sum(getattr(each, field) for each in stats)
 
     hits, partial_hits, misses = added("hits"), added("partial_hits"), added("misses")
-    told = CacheStats(
+    own = CacheStats(
         total_entries=added("entries"),
         by_tier=_by_tier(stats),
         ram_bytes=added("ram_bytes"),
@@ -86,11 +85,9 @@ def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
         evictions=added("evictions"),
     )
     if not admin:
-        return told
-    whole = {field: added(field) for field in OF_THE_SERVER}
-    return told.model_copy(
-        update={**whole, "disk_state": _worst(each.disk_state for each in stats)}
-    )
+        return own
+    whole = {field: added(field) for field in SERVER_FIELDS}
+    return own.model_copy(update={**whole, "disk_state": _worst(each.disk_state for each in stats)})
 
 
 def _rate(good: int, bad: int) -> float:
@@ -105,7 +102,7 @@ def _by_tier(stats: Sequence[Stats]) -> dict[str, int]:
 
 
 def _worst(states: Iterable[str]) -> str:
-    """What is amiss with any of them; else whether any of them is in use."""
+    """The first unhealthy state; without one, "ok" if any disk tier is in use."""
     found = set(states)
-    amiss = sorted(found - set(HEALTHY))
-    return amiss[0] if amiss else min(found, key=HEALTHY.index)
+    unhealthy = sorted(found - set(HEALTHY_DISK_STATES))
+    return unhealthy[0] if unhealthy else min(found, key=HEALTHY_DISK_STATES.index)

@@ -8,14 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.openai import tool_choice
-from rekindle.api.openai.answer import Answer, finite
-from rekindle.api.openai.choice import Choice
-from rekindle.api.openai.defaults import asks
-from rekindle.api.openai.message import rendered
+from rekindle.api.openai.answer import Answer, Choice, finite
+from rekindle.api.openai.requests import chat_requests
 from rekindle.api.openai.schema import ChatRequest
-from rekindle.api.openai.tool import described
-from rekindle.config import Config
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Finished,
@@ -26,9 +21,8 @@ from rekindle.protocol.events import (
     ToolCallStart,
 )
 from rekindle.protocol.message import ToolCall
-from rekindle.protocol.requests import GenerateRequest
-from rekindle.server.auth import salt_of
-from rekindle.server.json import OrjsonRoute
+from rekindle.server.auth import caller_of
+from rekindle.server.responses import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
@@ -41,41 +35,12 @@ async def create_chat_completion(
     """Answer a conversation; everything computed for an equal prefix before is reused."""
     service: Service = request.state.service
     runtime = service.runtime(body.model, number)
-    turns = chat_asks(body, service.config, salt_of(request))
-    answer = Answer(runtime, turns, body, ChatShape(), others=service.others(runtime))
+    requests = chat_requests(body, service.config, caller_of(request).salt)
+    answer = Answer(runtime, requests, body, ChatFormat(), others=service.others(runtime))
     return await answer.respond(request)
 
 
-def chat_asks(body: ChatRequest, config: Config, salt: bytes) -> list[GenerateRequest]:
-    """The turns that a conversation's request asks for, one for each choice."""
-    conversation = {
-        "messages": rendered(body.messages),
-        "template_kwargs": _template_kwargs(body),
-        "tools": described(tool_choice.offered(body.tool_choice, body.tools)),
-        "tool_use": tool_choice.tool_use(
-            body.tool_choice, parallel=body.parallel_tool_calls is not False
-        ),
-        "structured_output": body.response_format.structure if body.response_format else None,
-        "progress": body.progress is not None,
-    }
-    return asks(
-        body,
-        config,
-        salt,
-        [conversation],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-
-
-def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    return kwargs
-
-
-class ChatShape:
+class ChatFormat:
     id_prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
@@ -84,7 +49,7 @@ class ChatShape:
         return _delta(index, {"role": "assistant", "content": None if calls else ""})
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
-        choice = _delta(index, _piece(part))
+        choice = _delta(index, _fields(part))
         if isinstance(part, TextDelta) and part.logprobs is not None:
             choice["logprobs"] = _logprobs(part.logprobs)
         return choice
@@ -92,19 +57,19 @@ class ChatShape:
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return {**_delta(index, _message_id(finished)), "finish_reason": finished.reason}
 
-    def choice(self, index: int, answer: Choice) -> dict[str, Any]:
-        assert answer.finished is not None
-        message = answer.message
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.finished is not None
+        message = choice.message
         return {
             "index": index,
-            "message": {"refusal": None, **message.as_dict(), **_message_id(answer.finished)},
+            "message": {"refusal": None, **message.as_dict(), **_message_id(choice.finished)},
             "logprobs": _logprobs(message.logprobs) if message.logprobs else None,
-            "finish_reason": answer.finished.reason,
+            "finish_reason": choice.finished.reason,
         }
 
 
-def _piece(part: Part) -> dict[str, Any]:
-    """What one part adds to a message."""
+def _fields(part: Part) -> dict[str, Any]:
+    """The fields of a delta that one part of a reply becomes."""
     match part:
         case TextDelta():
             return {"content": part.text}

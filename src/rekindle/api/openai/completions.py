@@ -10,14 +10,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.openai.answer import Answer, finite
-from rekindle.api.openai.choice import Choice
-from rekindle.api.openai.defaults import asks
+from rekindle.api.openai.answer import Answer, Choice, finite
+from rekindle.api.openai.requests import completion_requests
 from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
 from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
-from rekindle.server.auth import salt_of
-from rekindle.server.json import OrjsonRoute
+from rekindle.server.auth import caller_of
+from rekindle.server.responses import OrjsonRoute
 from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
@@ -32,19 +31,12 @@ async def create_completion(
         raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
     service: Service = request.state.service
     runtime = service.runtime(body.model, number)
-    turns = asks(
-        body,
-        service.config,
-        salt_of(request),
-        [{"prompt": prompt} for prompt in body.prompts],
-        max_tokens=body.max_tokens,
-        top_logprobs=body.logprobs,
-    )
-    answer = Answer(runtime, turns, body, CompletionShape(), others=service.others(runtime))
+    requests = completion_requests(body, service.config, caller_of(request).salt)
+    answer = Answer(runtime, requests, body, CompletionFormat(), others=service.others(runtime))
     return await answer.respond(request)
 
 
-class CompletionShape:
+class CompletionFormat:
     id_prefix = "cmpl"
     whole = "text_completion"
     chunk = "text_completion"
@@ -56,16 +48,16 @@ class CompletionShape:
         return None
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
-        assert isinstance(part, TextDelta), "a text's continuation has no other parts"
+        assert isinstance(part, TextDelta), "a completion has no other parts"
         return self._choice(index, part.text, part.logprobs, None)
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._choice(index, "", None, finished.reason)
 
-    def choice(self, index: int, answer: Choice) -> dict[str, Any]:
-        assert answer.finished is not None
-        message = answer.message
-        return self._choice(index, message.text, message.logprobs, answer.finished.reason)
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.finished is not None
+        message = choice.message
+        return self._choice(index, message.text, message.logprobs, choice.finished.reason)
 
     def _choice(
         self, index: int, text: str, logprobs: list[TokenLogprob] | None, reason: str | None

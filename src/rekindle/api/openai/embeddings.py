@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: not served yet, and said so in a word that a client understands."""
+"""POST /v1/embeddings: not served yet, and refused with a clear error."""
 
 from __future__ import annotations
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.server.error_response import RETRY_SOON
-from rekindle.server.json import JsonResponse
+from rekindle.server.responses import RETRY_SOON, JsonResponse
+from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.service import Service
 
 router = APIRouter(tags=["models"])
@@ -17,7 +19,8 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> Response:
     """The models this server answers with."""
     service: Service = request.state.service
-    return JsonResponse({"object": "list", "data": service.models()})
+    models = [_model(runtime, service) for runtime in service.runtimes]
+    return JsonResponse({"object": "list", "data": models})
 
 
 @router.get("/v1/models/{model:path}")
@@ -26,14 +29,23 @@ async def retrieve_model(model: str, request: Request) -> Response:
     if not model:  # a slash at the end of the list's path
         return await list_models(request)
     service: Service = request.state.service
-    name = service.runtime(model).name
-    return JsonResponse(next(entry for entry in service.models() if entry["id"] == name))
+    return JsonResponse(_model(service.runtime(model), service))
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 once the startup model answers, 503 while it does not."""
+    """200 once the default model is loaded, 503 while it is not."""
     service: Service = request.state.service
     if service.is_ready():
         return JsonResponse({"status": "ok"})
     return JsonResponse({"status": "unavailable"}, status_code=503, headers=RETRY_SOON)
+
+
+def _model(runtime: RuntimeClient, service: Service) -> dict[str, Any]:
+    return {
+        "id": runtime.name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "rekindle",
+        "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
+    }

@@ -1,4 +1,4 @@
-"""What an answer says about its cost: usage, and what was reused."""
+"""`usage` and `x_cache` of an answer: what it cost and what was reused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rekindle.protocol.events import CacheReport, Finished
 
 
 def usage(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """A prompt that was asked for several choices counts once."""
+    """A prompt with several choices counts once."""
     prompts = turns[::choices]
     prompt_tokens = sum(turn.prompt_tokens for turn in prompts)
     completion_tokens = sum(turn.completion_tokens for turn in turns)
@@ -30,25 +30,25 @@ def usage(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
 
 
 def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """The first choice's report; over several prompts their sum, and the first thing amiss."""
+    """The first choice's report; for several prompts their sum, and the first that is no hit."""
     reports = [turn.cache for turn in turns[::choices]]
-    telling = next((report for report in reports if report.status != "hit"), reports[0])
+    shown = next((report for report in reports if report.status != "hit"), reports[0])
     status = _status(reports)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "hit": status != "miss",
         "status": status,
-        "cache_key": telling.cache_key,
+        "cache_key": shown.cache_key,
         "reused_tokens": sum(report.reused_tokens for report in reports),
-        "new_cache_key": telling.new_cache_key,
+        "new_cache_key": shown.new_cache_key,
         "cached_tokens": sum(report.cached_tokens for report in reports),
-        "reason": telling.reason,
+        "reason": shown.reason,
         "tier": next((report.tier for report in reports if report.tier), None),
     }
-    if telling.diverged_at is not None:
-        told["diverged_at"] = structs.asdict(telling.diverged_at)
+    if shown.diverged_at is not None:
+        fields["diverged_at"] = structs.asdict(shown.diverged_at)
     if normalised := dict.fromkeys(what for report in reports for what in report.normalised):
-        told["normalised"] = list(normalised)
-    return told
+        fields["normalised"] = list(normalised)
+    return fields
 
 
 def _status(reports: Sequence[CacheReport]) -> str:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rekindle.api.openai.fields import shallow, takes
-from rekindle.api.openai.tool import FunctionName
+from rekindle.api.fields import shallow, takes
+from rekindle.api.tools import FunctionName
 from rekindle.protocol.requests import StructuredOutput
 
 Schema = Annotated[
@@ -21,7 +21,7 @@ class JsonSchema(BaseModel):
     name: FunctionName
     schema_: Schema | None = Field(None, alias="schema")
     description: str | None = None
-    strict: bool | None = None  # the schema is kept to either way
+    strict: bool | None = None  # the schema is enforced either way
 
 
 class ResponseFormat(BaseModel):
@@ -41,7 +41,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def structure(self) -> StructuredOutput | None:
-        """In the runtime's words; None for plain text."""
+        """As the runtime takes it; None for plain text."""
         match self.type:
             case "text":
                 return None

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rekindle.api.openai import tool_choice
-from rekindle.api.openai.fields import (
+from rekindle.api.fields import (
     FreeObject,
     Id,
     LogitBias,
@@ -18,16 +17,16 @@ from rekindle.api.openai.fields import (
     SessionNumber,
     Stop,
 )
-from rekindle.api.openai.message import Messages
+from rekindle.api.message import MOST_MESSAGES, Messages
+from rekindle.api.openai import tool_choice
 from rekindle.api.openai.response_format import ResponseFormat
-from rekindle.api.openai.tool import Tools
 from rekindle.api.openai.tool_choice import ToolChoice
+from rekindle.api.tools import Tools
 from rekindle.errors import BadRequest, Unsupported
 
 MOST_CHOICES = 32
 MOST_TURNS = 128
 MOST_TOKENS = 10_000_000
-MOST_MESSAGES = 100_000
 SEED_LIMIT = 1 << 63
 
 CACHE_FIELDS = (
@@ -42,7 +41,7 @@ CACHE_FIELDS = (
 )
 NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversation
 
-# Fields of the interface that this version does not serve: refused, never silently ignored.
+# Fields of OpenAI's and other servers' APIs that are not served: refused, never ignored.
 NOT_SERVED = {
     "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
     "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
@@ -60,6 +59,7 @@ NOT_FOR_TEXTS = {
     "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
     "response_format": "text completions have no form: use /v1/chat/completions, or remove",
 }
+# Values of such fields that ask for nothing.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -77,7 +77,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Request(BaseModel):
+class RequestBase(BaseModel):
     """What chat and text completions have in common. None means: as the server is configured."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -114,7 +114,7 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_served(cls, data: Any) -> Any:
+    def _refuse_unserved_fields(cls, data: Any) -> Any:
         if isinstance(data, dict):
             for name, instead in cls.not_served.items():
                 value = data.get(name)
@@ -133,21 +133,22 @@ class Request(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def asks_about_cache(self) -> bool:
+    def reports_cache(self) -> bool:
+        """Whether a stream ends with a cache report: clients that name no state get none."""
         return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
     @property
     def progress(self) -> Literal["chunks", "comments"] | None:
-        """How a stream tells of its prompt being read, if at all."""
+        """How a stream reports prefill progress, if at all."""
         return None
 
     @property
     def names_state(self) -> bool:
-        """Whether the request says by a name of its own which state it goes on from."""
+        """Whether the request names the state it continues from."""
         return any(getattr(self, field) is not None for field in NAMES)
 
 
-class ChatRequest(Request):
+class ChatRequest(RequestBase):
     """POST /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -169,10 +170,10 @@ class ChatRequest(Request):
         return self
 
     @model_validator(mode="after")
-    def _choice_and_form_agree(self) -> ChatRequest:
+    def _tool_choice_and_format_agree(self) -> ChatRequest:
         tool_choice.check(self.tool_choice, self.tools)
-        form = self.response_format and self.response_format.structure
-        if form and tool_choice.forces_call(self.tool_choice):
+        structure = self.response_format and self.response_format.structure
+        if structure and tool_choice.forces_call(self.tool_choice):
             raise BadRequest(
                 "`response_format` asks for text that is JSON, and `tool_choice` for a call and "
                 "no text: leave one of them out.",
@@ -188,7 +189,7 @@ class ChatRequest(Request):
 
     @property
     def message_ids(self) -> list[str]:
-        """The ids by which messages are looked for, newest first; none unless that is wanted."""
+        """The ids by which state is looked for, newest first; none without `use_kv_cache`."""
         if not self.use_kv_cache:
             return []
         ids = (message.message_id for message in reversed(self.messages))
@@ -199,7 +200,7 @@ class ChatRequest(Request):
         return super().names_state or bool(self.message_ids)
 
 
-class CompletionRequest(Request):
+class CompletionRequest(RequestBase):
     """POST /v1/completions."""
 
     not_served = {**NOT_SERVED, **NOT_FOR_TEXTS}
@@ -216,7 +217,7 @@ class CompletionRequest(Request):
         return value
 
     @model_validator(mode="after")
-    def _few_turns(self) -> CompletionRequest:
+    def _bounded_turns(self) -> CompletionRequest:
         if len(self.prompts) * (self.n or 1) > MOST_TURNS:
             raise Unsupported(
                 f"one request may ask for at most {MOST_TURNS} answers (prompts times `n`)",

@@ -1,4 +1,4 @@
-"""Which of a request's tools its reply may call, or has to."""
+"""`tool_choice`: which of a request's tools its reply may call, or has to."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rekindle.api.openai.fields import takes
-from rekindle.api.openai.tool import FunctionName, Tool
+from rekindle.api.fields import takes
+from rekindle.api.tools import FunctionName, Tool
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import ToolUse
 
@@ -46,7 +46,7 @@ ToolChoice = Annotated[
 
 
 def check(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
-    """A choice among functions that are not there is a mistake of the request."""
+    """Refuse a choice among functions that the request does not define."""
     if choice == "required" and not tools:
         raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
     offered = {tool.function.name for tool in tools or ()}
@@ -59,7 +59,7 @@ def check(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
 
 
 def tool_use(choice: ToolChoice | None, *, parallel: bool) -> ToolUse:
-    """The choice in the runtime's words."""
+    """The choice as the runtime takes it."""
     match choice:
         case None:
             return ToolUse(parallel=parallel)
@@ -72,10 +72,10 @@ def tool_use(choice: ToolChoice | None, *, parallel: bool) -> ToolUse:
 
 
 def offered(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> list[Tool]:
-    """The tools that the model is told of.
+    """The tools that the prompt describes.
 
-    Those not allowed are left out, which is sure but makes another prompt; a single one that has
-    to be called is told by its name, and the prompt stays what it was.
+    Tools that are not allowed are left out, which changes the prompt. A single tool that has to be
+    called is enforced by name instead, and the prompt stays the same.
     """
     if not isinstance(choice, AllowedChoice) or _only(choice):
         return list(tools or ())

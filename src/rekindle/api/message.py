@@ -1,4 +1,4 @@
-"""A message of a conversation, as chat requests and the cache's own endpoints take it."""
+"""A message of a conversation in OpenAI's form, as chat and cache endpoints take it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rekindle.api.openai.fields import Id, shallow, takes
+from rekindle.api.fields import Id, shallow, takes
 from rekindle.errors import Unsupported
 
+MOST_MESSAGES = 100_000
 MEDIA = ("image", "image_url", "video", "video_url", "input_audio", "file")
-# What clients send back of a reply, and what says nothing to a model.
-ANSWERS_ONLY = ("refusal", "annotations", "parsed")
+# Fields of replies that clients send back with them, and that no template reads.
+REPLY_ONLY = ("refusal", "annotations", "parsed")
 LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
@@ -44,7 +45,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of an earlier reply; what clients add to it (`index`, …) is left out."""
+    """A call of an earlier reply; fields that clients add (`index`, …) are dropped."""
 
     model_config = ConfigDict(strict=True)
 
@@ -59,7 +60,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; fields the template may know are passed on as they are."""
+    """One message; unknown fields are passed on, the template may read them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -77,10 +78,10 @@ class Message(BaseModel):
             return data
         _refuse_media(data.get("content"))
         _refuse_legacy(data)
-        return _said(data)
+        return _known_fields(data)
 
     @model_validator(mode="after")
-    def _has_what_its_role_needs(self) -> Message:
+    def _has_fields_of_its_role(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"needs `content`, as every {self.role} message does")
         if self.role == "tool" and self.tool_call_id is None:
@@ -89,7 +90,7 @@ class Message(BaseModel):
         return self
 
     def rendered(self) -> dict[str, Any]:
-        """What the template sees: the message as it was sent, without its id."""
+        """What the template reads: the message as it was sent, without its id."""
         return self.model_dump(exclude_unset=True, exclude={"message_id"})
 
 
@@ -123,19 +124,19 @@ def _refuse_legacy(data: dict[str, Any]) -> None:
             )
 
 
-def _said(data: dict[str, Any]) -> dict[str, Any]:
-    """Without what says nothing: a template that asks whether a field is there would be misled."""
-    told = {
+def _known_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """Without empty fields: a template that tests whether a field is defined would be misled."""
+    fields = {
         name: value
         for name, value in data.items()
-        if name == "content" or (value is not None and name not in ANSWERS_ONLY)
+        if name == "content" or (value is not None and name not in REPLY_ONLY)
     }
-    if told.get("tool_calls") == []:
-        del told["tool_calls"]
-    if "reasoning" in told:
-        reasoning = told.pop("reasoning")
-        told["reasoning_content"] = told.get("reasoning_content") or reasoning
-    return told
+    if fields.get("tool_calls") == []:
+        del fields["tool_calls"]
+    if "reasoning" in fields:
+        reasoning = fields.pop("reasoning")
+        fields["reasoning_content"] = fields.get("reasoning_content") or reasoning
+    return fields
 
 
 def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from rekindle.cli import cache_client as admin
+from rekindle.cli import cache_views as views
 from rekindle.cli import main as cli
 from rekindle.cli.cache_client import CacheClient, NoServer, Refused, UnknownKey
 from rekindle.kvcache.disk import check
@@ -47,15 +47,15 @@ def entry(key: str = ONE, **more: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Answers from a table and remembers what it was asked."""
+    """Answers from a table and records what it received."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         listing = {"entries": [entry(ONE), entry(TWO)], "count": 2}
         self.answers = {"GET /v1/cache": listing, **answers}
-        self.asked: list[httpx.Request] = []
+        self.received: list[httpx.Request] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(request)
+        self.received.append(request)
         answer = self.answers.get(f"{request.method} {request.url.path}")
         if answer is None:
             return httpx.Response(404, json={"error": {"message": "No such cache key."}})
@@ -93,7 +93,7 @@ def text(view: RenderableType) -> str:
 
 
 def test_entries_are_listed_as_people_read_them() -> None:
-    shown = text(admin.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
+    shown = text(views.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
     first, second = shown.splitlines()[1:]
     for part in ("aaaa11110000", "tiny", "chat-123", "ram", "1,730", "12.4 MB", "3 min ago"):
         assert part in first
@@ -104,7 +104,7 @@ def test_entries_are_listed_as_people_read_them() -> None:
 
 def test_keys_that_begin_alike_are_written_out() -> None:
     same = "f" * 20
-    shown = text(admin.entries_table([entry(same + "1"), entry(same + "2")]))
+    shown = text(views.entries_table([entry(same + "1"), entry(same + "2")]))
     assert same + "1" in shown
     assert same + "2" in shown
 
@@ -118,15 +118,15 @@ def test_ages_are_told_in_the_largest_unit(
     monkeypatch: pytest.MonkeyPatch, age_s: float, said: str
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
-    assert admin.ago(1_000_000.0 - age_s) == said
+    assert views.ago(1_000_000.0 - age_s) == said
 
 
 def test_what_has_expired_says_so() -> None:
-    assert admin.expiry(entry(expires_at=time.time() - 1)) == "expired"
+    assert views.expiry(entry(expires_at=time.time() - 1)) == "expired"
 
 
 def test_an_entry_is_shown_in_full() -> None:
-    shown = text(admin.entry_table(entry()))
+    shown = text(views.entry_table(entry()))
     for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago"):
         assert part in shown
 
@@ -134,25 +134,25 @@ def test_an_entry_is_shown_in_full() -> None:
 def test_figures_are_shown_in_units() -> None:
     stats = {"total_entries": 5, "by_tier": {"ram": 4, "disk": 1}, "ram_bytes": 1_020_000_000,
              "hit_rate": 0.86, "disk_state": "ok"}  # fmt: skip
-    shown = text(admin.stats_table(stats))
+    shown = text(views.stats_table(stats))
     for part in ("total entries", "ram: 4, disk: 1", "1.0 GB", "86%", "ok"):
         assert part in shown
 
 
 def test_a_clients_words_do_not_steer_the_terminal() -> None:
     names = [{"kind": "session_id", "name": "[red]x[/] \x1b[2J \x07"}]
-    shown = text(admin.entries_table([entry(names=names)]))
+    shown = text(views.entries_table([entry(names=names)]))
     assert "[red]x[/]" in shown
     assert "\x1b" not in shown
 
 
 def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
-    told = {
+    result = {
         "status": "partial_hit", "reusable_tokens": 1200, "invalidated_at": "turn 2",
         "reason": "turn_changed",
         "diverged_at": {"message": 3, "role": "user", "stored": "tea, please", "sent": "coffee"},
     }  # fmt: skip
-    shown = text(admin.explanation(told))
+    shown = text(views.explanation(result))
     for part in ("partial_hit: 1,200 tokens", "turn_changed", "messages[3] (user)", "turn 2"):
         assert part in shown
     assert "stored: tea, please" in shown
@@ -160,8 +160,8 @@ def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
 
 
 def test_an_explanation_needs_no_difference() -> None:
-    told = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
-    assert text(admin.explanation(told)).strip() == "miss: 0 tokens can be reused (expired)"
+    result = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
+    assert text(views.explanation(result)).strip() == "miss: 0 tokens can be reused (expired)"
 
 
 def client(answer: Answer) -> CacheClient:
@@ -171,7 +171,7 @@ def client(answer: Answer) -> CacheClient:
 def test_the_client_sends_its_key_and_json() -> None:
     server = Server({f"POST /v1/cache/{ONE}/pin": entry()})
     client(server).pin(ONE)
-    [request] = server.asked
+    [request] = server.received
     assert request.headers["authorization"] == "Bearer secret"
     assert request.headers["content-type"] == "application/json"
 
@@ -180,7 +180,7 @@ def test_a_key_never_becomes_another_path() -> None:
     server = Server({})
     with pytest.raises(Refused):
         client(server).remove("../chat?x#y")
-    assert server.asked[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
+    assert server.received[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
 
 
 def test_a_beginning_that_is_enough_finds_its_entry() -> None:
@@ -273,7 +273,7 @@ def test_nothing_is_removed_when_one_key_is_unknown(serve: Callable[[Answer], No
     serve(server)
     result = CliRunner().invoke(cli.app, ["cache", "rm", "aaaa1", "bbbb"])
     assert isinstance(result.exception, UnknownKey)
-    assert {request.method for request in server.asked} == {"GET"}
+    assert {request.method for request in server.received} == {"GET"}
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -298,13 +298,13 @@ def test_explain_takes_messages_or_a_whole_request(
     flags: tuple[str, ...],
     sent: dict[str, Any],
 ) -> None:
-    told = {"status": "hit", "reusable_tokens": 9, "invalidated_at": None, "reason": "full_match"}
-    server = Server({"POST /v1/cache/validate": told})
+    result = {"status": "hit", "reusable_tokens": 9, "invalidated_at": None, "reason": "full_match"}
+    server = Server({"POST /v1/cache/validate": result})
     serve(server)
     Path("body.json").write_text(json.dumps(written))
     shown = run("explain", "--key", "aaaa1", "--messages", "body.json", *flags)
     assert "hit: 9 tokens" in shown
-    asked = json.loads(server.asked[-1].content)
+    asked = json.loads(server.received[-1].content)
     assert asked == {"cache_key": ONE, "messages": MESSAGES, **sent}
 
 

@@ -1,4 +1,4 @@
-"""The functions that a reply may call, as chats, the cache's endpoints and projects take them."""
+"""The functions a reply may call, in OpenAI's form, for chat, cache endpoints and presets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from rekindle.api.openai.fields import shallow, takes
+from rekindle.api.fields import shallow, takes
 
 MOST_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -28,7 +28,7 @@ FunctionName = Annotated[
 
 
 class Function(BaseModel):
-    """What the model is told about a function; fields the template may know are passed on."""
+    """What the template reads of a function; unknown fields are passed on."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -46,7 +46,7 @@ class Tool(BaseModel):
 
 
 def _few(tools: Any) -> Any:
-    """Counted first: of too many tools it does not matter what they are."""
+    """Counted before the tools themselves are checked."""
     if isinstance(tools, list) and len(tools) > MOST_TOOLS:
         raise ValueError(f"takes at most {MOST_TOOLS} items")
     return tools
@@ -72,5 +72,5 @@ Tools = Annotated[
 
 
 def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """What the template sees. A null says nothing; one inside a schema is part of it and stays."""
+    """What the template reads: without nulls, except those inside a function's schema."""
     return [tool.model_dump(exclude_none=True) for tool in tools or ()] or None

@@ -1,4 +1,4 @@
-"""Types of request fields whose faults pydantic would not put into one sentence, or not at once."""
+"""Types of request fields that several endpoints use, each with one error sentence."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from rekindle.protocol.nesting import depth_exceeds, levels
+
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1024
 MOST_BIASES = 1024
@@ -22,12 +24,12 @@ MOST_DIGITS = 10  # of a token id
 MOST_ID_CHARACTERS = 256
 MOST_PRIORITY = 10
 PRIORITIES = {"low": -5, "normal": 0, "high": 5}
-NUMBER_LIMIT = 1 << 63  # what a 64-bit number holds
-MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand would exhaust the stack on its way
+NUMBER_LIMIT = 1 << 63  # of a signed 64-bit number
+MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand levels would exhaust the stack
 
 
 def takes(what: str) -> WrapValidator:
-    """One sentence for a whole union, whichever of its branches came closest."""
+    """One error for a whole union, where pydantic reports one for each of its branches."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -39,13 +41,13 @@ def takes(what: str) -> WrapValidator:
 
 
 def _few(value: Any) -> Any:
-    """Counted first: a million wrong values are one error, not a million."""
+    """Counted before the values are checked: a million wrong values are one error."""
     if isinstance(value, dict) and len(value) > MOST_BIASES:
         raise ValueError(f"takes at most {MOST_BIASES} tokens")
     return value
 
 
-def _sane(biases: dict[str, float]) -> dict[str, float]:
+def _check_biases(biases: dict[str, float]) -> dict[str, float]:
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= MOST_DIGITS):
             raise ValueError(f"takes token ids as keys, not {token[:32]!r}")
@@ -59,30 +61,24 @@ def _as_number(priority: Any) -> Any:
 
 
 def shallow(value: Any) -> Any:
-    """JSON of the client's own choosing, not nested deeper than anybody needs."""
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return value
-    raise ValueError(f"may be nested at most {MOST_DEPTH} deep")
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+    """Refuse JSON of the client's own choosing that is nested too deep."""
+    if depth_exceeds(value, MOST_DEPTH):
+        raise ValueError(f"may be nested at most {MOST_DEPTH} deep")
+    return value
 
 
 def characters(value: Any) -> int:
-    """How much text is in JSON that is shallow, the names of its fields included."""
+    """The text in JSON, the names of its fields included."""
+    return sum(_own_characters(each) for level in levels(value) for each in level)
+
+
+def _own_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
-    names = sum(map(len, value)) if isinstance(value, dict) else 0
-    return names + sum(map(characters, _inside(value)))
+    return sum(map(len, value)) if isinstance(value, dict) else 0
 
 
-# Any characters at all: an id is compared and hashed, never made a part of a path.
+# Any characters are allowed: an id is compared and hashed, and is never part of a path.
 Id = Annotated[
     str,
     Field(min_length=1, max_length=MOST_ID_CHARACTERS),
@@ -100,7 +96,7 @@ Stop = Annotated[
 LogitBias = Annotated[
     dict[str, float],
     Field(max_length=MOST_BIASES),
-    AfterValidator(_sane),
+    AfterValidator(_check_biases),
     BeforeValidator(_few),
 ]
 Texts = Annotated[list[str], Field(fail_fast=True)]

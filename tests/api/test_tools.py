@@ -1,4 +1,4 @@
-"""Tools: what a request may say of them, and how a reply's calls and thoughts are told."""
+"""Tools: what a request may say of them, and how a reply's calls and reasoning are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rekindle.protocol.admin import Validate, Validation
 from rekindle.protocol.events import Reason, Started
 from rekindle.protocol.requests import GenerateRequest, ToolUse
-from tests.api.cache.entries import telling
+from tests.api.cache.entries import answering
 from tests.api.scripted import (
     Front,
     ScriptedRuntime,
@@ -34,11 +34,11 @@ TOOLS = [WEATHER, TIME]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def asked(**fields: Any) -> GenerateRequest:
+def requested(**fields: Any) -> GenerateRequest:
     front = Front()
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
@@ -49,25 +49,25 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_tools_reach_the_runtime_as_they_were_sent() -> None:
-    ask = asked(tools=TOOLS)
-    assert ask.tools == TOOLS
-    assert ask.tool_use == ToolUse(choice="auto", parallel=True)
+    request = requested(tools=TOOLS)
+    assert request.tools == TOOLS
+    assert request.tool_use == ToolUse(choice="auto", parallel=True)
 
 
 def test_a_null_of_a_tool_says_nothing_and_one_of_its_schema_stays() -> None:
     spoken = {**WEATHER, "function": {**WEATHER["function"], "strict": None, "x": None}}
-    assert asked(tools=[spoken]).tools == [WEATHER]
+    assert requested(tools=[spoken]).tools == [WEATHER]
 
 
 def test_what_a_template_may_know_of_a_function_is_passed_on() -> None:
-    told = {"name": "f", "strict": True, "return": {"type": "string"}}
-    assert asked(tools=[{"type": "function", "function": told}]).tools == [
-        {"type": "function", "function": told}
+    function = {"name": "f", "strict": True, "return": {"type": "string"}}
+    assert requested(tools=[{"type": "function", "function": function}]).tools == [
+        {"type": "function", "function": function}
     ]
 
 
 def test_no_tools_are_none() -> None:
-    assert asked(tools=[]).tools is None
+    assert requested(tools=[]).tools is None
 
 
 @pytest.mark.parametrize(
@@ -84,26 +84,26 @@ def test_no_tools_are_none() -> None:
     ],
 )
 def test_each_choice_has_its_word_and_leaves_the_prompt_alone(choice: Any, use: ToolUse) -> None:
-    ask = asked(tools=TOOLS, tool_choice=choice)
-    assert ask.tool_use == use
-    assert ask.tools == TOOLS
+    request = requested(tools=TOOLS, tool_choice=choice)
+    assert request.tool_use == use
+    assert request.tools == TOOLS
 
 
 def test_tools_that_are_not_allowed_are_not_offered() -> None:
-    ask = asked(tools=TOOLS, tool_choice=allowed("auto", TIME))
-    assert (ask.tools, ask.tool_use) == ([TIME], ToolUse(choice="auto"))
+    request = requested(tools=TOOLS, tool_choice=allowed("auto", TIME))
+    assert (request.tools, request.tool_use) == ([TIME], ToolUse(choice="auto"))
 
 
 @pytest.mark.parametrize(("sent", "parallel"), [(None, True), (True, True), (False, False)])
 def test_several_calls_at_once_can_be_refused(sent: bool | None, parallel: bool) -> None:
-    assert asked(tools=TOOLS, parallel_tool_calls=sent).tool_use.parallel is parallel
+    assert requested(tools=TOOLS, parallel_tool_calls=sent).tool_use.parallel is parallel
 
 
 def test_every_choice_of_an_answer_has_the_same_tools() -> None:
     front = Front()
     front.chat(tools=TOOLS, tool_choice="required", n=2)
-    assert [ask.tools for ask in front.runtime.asks] == [TOOLS, TOOLS]
-    assert {ask.tool_use.choice for ask in front.runtime.asks} == {"required"}
+    assert [request.tools for request in front.runtime.requests] == [TOOLS, TOOLS]
+    assert {request.tool_use.choice for request in front.runtime.requests} == {"required"}
 
 
 def function(**fields: Any) -> list[dict[str, Any]]:
@@ -143,12 +143,12 @@ def test_a_tool_that_is_none_says_what_it_takes(tools: Any, sentence: str) -> No
     assert answer.status_code == 400
     assert error(answer)["message"].startswith(sentence)
     assert error(answer)["param"] == "tools"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 def test_as_many_tools_as_may_be_are_fine() -> None:
     tools = [{"type": "function", "function": {"name": f"f{n}" + "x" * 60}} for n in range(100)]
-    assert asked(tools=tools).tools == tools
+    assert requested(tools=tools).tools == tools
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ VALID = Validation(status="hit", reusable_tokens=1, invalidated_at=None, reason=
 
 def test_a_cache_key_is_validated_with_the_same_tools() -> None:
     body = {"cache_key": "k", "messages": [{"role": "user", "content": "x"}]}
-    front = Front(ScriptedRuntime(answers=telling(VALID)))
+    front = Front(ScriptedRuntime(answers=answering(VALID)))
     assert front.post("/v1/cache/validate", {**body, "tools": TOOLS}).status_code == 200
-    assert isinstance(front.runtime.questioned.op, Validate)
-    assert front.runtime.questioned.op.tools == TOOLS
+    assert isinstance(front.runtime.admin_request.op, Validate)
+    assert front.runtime.admin_request.op.tools == TOOLS
     bad = front.post("/v1/cache/validate", {**body, "tools": [{"type": "custom"}]})
     assert error(bad)["message"] == "`tools.0.type` takes 'function'."
-    assert len(front.runtime.questions) == 1
+    assert len(front.runtime.admin_requests) == 1
 
 
 # -- answers -------------------------------------------------------------------------------------

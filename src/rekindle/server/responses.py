@@ -1,4 +1,4 @@
-"""JSON in and out through orjson: fast, strict, and bounded in depth."""
+"""JSON in and out through orjson, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from typing import Any
 
 import orjson
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+
+from rekindle.errors import ServerError
+
+RETRY_SOON = {"retry-after": "1"}
+ERROR_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    429: RETRY_SOON,
+    503: RETRY_SOON,
+}
 
 
 class JsonResponse(Response):
@@ -15,6 +26,25 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content)
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error, for the OpenAPI page."""
+
+    error: ErrorDetails
+
+
+class ErrorResponse(JsonResponse):
+    def __init__(self, error: ServerError) -> None:
+        headers = ERROR_HEADERS.get(error.status)
+        super().__init__(error.body(), status_code=error.status, headers=headers)
 
 
 class _OrjsonRequest(Request):

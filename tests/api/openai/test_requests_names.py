@@ -12,18 +12,18 @@ from tests.api.scripted import Front, error
 USER = {"role": "user", "content": "hello"}
 
 
-def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
+def requested(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     answer = front.chat(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def completed(**fields: Any) -> list[GenerateRequest]:
     front = Front()
     answer = front.complete(**fields)
     assert answer.status_code == 200, answer.text
-    return front.runtime.asks
+    return front.runtime.requests
 
 
 NAMED = [
@@ -43,13 +43,13 @@ NAMED = [
 def test_a_name_reaches_the_runtime_of_a_chat_and_of_a_completion(
     fields: dict[str, Any], naming: Names
 ) -> None:
-    assert asked(**fields).names == naming
-    assert [ask.names for ask in completed(**fields)] == [naming]
+    assert requested(**fields).names == naming
+    assert [request.names for request in completed(**fields)] == [naming]
 
 
 def test_a_request_that_names_nothing_has_no_naming() -> None:
-    assert asked().names is None
-    assert asked(return_cache_key=False, cache_exact=True).names is None
+    assert requested().names is None
+    assert requested(return_cache_key=False, cache_exact=True).names is None
     assert completed(use_kv_cache=True)[0].names is None
 
 
@@ -57,7 +57,7 @@ def test_a_request_that_names_nothing_has_no_naming() -> None:
     "name", ["../../etc/passwd", "a\x00b\n\u202e", "\uff0e\uff0e\uff0f", "x" * 256, " "]
 )
 def test_a_name_is_any_string(name: str) -> None:
-    naming = asked(session_id=name, use_kv_cache=True, messages=[{**USER, "message_id": name}])
+    naming = requested(session_id=name, use_kv_cache=True, messages=[{**USER, "message_id": name}])
     assert naming.names == Names(session_id=name, message_ids=[name], wants_message_id=True)
 
 
@@ -68,9 +68,9 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
         {**USER, "name": "Ada"},
         {**USER, "message_id": None},
     ]
-    ask = asked(messages=messages, use_kv_cache=True)
-    assert ask.names == Names(message_ids=["msg_2", "msg_1"], wants_message_id=True)
-    assert ask.messages == [
+    request = requested(messages=messages, use_kv_cache=True)
+    assert request.names == Names(message_ids=["msg_2", "msg_1"], wants_message_id=True)
+    assert request.messages == [
         USER,
         {"role": "assistant", "content": "Hi"},
         {**USER, "name": "Ada"},
@@ -80,15 +80,15 @@ def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
 
 @pytest.mark.parametrize("use_kv_cache", [None, False])
 def test_message_ids_are_not_looked_for_unasked(use_kv_cache: bool | None) -> None:
-    ask = asked(messages=[{**USER, "message_id": "msg_1"}], use_kv_cache=use_kv_cache)
-    assert ask.names is None
-    assert ask.messages == [USER]
+    request = requested(messages=[{**USER, "message_id": "msg_1"}], use_kv_cache=use_kv_cache)
+    assert request.names is None
+    assert request.messages == [USER]
 
 
 def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
     front = Front()
     front.chat(n=3, session_id="s", use_kv_cache=True, prompt_cache_retention="in_memory")
-    first, *others = (ask.names for ask in front.runtime.asks)
+    first, *others = (request.names for request in front.runtime.requests)
     plain = Names(wants_message_id=True, in_memory=True)
     assert first == Names(session_id="s", wants_message_id=True, in_memory=True)
     assert others == [plain, plain]
@@ -97,7 +97,7 @@ def test_other_choices_bear_no_name_but_have_ids_and_are_kept_alike() -> None:
 def test_a_name_alone_leaves_other_choices_without_naming() -> None:
     front = Front()
     front.chat(n=2, cache_key="k", return_cache_key=True)
-    first, second = (ask.names for ask in front.runtime.asks)
+    first, second = (request.names for request in front.runtime.requests)
     assert first == Names(cache_key="k", return_cache_key=True)
     assert second is None
 
@@ -114,33 +114,37 @@ def test_a_name_alone_leaves_other_choices_without_naming() -> None:
 )
 def test_a_fingerprint_is_for_conversations_without_a_name(fields: dict[str, Any]) -> None:
     forced = {"force_cache": True}
-    assert asked(forced).names == Names(by_fingerprint=True)
-    named = asked(forced, **fields).names
+    assert requested(forced).names == Names(by_fingerprint=True)
+    named = requested(forced, **fields).names
     assert named is not None
     assert not named.by_fingerprint
-    assert asked(**fields).names == named
+    assert requested(**fields).names == named
 
 
 def test_a_group_of_prompts_is_no_name_of_a_conversation() -> None:
-    ask = asked({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
-    assert ask.names == Names(prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True)
+    request = requested({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
+    assert request.names == Names(
+        prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True
+    )
 
 
 def test_a_text_is_no_conversation() -> None:
     front = Front(force_cache=True)
     front.complete()
-    assert front.runtime.asked.names is None
+    assert front.runtime.requested.names is None
 
 
 def test_who_opts_out_names_nothing() -> None:
     fields = {"session_id": "s", "return_cache_key": True}
-    opted_out = asked({"force_cache": True}, use_kv_cache=False, **fields)
+    opted_out = requested({"force_cache": True}, use_kv_cache=False, **fields)
     assert (opted_out.reuse, opted_out.names) == (False, None)
 
 
 def test_a_server_without_a_context_cache_reuses_for_nobody() -> None:
-    ask = asked({"context_cache": False, "force_cache": True}, session_id="s", use_kv_cache=True)
-    assert (ask.reuse, ask.names) == (False, None)
+    request = requested(
+        {"context_cache": False, "force_cache": True}, session_id="s", use_kv_cache=True
+    )
+    assert (request.reuse, request.names) == (False, None)
 
 
 @pytest.mark.parametrize("field", ["cache_key", "session_id", "prompt_cache_key"])
@@ -217,7 +221,7 @@ def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
 
 def test_several_prompts_may_be_kept_alike() -> None:
     asks = completed(prompt=["a", "b"], return_cache_key=False, prompt_cache_key="group")
-    assert [ask.names for ask in asks] == [Names(prompt_cache_key="group")] * 2
+    assert [request.names for request in asks] == [Names(prompt_cache_key="group")] * 2
 
 
 # The requests of the servers that Rekindle answers like, as their documents have them.
@@ -253,4 +257,4 @@ def test_the_documented_requests_are_taken_as_they_are(body: dict[str, Any]) -> 
     front = Front(force_cache=True)
     answer = front.post("/v1/chat/completions", body, headers={"X-Model-Id": "0"})
     assert answer.status_code == 200, answer.text
-    assert front.runtime.asked.names is not None
+    assert front.runtime.requested.names is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.api.openai.message import Message
+from rekindle.api.message import Message
 from tests.api.scripted import Front, error
 
 USER = {"role": "user", "content": "hello"}
@@ -21,8 +21,8 @@ def seen(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     front = Front()
     answer = front.chat(messages=list(messages))
     assert answer.status_code == 200, answer.text
-    assert front.runtime.asked.messages is not None
-    return front.runtime.asked.messages
+    assert front.runtime.requested.messages is not None
+    return front.runtime.requested.messages
 
 
 def refusal(message: dict[str, Any]) -> str:
@@ -30,7 +30,7 @@ def refusal(message: dict[str, Any]) -> str:
     answer = front.chat(messages=[message])
     assert answer.status_code == 400
     assert error(answer)["param"] == "messages"
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
     return str(error(answer)["message"])
 
 

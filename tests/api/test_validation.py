@@ -145,7 +145,7 @@ def test_a_known_field_with_a_bad_value_says_what_it_takes(
     found = refused(front.chat(**{field: value}))
     assert found["message"] == sentence
     assert found["param"] == field
-    assert front.runtime.asks == []
+    assert front.runtime.requests == []
 
 
 @pytest.mark.parametrize(

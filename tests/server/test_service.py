@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.cache.entries import ENTRY, STATS, holding, telling
+from tests.api.cache.entries import ENTRY, STATS, answering, holding
 from tests.api.scripted import Answers, Front, ScriptedRuntime, error, refuse
 
 
@@ -69,13 +69,13 @@ def test_a_number_picks_the_model_whose_cache_is_meant(method: str, path: str, b
     front = models()
     front.request(method, path, json=body, headers=number("1"))
     first, second = front.runtimes
-    assert (len(first.questions), len(second.questions)) == (0, 1)
+    assert (len(first.admin_requests), len(second.admin_requests)) == (0, 1)
     assert front.request(method, path, json=body, headers=number("2")).status_code == 400
 
 
 def test_without_a_number_the_cache_is_that_of_all_models() -> None:
     assert models(holding(ENTRY)).get("/v1/cache").json()["count"] == 2
-    assert models(telling(STATS)).get("/v1/cache/stats").json()["total_entries"] == 10
+    assert models(answering(STATS)).get("/v1/cache/stats").json()["total_entries"] == 10
 
 
 def test_without_a_number_sessions_are_those_of_the_first() -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a request, in one sentence that names the field and what it takes."""
+"""A validation error as one sentence that names the field and what it takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ JSON_NAMES = {
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """The first thing that is wrong; the field's path is spelled as the client wrote it."""
+    """The first of pydantic's errors; the field's path is spelled as the client wrote it."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}.")

@@ -14,16 +14,16 @@ from tests.api.scripted import Front, ScriptedRuntime
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
 
-def asked(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
+def requested(settings: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     front = Front(**(settings or {}))
     assert front.chat(**fields).status_code == 200
-    return front.runtime.asked
+    return front.runtime.requested
 
 
 def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
-    ask = asked()
-    assert ask.max_tokens == 100
-    assert asdict(ask.sampling) == {
+    request = requested()
+    assert request.max_tokens == 100
+    assert asdict(request.sampling) == {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 0,
@@ -36,14 +36,19 @@ def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
         "seed": None,
         "top_logprobs": None,
     }
-    assert (ask.stop, ask.ignore_eos, ask.reuse, ask.exact) == ([], False, True, False)
-    assert (ask.tools, ask.tool_use, ask.structured_output) == (None, ToolUse(), None)
-    assert (ask.priority, ask.normalise) == (0, True)
-    assert ask.messages == [{"role": "user", "content": "hello"}]
+    assert (request.stop, request.ignore_eos, request.reuse, request.exact) == (
+        [],
+        False,
+        True,
+        False,
+    )
+    assert (request.tools, request.tool_use, request.structured_output) == (None, ToolUse(), None)
+    assert (request.priority, request.normalise) == (0, True)
+    assert request.messages == [{"role": "user", "content": "hello"}]
 
 
 def test_settings_change_the_defaults() -> None:
-    ask = asked(
+    request = requested(
         {
             "max_tokens": 7,
             "temperature": 0.1,
@@ -53,10 +58,13 @@ def test_settings_change_the_defaults() -> None:
             "exact": True,
         }
     )
-    assert ask.max_tokens == 7
-    assert (ask.sampling.temperature, ask.sampling.top_p) == (0.1, 0.2)
-    assert (ask.sampling.repetition_penalty, ask.sampling.repetition_context_size) == (1.3, 64)
-    assert ask.exact
+    assert request.max_tokens == 7
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.1, 0.2)
+    assert (request.sampling.repetition_penalty, request.sampling.repetition_context_size) == (
+        1.3,
+        64,
+    )
+    assert request.exact
 
 
 def test_a_request_wins_over_the_settings() -> None:
@@ -70,50 +78,52 @@ def test_a_request_wins_over_the_settings() -> None:
         "presence_penalty": -1.5,
         "frequency_penalty": 2,
     }
-    ask = asked({"temperature": 0.5, "max_tokens": None}, **fields, max_tokens=3, cache_exact=False)
-    sampling = asdict(ask.sampling)
+    request = requested(
+        {"temperature": 0.5, "max_tokens": None}, **fields, max_tokens=3, cache_exact=False
+    )
+    sampling = asdict(request.sampling)
     assert {name: sampling[name] for name in fields} == fields
-    assert ask.max_tokens == 3
+    assert request.max_tokens == 3
 
 
 def test_without_a_limit_the_model_speaks_until_it_stops() -> None:
-    assert asked({"max_tokens": None}).max_tokens is None
-    assert asked({"max_tokens": None}, max_tokens=None).max_tokens is None
+    assert requested({"max_tokens": None}).max_tokens is None
+    assert requested({"max_tokens": None}, max_tokens=None).max_tokens is None
 
 
 def test_a_null_means_what_the_server_is_set_to() -> None:
     fields = set(ChatRequest.model_fields) - {"messages"} | set(NOT_SERVED)
-    assert asked(**dict.fromkeys(fields)) == asked()
+    assert requested(**dict.fromkeys(fields)) == requested()
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
-    assert asked(max_tokens=5, max_completion_tokens=9).max_tokens == 9
-    assert asked(max_completion_tokens=9).max_tokens == 9
+    assert requested(max_tokens=5, max_completion_tokens=9).max_tokens == 9
+    assert requested(max_completion_tokens=9).max_tokens == 9
 
 
 @pytest.mark.parametrize(
     ("stop", "stops"), [("END", ["END"]), (["a", "b"], ["a", "b"]), ([], []), (None, [])]
 )
 def test_a_stop_is_a_string_or_a_list(stop: Any, stops: list[str]) -> None:
-    assert asked(stop=stop).stop == stops
+    assert requested(stop=stop).stop == stops
 
 
 def test_choices_of_one_seed_have_seeds_of_their_own() -> None:
     front = Front()
     front.chat(n=3, seed=41)
-    assert [ask.sampling.seed for ask in front.runtime.asks] == [41, 42, 43]
+    assert [request.sampling.seed for request in front.runtime.requests] == [41, 42, 43]
 
 
 def test_choices_without_a_seed_are_left_to_chance() -> None:
     front = Front()
     front.chat(n=2)
-    assert [ask.sampling.seed for ask in front.runtime.asks] == [None, None]
+    assert [request.sampling.seed for request in front.runtime.requests] == [None, None]
 
 
 def test_the_highest_seed_still_has_neighbours() -> None:
     front = Front()
     assert front.chat(n=2, seed=2**63 - 1).status_code == 200
-    assert len({ask.sampling.seed for ask in front.runtime.asks}) == 2
+    assert len({request.sampling.seed for request in front.runtime.requests}) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,25 +139,25 @@ def test_the_highest_seed_still_has_neighbours() -> None:
 def test_chat_logprobs_are_a_switch_and_a_number(
     fields: dict[str, Any], top_logprobs: int | None
 ) -> None:
-    assert asked(**fields).sampling.top_logprobs == top_logprobs
+    assert requested(**fields).sampling.top_logprobs == top_logprobs
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])
 def test_completion_logprobs_are_a_number(logprobs: int | None) -> None:
     front = Front()
     front.complete(logprobs=logprobs)
-    assert front.runtime.asked.sampling.top_logprobs == logprobs
+    assert front.runtime.requested.sampling.top_logprobs == logprobs
 
 
 def test_biases_are_told_by_token_id() -> None:
-    ask = asked(logit_bias={"50256": -100, "7": 2.5})
-    assert ask.sampling.logit_bias == {50256: -100.0, 7: 2.5}
+    request = requested(logit_bias={"50256": -100, "7": 2.5})
+    assert request.sampling.logit_bias == {50256: -100.0, 7: 2.5}
 
 
 def test_opting_out_of_the_cache_reaches_the_runtime() -> None:
-    assert asked(use_kv_cache=False).reuse is False
-    assert asked(use_kv_cache=True).reuse is True
-    assert asked(cache_exact=True).exact is True
+    assert requested(use_kv_cache=False).reuse is False
+    assert requested(use_kv_cache=True).reuse is True
+    assert requested(cache_exact=True).exact is True
 
 
 @pytest.mark.parametrize(
@@ -155,10 +165,10 @@ def test_opting_out_of_the_cache_reaches_the_runtime() -> None:
     [(-10, -10), (0, 0), (10, 10), ("low", -5), ("normal", 0), ("high", 5)],
 )
 def test_a_priority_is_a_number_or_a_word(sent: int | str, priority: int) -> None:
-    assert asked(priority=sent).priority == priority
+    assert requested(priority=sent).priority == priority
     front = Front()
     front.complete(priority=sent)
-    assert front.runtime.asked.priority == priority
+    assert front.runtime.requested.priority == priority
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,7 @@ def test_a_priority_is_a_number_or_a_word(sent: int | str, priority: int) -> Non
 def test_prompts_are_normalised_unless_the_server_or_the_request_says_no(
     setting: bool, sent: bool | None, normalise: bool
 ) -> None:
-    assert asked({"normalise": setting}, normalise=sent).normalise is normalise
+    assert requested({"normalise": setting}, normalise=sent).normalise is normalise
 
 
 def test_messages_are_passed_on_as_they_were_sent() -> None:
@@ -179,12 +189,12 @@ def test_messages_are_passed_on_as_they_were_sent() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "1"},
         {"role": "assistant"},
     ]
-    assert asked(messages=messages).messages == messages
+    assert requested(messages=messages).messages == messages
 
 
 def test_template_arguments_are_passed_on() -> None:
-    ask = asked(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
-    assert ask.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    request = requested(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    assert request.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
 
 
 def test_a_name_picks_a_model_and_no_name_the_first() -> None:
@@ -192,7 +202,7 @@ def test_a_name_picks_a_model_and_no_name_the_first() -> None:
         runtimes = [ScriptedRuntime(name="first"), ScriptedRuntime(name="org/second:q4")]
         answer = Front(*runtimes).chat(model=model)
         assert answer.json()["model"] in ("first", "org/second:q4")
-        return [len(runtime.asks) for runtime in runtimes]
+        return [len(runtime.requests) for runtime in runtimes]
 
     assert names(None) == names("default") == names("") == names("first") == [1, 0]
     assert names("org/second:q4") == [0, 1]
@@ -206,6 +216,6 @@ def test_each_key_has_a_salt_of_its_own() -> None:
             {"messages": [{"role": "user", "content": "hi"}]},
             headers={"Authorization": f"Bearer {key}"},
         )
-    first, second, third = (ask.salt for ask in front.runtime.asks)
+    first, second, third = (request.salt for request in front.runtime.requests)
     assert first == third != second
-    assert asked().salt == b""
+    assert requested().salt == b""
