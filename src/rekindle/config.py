@@ -19,7 +19,7 @@ from rekindle.server.presets import Projects
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
-OUTSIDE_SETTINGS = {"llama_lib", "config"}  # REKINDLE_ variables read elsewhere
+OUTSIDE_SETTINGS = {"llama_lib", "config", "engine_module"}  # REKINDLE_ variables read elsewhere
 SECRETS = {"api_key", "admin_key"}
 FOLDERS = ("models_dir", "cache_dir", "api_keys_file")  # where `~` is the home folder
 DISK_VARIABLE = "MAX_KV_SIZE_GB"

@@ -14,7 +14,8 @@ from rekindle.chat.encode import Boundary, Encoder, Prompt, Tokenizer
 from rekindle.chat.escaping import ControlTexts, unmark
 from rekindle.chat.known_prefix import Recall, Remembered, head
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 
 from .templates import ALTERNATING, CHATML, HEADERS, PARTS
 from .vocabulary import CONTROL, MERGES, SpacedVocabulary, Vocabulary
@@ -269,10 +270,10 @@ def test_no_space_is_put_into_the_middle_of_a_reply(
 
 def test_replies_of_a_real_vocabulary_come_back_as_they_were_sampled(smollm2_path: Path) -> None:
     """Tokens at random: what a high temperature does, and worse."""
-    options = LlamaCppOptions(path=smollm2_path, parallel=1, threads=1, context_tokens=512)
+    options = EngineOptions(path=smollm2_path, parallel=1, threads=1, context_tokens=512)
     engine = LlamaCppEngine(options)
     try:
-        vocabulary = engine.vocabulary
+        vocabulary = engine.tokenizer
         encoder = Encoder(vocabulary, ChatTemplate(engine.chat_template or ""))
         rng = random.Random(20)
         kept = odd = 0

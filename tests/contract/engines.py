@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import Engine
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import Engine, EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.fake import FakeEngine
 from tests.support.tiny import (
     WIDTH,
@@ -53,10 +53,10 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 def build(name: str, folder: Path) -> Engine:
     if name.startswith("fake"):
-        return FakeEngine(can_cut=name == "fake")
+        return FakeEngine(can_truncate=name == "fake")
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
-    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
+    return LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
 
 
 every_engine = pytest.mark.parametrize("engine", [*CUTTING, *WHOLE], indirect=True)

@@ -6,7 +6,7 @@ import pytest
 
 from rekindle.engine.base import Engine, Work
 from rekindle.errors import CorruptBlock, PoolFull
-from tests.contract.doing import GREEDY, PROMPT, cold, decode, prefill
+from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
 from tests.contract.engines import every_engine
 
 pytestmark = every_engine
@@ -37,8 +37,8 @@ def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
 
 def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
     for exact, most in (
-        (False, engine.abilities.sequences),
-        (True, engine.abilities.exact_sequences),
+        (False, engine.capabilities.sequences),
+        (True, engine.capabilities.exact_sequences),
     ):
         for _ in range(most):
             engine.open(exact=exact)
@@ -47,14 +47,14 @@ def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
 
 
 def test_a_full_pool_changes_nothing(engine: Engine) -> None:
-    abilities = engine.abilities
+    capabilities = engine.capabilities
     keeper = engine.open(exact=False)
     prefill(engine, keeper, PROMPT[:20])
-    while engine.free_tokens >= abilities.batch_tokens:
+    while engine.free_tokens >= capabilities.batch_tokens:
         filler = engine.open(exact=False)
-        room = min(engine.free_tokens, abilities.context_tokens) // abilities.batch_tokens
+        room = min(engine.free_tokens, capabilities.context_tokens) // capabilities.batch_tokens
         for _ in range(room):
-            engine.step([Work(filler, [5] * abilities.batch_tokens, None)])
+            engine.step([Work(filler, [5] * capabilities.batch_tokens, None)])
     free = engine.free_tokens
     with pytest.raises(PoolFull):
         engine.step([Work(keeper, [5] * (free + 1), None)])
@@ -67,7 +67,7 @@ def test_a_full_pool_changes_nothing(engine: Engine) -> None:
 def test_a_block_of_the_wrong_length_never_reaches_the_engine(
     engine: Engine, change: bytes | None
 ) -> None:
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     sequence = engine.open(exact=False)
     prefill(engine, sequence, PROMPT)
     blob = engine.export(sequence, 0, size)

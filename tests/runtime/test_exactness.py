@@ -85,7 +85,7 @@ def happen(talker: Talker, choose: random.Random, messages: list[dict[str, str]]
     match choose.randrange(5):
         case 0:
             desk.settle()
-            desk.device.make_room(talker.engine.abilities.pool_tokens)
+            desk.device.make_room(talker.engine.capabilities.pool_tokens)
         case 1:
             side = [*messages, {"role": "user", "content": "another branch"}]
             desk.ask(talker.prompt(side), max_tokens=4, exact=choose.random() < 0.5)
@@ -109,7 +109,7 @@ def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int)
     """Logits and tokens of every turn, whatever was evicted, shared or cut in between."""
     talker.forget(ram_bytes=1 << 30 if seed % 3 else 300_000)
     played = play(talker, seed, disturb=True, exact=True)
-    if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.abilities.step_tokens:
+    if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.capabilities.step_tokens:
         assert any(answered.reply.reused for _, answered in played)
     for prompt, warm in played:
         cold = replay_cold(talker, prompt, warm, exact=True)
@@ -175,7 +175,7 @@ def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:
 def test_prompts_around_a_block_boundary_are_exact(
     talker: Talker, blocks: int, offset: int
 ) -> None:
-    size = talker.engine.abilities.block_tokens
+    size = talker.engine.capabilities.block_tokens
     tokens = tuple(random.Random(blocks).choices(range(3, 259), k=blocks * size + offset))
     prompt = Prompt(tokens, ())
     talker.forget()

@@ -19,8 +19,8 @@ from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.key import pack, unpack
 from rekindle.protocol.requests import Names
-from tests.support.fake import FakeEngine
-from tests.support.harness import Desk, NumberTokenizer, Reply
+from tests.support.fake import FakeEngine, NumberTokenizer
+from tests.support.harness import Desk, Reply
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
 FLIPS = 120

@@ -25,6 +25,7 @@ from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
+from tests.support.fake import NumberTokenizer
 
 GREEDY = SamplingParams(temperature=0)
 SHARED_SALT = b"shared"
@@ -33,20 +34,6 @@ PATIENCE_S = 30.0
 
 def _is_shared(ask: GenerateRequest) -> bool:
     return ask.prepare is not None and ask.prepare.shared
-
-
-class NumberTokenizer:
-    """Writes a token as its number; enough where no text matters."""
-
-    bos: int | None = None
-    add_bos = False
-    control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def piece(self, token: int, *, special: bool) -> bytes:
-        return f"{token} ".encode()
 
 
 @dataclass
@@ -106,11 +93,11 @@ class Desk:
         **naming: Any,
     ) -> None:
         self.engine = engine
-        self.abilities = engine.abilities
+        self.capabilities = engine.capabilities
         self._news: SimpleQueue[News] = SimpleQueue()
         self.disk = self._open_disk(folder, disk_bytes) if folder else None
         self.store = Store(
-            block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes, disk=self.disk
+            block_tokens=self.capabilities.block_tokens, ram_bytes=ram_bytes, disk=self.disk
         )
         self.clock = clock or Clock()
         self.entries = Entries(self.store, self.clock, self.disk.journal if self.disk else None)
@@ -123,8 +110,8 @@ class Desk:
             self.store,
             encoder or Encoder(tokenizer or NumberTokenizer(), None),
             self.logs.append,
-            token_bytes=self.abilities.token_bytes,
-            checkpoint_bytes=self.abilities.checkpoint_bytes,
+            token_bytes=self.capabilities.kv_layout.token_bytes,
+            checkpoint_bytes=self.capabilities.kv_layout.checkpoint_bytes,
             **naming,
         )
         self.device = Device(
@@ -145,12 +132,14 @@ class Desk:
         self._end_tokens = end_tokens
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
-        identity = self.abilities.fingerprint + b"%d" % self.abilities.block_tokens
+        identity = self.capabilities.kv_layout.fingerprint + b"%d" % self.capabilities.block_tokens
         opened = open_folder(folder, identity, limit_bytes=disk_bytes)
         return DiskTier(opened, self._news.put)
 
     def root(self, salt: bytes = b"") -> bytes:
-        return namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens)
+        return namespace(
+            self.capabilities.kv_layout.fingerprint, salt, self.capabilities.block_tokens
+        )
 
     def hear(self, *, wait: bool = False) -> None:
         """Take in what the disk did; at least one thing when told to wait."""
@@ -194,7 +183,7 @@ class Desk:
             namespace=self.root(SHARED_SALT if _is_shared(request) else salt),
             tokenizer=self._tokenizer,
             end_tokens=self._end_tokens,
-            context_tokens=self.abilities.context_tokens,
+            context_tokens=self.capabilities.context_tokens,
         )
         return self.take(turn)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.base import Sequence
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import EngineOptions, Sequence
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.harness import Desk, Reply
 
 
@@ -39,11 +39,11 @@ class Talker:
     def __init__(
         self, path: Path, *, parallel: int = 4, context: int = 2048, threads: int = 1
     ) -> None:
-        options = LlamaCppOptions(
+        options = EngineOptions(
             path=path, parallel=parallel, threads=threads, context_tokens=context
         )
         self.engine = LlamaCppEngine(options)
-        vocabulary = self.engine.vocabulary
+        vocabulary = self.engine.tokenizer
         template = ChatTemplate(self.engine.chat_template or "")
         self.encoder = Encoder(vocabulary, template)
         self._parallel = parallel
@@ -54,8 +54,8 @@ class Talker:
         self.desk = Desk(
             self.engine,
             parallel=self._parallel,
-            tokenizer=self.engine.vocabulary,
-            end_tokens=self.engine.vocabulary.end_tokens,
+            tokenizer=self.engine.tokenizer,
+            end_tokens=self.engine.tokenizer.end_tokens,
             **limits,
         )
 

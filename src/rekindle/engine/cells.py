@@ -39,7 +39,7 @@ class Cells:
             run.holders += 1
         self._runs[into] = list(shared)
 
-    def cut(self, slot: int, tokens: int) -> None:
+    def truncate(self, slot: int, tokens: int) -> None:
         kept = self._split(slot, tokens)
         for run in self._runs.get(slot, [])[len(kept) :]:
             self._drop(run)

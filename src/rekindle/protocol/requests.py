@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+#: Environment variable that names the module of an engine from outside the package.
+ENGINE_MODULE = "REKINDLE_ENGINE_MODULE"
+
 WritePolicy = Literal["always", "named", "on-evict"]
 
 

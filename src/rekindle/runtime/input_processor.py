@@ -13,8 +13,7 @@ from rekindle.chat.message_hashes import Told
 from rekindle.chat.replay import Ends, Keys
 from rekindle.chat.tool_order import described, differ, ordered
 from rekindle.chat.volatile import settled
-from rekindle.engine.base import Abilities
-from rekindle.engine.llamacpp.tokenizer import Vocabulary
+from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
@@ -23,6 +22,7 @@ from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.output_format import Manner
 from rekindle.runtime.replay import History
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokenizer
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -44,30 +44,32 @@ class Intake:
 
     def __init__(
         self,
-        abilities: Abilities,
-        vocabulary: Vocabulary,
+        capabilities: Capabilities,
+        tokenizer: Tokenizer,
         encoder: Encoder,
         entries: Entries,
         secret: bytes,
         manner: Manner | None = None,
     ) -> None:
-        self._abilities = abilities
-        self._vocabulary = vocabulary
+        self._capabilities = capabilities
+        self._tokenizer = tokenizer
         self._encoder = encoder
         self._entries = entries
         self._secret = secret
-        self._manner = manner or Manner(vocabulary, None)
+        self._manner = manner or Manner(tokenizer, None)
 
     def root(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
-        abilities = self._abilities
-        return namespace(abilities.fingerprint, salt, abilities.block_tokens, self._secret)
+        capabilities = self._capabilities
+        return namespace(
+            capabilities.kv_layout.fingerprint, salt, capabilities.block_tokens, self._secret
+        )
 
     def turn(self, ask: GenerateRequest) -> Turn:
-        vocabulary = self._vocabulary
-        if any(token >= vocabulary.size for token in ask.sampling.logit_bias):
+        tokenizer = self._tokenizer
+        if any(token >= tokenizer.size for token in ask.sampling.logit_bias):
             raise BadRequest(
-                f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
+                f"token ids of this model go from 0 to {tokenizer.size - 1}", param="logit_bias"
             )
         prompt, changes, keys = self._prompt(ask)
         rules = self._manner.rules(ask, prompt)
@@ -79,9 +81,9 @@ class Intake:
             ask,
             prompt,
             namespace=self.root(_salt(ask)),
-            tokenizer=vocabulary,
+            tokenizer=tokenizer,
             end_tokens=self._manner.end_tokens,
-            context_tokens=self._abilities.context_tokens,
+            context_tokens=self._capabilities.context_tokens,
             parser=rules.parser,
             shown=rules.shown,
             constraint=rules.constraint,
@@ -155,26 +157,26 @@ class Intake:
 
     @cached_property
     def _ends(self) -> Ends:
-        known = self._vocabulary.control_texts.items()
+        known = self._tokenizer.control_texts.items()
         return Ends(text for text, token in known if token in self._manner.end_tokens)
 
     def _check_size(self, text: object, param: str) -> None:
         """Tokenising takes its time: refuse what cannot fit before trying."""
-        least = _characters(text) // self._vocabulary.longest_bytes
-        if least >= self._abilities.context_tokens:
-            limit = self._abilities.context_tokens
+        least = _characters(text) // self._tokenizer.longest_bytes
+        if least >= self._capabilities.context_tokens:
+            limit = self._capabilities.context_tokens
             raise ContextTooLong(f"at least {least}", limit, param=param)
 
     def _beginning(self) -> Prompt:
         """An empty prompt: the model's own beginning of a text."""
-        bos = self._vocabulary.bos
+        bos = self._tokenizer.bos
         if bos is None:
             raise BadRequest("the prompt is empty; send at least one token", param="prompt")
         return Prompt((bos,), boundaries=())
 
     def _given(self, tokens: list[int]) -> Prompt:
         """A prompt that came as token ids."""
-        most = self._abilities.vocabulary
+        most = self._tokenizer.size
         if any(not 0 <= token < most for token in tokens):
             raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
         return Prompt(tuple(tokens), boundaries=())

@@ -66,9 +66,9 @@ class Device:
         self._store = store
         self._explain = explain
         self._shared = shared  # the namespace of what the operator declared common to all
-        self._abilities = engine.abilities
+        self._capabilities = engine.capabilities
         self._most_resident_tokens = resident_tokens
-        self._most_residents = self._abilities.sequences - self._abilities.exact_sequences
+        self._most_residents = self._capabilities.sequences - self._capabilities.exact_sequences
         self._residents: list[Resident] = []  # least recently used first
         self.counts = Counts()
         self._keeper = Keeper(engine, store, self.counts)
@@ -92,7 +92,7 @@ class Device:
         sequence = self._engine.open(exact=turn.ask.exact)
         tier = self._apply(plan, sequence, turn)
         turn.sequence, turn.kept = sequence, Kept(0, turn.namespace)
-        if turn.ask.reuse and not self._abilities.can_cut:
+        if turn.ask.reuse and not self._capabilities.can_truncate:
             turn.checkpoints = self._checkpoints(turn, plan)
         if turn.report is None:  # a turn that starts again has reported
             turn.report = self._explain(turn, Outcome(plan, sequence.length, tier))
@@ -110,8 +110,8 @@ class Device:
 
     def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
         held = turn.held_tokens
-        places = Checkpoints(turn.prompt, self._abilities, exact=turn.ask.exact, held=held)
-        if plan.matched_tokens - held >= self._abilities.block_tokens:
+        places = Checkpoints(turn.prompt, self._capabilities, exact=turn.ask.exact, held=held)
+        if plan.matched_tokens - held >= self._capabilities.block_tokens:
             places.add(plan.matched_tokens)  # conversations part here: there may be more of them
         return places
 
@@ -121,8 +121,8 @@ class Device:
         usable = bytes(turn.packed[:-TOKEN_BYTES])  # the last token is always computed
         stored = self._match(turn.namespace, usable)
         live = self._live(turn.namespace, active)
-        block_tokens, step_tokens = self._abilities.block_tokens, self._abilities.step_tokens
-        if self._abilities.can_cut:
+        block_tokens, step_tokens = self._capabilities.block_tokens, self._capabilities.step_tokens
+        if self._capabilities.can_truncate:
             if turn.ask.exact:
                 return resolve_exact(stored, step_tokens=step_tokens)
             return resolve(usable, stored, live, block_tokens=block_tokens)
@@ -133,14 +133,14 @@ class Device:
 
     def reusable_tokens(self, namespace: bytes, packed: bytes) -> int:
         """How much of these tokens a turn would find in the store; changes nothing."""
-        if self._abilities.can_cut:
+        if self._capabilities.can_truncate:
             return self._match(namespace, packed).tokens
         newest = next(self._resumable(namespace, packed), None)
         return newest.stop if newest else 0
 
     def ends(self, head: Head) -> Iterator[Block]:
         """Blocks after which a turn could go on with a conversation."""
-        if self._abilities.can_cut:
+        if self._capabilities.can_truncate:
             return chain(head.block)
         return self._resumable(head.root, head.packed)
 
@@ -204,8 +204,8 @@ class Device:
         whole = [block for block in restored if block.stop <= plan.reused_tokens]
         self._store.use(whole, turn.wish)
         self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
-        cut_short = sequence.length < plan.reused_tokens and not self._abilities.can_cut
-        self._engine.cut(sequence, 0 if cut_short else plan.reused_tokens)
+        cut_short = sequence.length < plan.reused_tokens and not self._capabilities.can_truncate
+        self._engine.truncate(sequence, 0 if cut_short else plan.reused_tokens)
         return tier if sequence.length else None
 
     def _blob(self, block: Block, turn: Turn) -> Blob | None:
@@ -218,9 +218,9 @@ class Device:
 
     def _restore(self, sequence: Sequence, block: Block, blob: Blob, *, resumable: bool) -> bool:
         """Append a block; the checkpoint it may have is of use only in the last one."""
-        resumable = resumable and not self._abilities.can_cut
+        resumable = resumable and not self._capabilities.can_truncate
         if block.resumable and not resumable:
-            blob = memoryview(blob)[: -self._abilities.checkpoint_bytes]
+            blob = memoryview(blob)[: -self._capabilities.kv_layout.checkpoint_bytes]
         try:
             self._engine.restore(sequence, blob, block.tokens, resumable=resumable)
         except PoolFull:
@@ -260,7 +260,7 @@ class Device:
             return
         resident = self._keeper.resident(turn, sequence)
         if sequence.exact:
-            self._keeper.keep_all(resident)  # its lane is wanted by the next exact turn
+            self._keeper.keep_all(resident)  # its context is needed by the next exact turn
             self._engine.close_sequence(sequence)
             return
         self._residents.append(resident)
@@ -268,7 +268,7 @@ class Device:
 
     def keep_prompt(self, turn: Turn) -> None:
         """Keep the prompt of an exact turn while it goes on."""
-        if turn.sequence is not None and turn.ask.reuse and self._abilities.can_cut:
+        if turn.sequence is not None and turn.ask.reuse and self._capabilities.can_truncate:
             self._keeper.keep_all(self._keeper.resident(turn, turn.sequence))
 
     def keep_checkpoint(self, turn: Turn) -> None:
@@ -276,7 +276,7 @@ class Device:
         assert turn.sequence is not None
         resident = self._keeper.resident(turn, turn.sequence)
         if self._keeper.keep_all(resident):
-            turn.kept = resident.kept.whole(self._abilities.block_tokens)
+            turn.kept = resident.kept.whole(self._capabilities.block_tokens)
 
     def keep_one(self) -> bool:
         """Export one block of a resident; False when all are kept. For idle moments."""

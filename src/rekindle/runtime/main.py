@@ -22,7 +22,8 @@ from queue import Empty, SimpleQueue
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.chat.tools.registry import FALLBACK
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import Capabilities, Engine, EngineOptions
+from rekindle.engine.registry import load_engine
 from rekindle.errors import RekindleError, ServerError, TemplateFailed
 from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
 from rekindle.kvcache.tiers.disk import Fetched, News
@@ -98,23 +99,23 @@ class Worker:
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._encoding: set[int] = set()  # turns between arrival and the scheduler
         self._doomed: set[int] = set()  # of those, the ones cancelled meanwhile
-        self._engine = LlamaCppEngine(_options(load), self._on_progress)
-        abilities = self._engine.abilities
-        self._abilities = abilities
+        self._engine = load_engine(_options(load), self._on_progress)
+        capabilities = self._engine.capabilities
+        self._capabilities = capabilities
         template = _template(self._engine)
-        encoder = Encoder(self._engine.vocabulary, template)
+        encoder = Encoder(self._engine.tokenizer, template)
         self._memory = Memory(
-            load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
+            load, capabilities, self._inbox.put, self.send, polite=capabilities.device == "cpu"
         )
         entries = self._memory.entries
         manner = Manner(
-            self._engine.vocabulary,
+            self._engine.tokenizer,
             self._engine.chat_template,
             tool_format=load.tool_format or _own_format(template),
             reasoning_format=load.reasoning_format,
         )
         self._intake = Intake(
-            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
+            capabilities, self._engine.tokenizer, encoder, entries, self._memory.secret, manner
         )
         self._names = Sessions(
             entries,
@@ -123,14 +124,14 @@ class Worker:
             self._log,
             policy=load.write_policy,
             key_ttl_s=load.key_ttl_s,
-            token_bytes=abilities.token_bytes,
-            checkpoint_bytes=abilities.checkpoint_bytes,
+            token_bytes=capabilities.kv_layout.token_bytes,
+            checkpoint_bytes=capabilities.kv_layout.checkpoint_bytes,
         )
         self._device = Device(
             self._engine,
             self._memory.store,
             self._names.explain,
-            resident_tokens=abilities.pool_tokens if self._engine.on_gpu else CPU_RESIDENT_TOKENS,
+            resident_tokens=_resident_tokens(capabilities),
             shared=self._intake.root(SHARED_SALT),
         )
         entries.on_remove = self._device.forget
@@ -144,8 +145,8 @@ class Worker:
 
     def ready(self) -> Ready:
         return Ready(
-            context_tokens=self._abilities.context_tokens,
-            pool_tokens=self._abilities.pool_tokens,
+            context_tokens=self._capabilities.context_tokens,
+            pool_tokens=self._capabilities.pool_tokens,
             has_template=self._engine.chat_template is not None,
         )
 
@@ -322,16 +323,21 @@ class Worker:
         self._engine.close()
 
 
-def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
+def _resident_tokens(capabilities: Capabilities) -> int:
+    """How much idle state may stay in the engine's pool."""
+    return capabilities.pool_tokens if capabilities.device == "gpu" else CPU_RESIDENT_TOKENS
+
+
+def _template(engine: Engine) -> ChatTemplate | None:
     """The model's own template; one that does not compile leaves completions to be served."""
-    vocabulary = engine.vocabulary
+    tokenizer = engine.tokenizer
     if engine.chat_template is None:
         return None
     try:
         return ChatTemplate(
             engine.chat_template,
-            bos_token=vocabulary.text(vocabulary.bos),
-            eos_token=vocabulary.text(vocabulary.eos),
+            bos_token=tokenizer.text(tokenizer.bos),
+            eos_token=tokenizer.text(tokenizer.eos),
         )
     except TemplateFailed as error:
         print(f"chat is not served: {error}", file=sys.stderr)
@@ -343,8 +349,8 @@ def _own_format(template: ChatTemplate | None) -> str | None:
     return FALLBACK if template is not None and not template.shows_tools else None
 
 
-def _options(load: LoadModel) -> LlamaCppOptions:
-    return LlamaCppOptions(
+def _options(load: LoadModel) -> EngineOptions:
+    return EngineOptions(
         path=Path(load.path),
         parallel=load.parallel,
         context_tokens=load.context_tokens,

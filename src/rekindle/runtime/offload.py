@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, engine: Engine, store: Store, counts: Counts) -> None:
         self._engine = engine
         self._store = store
-        self._abilities = engine.abilities
+        self._capabilities = engine.capabilities
         self._counts = counts
 
     def resident(self, turn: Turn, sequence: Sequence) -> Resident:
@@ -68,10 +68,10 @@ class Keeper:
 
     def keep_next(self, resident: Resident) -> bool:
         start = resident.kept.tokens
-        stop = min(start + self._abilities.block_tokens, resident.tokens)
+        stop = min(start + self._capabilities.block_tokens, resident.tokens)
         packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         exact = self._is_exact(resident, start, stop)
-        resumable = stop == resident.tokens and not self._abilities.can_cut
+        resumable = stop == resident.tokens and not self._capabilities.can_truncate
         kept = True
         if self._store.wants(resident.kept.key, packed, exact=exact, resumable=resumable):
             blob = self._engine.export(resident.sequence, start, stop, resumable=resumable)
@@ -93,5 +93,5 @@ class Keeper:
 
     def _is_exact(self, resident: Resident, start: int, stop: int) -> bool:
         """Whether the block was computed in whole canonical steps."""
-        canonical = resident.exact_tokens - resident.exact_tokens % self._abilities.step_tokens
-        return stop - start == self._abilities.block_tokens and stop <= canonical
+        canonical = resident.exact_tokens - resident.exact_tokens % self._capabilities.step_tokens
+        return stop - start == self._capabilities.block_tokens and stop <= canonical

@@ -38,11 +38,11 @@ class Scheduler:
         self._emit = emit
         self._remember = remember
         self._parallel = parallel
-        self._step_tokens = engine.abilities.step_tokens
+        self._step_tokens = engine.capabilities.step_tokens
         self._waiting: list[Turn] = []
         self._active: list[Turn] = []
         self._tickets = 0
-        self._slice = SliceSize(engine.abilities.batch_tokens - parallel)
+        self._slice = SliceSize(engine.capabilities.batch_tokens - parallel)
 
     @property
     def turns(self) -> int:
@@ -280,7 +280,7 @@ class Scheduler:
         last = max((t for t in self._active if not t.ask.exact), key=lambda turn: turn.place)
         self._device.counts.preemptions += 1
         self._device.retire(last)
-        self._device.make_room(self._engine.abilities.pool_tokens)
+        self._device.make_room(self._engine.capabilities.pool_tokens)
         self._active.remove(last)
         self._waiting.insert(0, last)
 

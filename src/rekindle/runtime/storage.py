@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from rekindle.engine.base import Abilities
+from rekindle.engine.base import Capabilities
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import Folder, open_folder, read_secret
@@ -37,7 +37,13 @@ class Memory:
     """Owned by the engine's thread; `tell` brings it the disk's news from others."""
 
     def __init__(
-        self, load: LoadModel, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
+        self,
+        load: LoadModel,
+        capabilities: Capabilities,
+        tell: Tell,
+        log: Log,
+        *,
+        polite: bool = True,
     ) -> None:
         self._log = log
         self._polite = polite  # the engine computes on the cores that writing takes, too
@@ -45,7 +51,7 @@ class Memory:
         self.clock = Clock()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.trouble = "off"  # why there is no disk tier
-        folder = self._open_folder(load, abilities) if load.disk_bytes else None
+        folder = self._open_folder(load, capabilities) if load.disk_bytes else None
         share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
         queue = min(MOST_QUEUE_BYTES, share) if folder else 0
         entries_bytes = max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
@@ -64,7 +70,9 @@ class Memory:
             else None
         )
         self.store = Store(
-            block_tokens=abilities.block_tokens, ram_bytes=max(load.ram_bytes - queue, 0), disk=disk
+            block_tokens=capabilities.block_tokens,
+            ram_bytes=max(load.ram_bytes - queue, 0),
+            disk=disk,
         )
         self.entries = Entries(
             self.store,
@@ -78,10 +86,10 @@ class Memory:
             self.entries.load(entries)
         self._disk_state = "ok"
 
-    def _open_folder(self, load: LoadModel, abilities: Abilities) -> Folder | None:
+    def _open_folder(self, load: LoadModel, capabilities: Capabilities) -> Folder | None:
         """The folder of this model's state; without one there is RAM, and a warning."""
         cache_dir = Path(load.cache_dir)
-        identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
+        identity = capabilities.kv_layout.fingerprint + capabilities.block_tokens.to_bytes(4, "big")
         try:
             self.secret = read_secret(cache_dir)
             others = [path for path in load.served if path != load.path]

@@ -11,7 +11,7 @@ from rekindle.chat.encode import Prompt, Tokenizer
 from rekindle.chat.message_hashes import Told
 from rekindle.chat.replay import Keys
 from rekindle.chat.reply import Parser
-from rekindle.engine.base import Constraint, Sampler, Sequence
+from rekindle.engine.base import Sampler, Sequence, TokenMask
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.kvcache.block import Wish
@@ -78,7 +78,7 @@ class Turn:
         context_tokens: int,
         parser: Parser | None = None,
         shown: Container[int] = (),
-        constraint: Constraint | None = None,
+        constraint: TokenMask | None = None,
     ) -> None:
         if len(prompt.tokens) >= context_tokens:
             raise ContextTooLong(str(len(prompt.tokens)), context_tokens, param=ask.source)

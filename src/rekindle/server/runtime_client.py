@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -40,10 +39,6 @@ log = logging.getLogger("rekindle.runtime")
 
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
 STOP_S = 120.0  # what a runtime gets to write its state to disk
-# How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
-# steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
-# prefill by 40 % as soon as another program wants a core.
-SPIN = {"GOMP_SPINCOUNT": "100000"}
 
 OnLoading = Callable[[float], None]
 Deliver = Callable[[Event], None]
@@ -168,7 +163,6 @@ class RuntimeClient:
                 "rekindle.runtime.main",
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
-                env=SPIN | os.environ,
             )
         news: News = asyncio.Queue()
 
