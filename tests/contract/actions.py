@@ -1,4 +1,4 @@
-"""What the tests of engines do with one."""
+"""Prefill, decode and export, as the runtime does them."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rekindle.engine.base import Engine
 from tests.contract.actions import PROMPT, answer, blocks, cold, prefill
-from tests.contract.engines import cutting_engines
+from tests.contract.engines import truncating_engines
 
-pytestmark = cutting_engines
+pytestmark = truncating_engines
 
 
 def test_restored_blocks_answer_as_computed_ones(engine: Engine) -> None:
@@ -55,7 +55,7 @@ def test_a_sharer_outlives_its_source(engine: Engine) -> None:
     assert answer(engine, into, PROMPT) == expected
 
 
-def test_a_cut_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
+def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
     step = engine.capabilities.step_tokens
     other = PROMPT[:step] + [9] * 30
     expected = cold(engine, other)

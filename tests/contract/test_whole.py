@@ -1,5 +1,5 @@
-"""What engines promise whose state cannot be cut: it goes on from checkpoints, and from nowhere
-else."""
+"""What engines promise whose state cannot be truncated: it goes on from checkpoints, and from
+nowhere else."""
 
 from __future__ import annotations
 

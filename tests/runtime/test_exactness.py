@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from rekindle.chat.encode import Prompt
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from tests.support.numpy_engine.engine import NumpyEngine
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.talk import Answered, Talker
 from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
 
@@ -31,11 +34,12 @@ WORDS = [
 CONVERSATIONS = 16
 
 
-MODELS = {  # full attention, sliding window, recurrent, hybrid
+MODELS = {  # full attention, sliding window, recurrent, hybrid; and an engine of another kind
     "llama": write_llama,
     "gemma3": write_gemma3,
     "mamba": write_mamba,
     "lfm2": write_lfm2,
+    "numpy": write_numpy,
 }
 
 
@@ -43,7 +47,8 @@ MODELS = {  # full attention, sliding window, recurrent, hybrid
 def talker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talker]:
-    built = Talker(MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf"))
+    path = MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf")
+    built = Talker(path, NumpyEngine if request.param == "numpy" else LlamaCppEngine)
     yield built
     built.close()
 
