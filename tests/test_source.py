@@ -70,6 +70,19 @@ def test_what_only_looks_alike_is_let_through(line: str) -> None:
     assert not BANNED.search(line)
 
 
+def test_only_engine_knows_which_engines_there_are() -> None:
+    """Everybody else sees `engine.base`, and `runtime` the registry; errors name the library."""
+    met = {
+        str(path.relative_to(SOURCE))
+        for path in FILES
+        if SOURCE / "engine" not in path.parents
+        and any(
+            re.match(r"rekindle\.engine\.(?!base|registry|sampling)\w", m) for m in imported(path)
+        )
+    }
+    assert met == set()
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_chat_kvcache_and_engine_never_import_each_other(part: str) -> None:
     others = tuple(f"rekindle.{other}" for other in PARTS if other != part)

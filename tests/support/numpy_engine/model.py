@@ -20,6 +20,7 @@ from rekindle.errors import ModelError
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 32, 64, 2, 8
+SHARPNESS = np.float32(4)  # of attention: answers depend on much more than the last token
 FORMAT = "tinynp 1"
 
 
@@ -71,10 +72,11 @@ class TinyTransformer:
 
         inner = HEADS * HEAD_WIDTH
         self.context_tokens = file.context_tokens
-        self._embedding = matrix(vocabulary_size, WIDTH) * np.float32(WIDTH**0.5)
+        self._embedding = matrix(vocabulary_size, WIDTH)
+        self._output = matrix(vocabulary_size, WIDTH)
         self._layers = [
             _Layer(
-                query=matrix(inner, WIDTH),
+                query=matrix(inner, WIDTH) * SHARPNESS,
                 key=matrix(inner, WIDTH),
                 value=matrix(inner, WIDTH),
                 output=matrix(WIDTH, inner),
@@ -113,7 +115,7 @@ class TinyTransformer:
 
     def logits(self, hidden: Array) -> Array:
         """Of one token, from its last hidden state."""
-        [row] = _linear(self._embedding, hidden[None])
+        [row] = _linear(self._output, hidden[None])
         return np.asarray(row, np.float32)
 
     def _rotated(self, heads: Array, start: int) -> Array:
