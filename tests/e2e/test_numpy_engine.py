@@ -63,7 +63,8 @@ def test_a_second_turn_reuses_the_first(server: Server) -> None:
     assert cached(first) == 0
     second = chat(server, turns(LONG, first))
     assert cached(second) >= first.usage.prompt_tokens
-    cold = chat(server, turns(LONG, first), extra_body={"cache_prompt": False})
+    cold = chat(server, turns(LONG, first), extra_body={"use_kv_cache": False})
+    assert cached(cold) == 0
     assert second.choices[0].message.content == cold.choices[0].message.content
 
 
