@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rekindle.chat.encode import Prompt
-from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.numpy_engine.engine import NumpyEngine
 from tests.support.numpy_engine.model import write_numpy
 from tests.support.talk import Answered, Talker
@@ -48,7 +47,8 @@ def talker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talker]:
     path = MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf")
-    built = Talker(path, NumpyEngine if request.param == "numpy" else LlamaCppEngine)
+    is_numpy = request.param == "numpy"
+    built = Talker(path, NumpyEngine, context=4096) if is_numpy else Talker(path)
     yield built
     built.close()
 

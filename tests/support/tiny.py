@@ -158,7 +158,8 @@ def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 40
 
 
 def write_lfm2(path: Path, *, layers: int = 4, seed: int = 0, context: int = 4096) -> Path:
-    """Hybrid: short convolutions, whose state cannot be truncated, and attention in every other layer."""
+    """Hybrid: short convolutions (their state cannot be truncated), attention in every other
+    layer."""
     kernel = 3
     model = TinyModel(path, "lfm2", layers, seed, context)
     heads = [KV_HEADS if layer % 2 else 0 for layer in range(layers)]

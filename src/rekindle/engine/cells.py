@@ -59,7 +59,7 @@ class Cells:
             self.used -= run.tokens  # the only line that subtracts
 
     def _split(self, slot: int, tokens: int) -> list[_Run]:
-        """The runs that are exactly the first `tokens` of a sequence, splitting one where they end."""
+        """The runs that are exactly the first `tokens` of a sequence; one may have to be split."""
         first: list[_Run] = []
         for run in list(self._runs.get(slot, [])):
             if tokens <= 0:
