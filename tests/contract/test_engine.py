@@ -53,8 +53,8 @@ def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
 
 def test_a_full_pool_changes_nothing(engine: Engine) -> None:
     capabilities = engine.capabilities
-    keeper = engine.open(exact=False)
-    prefill(engine, keeper, PROMPT[:20])
+    first = engine.open(exact=False)
+    prefill(engine, first, PROMPT[:20])
     while engine.free_tokens >= capabilities.batch_tokens:
         filler = engine.open(exact=False)
         room = min(engine.free_tokens, capabilities.context_tokens) // capabilities.batch_tokens
@@ -62,10 +62,10 @@ def test_a_full_pool_changes_nothing(engine: Engine) -> None:
             engine.step([Work(filler, [5] * capabilities.batch_tokens, None)])
     free = engine.free_tokens
     with pytest.raises(PoolFull):
-        engine.step([Work(keeper, [5] * (free + 1), None)])
+        engine.step([Work(first, [5] * (free + 1), None)])
     assert engine.free_tokens == free
-    assert keeper.length == 20
-    assert len(decode(engine, keeper, 5, 3)) == 4
+    assert first.length == 20
+    assert len(decode(engine, first, 5, 3)) == 4
 
 
 @pytest.mark.parametrize("change", [b"", b"x", None], ids=["empty", "longer", "shorter"])
