@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Blob, Work
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import Blob, EngineOptions, Work
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.kvcache.block import Block, Wish
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.key import chain_key, pack
@@ -42,7 +42,7 @@ class Speeds:
 
 def measure_speeds(model: Path, rounds: int) -> dict[str, Speeds]:
     """RAM, disk, and disk with its files in the page cache, measured in turns."""
-    options = LlamaCppOptions(path=model, parallel=1, context_tokens=2 * TOKENS, threads=2)
+    options = EngineOptions(path=model, parallel=1, context_tokens=2 * TOKENS, threads=2)
     engine = LlamaCppEngine(options)
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         bench = Bench(engine, Path(folder))
@@ -61,7 +61,7 @@ class Bench:
         opened = open_folder(folder, b"bench", limit_bytes=1 << 40)
         self._disk = DiskTier(opened, self._news.put)
         self._store = Store(
-            block_tokens=engine.abilities.block_tokens, ram_bytes=1 << 34, disk=self._disk
+            block_tokens=engine.capabilities.block_tokens, ram_bytes=1 << 34, disk=self._disk
         )
         self._files = opened.path / "blocks"
         self._blocks = self._compute()
@@ -95,7 +95,7 @@ class Bench:
 
     def _compute(self) -> list[Block]:
         """A real state of so many tokens, in the store and on disk."""
-        engine, step = self._engine, self._engine.abilities.block_tokens
+        engine, step = self._engine, self._engine.capabilities.block_tokens
         sequence = engine.open(exact=False)
         parent = ROOT
         for start in range(0, TOKENS, step):

@@ -153,6 +153,18 @@ def test_what_only_looks_alike_is_let_through(line: str) -> None:
     assert not BANNED.search(line)
 
 
+def test_only_engine_knows_which_engines_there_are() -> None:
+    """Everybody else sees the protocol, and the runtime the registry."""
+    inside = re.compile(r"rekindle\.engine\.(?!base|registry|sampling)\w")
+    met = {
+        f"{path.relative_to(SOURCE)}: {module}"
+        for path in FILES
+        for module in imported(path)
+        if SOURCE / "engine" not in path.parents and inside.match(module)
+    }
+    assert met == set()
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_chat_kvcache_and_engine_never_import_each_other(part: str) -> None:
     others = tuple(f"rekindle.{other}" for other in PARTS if other != part)

@@ -32,7 +32,7 @@ from rekindle.protocol.settings import COUNT_LIMIT, GB, Name, RuntimeSettings, S
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
-OUTSIDE_SETTINGS = {"llama_lib", "config"}  # REKINDLE_ variables read elsewhere
+OUTSIDE_SETTINGS = {"llama_lib", "config", "engine_module"}  # REKINDLE_ variables read elsewhere
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
 
 _STRICT = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)

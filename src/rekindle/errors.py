@@ -22,7 +22,7 @@ class ModelError(RekindleError):
 
 
 class LibraryMismatch(RekindleError):
-    """The llama.cpp library is missing or not of the supported version."""
+    """The native library of an engine is missing or not of the supported version."""
 
 
 class CorruptBlock(RekindleError):

@@ -15,7 +15,8 @@ from rekindle.chat.escaping import unescape
 from rekindle.chat.known_prefix import KnownPrefix, Recall
 from rekindle.chat.message_spans import MessageSpan
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.tokens import Tokenizer, Tokens
 
 from .templates import ALTERNATING, CHATML, HEADERS, PARTS
@@ -272,10 +273,10 @@ def test_no_space_is_put_into_the_middle_of_a_reply(
 
 def test_replies_of_a_real_vocabulary_come_back_as_they_were_sampled(smollm2_path: Path) -> None:
     """Tokens at random: what a high temperature does, and worse."""
-    options = LlamaCppOptions(path=smollm2_path, parallel=1, threads=1, context_tokens=512)
+    options = EngineOptions(path=smollm2_path, parallel=1, threads=1, context_tokens=512)
     engine = LlamaCppEngine(options)
     try:
-        vocabulary = engine.vocabulary
+        vocabulary = engine.tokenizer
         encoder = Encoder(vocabulary, ChatTemplate(engine.chat_template or ""))
         rng = random.Random(20)
         kept = odd = 0

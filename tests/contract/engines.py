@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import Engine
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import Engine, EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.fake import FakeEngine
+from tests.support.numpy_engine import SUFFIX
+from tests.support.numpy_engine.engine import NumpyEngine
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.tiny import (
     WIDTH,
     TinyModel,
@@ -21,8 +24,8 @@ from tests.support.tiny import (
 )
 
 LAYERS = 2
-CUTTING = ("fake", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
-WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be cut
+TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
+WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be truncated
 
 
 def write_wide_llama(path: Path) -> Path:
@@ -52,13 +55,16 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 
 def build(name: str, folder: Path) -> Engine:
+    if name == "numpy":
+        path = write_numpy(folder / f"tiny{SUFFIX}", context=1024)
+        return NumpyEngine(EngineOptions(path=path, parallel=4))
     if name.startswith("fake"):
-        return FakeEngine(can_cut=name == "fake")
+        return FakeEngine(can_truncate=name == "fake", embeds=name == "fake")
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
-    return LlamaCppEngine(LlamaCppOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
+    return LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
 
 
-every_engine = pytest.mark.parametrize("engine", [*CUTTING, *WHOLE], indirect=True)
-cutting_engines = pytest.mark.parametrize("engine", CUTTING, indirect=True)
+every_engine = pytest.mark.parametrize("engine", [*TRUNCATING, *WHOLE], indirect=True)
+truncating_engines = pytest.mark.parametrize("engine", TRUNCATING, indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

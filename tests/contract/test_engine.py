@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 
 from rekindle.engine.base import Engine, Work
-from rekindle.errors import CorruptBlock, PoolFull
-from tests.contract.doing import GREEDY, PROMPT, cold, decode, prefill
+from rekindle.errors import CorruptBlock, PoolFull, Unsupported
+from rekindle.protocol.requests import SamplingParams
+from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
 from tests.contract.engines import every_engine
 
 pytestmark = every_engine
@@ -37,8 +42,8 @@ def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
 
 def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
     for exact, most in (
-        (False, engine.abilities.sequences),
-        (True, engine.abilities.exact_sequences),
+        (False, engine.capabilities.sequences),
+        (True, engine.capabilities.exact_sequences),
     ):
         for _ in range(most):
             engine.open(exact=exact)
@@ -47,27 +52,27 @@ def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
 
 
 def test_a_full_pool_changes_nothing(engine: Engine) -> None:
-    abilities = engine.abilities
-    keeper = engine.open(exact=False)
-    prefill(engine, keeper, PROMPT[:20])
-    while engine.free_tokens >= abilities.batch_tokens:
+    capabilities = engine.capabilities
+    first = engine.open(exact=False)
+    prefill(engine, first, PROMPT[:20])
+    while engine.free_tokens >= capabilities.batch_tokens:
         filler = engine.open(exact=False)
-        room = min(engine.free_tokens, abilities.context_tokens) // abilities.batch_tokens
+        room = min(engine.free_tokens, capabilities.context_tokens) // capabilities.batch_tokens
         for _ in range(room):
-            engine.step([Work(filler, [5] * abilities.batch_tokens, None)])
+            engine.step([Work(filler, [5] * capabilities.batch_tokens, None)])
     free = engine.free_tokens
     with pytest.raises(PoolFull):
-        engine.step([Work(keeper, [5] * (free + 1), None)])
+        engine.step([Work(first, [5] * (free + 1), None)])
     assert engine.free_tokens == free
-    assert keeper.length == 20
-    assert len(decode(engine, keeper, 5, 3)) == 4
+    assert first.length == 20
+    assert len(decode(engine, first, 5, 3)) == 4
 
 
 @pytest.mark.parametrize("change", [b"", b"x", None], ids=["empty", "longer", "shorter"])
 def test_a_block_of_the_wrong_length_never_reaches_the_engine(
     engine: Engine, change: bytes | None
 ) -> None:
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     sequence = engine.open(exact=False)
     prefill(engine, sequence, PROMPT)
     blob = engine.export(sequence, 0, size)
@@ -88,3 +93,92 @@ def test_a_reset_engine_starts_empty_and_works(engine: Engine) -> None:
     engine.reset()
     assert engine.free_tokens == total
     assert cold(engine, PROMPT) == expected
+
+
+def test_the_kv_type_in_use_has_a_layout(engine: Engine) -> None:
+    known = engine.capabilities
+    layout = known.kv[known.kv_type]
+    assert known.kv_layout is layout
+    assert layout.fingerprint
+    assert (layout.checkpoint_bytes == 0) == known.can_truncate
+    assert known.step_tokens % known.block_tokens == 0
+    assert "text" in known.modalities
+
+
+def test_each_token_of_a_block_adds_the_same_bytes(engine: Engine) -> None:
+    sequence = engine.open(exact=False)
+    prefill(engine, sequence, PROMPT[:20])
+    sizes = [len(engine.export(sequence, 0, stop)) for stop in (1, 2, 20)]
+    each = engine.capabilities.kv_layout.token_bytes
+    assert [size - sizes[0] for size in sizes] == [0, each, 19 * each]
+
+
+def test_the_tokenizer_knows_every_id_of_the_model(engine: Engine) -> None:
+    tokenizer = engine.tokenizer
+    assert all(
+        len(tokenizer.piece(token, special=True)) <= max(tokenizer.longest_bytes, 4)
+        for token in range(tokenizer.size)
+    )
+    assert all(0 <= token < tokenizer.size for token in tokenizer.end_tokens)
+    for text, token in tokenizer.control_texts.items():
+        assert tokenizer.encode(text, special=True) == [token]
+        assert tokenizer.encode(text, special=False) != [token]
+        assert tokenizer.piece(token, special=False) == b""
+    assert tokenizer.text(None) == ""
+
+
+def test_text_comes_back_from_its_tokens(engine: Engine) -> None:
+    tokens = engine.tokenizer.encode("12 34 56 ", special=True)
+    pieces = (engine.tokenizer.piece(token, special=False) for token in tokens)
+    assert b"".join(pieces) == b"12 34 56 "
+
+
+class OnlyEven:
+    """Allows even tokens."""
+
+    trouble: str | None = None
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        self.accepted = list(tokens)
+
+    def mask(self, logits: Any) -> None:
+        logits[1::2] = -np.inf
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=1, seed=1)], ids=["greedy", "sampled"]
+)
+def test_a_mask_is_applied_to_every_choice_and_is_given_it(
+    engine: Engine, sampling: SamplingParams
+) -> None:
+    only_even = OnlyEven()
+    sampler = engine.sampler(sampling, PROMPT[:10], only_even)
+    sequence = engine.open(exact=True)
+    tokens = list(PROMPT[:10])
+    for _ in range(8):
+        [sampled] = engine.step([Work(sequence, tokens[sequence.length :], sampler)])
+        assert sampled is not None
+        tokens.append(sampled.token)
+    sampler.close()
+    assert only_even.accepted == tokens[10:]
+    assert all(token % 2 == 0 for token in tokens[10:])
+
+
+def test_inputs_are_embedded_or_the_request_is_refused(engine: Engine) -> None:
+    inputs = [PROMPT[:10], PROMPT[:3], PROMPT[:10]]
+    if not engine.capabilities.embeds:
+        with pytest.raises(Unsupported):
+            engine.embed(inputs)
+        return
+    free = engine.free_tokens
+    first, other, same = engine.embed(inputs)
+    assert first.shape == other.shape
+    assert np.array_equal(first, same)
+    assert not np.array_equal(first, other)
+    assert engine.free_tokens == free

@@ -1,5 +1,5 @@
-"""What engines promise whose state cannot be cut: it goes on from checkpoints, and from nowhere
-else."""
+"""What engines promise whose state cannot be truncated: it goes on from checkpoints, and from
+nowhere else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from rekindle.engine.base import Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken
-from tests.contract.doing import PROMPT, answer, cold, prefill
+from tests.contract.actions import PROMPT, answer, cold, prefill
 from tests.contract.engines import whole_engines
 
 pytestmark = whole_engines
@@ -15,7 +15,7 @@ pytestmark = whole_engines
 
 def export(engine: Engine, sequence: Sequence) -> list[tuple[bytes, int, bool]]:
     """All of a sequence in blocks, the last one with a checkpoint."""
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     found = []
     for start in range(0, sequence.length, size):
         stop = min(start + size, sequence.length)
@@ -46,19 +46,19 @@ def test_a_restored_sequence_goes_on_as_the_one_it_was_exported_from(
 
 def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -> None:
     """A block's cells are the same whenever they are read; only the checkpoint is of its moment."""
-    step = engine.abilities.step_tokens
+    step = engine.capabilities.step_tokens
     expected = cold(engine, PROMPT)
     source = engine.open(exact=True)
     prefill(engine, source, PROMPT[:step])
     exported = export(engine, source)
     prefill(engine, source, PROMPT)
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     later = [
         (engine.export(source, start, start + size), size, False) for start in range(0, step, size)
     ]
     cells = len(later[-1][0])
     assert exported[-1][0][:cells] == later[-1][0]
-    assert len(exported[-1][0]) == cells + engine.abilities.checkpoint_bytes
+    assert len(exported[-1][0]) == cells + engine.capabilities.kv_layout.checkpoint_bytes
     again = restored(engine, [*later[:-1], exported[-1]], exact=True)
     assert answer(engine, again, PROMPT) == expected
 
@@ -91,7 +91,7 @@ def test_a_sequence_is_shared_whole(engine: Engine) -> None:
 def test_it_can_be_emptied_and_used_again(engine: Engine) -> None:
     sequence = engine.open(exact=False)
     prefill(engine, sequence, PROMPT[:50])
-    engine.cut(sequence, 0)
+    engine.truncate(sequence, 0)
     assert sequence.length == 0
     assert answer(engine, sequence, PROMPT) == cold(engine, PROMPT, exact=False)
 
@@ -122,8 +122,8 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     before = engine.export(source, 0, 30, resumable=True)
     prefill(engine, source, PROMPT[:40])
     after = engine.export(source, 0, 40, resumable=True)
-    cut = -engine.abilities.checkpoint_bytes
+    cut = -engine.capabilities.kv_layout.checkpoint_bytes
     with pytest.raises(EngineBroken):
         engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)
-    assert engine.free_tokens == engine.abilities.pool_tokens
+    assert engine.free_tokens == engine.capabilities.pool_tokens
     assert cold(engine, PROMPT, exact=False) == expected

@@ -66,7 +66,7 @@ def play(talker: Talker, seed: int, *, exact: bool) -> list[tuple[Prompt, Answer
         messages.append({"role": "assistant", "content": answered.reply.text})
         if (seed + number) % 3 == 0:  # now and then everything leaves the pool for RAM
             talker.desk.settle()
-            talker.desk.device.make_room(talker.engine.abilities.pool_tokens)
+            talker.desk.device.make_room(talker.engine.capabilities.pool_tokens)
     return said
 
 

@@ -35,8 +35,8 @@ class CellsMachine(RuleBasedStateMachine):
         self.held[into] = self.held[source][:tokens]
 
     @rule(slot=slots, tokens=lengths)
-    def cut(self, slot: int, tokens: int) -> None:
-        self.cells.cut(slot, tokens)
+    def truncate(self, slot: int, tokens: int) -> None:
+        self.cells.truncate(slot, tokens)
         del self.held[slot][tokens:]
 
     @rule(slot=slots)
@@ -81,7 +81,7 @@ def test_a_prefix_lives_on_when_its_first_holder_is_gone() -> None:
     cells.share(0, 80, 1)
     cells.close(0)
     assert cells.used == 80
-    cells.cut(1, 30)
+    cells.truncate(1, 30)
     assert cells.used == 30
     cells.close(1)
     assert cells.free == TOTAL

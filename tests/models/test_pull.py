@@ -14,6 +14,7 @@ from rekindle.models import package
 from rekindle.models.catalogue import CATALOGUE, SMOLLM2, CatalogueModel
 from rekindle.models.progress import Progress
 from rekindle.models.pull import pull
+from rekindle.protocol.requests import ENGINE_MODULE
 
 from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
 
@@ -62,6 +63,23 @@ def test_a_local_file_is_used_where_it_is(
 def test_a_local_file_that_is_no_model_is_refused(
     tmp_path: Path, models_dir: Path, progress: RecordedProgress
 ) -> None:
+    (tmp_path / "page.gguf").write_text("<html>")
+    with pytest.raises(ModelError, match="not a usable GGUF"):
+        pull(str(tmp_path / "page.gguf"), models_dir=models_dir, progress=progress)
+
+
+def test_a_file_for_an_engine_from_outside_is_left_to_that_engine(
+    tmp_path: Path,
+    models_dir: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "model.other"
+    file.write_text("weights")
+    with pytest.raises(ModelError, match="not a usable GGUF"):
+        pull(str(file), models_dir=models_dir, progress=progress)
+    monkeypatch.setenv(ENGINE_MODULE, "some.engine")
+    assert pull(str(file), models_dir=models_dir, progress=progress) == file
     (tmp_path / "page.gguf").write_text("<html>")
     with pytest.raises(ModelError, match="not a usable GGUF"):
         pull(str(tmp_path / "page.gguf"), models_dir=models_dir, progress=progress)

@@ -26,7 +26,7 @@ PROMPT = [*SYSTEM, *HEADER, *USER, *HEADER]
 
 
 def engine(**options: Any) -> FakeEngine:
-    return FakeEngine(can_cut=False, **options)
+    return FakeEngine(can_truncate=False, **options)
 
 
 def said(tokens: list[int], *messages: tuple[str, int, int]) -> Prompt:
@@ -162,7 +162,7 @@ def test_a_block_that_lost_its_checkpoint_is_a_miss_and_not_an_answer() -> None:
 
 
 def places(prompt: Prompt, *, exact: bool = False, held: int = 0) -> list[int]:
-    taken = Checkpoints(prompt, engine().abilities, exact=exact, held=held)
+    taken = Checkpoints(prompt, engine().capabilities, exact=exact, held=held)
     found, at = [], 0
     while (place := taken.next_after(at)) is not None:
         found.append(place)
@@ -181,7 +181,7 @@ def test_one_just_behind_another_is_not_worth_it() -> None:
 
 
 def test_a_long_prompt_has_them_at_intervals() -> None:
-    interval = interval_tokens(engine().abilities)
+    interval = interval_tokens(engine().capabilities)
     assert interval == LEAST_INTERVAL_TOKENS
     long = said([5] * 2000, ("user", 0, 1998))
     assert places(long) == [512, 1024, 1536, 1998]

@@ -10,6 +10,8 @@ import pytest
 
 from rekindle.chat.encode import Prompt
 from rekindle.tokens import Tokens
+from tests.support.numpy_engine.engine import NumpyEngine
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.talk import Answered, Talker
 from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
 
@@ -32,11 +34,12 @@ WORDS = [
 CONVERSATIONS = 16
 
 
-MODELS = {  # full attention, sliding window, recurrent, hybrid
+MODELS = {  # full attention, sliding window, recurrent, hybrid; and an engine of another kind
     "llama": write_llama,
     "gemma3": write_gemma3,
     "mamba": write_mamba,
     "lfm2": write_lfm2,
+    "numpy": write_numpy,
 }
 
 
@@ -44,7 +47,9 @@ MODELS = {  # full attention, sliding window, recurrent, hybrid
 def talker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talker]:
-    built = Talker(MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf"))
+    path = MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf")
+    is_numpy = request.param == "numpy"
+    built = Talker(path, NumpyEngine, context=4096) if is_numpy else Talker(path)
     yield built
     built.close()
 
@@ -86,7 +91,7 @@ def happen(talker: Talker, choose: random.Random, messages: list[dict[str, str]]
     match choose.randrange(5):
         case 0:
             desk.settle()
-            desk.device.make_room(talker.engine.abilities.pool_tokens)
+            desk.device.make_room(talker.engine.capabilities.pool_tokens)
         case 1:
             side = [*messages, {"role": "user", "content": "another branch"}]
             desk.ask(talker.prompt(side), max_tokens=4, exact=choose.random() < 0.5)
@@ -110,7 +115,7 @@ def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int)
     """Logits and tokens of every turn, whatever was evicted, shared or cut in between."""
     talker.forget(ram_bytes=1 << 30 if seed % 3 else 300_000)
     played = play(talker, seed, disturb=True, exact=True)
-    if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.abilities.step_tokens:
+    if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.capabilities.step_tokens:
         assert any(answered.reply.reused for _, answered in played)
     for prompt, warm in played:
         cold = replay_cold(talker, prompt, warm, exact=True)
@@ -176,7 +181,7 @@ def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:
 def test_prompts_around_a_block_boundary_are_exact(
     talker: Talker, blocks: int, offset: int
 ) -> None:
-    size = talker.engine.abilities.block_tokens
+    size = talker.engine.capabilities.block_tokens
     tokens = tuple(random.Random(blocks).choices(range(3, 259), k=blocks * size + offset))
     prompt = Prompt(Tokens.of(tokens))
     talker.forget()

@@ -92,7 +92,7 @@ def test_each_step_computes_its_new_message_alone(name: str, change: Change) -> 
 @pytest.mark.parametrize("name", STEADY)
 def test_so_it_does_where_state_cannot_be_cut(name: str) -> None:
     family = FAMILIES[name]
-    agent = family.agent(can_cut=False)
+    agent = family.agent(can_truncate=False)
     before = work(agent, family, with_json_reordered, [0])
     for step in range(1, 3):
         reply = work(agent, family, with_json_reordered, [step])

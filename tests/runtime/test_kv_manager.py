@@ -16,7 +16,7 @@ SYSTEM = list(range(200, 264))  # eight blocks
 def flush(desk: Desk) -> None:
     """Push everything out of the pool, down to RAM."""
     desk.settle()
-    assert desk.device.make_room(desk.abilities.pool_tokens)
+    assert desk.device.make_room(desk.capabilities.pool_tokens)
 
 
 def test_the_second_turn_computes_only_the_new_tokens() -> None:
@@ -97,7 +97,7 @@ def test_a_repeated_prompt_of_any_length_computes_at_least_its_last_token(
     flush(desk)
     second = desk.ask(prompt, exact=exact)
     assert second.tokens == first.tokens
-    step = engine.abilities.step_tokens
+    step = engine.capabilities.step_tokens
     expected = (length - 1) // step * step if exact else length - 1
     assert second.reused == expected
 

@@ -14,8 +14,8 @@ from tests.support.harness import Desk
 PROMPT = list(range(100, 160))
 
 
-def cold(tokens: list[int], *, can_cut: bool = True, **ask: object) -> list[int]:
-    return Desk(FakeEngine(can_cut=can_cut)).ask(tokens, **ask).tokens
+def cold(tokens: list[int], *, can_truncate: bool = True, **ask: object) -> list[int]:
+    return Desk(FakeEngine(can_truncate=can_truncate)).ask(tokens, **ask).tokens
 
 
 def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
@@ -284,7 +284,7 @@ def test_progress_is_told_when_asked_for() -> None:
     ram=st.sampled_from([0, 20_000, 1 << 20]),
     resident=st.sampled_from([0, 64, 1 << 20]),
     breaks=st.sets(st.integers(1, 60), max_size=2),
-    can_cut=st.booleans(),
+    can_truncate=st.booleans(),
     steps=st.lists(st.integers(0, 6), min_size=12, max_size=12),
     cancels=st.sets(st.integers(0, 11), max_size=3),
 )
@@ -294,7 +294,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     ram: int,
     resident: int,
     breaks: set[int],
-    can_cut: bool,
+    can_truncate: bool,
     steps: list[int],
     cancels: set[int],
 ) -> None:
@@ -304,7 +304,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
         context_tokens=128,
         break_steps=breaks,
         break_restores=min(len(breaks), 1),
-        can_cut=can_cut,
+        can_truncate=can_truncate,
     )
     desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
     submitted = []
@@ -319,7 +319,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     desk.settle()
     for reply, tokens, limit in submitted:
         if isinstance(reply.events[-1], Finished):
-            assert reply.tokens == cold(tokens, can_cut=can_cut, max_tokens=limit)
+            assert reply.tokens == cold(tokens, can_truncate=can_truncate, max_tokens=limit)
         else:
             assert isinstance(reply.events[-1], Cancelled)
     assert desk.store.used_bytes <= ram
@@ -368,9 +368,9 @@ def test_nobody_waits_for_ever() -> None:
     assert number <= 2 * 8
 
 
-@pytest.mark.parametrize("can_cut", [True, False])
-def test_a_client_that_gives_up_five_times_computes_each_token_once(can_cut: bool) -> None:
-    engine = FakeEngine(batch_tokens=16, can_cut=can_cut)
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_client_that_gives_up_five_times_computes_each_token_once(can_truncate: bool) -> None:
+    engine = FakeEngine(batch_tokens=16, can_truncate=can_truncate)
     desk = Desk(engine)
     prompt = list(range(100, 400))
     for steps in (2, 3, 4, 5, 6):
@@ -378,6 +378,6 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once(can_cut: boo
         for _ in range(steps):
             desk.scheduler.step()
         desk.cancel(reply)
-    expected = cold(prompt, max_tokens=1, can_cut=can_cut)
+    expected = cold(prompt, max_tokens=1, can_truncate=can_truncate)
     assert desk.ask(prompt, max_tokens=1).tokens == expected
     assert engine.counts.computed_tokens == len(prompt)

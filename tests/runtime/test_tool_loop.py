@@ -26,12 +26,12 @@ STEPS = 12
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("can_cut", [True, False], ids=["cut", "whole"])
+@pytest.mark.parametrize("can_truncate", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize(("template", "say"), [(HERMES, call), (THINKING, thinking)])
 def test_each_of_twelve_steps_computes_its_new_message_alone(
-    template: str, say: Callable[[int], str], change: Change, can_cut: bool
+    template: str, say: Callable[[int], str], change: Change, can_truncate: bool
 ) -> None:
-    agent = Agent(template, tools=TOOLS, can_cut=can_cut)
+    agent = Agent(template, tools=TOOLS, can_truncate=can_truncate)
     before: Reply | None = None
     for step in range(STEPS):
         computed = agent.engine.counts.computed_tokens

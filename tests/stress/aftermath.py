@@ -27,8 +27,8 @@ def index_agrees_with_files(folder: Path) -> None:
 
 def identity() -> bytes:
     """Of the model that a desk works for."""
-    abilities = FakeEngine().abilities
-    return abilities.fingerprint + b"%d" % abilities.block_tokens
+    capabilities = FakeEngine().capabilities
+    return capabilities.kv_layout.fingerprint + b"%d" % capabilities.block_tokens
 
 
 def promises_are_kept(

@@ -101,7 +101,7 @@ class WitnessedDesk(Desk):
         self._told_entries: dict[str, bool] = {}
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
-        identity = self.abilities.fingerprint + b"%d" % self.abilities.block_tokens
+        identity = self.capabilities.kv_layout.fingerprint + b"%d" % self.capabilities.block_tokens
         opened = open_folder(folder, identity, limit_bytes=disk_bytes)
         if self._calls is not None:
             opened.vault = vault_with(opened.path, self._calls)

@@ -22,8 +22,8 @@ from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Memory
 from tests.stress.trouble import vault_with
-from tests.support.fake import FakeEngine
-from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
+from tests.support.fake import FakeEngine, NumberTokenizer
+from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, Reply
 
 
 def load(cache_dir: Path, **more: Any) -> LoadModel:
@@ -39,10 +39,10 @@ class Office(Desk):
 
     def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
-        self.abilities = engine.abilities
+        self.capabilities = engine.capabilities
         self._news: SimpleQueue[News] = SimpleQueue()
         self.notes: list[LogLine] = []
-        self.memory = Memory(order, self.abilities, self._news.put, self.notes.append)
+        self.memory = Memory(order, self.capabilities, self._news.put, self.notes.append)
         self.store, self.entries = self.memory.store, self.memory.entries
         self.disk, self.clock = self.memory.store.disk, self.memory.clock
         if calls is not None and self.disk is not None:
@@ -68,7 +68,9 @@ class Office(Desk):
 
     def root(self, salt: bytes = b"") -> bytes:
         secret = self.memory.secret
-        return namespace(self.abilities.fingerprint, salt, self.abilities.block_tokens, secret)
+        return namespace(
+            self.capabilities.kv_layout.fingerprint, salt, self.capabilities.block_tokens, secret
+        )
 
     def hear(self, *, wait: bool = False) -> None:
         with contextlib.suppress(Empty):

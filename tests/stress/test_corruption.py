@@ -8,13 +8,12 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import Abilities
 from rekindle.kvcache.codec import HEADER_BYTES
 from rekindle.kvcache.disk.check import check
 from tests.stress.shelf import BLOCK_TOKENS, Shelf, write_shelf
@@ -38,12 +37,11 @@ class Canary:
         return os.mkdir, (str(self._path),)
 
 
+@dataclass
 class OtherEngine(FakeEngine):
     """Another model."""
 
-    @property
-    def abilities(self) -> Abilities:
-        return replace(super().abilities, fingerprint=b"other")
+    fingerprint: bytes = b"other"
 
 
 @pytest.fixture(scope="module")

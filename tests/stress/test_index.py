@@ -20,8 +20,8 @@ from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.key import pack
 from rekindle.protocol.requests import Names
 from rekindle.tokens import Tokens
-from tests.support.fake import FakeEngine
-from tests.support.harness import Desk, NumberTokenizer, Reply
+from tests.support.fake import FakeEngine, NumberTokenizer
+from tests.support.harness import Desk, Reply
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
 FLIPS = 120

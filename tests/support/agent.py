@@ -47,11 +47,11 @@ class Agent:
         ends: Sequence[str] = ("<|im_end|>",),
         bos: str = "",
         tools: Sequence[Message] = (),
-        can_cut: bool = True,
+        can_truncate: bool = True,
     ) -> None:
         """The first of `ends` is the one that a reply ends with when nothing else is said."""
         self.letters = Letters(control, ends)
-        self.engine = ScriptedEngine(can_cut=can_cut)
+        self.engine = ScriptedEngine(can_truncate=can_truncate)
         vocabulary: Any = self.letters
         self.template = ChatTemplate(template, bos_token=bos, eos_token=ends[0])
         encoder = Encoder(self.letters, self.template)
@@ -60,7 +60,7 @@ class Agent:
             self.engine, encoder=encoder, tokenizer=vocabulary, end_tokens=self.manner.end_tokens
         )
         self.intake = Intake(
-            self.engine.abilities, vocabulary, encoder, self.desk.entries, b"", self.manner
+            self.engine.capabilities, vocabulary, encoder, self.desk.entries, b"", self.manner
         )
         self._end = ends[0]
         self._tools = list(tools)

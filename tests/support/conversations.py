@@ -102,17 +102,17 @@ class Office:
     ) -> None:
         self.letters = Letters(control, ends)
         encoder = Encoder(self.letters, ChatTemplate(template))
-        abilities = FakeEngine(context_tokens=1 << 20).abilities
+        capabilities = FakeEngine(context_tokens=1 << 20).capabilities
         self._disk = None
         if folder:
-            opened = open_folder(folder, abilities.fingerprint, limit_bytes=1 << 30)
+            opened = open_folder(folder, capabilities.kv_layout.fingerprint, limit_bytes=1 << 30)
             self._disk = DiskTier(opened, lambda _news: None)
         store = Store(block_tokens=8, ram_bytes=0)
         self.entries = Entries(store, Clock(), self._disk.journal if self._disk else None)
         if self._disk:
             self.entries.load(self._disk.folder.ledger.entries())
         vocabulary: Any = self.letters
-        self.intake = Intake(abilities, vocabulary, encoder, self.entries, b"secret")
+        self.intake = Intake(capabilities, vocabulary, encoder, self.entries, b"secret")
         self.names = Sessions(self.entries, store, encoder, lambda _line: None)
         self._ids = itertools.count(1)
 

@@ -9,32 +9,67 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rekindle.engine.base import Abilities, Blob, Constraint, Sampler, Sequence, Work
+from rekindle.engine.base import (
+    Blob,
+    Capabilities,
+    KvLayout,
+    Sampler,
+    Sequence,
+    TokenMask,
+    Vector,
+    Work,
+)
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import Sampled
-from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
+from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
 
 CELL_BYTES = 16
 CHECKPOINT_BYTES = 40
-VOCABULARY = 1000
+VOCABULARY_SIZE = 1000
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+class NumberTokenizer:
+    """Writes a token as its number; enough where no text matters."""
+
+    size = VOCABULARY_SIZE
+    bos: int | None = None
+    eos: int | None = None
+    add_bos = False
+    end_tokens: frozenset[int] = frozenset()
+    control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
+    longest_bytes = len("999 ")
+
+    def text(self, token: int | None) -> str:
+        return "" if token is None else str(token)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        return f"{token} ".encode()
 
 
 @dataclass
 class FakeSampler:
     sampling: SamplingParams
-    constraint: Constraint | None = None
+    token_mask: TokenMask | None = None
     closed: bool = False
+
+    def sample(self, state: bytes, /) -> Sampled:
+        assert not self.closed
+        return Sampled(self.choose(state))
 
     def choose(self, state: bytes) -> int:
         """A token that depends on all of the state, among those that are allowed."""
         seed = int.from_bytes(state[:4], "big")
-        if self.constraint is None:
-            return seed % (VOCABULARY - 10) + 10
-        scores = np.random.default_rng(seed).standard_normal(VOCABULARY).astype(np.float32)
-        self.constraint.mask(scores)
+        if self.token_mask is None:
+            return seed % (VOCABULARY_SIZE - 10) + 10
+        scores = np.random.default_rng(seed).standard_normal(VOCABULARY_SIZE).astype(np.float32)
+        self.token_mask.mask(scores)
         token = int(scores.argmax())
-        self.constraint.accept(token)
+        self.token_mask.accept(token)
         return token
 
     def close(self) -> None:
@@ -52,7 +87,7 @@ class FakeCounts:
 
 @dataclass
 class FakeEngine:
-    """`break_steps` holds step numbers that end in EngineBroken; `script` overrides choices."""
+    """`break_steps` holds the numbers of steps that end in EngineBroken."""
 
     block_tokens: int = 8
     context_tokens: int = 512
@@ -60,23 +95,27 @@ class FakeEngine:
     sequences: int = 12
     exact_sequences: int = 4
     batch_tokens: int = 128
-    can_cut: bool = True
+    can_truncate: bool = True
+    embeds: bool = False
+    fingerprint: bytes = b"fake"
+    chat_template: str | None = TEMPLATE
     break_steps: set[int] = field(default_factory=set)
     break_restores: int = 0
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()
+        self.tokenizer = NumberTokenizer()
         self._empty()
 
     def _empty(self) -> None:
         self._cells = Cells(self.pool_tokens)
         self._states: dict[tuple[bool, int], list[bytes]] = {}
-        self._going: dict[tuple[bool, int], bytes | None] = {}  # where state cannot be cut: that
-        # of the last token; None after a block without a checkpoint
+        self._going: dict[tuple[bool, int], bytes | None] = {}  # where state cannot be truncated:
+        # that of the last token; None after a block without a checkpoint
 
     @property
-    def abilities(self) -> Abilities:
-        return Abilities(
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
             block_tokens=self.block_tokens,
             step_tokens=self.block_tokens * 2,
             context_tokens=self.context_tokens,
@@ -84,11 +123,19 @@ class FakeEngine:
             pool_tokens=self.pool_tokens,
             sequences=self.sequences,
             exact_sequences=self.exact_sequences,
-            can_cut=self.can_cut,
-            vocabulary=VOCABULARY,
+            can_truncate=self.can_truncate,
+            device="cpu",
+            kv_type="fake",
+            kv={"fake": self._layout},
+            embeds=self.embeds,
+        )
+
+    @property
+    def _layout(self) -> KvLayout:
+        return KvLayout(
             token_bytes=CELL_BYTES,
-            checkpoint_bytes=0 if self.can_cut else CHECKPOINT_BYTES,
-            fingerprint=b"fake",
+            checkpoint_bytes=0 if self.can_truncate else CHECKPOINT_BYTES,
+            fingerprint=self.fingerprint,
         )
 
     @property
@@ -114,7 +161,7 @@ class FakeEngine:
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact:
             raise ValueError("only shared sequences share, and only into an empty one")
-        if tokens != source.length and not self.can_cut:
+        if tokens != source.length and not self.can_truncate:
             raise ValueError("this state is shared whole or not at all")
         self._state(into)[:] = self._state(source)[:tokens]
         self._going[into.exact, into.slot] = self._going[source.exact, source.slot]
@@ -123,7 +170,7 @@ class FakeEngine:
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         size = tokens * CELL_BYTES
-        if len(blob) != size + resumable * self.abilities.checkpoint_bytes:
+        if len(blob) != size + resumable * self._layout.checkpoint_bytes:
             raise CorruptBlock("wrong length")
         blob, checkpoint = blob[:size], bytes(blob[size:])
         if self.break_restores:
@@ -160,9 +207,9 @@ class FakeEngine:
         return cells + checkpoint
 
     def sampler(
-        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        return FakeSampler(sampling, constraint)
+        return FakeSampler(sampling, token_mask)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         self.counts.steps += 1
@@ -188,26 +235,32 @@ class FakeEngine:
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:
             return None
-        assert isinstance(item.sampler, FakeSampler)
-        assert not item.sampler.closed
-        return Sampled(item.sampler.choose(state[-1]))
+        return item.sampler.sample(state[-1])
 
     def _before(self, sequence: Sequence) -> bytes:
         """What the next token's state depends on; an empty sequence is a new one."""
         state = self._state(sequence)
         if not state:
             return b"start"
-        going = b"" if self.can_cut else self._going[sequence.exact, sequence.slot]
+        going = b"" if self.can_truncate else self._going[sequence.exact, sequence.slot]
         assert going is not None, "it was restored without a checkpoint"
         return state[-1] + going
 
-    def cut(self, sequence: Sequence, tokens: int) -> None:
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
         if tokens < sequence.length:
-            assert self.can_cut or not tokens, "this state cannot be cut"
+            assert self.can_truncate or not tokens, "this state cannot be truncated"
             del self._state(sequence)[tokens:]
             if not sequence.exact:
-                self._cells.cut(sequence.slot, tokens)
+                self._cells.truncate(sequence.slot, tokens)
             sequence.length = tokens
+
+    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
+        if not self.embeds:
+            raise Unsupported("this engine makes no embeddings")
+        return [
+            np.random.default_rng(list(tokens)).standard_normal(8).astype(np.float32)
+            for tokens in inputs
+        ]
 
     def reset(self) -> None:
         self.counts.resets += 1

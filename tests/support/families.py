@@ -54,14 +54,14 @@ class Family:
         """What ends a reply that calls."""
         return self.call_end or self.ends[0]
 
-    def agent(self, *, can_cut: bool = True) -> Agent:
+    def agent(self, *, can_truncate: bool = True) -> Agent:
         return Agent(
             self.template,
             control=self.control,
             ends=self.ends,
             bos=self.bos,
             tools=TOOLS,
-            can_cut=can_cut,
+            can_truncate=can_truncate,
         )
 
 

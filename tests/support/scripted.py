@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rekindle.engine.base import Constraint, Sampler
+from rekindle.engine.base import Sampler, TokenMask
 from rekindle.protocol.requests import SamplingParams
-from tests.support.fake import VOCABULARY, FakeEngine, FakeSampler
+from tests.support.fake import VOCABULARY_SIZE, FakeEngine, FakeSampler
 
 
 @dataclass
@@ -24,11 +24,11 @@ class ScriptedSampler(FakeSampler):
         token = next(self.line, None)
         if token is None:
             return super().choose(state)
-        if self.constraint is not None:
-            scores = np.zeros(VOCABULARY, np.float32)
-            self.constraint.mask(scores)
+        if self.token_mask is not None:
+            scores = np.zeros(VOCABULARY_SIZE, np.float32)
+            self.token_mask.mask(scores)
             assert scores[token] == 0, f"the constraint forbids the script's token {token}"
-            self.constraint.accept(token)
+            self.token_mask.accept(token)
         return token
 
 
@@ -41,6 +41,6 @@ class ScriptedEngine(FakeEngine):
     scripts: deque[list[int]] = field(default_factory=deque)
 
     def sampler(
-        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        return ScriptedSampler(sampling, constraint, line=iter(self.scripts.popleft()))
+        return ScriptedSampler(sampling, token_mask, line=iter(self.scripts.popleft()))

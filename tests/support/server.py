@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
+def running(
+    model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """`rekindle serve`, ready to answer; ended on the way out."""
     port = _free_port()
     log = folder / "server.log"
@@ -49,7 +51,7 @@ def running(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
             [*command, "--model", str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "200"},
+            env={**os.environ, "COLUMNS": "200", **(environment or {})},
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

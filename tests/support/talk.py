@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
-from rekindle.engine.base import Sequence
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import Engine, EngineOptions, Sequence
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.harness import Desk, Reply
+
+Observe = Callable[[Sequence, np.ndarray[Any, Any]], None]
+
+
+class ObservedEngine(Engine, Protocol):
+    """An engine that shows the logits behind every choice."""
+
+    observe: Observe | None
 
 
 @dataclass
@@ -34,18 +43,23 @@ class Answered:
 
 
 class Talker:
-    """A desk on a GGUF model; `forget` makes it as cold as on its first day."""
+    """A desk on a model; `forget` makes it as cold as on its first day."""
 
     def __init__(
-        self, path: Path, *, parallel: int = 4, context: int = 2048, threads: int = 1
+        self,
+        path: Path,
+        load: Callable[[EngineOptions], ObservedEngine] = LlamaCppEngine,
+        *,
+        parallel: int = 4,
+        context: int = 2048,
+        threads: int = 1,
     ) -> None:
-        options = LlamaCppOptions(
+        options = EngineOptions(
             path=path, parallel=parallel, threads=threads, context_tokens=context
         )
-        self.engine = LlamaCppEngine(options)
-        vocabulary = self.engine.vocabulary
+        self.engine = load(options)
         template = ChatTemplate(self.engine.chat_template or "")
-        self.encoder = Encoder(vocabulary, template)
+        self.encoder = Encoder(self.engine.tokenizer, template)
         self._parallel = parallel
         self.forget()
 
@@ -54,8 +68,8 @@ class Talker:
         self.desk = Desk(
             self.engine,
             parallel=self._parallel,
-            tokenizer=self.engine.vocabulary,
-            end_tokens=self.engine.vocabulary.end_tokens,
+            tokenizer=self.engine.tokenizer,
+            end_tokens=self.engine.tokenizer.end_tokens,
             **limits,
         )
 

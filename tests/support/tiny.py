@@ -86,7 +86,7 @@ class TinyModel:
 
 
 def write_llama(path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096) -> Path:
-    """Full attention: state can be cut anywhere."""
+    """Full attention: state can be truncated anywhere."""
     model = TinyModel(path, "llama", layers, seed, context)
     model.number("attention.head_count", HEADS)
     model.number("attention.head_count_kv", KV_HEADS)
@@ -127,7 +127,7 @@ def write_gemma3(
 
 
 def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 4096) -> Path:
-    """Recurrent: state cannot be cut."""
+    """Recurrent: state cannot be truncated."""
     inner, kernel, state, rank = 2 * WIDTH, 4, 16, 8
     model = TinyModel(path, "mamba", layers, seed, context)
     for key, value in {
@@ -158,7 +158,8 @@ def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 40
 
 
 def write_lfm2(path: Path, *, layers: int = 4, seed: int = 0, context: int = 4096) -> Path:
-    """Hybrid: short convolutions, whose state cannot be cut, and attention in every other layer."""
+    """Hybrid: short convolutions (their state cannot be truncated), attention in every other
+    layer."""
     kernel = 3
     model = TinyModel(path, "lfm2", layers, seed, context)
     heads = [KV_HEADS if layer % 2 else 0 for layer in range(layers)]

@@ -1,22 +1,53 @@
-"""The engine protocol: tokens and KV state in, tokens and KV state out.
+"""The engine seam: all that the runtime knows of whatever computes tokens.
 
-An engine knows no text, no paths and no tiers. One thread calls it.
+An engine sees tokens and KV state, never messages, cache tiers or requests. One thread calls it;
+its tokenizer may be called from any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
+from rekindle.tokens import Tokenizer
 
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
+KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
+class EngineOptions:
+    """How to load a model; None lets the engine choose."""
+
+    path: Path
+    parallel: int = 16
+    context_tokens: int | None = None
+    kv_fraction: float = 0.3  # of the free memory, for the KV pool
+    threads: int = 4
+    gpu_layers: int | None = None
+    kv_type: KvType = "f16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """State of one KV type: what it takes, and which other state it can be exchanged with."""
+
+    token_bytes: int  # state that one token adds to a block
+    checkpoint_bytes: int  # what a checkpoint adds; 0 where state can be truncated
+    fingerprint: bytes  # states are interchangeable only between equal fingerprints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
     """What an engine can do with its loaded model."""
 
     block_tokens: int  # tokens of a full block
@@ -26,11 +57,17 @@ class Abilities:
     pool_tokens: int  # KV cells that all shared sequences have together
     sequences: int  # how many shared sequences may be open at once
     exact_sequences: int  # how many exact ones
-    can_cut: bool  # state can be cut and shared at any position, not at checkpoints alone
-    vocabulary: int
-    token_bytes: int  # state that one token adds to a block
-    checkpoint_bytes: int  # what a checkpoint adds; 0 where state can be cut
-    fingerprint: bytes  # states are interchangeable only between equal fingerprints
+    can_truncate: bool  # state can be cut and shared at any position, not at checkpoints alone
+    device: Literal["cpu", "gpu"]
+    kv_type: KvType  # the one that sequences have
+    kv: Mapping[KvType, KvLayout]
+    modalities: frozenset[str] = frozenset({"text"})
+    embeds: bool = False
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """The layout of the KV type in use."""
+        return self.kv[self.kv_type]
 
 
 class Sequence:
@@ -44,12 +81,12 @@ class Sequence:
         self.length = 0
 
 
-class Constraint(Protocol):
+class TokenMask(Protocol):
     """Which tokens may come next in one reply."""
 
     @property
     def trouble(self) -> str | None:
-        """Why the reply could not be held to it to the end."""
+        """Why the mask could not be applied up to the end of the reply."""
 
     def replay(self, tokens: Seq[int]) -> None:
         """Begin again with a reply that has got this far."""
@@ -58,11 +95,14 @@ class Constraint(Protocol):
         """Set what may not come next to minus infinity, in place."""
 
     def accept(self, token: int) -> None:
-        """Take note of the token that was chosen."""
+        """Advance by the token that was chosen."""
 
 
 class Sampler(Protocol):
-    """The state behind one reply's choices: seed, penalties, bias."""
+    """The state behind one reply's choices: seed, penalties, bias, mask."""
+
+    def sample(self, logits: Any, /) -> Sampled:
+        """Choose from a row of logits, in the form of the engine that made this sampler."""
 
     def close(self) -> None: ...
 
@@ -77,14 +117,21 @@ class Work:
 
 
 class Engine(Protocol):
-    """Calls that change nothing: `abilities`, `free_tokens`, `export`. All others do.
+    """A loaded model. `free_tokens`, `export` and the attributes change nothing; other calls do.
 
     Any call may raise EngineBroken: the native memory was undefined, has been rebuilt, and every
     sequence is gone. Callers drop their handles and start again from tokens.
     """
 
     @property
-    def abilities(self) -> Abilities: ...
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja template."""
 
     @property
     def free_tokens(self) -> int:
@@ -95,27 +142,30 @@ class Engine(Protocol):
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying; all of them where
-        state cannot be cut."""
+        state cannot be truncated."""
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours. Where
-        state cannot be cut, the sequence is of use only after a block with a checkpoint."""
+        state cannot be truncated, the sequence is of use only after a block with a checkpoint."""
 
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
         """The state of positions [start, stop) as one block; `resumable` adds a checkpoint, which
-        can be had of the sequence's end alone."""
+        exists for the sequence's end alone."""
 
     def sampler(
-        self, sampling: SamplingParams, prompt: Seq[int], constraint: Constraint | None = None
+        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler: ...
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
-        """Do all the work, or none of it and raise PoolFull; one result a piece of work."""
+        """Do all the work, or none of it and raise PoolFull; one result for each piece."""
 
-    def cut(self, sequence: Sequence, tokens: int) -> None:
-        """Forget everything after the first `tokens`; where state cannot be cut, everything."""
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut."""
+
+    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
+        """One vector for each input; raises Unsupported unless `capabilities.embeds`."""
 
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""

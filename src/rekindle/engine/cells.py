@@ -39,7 +39,7 @@ class Cells:
             run.holders += 1
         self._runs[into] = list(shared)
 
-    def cut(self, slot: int, tokens: int) -> None:
+    def truncate(self, slot: int, tokens: int) -> None:
         kept = self._split(slot, tokens)
         for run in self._runs.get(slot, [])[len(kept) :]:
             self._drop(run)
@@ -59,7 +59,7 @@ class Cells:
             self.used -= run.tokens  # the only line that subtracts
 
     def _split(self, slot: int, tokens: int) -> list[_Run]:
-        """The runs that are exactly the first `tokens` of a sequence, cutting one when needed."""
+        """The runs that are exactly the first `tokens` of a sequence; one may have to be split."""
         first: list[_Run] = []
         for run in list(self._runs.get(slot, [])):
             if tokens <= 0:

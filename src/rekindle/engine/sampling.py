@@ -1,4 +1,4 @@
-"""What a client asks of the next token, in the engine's words."""
+"""What an engine says about a token that it chose."""
 
 from __future__ import annotations
 

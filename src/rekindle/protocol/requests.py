@@ -10,6 +10,9 @@ from msgspec import Struct
 
 from rekindle.protocol.settings import RuntimeSettings
 
+#: Environment variable that names the module of an engine from outside the package.
+ENGINE_MODULE = "REKINDLE_ENGINE_MODULE"
+
 
 class LoadModel(Struct, tag=True, kw_only=True):
     """The first message: which model to load, and with which settings."""

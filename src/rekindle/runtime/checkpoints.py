@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from rekindle.chat.encode import Prompt
-from rekindle.engine.base import Abilities
+from rekindle.engine.base import Capabilities
 
 LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096
 SYSTEM_ROLES = ("system", "developer")
@@ -21,14 +21,16 @@ SYSTEM_ROLES = ("system", "developer")
 class Checkpoints:
     """The positions still to come at which one turn's state is to be kept."""
 
-    def __init__(self, prompt: Prompt, abilities: Abilities, *, exact: bool, held: int) -> None:
-        self._grain = abilities.step_tokens if exact else 1  # canonical steps are not cut short
+    def __init__(
+        self, prompt: Prompt, capabilities: Capabilities, *, exact: bool, held: int
+    ) -> None:
+        self._grain = capabilities.step_tokens if exact else 1  # canonical steps are not cut short
         self._last = len(prompt.tokens) - 1  # a later turn computes one token at least
         self._places: set[int] = set()
         before = held
-        for place in sorted({self._rounded(place) for place in _places(prompt, abilities)}):
+        for place in sorted({self._rounded(place) for place in _places(prompt, capabilities)}):
             # One just behind another saves next to nothing, and each costs as much.
-            if place - before >= abilities.block_tokens or (place > held and not before):
+            if place - before >= capabilities.block_tokens or (place > held and not before):
                 self._places.add(place)
                 before = place
 
@@ -51,19 +53,20 @@ class Checkpoints:
         return place - place % self._grain
 
 
-def _places(prompt: Prompt, abilities: Abilities) -> Iterator[int]:
+def _places(prompt: Prompt, capabilities: Capabilities) -> Iterator[int]:
     talk = [each for each in prompt.spans if each.role not in SYSTEM_ROLES]
     if talk:
         yield min(each.start for each in talk)
         yield max((each.start for each in talk if each.role == "user"), default=0)
         yield max(each.end for each in talk)
     yield len(prompt.tokens) - 1
-    interval = interval_tokens(abilities)
+    interval = interval_tokens(capabilities)
     yield from range(interval, len(prompt.tokens), interval)
 
 
-def interval_tokens(abilities: Abilities) -> int:
+def interval_tokens(capabilities: Capabilities) -> int:
     """As many tokens as take as much as a checkpoint does, within bounds."""
-    equal = math.ceil(abilities.checkpoint_bytes / max(abilities.token_bytes, 1))
+    layout = capabilities.kv_layout
+    equal = math.ceil(layout.checkpoint_bytes / max(layout.token_bytes, 1))
     bounded = min(max(equal, LEAST_INTERVAL_TOKENS), MOST_INTERVAL_TOKENS)
-    return -(-bounded // abilities.step_tokens) * abilities.step_tokens
+    return -(-bounded // capabilities.step_tokens) * capabilities.step_tokens

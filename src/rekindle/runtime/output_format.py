@@ -12,10 +12,10 @@ from rekindle.chat.grammar.matcher import Grammars
 from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
 from rekindle.chat.reply import Parser
 from rekindle.chat.tools.registry import Format, choose, opened
-from rekindle.engine.base import Constraint
-from rekindle.engine.llamacpp.tokenizer import Vocabulary
+from rekindle.engine.base import TokenMask
 from rekindle.errors import ModelError
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.tokens import Tokenizer
 
 SEEN_BYTES = 4096  # of a prompt's end: a thought that it opens is in its last words
 
@@ -25,7 +25,7 @@ class Rules(NamedTuple):
 
     parser: Parser | None = None  # None: all of it is text
     shown: Container[int] = ()  # control tokens whose text the parser reads
-    constraint: Constraint | None = None
+    constraint: TokenMask | None = None
 
 
 class Manner:
@@ -33,7 +33,7 @@ class Manner:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         template: str | None,
         *,
         tool_format: str | None = None,
@@ -43,11 +43,11 @@ class Manner:
             self.format: Format = choose(template, name=tool_format, thought_name=reasoning_format)
         except ValueError as error:
             raise ModelError(str(error)) from error
-        self._control = vocabulary.control_texts
+        self._control = tokenizer.control_texts
         self._shown = self._tokens(self.format.markers)
-        self.end_tokens = vocabulary.end_tokens | self._tokens(self.format.ends)
+        self.end_tokens = tokenizer.end_tokens | self._tokens(self.format.ends)
         self._grammars = Grammars(
-            vocabulary, vocabulary_size=vocabulary.size, end_tokens=self.end_tokens
+            tokenizer, vocabulary_size=tokenizer.size, end_tokens=self.end_tokens
         )
 
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:

@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 from collections.abc import Callable
 
-from rekindle.engine.base import Abilities
+from rekindle.engine.base import Capabilities
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import Folder, open_folder, read_secret
@@ -36,7 +36,13 @@ class Memory:
     """Owned by the engine's thread; `tell` brings it the disk's news from others."""
 
     def __init__(
-        self, load: LoadModel, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
+        self,
+        load: LoadModel,
+        capabilities: Capabilities,
+        tell: Tell,
+        log: Log,
+        *,
+        polite: bool = True,
     ) -> None:
         settings = load.settings
         self._log = log
@@ -80,7 +86,7 @@ class Memory:
             self.entries.load(entries)
         self._disk_state = "ok"
 
-    def _open_folder(self, load: LoadModel, abilities: Abilities) -> Folder | None:
+    def _open_folder(self, load: LoadModel, capabilities: Capabilities) -> Folder | None:
         """The folder of this model's state; without one there is RAM, and a warning."""
         settings, cache_dir = load.settings, load.settings.cache_dir
         identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")

@@ -25,10 +25,6 @@ from rekindle.protocol.frames import (
 from rekindle.protocol.requests import LoadModel, Stop
 
 STOP_S = 120.0  # for a runtime to write its state to disk
-# How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
-# steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
-# prefill by 40 % as soon as another program wants a core.
-SPIN = {"GOMP_SPINCOUNT": "100000"}
 
 OnLoading = Callable[[float], None]
 OnMessage = Callable[[Events | AdminReply | LogLine], None]
@@ -64,7 +60,7 @@ class RuntimeProcess:
             transport, _ = await loop.create_connection(lambda: FrameReader(receive), sock=ours)
             command = [sys.executable, "-m", "rekindle.runtime.main", str(theirs.fileno())]
             process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[theirs.fileno()], env=SPIN | os.environ
+                *command, pass_fds=[theirs.fileno()]
             )
         runtime = cls(name, process, transport, states)
         runtime.send(load)

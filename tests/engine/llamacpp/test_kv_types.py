@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import ModelError
 from tests.contract.engines import write_wide_llama
 from tests.support.tiny import write_gemma3, write_llama
@@ -15,9 +16,9 @@ from tests.support.tiny import write_gemma3, write_llama
 
 def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
     """Bytes of one more token, and the fingerprint."""
-    engine = LlamaCppEngine(LlamaCppOptions(path=path, threads=1, kv_type=kv_type))
+    engine = LlamaCppEngine(EngineOptions(path=path, threads=1, kv_type=kv_type))
     try:
-        return engine._state_bytes.each, engine.abilities.fingerprint
+        return engine._state_bytes.each, engine.capabilities.kv_layout.fingerprint
     finally:
         engine.close()
 
@@ -35,4 +36,4 @@ def test_heads_that_are_no_whole_groups_are_refused_in_a_sentence(
 ) -> None:
     path = write(tmp_path / "narrow.gguf")
     with pytest.raises(ModelError, match=r"key heads are 16 wide, .* multiple of 32"):
-        LlamaCppEngine(LlamaCppOptions(path=path, threads=1, kv_type="q8_0"))
+        LlamaCppEngine(EngineOptions(path=path, threads=1, kv_type="q8_0"))

@@ -12,8 +12,8 @@ import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.matcher import Grammars
-from rekindle.engine.base import Constraint, Work
-from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
+from rekindle.engine.base import EngineOptions, TokenMask, Work
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
 from tests.support.tiny import write_llama
@@ -43,21 +43,21 @@ WAYS = {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
     path: Path = write_llama(tmp_path_factory.mktemp("tiny") / "llama.gguf")
-    built = LlamaCppEngine(LlamaCppOptions(path=path, parallel=2, threads=1, context_tokens=512))
+    built = LlamaCppEngine(EngineOptions(path=path, parallel=2, threads=1, context_tokens=512))
     yield built
     built.close()
 
 
 @pytest.fixture(scope="module")
 def grammars(engine: LlamaCppEngine) -> Grammars:
-    vocabulary = engine.vocabulary
+    vocabulary = engine.tokenizer
     return Grammars(vocabulary, vocabulary_size=vocabulary.size, end_tokens=vocabulary.end_tokens)
 
 
 def write(
     engine: LlamaCppEngine,
     sampling: SamplingParams,
-    constraint: Constraint | None = None,
+    constraint: TokenMask | None = None,
     *,
     exact: bool = False,
     most: int = 200,
@@ -72,7 +72,7 @@ def write(
             [sampled] = engine.step([Work(sequence, tokens, sampler)])
             assert sampled is not None
             reply.append(sampled)
-            if sampled.token in engine.vocabulary.end_tokens:
+            if sampled.token in engine.tokenizer.end_tokens:
                 break
             tokens = [sampled.token]
     finally:
@@ -82,7 +82,7 @@ def write(
 
 
 def text(engine: LlamaCppEngine, reply: list[Sampled]) -> str:
-    pieces = (engine.vocabulary.piece(each.token, special=False) for each in reply)
+    pieces = (engine.tokenizer.piece(each.token, special=False) for each in reply)
     return b"".join(pieces).decode()
 
 
@@ -102,7 +102,7 @@ def test_a_reply_under_a_schema_is_json_of_that_schema(
 ) -> None:
     constraint = grammars.constraint(json_grammar(SCHEMA, "response_format"))
     reply = write(engine, WAYS[way], constraint, exact=exact)
-    assert reply[-1].token in engine.vocabulary.end_tokens
+    assert reply[-1].token in engine.tokenizer.end_tokens
     assert is_person(json.loads(text(engine, reply)))
     assert constraint.trouble is None
 

@@ -104,7 +104,7 @@ class Context:
 
     def remove(self, slot: int, start: int = 0) -> None:
         if not self._library.llama_memory_seq_rm(self._memory, slot, start, -1):
-            raise EngineBroken("llama.cpp refused to cut a sequence")
+            raise EngineBroken("llama.cpp refused to truncate a sequence")
 
     def export(self, slot: int, start: int, stop: int) -> bytes:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
@@ -166,10 +166,23 @@ class Context:
             self._library.llama_memory_seq_pos_max(self._memory, slot),
         )
 
-    def logits(self, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def logits(self, index: int, vocabulary_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A view on one row's logits, valid until the next native call."""
         pointer = self._library.llama_get_logits_ith(self.native, index)
-        return np.ctypeslib.as_array(pointer, shape=(vocabulary,))
+        return np.ctypeslib.as_array(pointer, shape=(vocabulary_size,))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRow:
+    """One computed row, for a sampler; valid until the next native call."""
+
+    context: Context
+    index: int
+    vocabulary_size: int
+
+    def values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A writable view; each call costs a native one."""
+        return self.context.logits(self.index, self.vocabulary_size)
 
 
 class _BatchArrays:

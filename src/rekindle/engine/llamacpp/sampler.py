@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Constraint
+from rekindle.engine.base import Sampler, TokenMask
 from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.context import LogitsRow
 from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
-
-Logits = Callable[[], Any]  # one row, read when asked for
 
 WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows
 
@@ -22,24 +20,24 @@ WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows
 class GreedySampler:
     """The likeliest token, biases added: one scan of the row, where a chain would copy it."""
 
-    def __init__(self, sampling: SamplingParams, constraint: Constraint | None = None) -> None:
-        self._constraint = constraint
+    def __init__(self, sampling: SamplingParams, token_mask: TokenMask | None = None) -> None:
+        self._mask = token_mask
         self._top_logprobs = sampling.top_logprobs
         self._is_biased = bool(sampling.logit_bias)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
 
-    def sample(self, _context: int, _index: int, logits: Logits) -> Sampled:
-        row = logits()
+    def sample(self, logits: LogitsRow, /) -> Sampled:
+        row = logits.values()
         scores = _log_softmax(row) if self._top_logprobs is not None else None
-        if self._constraint is not None:
-            self._constraint.mask(row)
+        if self._mask is not None:
+            self._mask.mask(row)
         if self._is_biased:
             row = row.copy()
             row[self._biased] += self._bias
         token = int(row.argmax())
-        if self._constraint is not None:
-            self._constraint.accept(token)
+        if self._mask is not None:
+            self._mask.accept(token)
         return _sampled(token, scores, self._top_logprobs)
 
     def close(self) -> None: ...
@@ -51,14 +49,14 @@ class ChainSampler:
     def __init__(
         self,
         library: Any,
-        vocabulary: int,
+        vocabulary_size: int,
         sampling: SamplingParams,
         prompt: Seq[int],
-        constraint: Constraint | None = None,
+        token_mask: TokenMask | None = None,
     ) -> None:
         self._library = library
-        self._constraint = constraint
-        self._vocabulary = vocabulary
+        self._mask = token_mask
+        self._vocabulary_size = vocabulary_size
         self._top_logprobs = sampling.top_logprobs
         self._chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
         self._add_bias(sampling)
@@ -73,7 +71,9 @@ class ChainSampler:
             pairs = [bindings.LogitBias(t, b) for t, b in sampling.logit_bias.items()]
             biases = (bindings.LogitBias * len(pairs))(*pairs)
             self._add(
-                self._library.llama_sampler_init_logit_bias(self._vocabulary, len(pairs), biases)
+                self._library.llama_sampler_init_logit_bias(
+                    self._vocabulary_size, len(pairs), biases
+                )
             )
 
     def _add_penalties(self, sampling: SamplingParams, prompt: Seq[int]) -> None:
@@ -81,13 +81,13 @@ class ChainSampler:
         make = self._library.llama_sampler_init_penalties
         window = sampling.repetition_context_size
         if sampling.repetition_penalty != 1.0 and window:
-            repetition = make(self._vocabulary, window, sampling.repetition_penalty, 0.0, 0.0)
+            repetition = make(self._vocabulary_size, window, sampling.repetition_penalty, 0.0, 0.0)
             for token in prompt[-window:]:
                 self._library.llama_sampler_accept(repetition, token)
             self._add(repetition)
         frequency, presence = sampling.frequency_penalty, sampling.presence_penalty
         if frequency or presence:
-            self._add(make(self._vocabulary, WHOLE_REPLY, 1.0, frequency, presence))
+            self._add(make(self._vocabulary_size, WHOLE_REPLY, 1.0, frequency, presence))
 
     def _add_choice(self, sampling: SamplingParams) -> None:
         library = self._library
@@ -104,17 +104,18 @@ class ChainSampler:
             self._add(library.llama_sampler_init_temp(sampling.temperature))
         self._add(library.llama_sampler_init_dist(_seed(sampling.seed)))
 
-    def sample(self, context: int, index: int, logits: Logits) -> Sampled:
+    def sample(self, logits: LogitsRow, /) -> Sampled:
         """Choose from one row, which the chain reads where it lies; so that is where it is masked.
 
-        `logits()` costs a call: it is asked for only with a constraint or log probabilities.
+        Reading the row costs a call: it happens only for a mask or log probabilities.
         """
-        scores = _log_softmax(logits()) if self._top_logprobs is not None else None
-        if self._constraint is not None:
-            self._constraint.mask(logits())
+        scores = _log_softmax(logits.values()) if self._top_logprobs is not None else None
+        if self._mask is not None:
+            self._mask.mask(logits.values())
+        context, index = logits.context.native, logits.index
         token = int(self._library.llama_sampler_sample(self._chain, context, index))
-        if self._constraint is not None:
-            self._constraint.accept(token)
+        if self._mask is not None:
+            self._mask.accept(token)
         return _sampled(token, scores, self._top_logprobs)
 
     def close(self) -> None:
@@ -125,21 +126,21 @@ class ChainSampler:
 
 def build_sampler(
     library: Any,
-    vocabulary: int,
+    vocabulary_size: int,
     sampling: SamplingParams,
     prompt: Seq[int],
-    constraint: Constraint | None = None,
-) -> GreedySampler | ChainSampler:
+    token_mask: TokenMask | None = None,
+) -> Sampler:
     penalised = (
         sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
     )
     if sampling.temperature == 0 and not penalised:
-        return GreedySampler(sampling, constraint)
-    return ChainSampler(library, vocabulary, sampling, prompt, constraint)
+        return GreedySampler(sampling, token_mask)
+    return ChainSampler(library, vocabulary_size, sampling, prompt, token_mask)
 
 
 def _sampled(token: int, scores: Any | None, top: int | None) -> Sampled:
-    """The token with log probabilities as the model gave them, before any constraint."""
+    """The token with log probabilities as the model gave them, before any mask."""
     if scores is None or top is None:
         return Sampled(token)
     return Sampled(token, float(scores[token]), _top(scores, top))

@@ -1,4 +1,4 @@
-"""The model's vocabulary: text to tokens and back."""
+"""Text to tokens and back, through llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_TOKEN = -1
 NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 
 
-class Vocabulary:
+class LlamaTokenizer:
     """Thread-safe: llama.cpp's tokeniser keeps no state between calls."""
 
     def __init__(self, library: Any, model: int) -> None:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from rekindle.engine.base import Engine
-from tests.contract.doing import PROMPT, answer, blocks, cold, prefill
-from tests.contract.engines import cutting_engines
+from tests.contract.actions import PROMPT, answer, blocks, cold, prefill
+from tests.contract.engines import truncating_engines
 
-pytestmark = cutting_engines
+pytestmark = truncating_engines
 
 
 def test_restored_blocks_answer_as_computed_ones(engine: Engine) -> None:
-    step = engine.abilities.step_tokens
+    step = engine.capabilities.step_tokens
     reusable = (len(PROMPT) - 1) // step * step
     first = engine.open(exact=True)
     expected = answer(engine, first, PROMPT)
     exported = blocks(engine, first, reusable)
     second = engine.open(exact=True)
     for blob in exported:
-        engine.restore(second, blob, engine.abilities.block_tokens)
+        engine.restore(second, blob, engine.capabilities.block_tokens)
     assert second.length == reusable
     assert answer(engine, second, PROMPT) == expected
 
 
 def test_blocks_move_between_shared_and_exact_sequences(engine: Engine) -> None:
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     shared = engine.open(exact=False)
     prefill(engine, shared, PROMPT[:size])
     blob = engine.export(shared, 0, size)
@@ -55,13 +55,13 @@ def test_a_sharer_outlives_its_source(engine: Engine) -> None:
     assert answer(engine, into, PROMPT) == expected
 
 
-def test_a_cut_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
-    step = engine.abilities.step_tokens
+def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
+    step = engine.capabilities.step_tokens
     other = PROMPT[:step] + [9] * 30
     expected = cold(engine, other)
     sequence = engine.open(exact=True)
     prefill(engine, sequence, PROMPT)
-    engine.cut(sequence, step)
+    engine.truncate(sequence, step)
     assert sequence.length == step
     assert answer(engine, sequence, other) == expected
 

@@ -1,4 +1,4 @@
-"""What the tests of engines do with one."""
+"""Prefill, decode and export, as the runtime does them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = [3 + (7 * n) % 200 for n in range(150)]
 
 def prefill(engine: Engine, sequence: Sequence, tokens: list[int]) -> int:
     """Append in canonical steps and choose the next token."""
-    step = engine.abilities.step_tokens
+    step = engine.capabilities.step_tokens
     sampler = engine.sampler(GREEDY, tokens)
     sampled = None
     start = sequence.length
@@ -48,5 +48,5 @@ def cold(engine: Engine, tokens: list[int], *, exact: bool = True) -> list[int]:
 
 
 def blocks(engine: Engine, sequence: Sequence, stop: int) -> list[bytes]:
-    size = engine.abilities.block_tokens
+    size = engine.capabilities.block_tokens
     return [engine.export(sequence, start, start + size) for start in range(0, stop, size)]

@@ -1,0 +1,77 @@
+"""A GGUF model in llama.cpp's memory: its weights, and what they say about themselves."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from rekindle.engine.base import EngineOptions, OnProgress
+from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.kv_types import check_kv_type
+from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
+from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
+from rekindle.errors import ModelError
+
+ALL_LAYERS = 999
+
+
+class LlamaModel:
+    """Owns the native model; raises ModelError when there is none to be had from the file."""
+
+    def __init__(self, options: EngineOptions, on_progress: OnProgress) -> None:
+        self.library: Any = bindings.load_library()
+        self.on_gpu = bool(self.library.llama_supports_gpu_offload())
+        self.native = self._load(options, on_progress)
+        self.tokenizer = LlamaTokenizer(self.library, self.native)
+        check_kv_type(self.library, self.native, options.kv_type)
+
+    def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
+        params = self.library.llama_model_default_params()
+        if options.gpu_layers is not None:
+            params.n_gpu_layers = options.gpu_layers
+        else:
+            params.n_gpu_layers = ALL_LAYERS if self.on_gpu else 0
+
+        def progress(done: float, _data: object) -> bool:
+            on_progress(done)
+            return True
+
+        callback = bindings.ProgressCallback(progress)
+        params.progress_callback = ctypes.cast(callback, ctypes.c_void_p)
+        model = self.library.llama_model_load_from_file(str(options.path).encode(), params)
+        if not model:
+            raise ModelError(
+                f"llama.cpp cannot load {options.path.name}: the file is damaged, or its "
+                "architecture is newer than the pinned llama.cpp"
+            )
+        if self.library.llama_model_has_encoder(model):
+            raise ModelError(f"{options.path.name} is not a text generation model")
+        return int(model)
+
+    @property
+    def chat_template(self) -> str | None:
+        source = self.library.llama_model_chat_template(self.native, None)
+        return source.decode(errors="replace") if source else None
+
+    @property
+    def trained_tokens(self) -> int:
+        """The longest context it was trained for."""
+        return int(self.library.llama_model_n_ctx_train(self.native))
+
+    @property
+    def window_tokens(self) -> int:
+        """Its sliding window; 0 where every layer sees everything."""
+        return max(int(self.library.llama_model_n_swa(self.native)), 0)
+
+    @property
+    def can_truncate(self) -> bool:
+        """Recurrent state is of one position and cannot be taken apart."""
+        recurrent = self.library.llama_model_is_recurrent(self.native)
+        return not (recurrent or self.library.llama_model_is_hybrid(self.native))
+
+    def free_bytes(self) -> int:
+        """Memory that is left where the KV cells go."""
+        return gpu_free_bytes(self.library) if self.on_gpu else host_free_bytes()
+
+    def close(self) -> None:
+        self.library.llama_model_free(self.native)

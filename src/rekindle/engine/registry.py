@@ -1,0 +1,80 @@
+"""Which engine loads a model, decided by what its file is.
+
+An engine's module is imported when a model needs it, never for the list alone. An engine from
+outside this package is a module that the environment names and that has an `ENGINE` of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import resolve_name
+
+from rekindle.engine.base import Engine, EngineOptions, OnProgress
+from rekindle.errors import ConfigError, ModelError
+from rekindle.protocol.requests import ENGINE_MODULE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One engine: which files it loads, and where to find what loads them."""
+
+    name: str
+    format: str  # of its files, as people call it
+    matches: Callable[[Path], bool]
+    factory: str  # "module:name" of a callable(EngineOptions, OnProgress) -> Engine
+
+    def load(self, options: EngineOptions, on_progress: OnProgress) -> Engine:
+        engine: Engine = resolve_name(self.factory)(options, on_progress)
+        return engine
+
+
+def _is_gguf(path: Path) -> bool:
+    """By name, so that a damaged file is refused by the engine that knows what is wrong with it;
+    or by its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    magic = b"GGUF"
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError:
+        return False
+
+
+ENGINES = (
+    EngineKind("llama.cpp", "GGUF", _is_gguf, "rekindle.engine.llamacpp.engine:LlamaCppEngine"),
+)
+
+
+def known_engines(environment: Mapping[str, str] = os.environ) -> tuple[EngineKind, ...]:
+    """Ours, after the one that the environment adds."""
+    module = environment.get(ENGINE_MODULE)
+    return (_added(module), *ENGINES) if module else ENGINES
+
+
+def _added(module: str) -> EngineKind:
+    try:
+        kind = import_module(module).ENGINE
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{ENGINE_MODULE} names {module}, which is no engine: {error}") from error
+    if not isinstance(kind, EngineKind):
+        raise ConfigError(f"{ENGINE_MODULE} names {module}, whose ENGINE is no EngineKind")
+    return kind
+
+
+def load_engine(
+    options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
+) -> Engine:
+    """The first engine that takes the file, or the one called `name`; raises ModelError."""
+    engines = known_engines()
+    for kind in engines:
+        if kind.name == name or (name is None and kind.matches(options.path)):
+            return kind.load(options, on_progress)
+    supported = ", ".join(f"{kind.format} ({kind.name})" for kind in engines)
+    if name is not None:
+        raise ModelError(f"there is no engine called {name}; supported: {supported}")
+    raise ModelError(f"no engine loads {options.path.name}; supported formats: {supported}")

@@ -1,0 +1,17 @@
+"""A small but real engine in NumPy, which the runtime finds as it would any from outside:
+`REKINDLE_ENGINE_MODULE=tests.support.numpy_engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rekindle.engine.registry import EngineKind
+
+SUFFIX = ".tinynp.json"
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.endswith(SUFFIX)
+
+
+ENGINE = EngineKind("numpy", "tinynp", _is_ours, "tests.support.numpy_engine.engine:NumpyEngine")

@@ -1,0 +1,153 @@
+"""A transformer whose weights are drawn from a seed.
+
+Every sum is one row's own, over one axis and in a fixed order, so a token's state depends on the
+tokens before it alone: not on how a prompt is divided into steps, nor on what else is in one. BLAS
+promises nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rekindle.errors import ModelError
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 32, 64, 2, 8
+SHARPNESS = np.float32(4)  # of attention: answers depend on much more than the last token
+FORMAT = "tinynp 1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """What a model file says."""
+
+    seed: int
+    layers: int
+    context_tokens: int
+
+    def write(self, path: Path) -> Path:
+        fields = {"seed": self.seed, "layers": self.layers, "context_tokens": self.context_tokens}
+        path.write_text(json.dumps({"format": FORMAT, **fields}))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> ModelFile:
+        try:
+            fields = json.loads(path.read_text())
+            if fields.pop("format") != FORMAT:
+                raise ModelError(f"{path.name} is not of the format {FORMAT}")
+            return cls(**fields)
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ModelError(f"{path.name} is damaged: {error!r}") from error
+
+
+def write_numpy(path: Path, *, seed: int = 0, layers: int = 2, context: int = 4096) -> Path:
+    return ModelFile(seed, layers, context).write(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    up: Array
+    down: Array
+
+
+class TinyTransformer:
+    def __init__(self, file: ModelFile, vocabulary_size: int) -> None:
+        random = np.random.default_rng(file.seed)
+
+        def matrix(rows: int, columns: int) -> Array:
+            values = random.standard_normal((rows, columns)) * columns**-0.5
+            return np.asarray(values, np.float32)
+
+        inner = HEADS * HEAD_WIDTH
+        self.context_tokens = file.context_tokens
+        self._embedding = matrix(vocabulary_size, WIDTH)
+        self._output = matrix(vocabulary_size, WIDTH)
+        self._layers = [
+            _Layer(
+                query=matrix(inner, WIDTH) * SHARPNESS,
+                key=matrix(inner, WIDTH),
+                value=matrix(inner, WIDTH),
+                output=matrix(WIDTH, inner),
+                up=matrix(HIDDEN, WIDTH),
+                down=matrix(WIDTH, HIDDEN),
+            )
+            for _ in range(file.layers)
+        ]
+        self._cosines, self._sines = _rotations(file.context_tokens)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The KV row of one token: keys and values of each layer."""
+        return (len(self._layers), 2, HEADS, HEAD_WIDTH)
+
+    def forward(self, tokens: Seq[int], rows: Array) -> Array:
+        """The last hidden state of each token; their KV rows become the end of `rows`."""
+        count = len(tokens)
+        start = len(rows) - count
+        hidden = self._embedding[list(tokens)]
+        for number, layer in enumerate(self._layers):
+            before = _normalised(hidden)
+            query, key, value = (
+                _linear(weights, before).reshape(count, HEADS, HEAD_WIDTH)
+                for weights in (layer.query, layer.key, layer.value)
+            )
+            rows[start:, number, 0] = self._rotated(key, start)
+            rows[start:, number, 1] = value
+            query = self._rotated(query, start)
+            seen = rows[:, number]
+            attended = [_attend(query[n], seen[: start + n + 1]) for n in range(count)]
+            hidden = hidden + _linear(layer.output, np.stack(attended))
+            lifted = _linear(layer.up, _normalised(hidden))
+            hidden = hidden + _linear(layer.down, np.maximum(lifted, 0))
+        return _normalised(hidden)
+
+    def logits(self, hidden: Array) -> Array:
+        """Of one token, from its last hidden state."""
+        [row] = _linear(self._output, hidden[None])
+        return np.asarray(row, np.float32)
+
+    def _rotated(self, heads: Array, start: int) -> Array:
+        """Rotary position embedding of tokens from position `start` on."""
+        stop = start + len(heads)
+        cosines, sines = self._cosines[start:stop, None], self._sines[start:stop, None]
+        one, other = heads[..., : HEAD_WIDTH // 2], heads[..., HEAD_WIDTH // 2 :]
+        turned = (one * cosines - other * sines, one * sines + other * cosines)
+        return np.concatenate(turned, axis=-1)
+
+
+def _rotations(positions: int) -> tuple[Array, Array]:
+    frequencies = 100.0 ** -(np.arange(HEAD_WIDTH // 2) / (HEAD_WIDTH // 2))
+    angles = np.arange(positions)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _linear(weights: Array, rows: Array) -> Array:
+    """Each row times the matrix; a sum over the last axis does not depend on its neighbours."""
+    product: Array = (rows[:, None, :] * weights).sum(axis=-1)
+    return product
+
+
+def _normalised(rows: Array) -> Array:
+    scale: Array = rows / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + np.float32(1e-5))
+    return scale
+
+
+def _attend(query: Array, seen: Array) -> Array:
+    """One token's attention over all positions up to its own."""
+    keys, values = seen[:, 0], seen[:, 1]
+    scores = (keys * query).sum(axis=-1) * np.float32(HEAD_WIDTH**-0.5)
+    weights = np.exp(scores - scores.max(axis=0))
+    mixed: Array = (weights[:, :, None] * values).sum(axis=0) / weights.sum(axis=0)[:, None]
+    return mixed.reshape(-1)
