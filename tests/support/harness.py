@@ -10,13 +10,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from rekindle.kvcache.tiers.base import TierEvent
+
 from rekindle.chat.encode import Prompt
 from rekindle.engine.base import Engine
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult

@@ -12,8 +12,8 @@ from rekindle.kvcache.key import TOKEN_BYTES, chain_key
 from rekindle.kvcache.tiers.disk import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished
 from rekindle.runtime.checkpoints import Checkpoints
-from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.output import ReplyOutput
+from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.stopwatch import Stopwatch
 from rekindle.tokens import TokenBuffer, Tokenizer
 
