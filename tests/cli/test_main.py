@@ -19,7 +19,7 @@ import rekindle.cli.chat
 from rekindle.cli import main as cli
 from rekindle.cli.chat import Conversation
 from rekindle.config import Config
-from rekindle.errors import ConfigError, RekindleError
+from rekindle.errors import RekindleError
 from rekindle.protocol.requests import LoadModel
 from rekindle.server import keyfile, launch
 from rekindle.server.auth import Keys
@@ -398,17 +398,3 @@ def test_chat_is_told_where_and_how_to_talk(monkeypatch: pytest.MonkeyPatch) -> 
     assert (conversation.model, conversation.api_key) == ("default", "secret")
     assert conversation.options == {"max_tokens": 5, "temperature": 0.0}
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"tool_format": "hermess"}, "--tool-format takes auto, hermes, .*; not 'hermess'"),
-        ({"reasoning_format": "thinks"}, "--reasoning-format takes auto, think, .*, none; not"),
-    ],
-)
-def test_an_unknown_format_is_refused_before_a_model_is_loaded(
-    settings: dict[str, str], told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        rekindle.server.launch.serve(Config.model_validate(settings), Console(file=io.StringIO()))

@@ -20,7 +20,7 @@ from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
 from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.output_format import Manner
+from rekindle.runtime.output_format import OutputFormat
 from rekindle.runtime.replay import History
 from rekindle.runtime.turn import Turn
 
@@ -49,14 +49,14 @@ class Intake:
         encoder: Encoder,
         entries: Entries,
         secret: bytes,
-        manner: Manner | None = None,
+        output_format: OutputFormat | None = None,
     ) -> None:
         self._abilities = abilities
         self._vocabulary = vocabulary
         self._encoder = encoder
         self._entries = entries
         self._secret = secret
-        self._manner = manner or Manner(vocabulary, None)
+        self._output_format = output_format or OutputFormat(vocabulary, None)
 
     def root(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
@@ -70,9 +70,10 @@ class Intake:
                 f"token ids of this model go from 0 to {vocabulary.size - 1}", param="logit_bias"
             )
         prompt, changes, keys = self._prompt(ask)
-        rules = self._manner.rules(ask, prompt)
-        if ask.ignore_eos and rules.constraint is None:  # a constrained reply ends when it is whole
-            ends = dict.fromkeys(self._manner.end_tokens, float("-inf"))
+        decoding = self._output_format.decoding(ask, prompt)
+        # A constrained reply ends when it is complete, whatever the request says.
+        if ask.ignore_eos and decoding.constraint is None:
+            ends = dict.fromkeys(self._output_format.end_tokens, float("-inf"))
             bias = {**ask.sampling.logit_bias, **ends}
             ask.sampling = replace(ask.sampling, logit_bias=bias)
         turn = Turn(
@@ -80,11 +81,11 @@ class Intake:
             prompt,
             namespace=self.root(_salt(ask)),
             tokenizer=vocabulary,
-            end_tokens=self._manner.end_tokens,
+            end_tokens=self._output_format.end_tokens,
             context_tokens=self._abilities.context_tokens,
-            parser=rules.parser,
-            shown=rules.shown,
-            constraint=rules.constraint,
+            parser=decoding.parser,
+            shown=decoding.shown,
+            constraint=decoding.constraint,
         )
         turn.normalised = changes
         if ask.messages and ask.reuse:  # long conversations are hashed here, not between two steps
@@ -156,7 +157,7 @@ class Intake:
     @cached_property
     def _ends(self) -> Ends:
         known = self._vocabulary.control_texts.items()
-        return Ends(text for text, token in known if token in self._manner.end_tokens)
+        return Ends(text for text, token in known if token in self._output_format.end_tokens)
 
     def _check_size(self, text: object, param: str) -> None:
         """Tokenising takes its time: refuse what cannot fit before trying."""

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
-from rekindle.chat.tools.registry import FALLBACK
+from rekindle.chat.tools.registry import DEFAULT_TOOL_FORMAT, check_names
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import RekindleError, ServerError, TemplateFailed
 from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
@@ -51,7 +51,7 @@ from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.admin import Queries
 from rekindle.runtime.input_processor import SHARED_SALT, Intake
 from rekindle.runtime.kv_manager import Device
-from rekindle.runtime.output_format import Manner
+from rekindle.runtime.output_format import OutputFormat
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Memory
@@ -107,14 +107,14 @@ class Worker:
             load, abilities, self._inbox.put, self.send, polite=not self._engine.on_gpu
         )
         entries = self._memory.entries
-        manner = Manner(
+        output_format = OutputFormat(
             self._engine.vocabulary,
             self._engine.chat_template,
             tool_format=load.tool_format or _own_format(template),
             reasoning_format=load.reasoning_format,
         )
         self._intake = Intake(
-            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, manner
+            abilities, self._engine.vocabulary, encoder, entries, self._memory.secret, output_format
         )
         self._names = Sessions(
             entries,
@@ -340,7 +340,7 @@ def _template(engine: LlamaCppEngine) -> ChatTemplate | None:
 
 def _own_format(template: ChatTemplate | None) -> str | None:
     """The format in which we ask for calls where the template does not; None where it does."""
-    return FALLBACK if template is not None and not template.shows_tools else None
+    return DEFAULT_TOOL_FORMAT if template is not None and not template.shows_tools else None
 
 
 def _options(load: LoadModel) -> LlamaCppOptions:
@@ -364,6 +364,7 @@ def main() -> None:
     load = next(messages)
     assert isinstance(load, LoadModel)
     try:
+        check_names(load.tool_format, load.reasoning_format)  # before a model is loaded for nothing
         worker = Worker(load, sock)
     except RekindleError as error:
         sock.sendall(frame(LoadFailed(str(error))))

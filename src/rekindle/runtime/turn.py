@@ -10,7 +10,7 @@ from rekindle.chat.detokenize import TextStream
 from rekindle.chat.encode import Prompt, Tokenizer
 from rekindle.chat.message_hashes import Told
 from rekindle.chat.replay import Keys
-from rekindle.chat.reply import Parser
+from rekindle.chat.tools.base import ReplyParser
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
@@ -76,7 +76,7 @@ class Turn:
         tokenizer: Tokenizer,
         end_tokens: frozenset[int],
         context_tokens: int,
-        parser: Parser | None = None,
+        parser: ReplyParser | None = None,
         shown: Container[int] = (),
         constraint: Constraint | None = None,
     ) -> None:
@@ -213,7 +213,7 @@ class Turn:
 
     @property
     def _is_thinking(self) -> bool:
-        return self._parser is not None and self._parser.thinking
+        return self._parser is not None and self._parser.in_reasoning
 
     def _log(self, sampled: Sampled) -> None:
         if sampled.logprob is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES
-from rekindle.config import AUTO, Config
+from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.models.catalogue import DEFAULT_MODEL
 from rekindle.server.auth import LOOPBACK
@@ -20,7 +19,6 @@ def refuse_contradictions(config: Config) -> None:
             f"listening on {config.host} without an API key would let anybody on the network in: "
             "give --api-key KEY, or say --no-auth if that is what you want"
         )
-    _refuse_unknown_formats(config)
     project_models(config)
     for name, project in config.projects.items():
         if keyed and project.cache.warm_on_startup and not project.shared:
@@ -28,16 +26,6 @@ def refuse_contradictions(config: Config) -> None:
                 f"project {name} would belong to nobody, because each API key has a cache of its "
                 "own: say `shared: true` in the project to prepare it for all of them"
             )
-
-
-def _refuse_unknown_formats(config: Config) -> None:
-    """Here, and not by the runtime after it has loaded a model."""
-    for flag, name, known in (
-        ("--tool-format", config.tool_format, NAMES),
-        ("--reasoning-format", config.reasoning_format, THOUGHT_NAMES),
-    ):
-        if name not in (AUTO, *known):
-            raise ConfigError(f"{flag} takes {AUTO}, {', '.join(known)}; not {name!r}")
 
 
 def served_names(config: Config) -> dict[str, str]:

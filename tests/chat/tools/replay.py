@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rekindle.chat.reply import Parser
-from rekindle.chat.tools.registry import Format, choose
+from rekindle.chat.reply_format import ReplyFormat
+from rekindle.chat.tools.base import ReplyParser
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 
 BAR = "\uff5c"  # DeepSeek's markers have it
@@ -92,7 +93,7 @@ def join(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def feed(parser: Parser, pieces: Iterable[str]) -> Heard:
+def feed(parser: ReplyParser, pieces: Iterable[str]) -> Heard:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
@@ -107,7 +108,7 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
 
 
 def hear(
-    format: Format | str,
+    format: ReplyFormat | str,
     text: str,
     *,
     tools: Sequence[dict[str, Any]] = TOOLS,
@@ -115,7 +116,7 @@ def hear(
     opened: bool = False,
 ) -> Heard:
     """What a reply comes to, fed whole, by characters and in random cuts, always the same."""
-    form = choose(None, name=format) if isinstance(format, str) else format
+    form = select(None, tool_format=format) if isinstance(format, str) else format
     random_cuts = random.Random(text)
 
     def fed(pieces: Iterable[str]) -> Heard:

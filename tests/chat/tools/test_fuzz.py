@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.chat.tools.reasoning import PAIRS
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES, choose
+from rekindle.chat.reasoning import REASONING_FORMATS
+from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
 from tests.chat.tools.replay import TOOLS, Heard, cut, feed
 from tests.chat.tools.transcripts import REPLIES
 
@@ -18,7 +18,9 @@ SCRAPS = [
     "<function=f>", "<parameter=a>", "</parameter>", "<function=", "```", "```json", "print(",
     "```tool_code", "assistant", " to=functions.f", "analysis", "final", "function", "{}",
 ]  # fmt: skip
-MARKS = sorted({marker for name in NAMES for marker in choose(None, name=name).markers})
+MARKS = sorted(
+    {marker for name in TOOL_FORMAT_NAMES for marker in select(None, tool_format=name).markers}
+)
 
 
 def texts(*marks: str) -> st.SearchStrategy[str]:
@@ -30,7 +32,7 @@ def texts(*marks: str) -> st.SearchStrategy[str]:
 def slips(name: str) -> st.SearchStrategy[str]:
     """A model's real reply, with pieces of it lost or replaced."""
     replies = [reply.text for reply in REPLIES.values() if reply.format == name] or SCRAPS
-    marks = choose(None, name=name).markers
+    marks = select(None, tool_format=name).markers
 
     def spoil(reply: str, slips: list[tuple[int, int, str]]) -> str:
         for start, length, scrap in slips:
@@ -45,15 +47,15 @@ def slips(name: str) -> st.SearchStrategy[str]:
 
 
 def heard(name: str, pieces: list[str], *, thought: str = "none", opened: bool = False) -> Heard:
-    form = choose(None, name=name, thought_name=thought)
+    form = select(None, tool_format=name, reasoning_format=thought)
     return feed(form.parser(TOOLS, calls=True, opened=opened), pieces)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_any_cut_of_any_text_gives_the_same_parts_and_loses_nothing(name: str) -> None:
     @settings(deadline=None, max_examples=150)  # the machine may be busy
     @given(
-        texts(*choose(None, name=name).markers) | slips(name),
+        texts(*select(None, tool_format=name).markers) | slips(name),
         st.lists(st.integers(0, 500), max_size=8),
     )
     def holds(text: str, places: list[int]) -> None:
@@ -66,9 +68,9 @@ def test_any_cut_of_any_text_gives_the_same_parts_and_loses_nothing(name: str) -
     holds()
 
 
-@pytest.mark.parametrize("thought", [name for name in THOUGHT_NAMES if name != "none"])
+@pytest.mark.parametrize("thought", [name for name in REASONING_FORMAT_NAMES if name != "none"])
 def test_any_cut_of_any_thought_gives_the_same_parts(thought: str) -> None:
-    pair = PAIRS[thought]
+    pair = REASONING_FORMATS[thought]
 
     @settings(deadline=None, max_examples=50)
     @given(texts(*pair, "<tool_call>"), st.lists(st.integers(0, 500), max_size=8), st.booleans())
@@ -83,12 +85,12 @@ def test_any_cut_of_any_thought_gives_the_same_parts(thought: str) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[`{"), max_size=40))
 def test_text_without_any_marker_is_said_as_it_is(text: str) -> None:
-    for name in NAMES:
+    for name in TOOL_FORMAT_NAMES:
         assert heard(name, list(text)).said == text, name
 
 
 @settings(deadline=None, max_examples=100)
-@given(texts(*choose(None, name="harmony").markers))
+@given(texts(*select(None, tool_format="harmony").markers))
 def test_harmony_loses_no_text_of_a_message(text: str) -> None:
     """Only markers and headers go; here every text stands in a message of its own."""
     inside = text
@@ -101,7 +103,7 @@ def test_harmony_loses_no_text_of_a_message(text: str) -> None:
 LARGE = 1_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 @pytest.mark.parametrize("unit", ["<", "[", "{", " "])
 def test_a_megabyte_of_one_character_is_a_text_like_any_other(name: str, unit: str) -> None:
     text = unit * (LARGE // len(unit))
@@ -111,9 +113,9 @@ def test_a_megabyte_of_one_character_is_a_text_like_any_other(name: str, unit: s
     assert whole.said == text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_a_flood_of_markers_is_a_text_like_any_other(name: str) -> None:
-    for marker in choose(None, name=name).markers:
+    for marker in select(None, tool_format=name).markers:
         text = marker * (LARGE // 8 // len(marker))
         whole = heard(name, [text])
         if name != "harmony" and not whole.calls:

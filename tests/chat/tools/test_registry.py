@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES, choose, opened
+from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
+from rekindle.errors import ModelError
 from tests.chat.tools.replay import BAR
 
 TEMPLATES = {
@@ -52,42 +53,42 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize(("template", "name", "thought"), TEMPLATES.values(), ids=list(TEMPLATES))
-def test_a_template_shows_its_format(template: str, name: str, thought: str | None) -> None:
-    form = choose(template)
+@pytest.mark.parametrize(("template", "name", "reasoning"), TEMPLATES.values(), ids=list(TEMPLATES))
+def test_a_template_shows_its_format(template: str, name: str, reasoning: str | None) -> None:
+    form = select(template)
     assert form.name == name
-    assert form.thought == choose(None, thought_name=thought or "none").thought
+    assert form.reasoning == select(None, reasoning_format=reasoning or "none").reasoning
 
 
 def test_harmony_thinks_on_a_channel() -> None:
-    form = choose("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
+    form = select("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
     assert form.name == "harmony"
-    assert form.thought == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert form.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
     assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"} <= set(form.markers)
 
 
 def test_a_name_overrides_the_template() -> None:
-    form = choose("[TOOL_CALLS] [THINK]", name="hermes", thought_name="think")
-    assert (form.name, form.thought) == ("hermes", ("<think>", "</think>"))
-    assert choose("<think>", thought_name="none").thought is None
+    form = select("[TOOL_CALLS] [THINK]", tool_format="hermes", reasoning_format="think")
+    assert (form.name, form.reasoning) == ("hermes", ("<think>", "</think>"))
+    assert select("<think>", reasoning_format="none").reasoning is None
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'herms'.*hermes, qwen3-coder") as refusal:
-        choose(None, name="herms")
-    assert all(name in str(refusal.value) for name in NAMES)
-    with pytest.raises(ValueError, match=r"'thinks'.*think, mistral") as refusal:
-        choose(None, thought_name="thinks")
-    assert all(name in str(refusal.value) for name in THOUGHT_NAMES)
+    with pytest.raises(ModelError, match=r"'herms'.*, hermes, llama3-json") as refusal:
+        select(None, tool_format="herms")
+    assert all(name in str(refusal.value) for name in TOOL_FORMAT_NAMES)
+    with pytest.raises(ModelError, match=r"'thinks'.*think, mistral") as refusal:
+        select(None, reasoning_format="thinks")
+    assert all(name in str(refusal.value) for name in REASONING_FORMAT_NAMES)
 
 
 def test_the_markers_are_texts_of_single_tokens() -> None:
-    form = choose("<|tool_call>call: <|channel>thought")
+    form = select("<|tool_call>call: <|channel>thought")
     assert {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"} <= set(
         form.markers
     )
-    assert form.ends == ("<|tool_response>",)
-    assert {"<think>", "</think>"} <= set(choose("<think>").markers)
+    assert form.end_markers == ("<|tool_response>",)
+    assert {"<think>", "</think>"} <= set(select("<think>").markers)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +105,15 @@ def test_the_markers_are_texts_of_single_tokens() -> None:
     ],
 )
 def test_a_prompt_tells_whether_it_ends_inside_a_thought(prompt: str, inside: bool) -> None:
-    assert opened(choose("<think>"), prompt) is inside
+    assert select("<think>").opens_reasoning(prompt) is inside
 
 
 def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
-    form = choose(None, name="harmony")
-    assert opened(form, "<|start|>assistant<|channel|>analysis<|message|>")
-    assert not opened(form, "<|start|>assistant")
-    assert not opened(form, "<|start|>assistant<|channel|>final<|message|>")
+    form = select(None, tool_format="harmony")
+    assert form.opens_reasoning("<|start|>assistant<|channel|>analysis<|message|>")
+    assert not form.opens_reasoning("<|start|>assistant")
+    assert not form.opens_reasoning("<|start|>assistant<|channel|>final<|message|>")
 
 
 def test_without_thought_no_prompt_is_inside_one() -> None:
-    assert not opened(choose(None), "<think>")
+    assert not select(None).opens_reasoning("<think>")

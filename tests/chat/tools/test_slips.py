@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.registry import choose
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import TextDelta
 from tests.chat.tools.replay import BAR, Call, hear, join, tool
 
@@ -144,7 +144,7 @@ def test_what_is_no_call_is_said_with_its_markers(format: str, text: str) -> Non
 
 
 def test_an_answer_in_json_is_not_held_back_for_a_name_that_never_comes() -> None:
-    parser = choose(None, name="llama3-json").parser([tool("f")], calls=True, opened=False)
+    parser = select(None, tool_format="llama3-json").parser([tool("f")], calls=True, opened=False)
     assert join(parser.push('{"answer": "')) == [TextDelta('{"answer": "')]
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.registry import choose
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ArgumentsDelta, ToolCallStart
 from tests.chat.tools.replay import TOOLS, hear
 from tests.chat.tools.transcripts import REPLIES, Reply, deepseek
@@ -40,7 +40,7 @@ def test_arguments_in_json_are_passed_on_as_they_were_sampled(format: str, text:
 
 
 def test_a_call_begins_before_its_arguments_are_there() -> None:
-    parser = choose(None, name="hermes").parser(TOOLS, calls=True, opened=False)
+    parser = select(None, tool_format="hermes").parser(TOOLS, calls=True, opened=False)
     assert parser.push('<tool_call>\n{"name": "f", "arg') == []
     assert parser.push('uments": {"a": ') == [ToolCallStart(0, "f"), ArgumentsDelta(0, '{"a": ')]
     assert parser.ended_calls == 0

@@ -1,9 +1,8 @@
-"""Values in other notations than JSON, as grammars: Python's, Gemma's, and bare text in tags."""
+"""Values in other notations than JSON, as grammars."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,16 @@ from rekindle.chat.grammar.tool import PARAM, Member, Tool
 from rekindle.errors import Unsupported
 
 _SHAPED = ("pattern", "minLength", "maxLength")  # of strings, besides `format`
-_BARE = re.compile(r"[\w-]+")
 _PLAIN = frozenset(("type", "title", "description", "default", "examples"))
 
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How a model writes what JSON writes in its own way."""
+    """How a notation writes constants, strings and the members of objects."""
 
-    words: Mapping[str, str]  # of true, false and null
+    words: Mapping[str, str]  # how it writes true, false and null
     quote: str  # around strings; empty for JSON's own strings
-    key: Callable[[str], str]  # a property's name and what parts it from the value
+    key: Callable[[str], str]  # a property's name and what separates it from the value
     comma: str
 
 
@@ -36,15 +34,6 @@ PYTHON = Notation(
     key=lambda name: f"{json.dumps(name, ensure_ascii=False)}: ",
     comma=", ",
 )
-
-
-def gemma(quote: str) -> Notation:
-    words = {word: word for word in ("true", "false", "null")}
-    return Notation(words, quote, key=_bare_key, comma=",")
-
-
-def _bare_key(name: str) -> str:
-    return f"{name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)}:"
 
 
 class Values:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from rekindle.chat.tools.json_value import NUMBER, clean, is_json, quoted
-from rekindle.chat.tools.reader import Finder, Reading, Source
+from rekindle.chat.tools.reader import Finder, Reading, StreamReader
 
 DEEPEST = 200  # levels of nesting; what is deeper is no argument of anything
 
@@ -56,28 +56,28 @@ def loose(quote: str) -> Dialect:
     )
 
 
-def literal(source: Source, dialect: Dialect) -> Reading[str | None]:
+def read_literal(reader: StreamReader, dialect: Dialect) -> Reading[str | None]:
     """The JSON of the literal that comes next; None when there is none that can be read."""
     out: list[str] = []
     closers: list[str] = []
     while len(closers) <= DEEPEST:
-        yield from source.space()
-        first = yield from source.peek()
+        yield from reader.space()
+        first = yield from reader.peek()
         if first in _CLOSERS and first:
-            source.skip(1)
+            reader.skip(1)
             closers.append(_CLOSERS[first])
             out.append(_JSON.get(first, first))
             continue
         if closers and first in (",", ":") and first:
-            source.skip(1)
+            reader.skip(1)
             out.append(first)
             continue
         if closers and first == closers[-1]:
-            source.skip(1)
+            reader.skip(1)
             _close(out, closers)
         else:
             at_key = bool(closers) and closers[-1] == "}" and out[-1] in ("{", ",")
-            token = yield from _atom(source, dialect, at_key=at_key)
+            token = yield from _atom(reader, dialect, at_key=at_key)
             if token is None:
                 return None
             out.append(token)
@@ -94,16 +94,16 @@ def _close(out: list[str], closers: list[str]) -> None:
     out.append(_JSON.get(closer, closer))
 
 
-def _atom(source: Source, dialect: Dialect, *, at_key: bool) -> Reading[str | None]:
+def _atom(reader: StreamReader, dialect: Dialect, *, at_key: bool) -> Reading[str | None]:
     """A string, number or constant, or a key, which JSON always quotes."""
-    string = yield from text(source, dialect)
+    string = yield from read_string(reader, dialect)
     if string is not None:
         return quoted(string)
-    if (yield from source.peek()) == "":
+    if (yield from reader.peek()) == "":
         return None
-    word = (yield from source.run(dialect.key if at_key else dialect.word)).strip()
+    word = (yield from reader.run(dialect.key if at_key else dialect.word)).strip()
     # A word that the text's end may have cut short is not known.
-    if not word or (yield from source.peek()) == "":
+    if not word or (yield from reader.peek()) == "":
         return None
     if at_key:
         return quoted(word)
@@ -111,12 +111,12 @@ def _atom(source: Source, dialect: Dialect, *, at_key: bool) -> Reading[str | No
     return quoted(word) if value is None and dialect.loose else value
 
 
-def text(source: Source, dialect: Dialect) -> Reading[str | None]:
+def read_string(reader: StreamReader, dialect: Dialect) -> Reading[str | None]:
     """The string that comes next; None when none does, or when its end is missing."""
-    quote = yield from source.starts(*dialect.quotes)
+    quote = yield from reader.starts(*dialect.quotes)
     if quote is None:
         return None
-    body, end = yield from source.through(dialect.quotes[quote])
+    body, end = yield from reader.through(dialect.quotes[quote])
     if end is None:
         return None
     return clean(_ESCAPE.sub(_unescape, body)) if quote in dialect.escaped else body

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle.chat.tools.json_value import NUMBER, is_json, quoted
-from rekindle.chat.tools.literal import PYTHON, literal
-from rekindle.chat.tools.reader import Source, at_once
+from rekindle.chat.tools.literal import PYTHON, read_literal
+from rekindle.chat.tools.reader import StreamReader, at_once
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -101,6 +101,6 @@ def _nested(word: str) -> str | None:
         return None
     if is_json(word):
         return word
-    source = Source(word, ended=True)
-    value = at_once(literal(source, PYTHON))
-    return None if source.rest().strip() else value
+    reader = StreamReader(word, ended=True)
+    value = at_once(read_literal(reader, PYTHON))
+    return None if reader.rest().strip() else value

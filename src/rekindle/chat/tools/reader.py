@@ -58,7 +58,7 @@ class Scan(Protocol):
         """How far the thing certainly reaches."""
 
 
-class Source:
+class StreamReader:
     """What has come and was not taken yet; never more than a marker's length once read.
 
     Every method decides by the text alone, never by how it was cut; that makes the parsers which
@@ -188,13 +188,13 @@ class Source:
 
 
 def at_once(reading: Reading[T]) -> T:
-    """What a reading of an ended source returns."""
+    """What a reading of an ended reader returns."""
     try:
         next(reading)
     except StopIteration as stop:
         value: T = stop.value
         return value
-    raise RuntimeError("the source has not ended")
+    raise RuntimeError("the reader has not ended")
 
 
 def _prefixes(text: str) -> str:

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.reasoning import PAIRS
-from rekindle.chat.tools.registry import choose
+from rekindle.chat.reasoning import REASONING_FORMATS
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 from tests.chat.tools.replay import Call, hear
 
-QWEN3 = choose("<think> </think> <tool_call>")
+QWEN3 = select("<think> </think> <tool_call>")
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_leading_thought_is_taken_off_with_the_space_around_its_markers(name: str) -> None:
-    begin, end = PAIRS[name]
-    form = choose(None, thought_name=name)
+    begin, end = REASONING_FORMATS[name]
+    form = select(None, reasoning_format=name)
     heard = hear(form, f"\n{begin}\nLet me  see.\n\nYes.\n{end}\n\n Hello. \n")
     assert heard.parts == [ReasoningDelta("Let me  see.\n\nYes."), TextDelta("Hello. \n")]
 
@@ -65,19 +65,19 @@ def test_thought_is_told_from_text_without_calls_too() -> None:
 
 def test_the_parser_knows_whether_it_is_thinking() -> None:
     parser = QWEN3.parser([], calls=True, opened=True)
-    assert parser.thinking
+    assert parser.in_reasoning
     parser.push("Hm.")
-    assert parser.thinking
+    assert parser.in_reasoning
     parser.push("</think>")
-    assert not parser.thinking
+    assert not parser.in_reasoning
 
 
 def test_harmony_thinks_in_analysis_alone() -> None:
-    parser = choose(None, name="harmony").parser([], calls=True, opened=False)
+    parser = select(None, tool_format="harmony").parser([], calls=True, opened=False)
     parser.push("<|channel|>analysis<|message|>Hm")
-    assert parser.thinking
+    assert parser.in_reasoning
     parser.push("<|end|><|start|>assistant<|channel|>final<|message|>")
-    assert not parser.thinking
+    assert not parser.in_reasoning
 
 
 def test_harmony_goes_on_in_thought_that_the_prompt_opened() -> None:
