@@ -5,7 +5,7 @@ import pytest
 from rekindle.chat.reasoning import REASONING_FORMATS
 from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ReasoningDelta, TextDelta
-from tests.chat.tools.replay import Call, hear
+from tests.chat.tools.replay import BAR, Call, hear
 
 QWEN3 = select("<think> </think> <tool_call>")
 
@@ -98,3 +98,31 @@ def test_two_messages_of_a_kind_do_not_run_together() -> None:
 
 def test_a_header_that_was_cut_off_is_not_said() -> None:
     assert hear("harmony", "<|channel|>analysis<|message|>a<|end|><|start|>assis").said == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\nOkay, the", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("[INST] what is <think>? [/INST]", False),
+        ("<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", False),
+        (f"<{BAR}User{BAR}>hi<{BAR}Assistant{BAR}><think>\n", True),
+    ],
+)
+def test_a_prompt_tells_whether_it_ends_inside_a_thought(prompt: str, inside: bool) -> None:
+    assert select("<think>").opens_reasoning(prompt) is inside
+
+
+def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
+    form = select(None, tool_format="harmony")
+    assert form.opens_reasoning("<|start|>assistant<|channel|>analysis<|message|>")
+    assert not form.opens_reasoning("<|start|>assistant")
+    assert not form.opens_reasoning("<|start|>assistant<|channel|>final<|message|>")
+
+
+def test_without_thought_no_prompt_is_inside_one() -> None:
+    assert not select(None).opens_reasoning("<think>")

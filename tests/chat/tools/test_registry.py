@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rekindle.chat import tools
+from rekindle.chat.tools import registry
 from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
 from rekindle.errors import ModelError
 from tests.chat.tools.replay import BAR
@@ -91,29 +95,21 @@ def test_the_markers_are_texts_of_single_tokens() -> None:
     assert {"<think>", "</think>"} <= set(select("<think>").markers)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "inside"),
-    [
-        ("<|im_start|>assistant\n", False),
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>\nOkay, the", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("[INST] what is <think>? [/INST]", False),
-        ("<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", False),
-        (f"<{BAR}User{BAR}>hi<{BAR}Assistant{BAR}><think>\n", True),
-    ],
-)
-def test_a_prompt_tells_whether_it_ends_inside_a_thought(prompt: str, inside: bool) -> None:
-    assert select("<think>").opens_reasoning(prompt) is inside
+def test_a_module_that_declares_a_format_is_all_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "invented.py").write_text(
+        "from rekindle.chat.tools.base import PlainTextParser\n"
+        "from rekindle.chat.tools.format import ToolFormat\n"
+        "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
+    )
+    monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])
+    names = {format.name for format in registry.discover()}
+    assert names == {*TOOL_FORMAT_NAMES, "invented"}
 
 
-def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
-    form = select(None, tool_format="harmony")
-    assert form.opens_reasoning("<|start|>assistant<|channel|>analysis<|message|>")
-    assert not form.opens_reasoning("<|start|>assistant")
-    assert not form.opens_reasoning("<|start|>assistant<|channel|>final<|message|>")
-
-
-def test_without_thought_no_prompt_is_inside_one() -> None:
-    assert not select(None).opens_reasoning("<think>")
+def test_no_two_formats_have_a_sign_of_the_same_precedence() -> None:
+    """Which of two formats is chosen must not depend on their names."""
+    formats = list(registry.discover())
+    ranks = [{sign.precedence for sign in format.signs} for format in formats]
+    assert sum(map(len, ranks)) == len(set().union(*ranks))

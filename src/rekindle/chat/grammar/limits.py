@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rekindle.errors import BadRequest
+from rekindle.protocol.nesting import levels
 
 Schema = Mapping[str, Any]
 
@@ -73,22 +74,14 @@ def _is_schema(value: object) -> bool:
 
 
 def check_values(schemas: object, param: str) -> None:
-    """Refuse JSON that is too much, or nested too deeply, to be looked at more closely."""
-    values, level = 0, [schemas]
-    for _ in range(MOST_LEVELS):
-        level = [inner for outer in level for inner in _inside(outer)]
+    """Refuse JSON that is too large, or nested too deep, to be examined any further."""
+    values = -1  # what holds all schemas is no value of any
+    for depth, level in enumerate(levels(schemas), start=1):
         values += len(level)
         if values > MOST_VALUES:
             raise BadRequest(f"Schemas may have at most {MOST_VALUES} values.", param=param)
-        if not level:
-            return
-    raise BadRequest(f"Schemas may be nested at most {MOST_LEVELS} deep.", param=param)
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        if depth > MOST_LEVELS:
+            raise BadRequest(f"Schemas may be nested at most {MOST_LEVELS} deep.", param=param)
 
 
 class Cost(NamedTuple):

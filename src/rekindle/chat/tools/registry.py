@@ -16,14 +16,14 @@ DEFAULT_TOOL_FORMAT = "hermes"  # also how models without tool support are asked
 NO_REASONING = "none"
 
 
-def _declared() -> Iterator[ToolFormat]:
+def discover() -> Iterator[ToolFormat]:
     """The formats that the modules of this package declare."""
     for module in pkgutil.iter_modules(rekindle.chat.tools.__path__, f"{__package__}."):
         if module.name != __name__:
             yield from getattr(import_module(module.name), "FORMATS", ())
 
 
-_FORMATS = {each.name: each for each in sorted(_declared(), key=lambda each: each.name)}
+_FORMATS = {each.name: each for each in sorted(discover(), key=lambda each: each.name)}
 _SIGNS = sorted(
     ((sign, each) for each in _FORMATS.values() for sign in each.signs),
     key=lambda pair: -pair[0].precedence,

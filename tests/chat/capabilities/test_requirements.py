@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rekindle.chat.template import ChatTemplate
-
-from .tool_templates import CHANNELS, DESCRIBED, HERMES, NINE, ONE_CALL, STRINGS, THINKING
+from tests.chat.tool_templates import CHANNELS, DESCRIBED, HERMES, NINE, ONE_CALL, STRINGS, THINKING
 
 USER = {"role": "user", "content": "?"}
 BARE = [{"type": "function", "function": {"name": "look"}}]

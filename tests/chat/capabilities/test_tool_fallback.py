@@ -9,10 +9,9 @@ import pytest
 from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import TemplateFailed
-
-from .templates import ALTERNATING, CHATML, HEADERS
-from .tool_templates import CHANNELS, HERMES, STRINGS, THINKING, TURNS
-from .vocabulary import Vocabulary
+from tests.chat.templates import ALTERNATING, CHATML, HEADERS
+from tests.chat.tool_templates import CHANNELS, HERMES, STRINGS, THINKING, TURNS
+from tests.chat.vocabulary import Vocabulary
 
 WEATHER = {
     "type": "function",
@@ -63,7 +62,7 @@ def test_tools_follow_what_the_system_message_says() -> None:
     text = rendered(CHATML, SYSTEM, ASKED)
     assert text.startswith("<|im_start|>system\nBe brief.\n\n")
     assert text.count("<|im_start|>system") == 1
-    assert rendered(CHATML, ASKED).startswith("<|im_start|>system\nYou can call")
+    assert rendered(CHATML, ASKED).startswith("<|im_start|>system\nYou have access to functions")
 
 
 def test_calls_are_written_as_they_are_asked_for() -> None:
