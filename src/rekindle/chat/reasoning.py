@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rekindle.chat.tools.base import ReplyParser, StreamParser, TrailingSpace
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 from rekindle.protocol.events import Part, ReasoningDelta
 
 
@@ -88,7 +88,7 @@ class ReasoningParser(StreamParser):
         if self.in_reasoning:
             reader.drop()
             yield from reader.space()
-            if not (yield from self._reasoning(Finder(self._format.end))):
+            if not (yield from self._reasoning(MarkerFinder(self._format.end))):
                 return
             self.in_reasoning = False
             yield from reader.space()
@@ -98,7 +98,7 @@ class ReasoningParser(StreamParser):
             yield from self._rest.push(reader.rest())
         yield from self._rest.finish()
 
-    def _reasoning(self, ends: Finder) -> Steps[bool]:
+    def _reasoning(self, ends: MarkerFinder) -> Steps[bool]:
         """Reasoning up to its end marker; whether there was one."""
         trailing = TrailingSpace()
         while True:

@@ -8,7 +8,7 @@ from rekindle.chat import tools
 from rekindle.chat.tools import registry
 from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
 from rekindle.errors import ModelError
-from tests.chat.tools.replay import BAR
+from tests.chat.tools.parsing import BAR
 
 TEMPLATES = {
     "ChatML without tools": ("<|im_start|>{{ role }}\n{{ content }}<|im_end|>", "hermes", None),

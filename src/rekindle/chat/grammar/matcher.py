@@ -26,14 +26,14 @@ LIMITS = LLParserLimits(
 _SILENT = 0
 _NO_TEXT = b"\xff"  # in no character; llguidance marks control tokens by it
 _FORBIDDEN = np.float32(-np.inf)
-_MOST_CHARACTERS = 300  # of what llguidance says
+_MOST_CHARACTERS = 300  # of llguidance's message
 
 
 class TokenMatcher:
     """Follows one reply. Once the reply is complete, only end tokens may come.
 
-    A grammar that turns out too costly does not stop the engine: it leaves end tokens alone, and
-    `trouble` says so.
+    A grammar that turns out too costly does not stop the engine: it allows end tokens alone, and
+    `trouble` is set.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:

@@ -78,18 +78,18 @@ class CallSyntax:
         return after_reasoning(rules, answer, start)
 
     def _calls_alone(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
-        trigger = rules.spelt(self.trigger)
+        trigger = rules.marker(self.trigger)
         if trigger and self.optional_trigger:
             trigger = f"({trigger})?"
-        opening = f"{trigger} {rules.spelt(self.lead)}"
+        opening = f"{trigger} {rules.marker(self.lead)}"
         if self.gap is None:
             return f"{opening} {self._block(rules, tools, most)}"
-        return rules.some(f"{opening} {self._block(rules, tools, 1)}", self.gap, most)
+        return rules.repeated(f"{opening} {self._block(rules, tools, 1)}", self.gap, most)
 
     def _calls_in_text(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
         """Text, and calls wherever their trigger is written."""
         in_block, blocks = (most, 1) if self.gap is None else (1, most)
-        calls = rules.rule(f"{rules.spelt(self.lead)} {self._block(rules, tools, in_block)}")
+        calls = rules.rule(f"{rules.marker(self.lead)} {self._block(rules, tools, in_block)}")
         ways = [rules.text]
         if self.trigger:
             ways = [f"({rules.until(self.trigger)} {calls}){{0,{blocks}}} {rules.text}"]
@@ -100,7 +100,7 @@ class CallSyntax:
     def _block(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
         """Calls, and the end of the block that they are in."""
         one = either(rules.rule(self.call(rules, tool)) for tool in tools)
-        return f"{rules.some(one, self.comma, most)} {rules.spelt(self.close)}"
+        return f"{rules.repeated(one, self.comma, most)} {rules.marker(self.close)}"
 
 
 def json_call(rules: Rules, tool: Tool) -> str:
@@ -119,4 +119,4 @@ def after_reasoning(rules: Rules, body: str, start: ReplyStart) -> str:
         return body
     begin, end = start.reasoning
     rest = f"{rules.until(end, rules.terminal(f'/{TEXT}/'))} {blanks()}"
-    return f"{rest} {body}" if start.opened else f"({rules.spelt(begin)} {rest})? {body}"
+    return f"{rest} {body}" if start.opened else f"({rules.marker(begin)} {rest})? {body}"

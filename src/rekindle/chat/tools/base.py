@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rekindle.chat.tools.reader import Finder, Steps, StreamReader
+from rekindle.chat.tools.reader import MarkerFinder, Steps, StreamReader
 from rekindle.protocol.events import ArgumentsDelta, Part, TextDelta, ToolCallStart
 
 
@@ -72,7 +72,7 @@ class StreamParser:
     calls is passed on.
     """
 
-    opens = Finder()  # markers at which something other than text may begin
+    opens = MarkerFinder()  # markers at which something other than text may begin
     closes: tuple[str, ...] = ()  # markers that end a call; before the first call they are text
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StreamParser:
         self._calls = 0
         self._trailing = TrailingSpace()
         self._only_space_since_call = False
-        self._markers = Finder(*self.opens.markers, *self.closes)
+        self._markers = MarkerFinder(*self.opens.markers, *self.closes)
         self._steps = self._run()
 
     def push(self, text: str) -> list[Part]:
@@ -156,7 +156,7 @@ class StreamParser:
     def _end_call(self) -> None:
         self.ended_calls = self._calls
 
-    def _raw_arguments(self, ends: Finder) -> Steps[None]:
+    def _raw_arguments(self, ends: MarkerFinder) -> Steps[None]:
         """Pass on, as arguments, all text up to a marker, which stays, less the space around it."""
         yield from self._reader.space()
         trailing, empty = TrailingSpace(), True

@@ -9,7 +9,7 @@ from rekindle.chat.grammar.syntax import CallSyntax, json_arguments
 from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.tools.format import TemplateSign, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 _BAR = "\uff5c"  # a vertical line of full width
 
@@ -27,15 +27,15 @@ MARKERS = (*ALL_BEGIN, BEGIN, SEPARATOR, END, ALL_END)
 _TYPE = "function"
 _NAME = re.compile(r"[\w.:/-]*")
 _FENCES = ("```json", "```")
-_ENDS = Finder(BEGIN, END, ALL_END, "```")
+_ENDS = MarkerFinder(BEGIN, END, ALL_END, "```")
 
 
 class DeepSeekParser(JsonCallParser):
     """Calls between markers of their own, all of them between another pair."""
 
-    opens = Finder(*ALL_BEGIN, BEGIN)
+    opens = MarkerFinder(*ALL_BEGIN, BEGIN)
     closes = (END, ALL_END)
-    stops = Finder(BEGIN, END, ALL_END)
+    stops = MarkerFinder(BEGIN, END, ALL_END)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
@@ -78,11 +78,11 @@ class DeepSeekParser(JsonCallParser):
 def _call(rules: Rules, tool: Tool) -> str:
     """As V3 and R1 write it, or as V3.1 does: the model knows which it is."""
     name, arguments = literal(tool.name), json_arguments(rules, tool)
-    separator = rules.spelt(SEPARATOR)
+    separator = rules.marker(SEPARATOR)
     fence, fence_end = literal("\n```json\n"), literal("\n```")
     fenced = f"{literal(_TYPE)} {separator} {name} {fence} {arguments} {fence_end}"
     ways = either((fenced, f"{name} {separator} {arguments}"))
-    return f"{rules.spelt(BEGIN)} {ways} {rules.spelt(END)}"
+    return f"{rules.marker(BEGIN)} {ways} {rules.marker(END)}"
 
 
 FORMATS = (

@@ -14,7 +14,7 @@ from rekindle.chat.tools.base import StreamParser
 from rekindle.chat.tools.format import TemplateSign, ToolFormat
 from rekindle.chat.tools.json_value import quoted
 from rekindle.chat.tools.literal import Dialect, loose, read_literal, read_string
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:/-]*")
@@ -25,7 +25,7 @@ class Spelling(NamedTuple):
     open: str
     close: str
     quote: str
-    response: str  # after a call the model goes on to the tool's answer, which is not its to give
+    response: str  # after its calls a model may go on to invent the tool's response
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -42,12 +42,12 @@ class GemmaParser(StreamParser):
     """Calls whose arguments come one whole pair at a time."""
 
     def __init__(self, spelling: Spelling) -> None:
-        self.opens = Finder(spelling.open, spelling.response)
+        self.opens = MarkerFinder(spelling.open, spelling.response)
         self.closes = (spelling.close,)
         super().__init__()
         self._spelling = spelling
         self._dialect: Dialect = loose(spelling.quote)
-        self._ends = Finder(spelling.close, spelling.open, spelling.response)
+        self._ends = MarkerFinder(spelling.close, spelling.open, spelling.response)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader

@@ -10,7 +10,7 @@ from rekindle.chat.tools.base import StreamParser
 from rekindle.chat.tools.format import TemplateSign, ToolFormat
 from rekindle.chat.tools.parameters import names
 from rekindle.chat.tools.python_calls import Signature, python_call, signature, signatures
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 OPEN, CLOSE = "```tool_code", "```"
 
@@ -18,9 +18,9 @@ _BETWEEN = re.compile(r"[\s;]*")
 
 
 class Gemma3Parser(StreamParser):
-    """Blocks that are nothing but calls of known tools; any other block is said."""
+    """Blocks that are nothing but calls of known tools; any other block is text."""
 
-    opens = Finder(OPEN)
+    opens = MarkerFinder(OPEN)
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()

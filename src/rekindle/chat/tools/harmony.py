@@ -16,7 +16,7 @@ from rekindle.chat.reasoning import ReasoningFormat
 from rekindle.chat.tools.base import StreamParser, TrailingSpace
 from rekindle.chat.tools.format import TemplateSign, ToolFormat
 from rekindle.chat.tools.parameters import names
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -24,7 +24,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 REASONING = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
 
-_ANY = Finder(*MARKERS)
+_ANY = MarkerFinder(*MARKERS)
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _ADDRESS = re.compile(r"[\w.:/-]*")
@@ -169,21 +169,21 @@ class HarmonySyntax:
 
 
 def _call(rules: Rules, tool: Tool) -> str:
-    address = rules.spelt(f"{CHANNEL}commentary to={_FUNCTIONS}")
-    header = f"{address} {literal(tool.name)} {rules.spelt(f' {CONSTRAIN}json{MESSAGE}')}"
+    address = rules.marker(f"{CHANNEL}commentary to={_FUNCTIONS}")
+    header = f"{address} {literal(tool.name)} {rules.marker(f' {CONSTRAIN}json{MESSAGE}')}"
     return f"{header} {json_arguments(rules, tool)}"
 
 
 def _before(rules: Rules, channels: Sequence[str], opened: bool) -> str:
     """The messages before the last one; the first of them may be open already."""
-    rest = f"{rules.until(ENDS[0])} {rules.spelt(f'{START}assistant')}"
+    rest = f"{rules.until(ENDS[0])} {rules.marker(f'{START}assistant')}"
     headers = either(_channel(rules, channel) for channel in channels)
     messages = f"({rules.rule(f'{headers} {rest}')}){{0,{_MOST_MESSAGES}}}"
     return f"{rest} {messages}" if opened else messages
 
 
 def _channel(rules: Rules, channel: str) -> str:
-    return rules.spelt(f"{CHANNEL}{channel}{MESSAGE}")
+    return rules.marker(f"{CHANNEL}{channel}{MESSAGE}")
 
 
 FORMATS = (

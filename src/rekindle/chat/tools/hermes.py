@@ -11,7 +11,7 @@ import re
 from rekindle.chat.grammar.syntax import CallSyntax, json_call
 from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 OPENS = ("<tool_call>", "<|tool_call|>", "<TOOLCALL>")
 CLOSES = ("</tool_call>", "<|/tool_call|>", "</TOOLCALL>")
@@ -23,9 +23,9 @@ _SURPLUS = re.compile(r"[\s}\]]*")
 class HermesParser(JsonCallParser):
     """Calls between tags."""
 
-    opens = Finder(*OPENS)
+    opens = MarkerFinder(*OPENS)
     closes = CLOSES
-    stops = Finder(*MARKERS)
+    stops = MarkerFinder(*MARKERS)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
@@ -35,7 +35,7 @@ class HermesParser(JsonCallParser):
             yield from self._release_as_text()
             return
         reader.hold()
-        yield from reader.run(_SURPLUS)  # one brace too many is a common slip
+        yield from reader.run(_SURPLUS)  # models often write one brace too many
         if (yield from reader.starts(*CLOSES)) or not (yield from reader.peek()):
             reader.drop()
         else:

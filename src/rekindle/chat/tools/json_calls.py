@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.json_value import Value, unquoted
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.json_value import JsonScan, unquoted
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")
@@ -19,16 +19,16 @@ class _Draft:
     """What is known of a call so far."""
 
     name: str | None = None
-    held: list[Part] | None = None  # arguments that came before the name
+    held: list[Part] | None = None  # parts of arguments that came before the name
     begun: bool = False
-    ended: bool = True  # the arguments did not just stop with the text
+    ended: bool = True  # the arguments were not cut off by the end of the text
     depth: int = 1  # of objects, when the call is wrapped in {"function": …}
 
 
 class JsonCallParser(StreamParser):
     """Reads call objects, keys in any order."""
 
-    stops = Finder()  # markers that end a call, even in the middle of broken JSON
+    stops = MarkerFinder()  # markers that end a call, even in the middle of broken JSON
     keys: Collection[str] = ()  # keys that a call may have; empty for any
 
     def _accepts(self, name: str) -> bool:
@@ -37,7 +37,7 @@ class JsonCallParser(StreamParser):
     def _objects(self) -> Steps[bool]:
         """One call object, or a list of them; whether any was a call.
 
-        What is held is not said here when the first is none.
+        When the first is none, what is held stays held.
         """
         if not (yield from self._reader.starts("[")):
             return (yield from self._object())
@@ -73,7 +73,7 @@ class JsonCallParser(StreamParser):
         return True
 
     def _members(self, draft: _Draft) -> Steps[bool]:
-        """The members of a call object; whether it ends as it should, or at a marker."""
+        """The members of a call object; whether it ends with its brace or at a marker."""
         while draft.depth:
             yield from self._reader.space()
             match (yield from self._reader.peek()):
@@ -129,7 +129,7 @@ class JsonCallParser(StreamParser):
             draft.ended = yield from self._read_arguments()
             return
         draft.held = []
-        self._calls += 1  # the call they will belong to
+        self._calls += 1  # the call that the arguments will belong to
         arguments = self._read_arguments()
         try:
             while True:
@@ -143,10 +143,10 @@ class JsonCallParser(StreamParser):
         self._calls -= 1
 
     def _read_arguments(self) -> Steps[bool]:
-        """The arguments' own text, as it comes; whether it has an end other than the text's."""
+        """The arguments' own text, as it arrives; whether it ends before the text does."""
         first = yield from self._reader.peek()
         if first in ("{", "["):
-            value = Value(self.stops)
+            value = JsonScan(self.stops)
             while piece := (yield from self._reader.scan(value)):
                 yield self._arguments(piece)
             return value.done
@@ -161,9 +161,9 @@ class JsonCallParser(StreamParser):
         text, value = yield from self._raw()
         return unquoted(text) if value.whole else None
 
-    def _raw(self) -> Reading[tuple[str, Value]]:
+    def _raw(self) -> Reading[tuple[str, JsonScan]]:
         """One value's text, and how it has ended."""
-        value = Value(self.stops)
+        value = JsonScan(self.stops)
         pieces = []
         while piece := (yield from self._reader.scan(value)):
             pieces.append(piece)

@@ -1,4 +1,4 @@
-"""Llama's JSON calls: `{"name": …, "parameters": {…}}`, which no marker tells from an answer."""
+"""Llama's JSON calls: `{"name": …, "parameters": {…}}`, often without any marker."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection
 
 from rekindle.chat.grammar.lark import Rules
-from rekindle.chat.grammar.schema import moved
+from rekindle.chat.grammar.schema import relocated
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
 from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCallParser
 from rekindle.chat.tools.parameters import names
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 MARKERS = (TAG, START, END)
@@ -23,10 +23,10 @@ _BETWEEN = re.compile(r"[\s;]*")
 class Llama3Parser(JsonCallParser):
     """Calls of known tools, at the beginning of the reply or after a marker."""
 
-    opens = Finder(TAG, START)
+    opens = MarkerFinder(TAG, START)
     closes = (END,)
-    stops = Finder(*MARKERS)
-    keys = (*NAMES, *ARGUMENTS, "type", "id")  # an answer in JSON is told by its first key
+    stops = MarkerFinder(*MARKERS)
+    keys = (*NAMES, *ARGUMENTS, "type", "id")  # any other first key makes it an answer in JSON
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _call(rules: Rules, tool: Tool) -> str:
     place = "#/properties/parameters"
     schema = {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, "parameters": moved(tool.schema, place)},
+        "properties": {"name": {"const": tool.name}, "parameters": relocated(tool.schema, place)},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }

@@ -9,7 +9,7 @@ from rekindle.chat.grammar.syntax import CallSyntax, json_arguments, json_call
 from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MARKERS = (OPEN, ID, ARGS)
@@ -21,8 +21,8 @@ _ID = re.compile(r"\w*")
 class MistralParser(JsonCallParser):
     """A marker before each call, or before a list of them; nothing marks their end."""
 
-    opens = Finder(OPEN)
-    stops = Finder(OPEN)
+    opens = MarkerFinder(OPEN)
+    stops = MarkerFinder(OPEN)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
@@ -64,7 +64,7 @@ def _syntax(control: ControlTokens) -> CallSyntax:
 
 
 def _named_call(rules: Rules, tool: Tool) -> str:
-    return f"{literal(tool.name)} {rules.spelt(ARGS)} {json_arguments(rules, tool)}"
+    return f"{literal(tool.name)} {rules.marker(ARGS)} {json_arguments(rules, tool)}"
 
 
 FORMATS = (

@@ -27,7 +27,7 @@ class Signature(NamedTuple):
 
 
 def signature(reader: StreamReader, names: Collection[str]) -> Reading[Signature | None]:
-    """The call that comes next; None when there is none of a known tool."""
+    """The next call; None when there is none of a known tool."""
     name = yield from reader.run(_NAME)
     if name not in names:
         return None
@@ -57,7 +57,7 @@ def _pair(reader: StreamReader) -> Reading[str | None]:
 
 
 def signatures(reader: StreamReader, names: Collection[str]) -> Reading[list[Signature] | None]:
-    """A list of calls in brackets, of which the text's end may be the last; None for any other."""
+    """A list of calls in brackets, the last of which the end of the text may close; else None."""
     if not (yield from reader.starts("[")):
         return None
     found: list[Signature] = []

@@ -9,7 +9,7 @@ from rekindle.chat.tools.base import StreamParser
 from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
 from rekindle.chat.tools.parameters import names
 from rekindle.chat.tools.python_calls import python_call, signatures
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 OPENS = ("<|python_start|>", "<|tool_call_start|>")
 CLOSES = ("<|python_end|>", "<|tool_call_end|>")
@@ -22,7 +22,7 @@ class PythonicParser(StreamParser):
     A list is handed out whole: its last name may still make it a text.
     """
 
-    opens = Finder(*OPENS)
+    opens = MarkerFinder(*OPENS)
     closes = CLOSES
 
     def __init__(self, names: Collection[str]) -> None:

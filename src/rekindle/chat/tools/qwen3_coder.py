@@ -1,7 +1,7 @@
 """Qwen3-Coder's calls: `<function=name><parameter=key>value</parameter></function>`.
 
-Values are bare text; the tool's schema says what they are. Seed-OSS writes the same inside a tag of
-its own.
+Values are bare text; their types are in the tool's schema. Seed-OSS writes the same inside another
+tag.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from rekindle.chat.grammar.lark import Rules, either, literal
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Member, Tool
-from rekindle.chat.grammar.values import json_value, options, shaped
+from rekindle.chat.grammar.values import bare_string, json_value, options
 from rekindle.chat.tools.base import StreamParser
 from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
 from rekindle.chat.tools.json_value import quoted
 from rekindle.chat.tools.parameters import Tools, properties, typed
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 TAGS = ("<tool_call>", "<seed:tool_call>")
 FUNCTION, PARAMETER = "<function=", "<parameter="
@@ -28,13 +28,13 @@ MARKERS = (*TAGS, *CLOSES[1:])
 
 _NAME = re.compile(r"[^<>\n]*")
 # A value whose own end is missing ends where the next one, or the function's end, has its line.
-_VALUE_ENDS = Finder(VALUE_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
+_VALUE_ENDS = MarkerFinder(VALUE_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 
 
 class Qwen3CoderParser(StreamParser):
     """Calls whose arguments come one whole value at a time."""
 
-    opens = Finder(*TAGS, FUNCTION)
+    opens = MarkerFinder(*TAGS, FUNCTION)
     closes = CLOSES
 
     def __init__(self, tools: Tools) -> None:
@@ -73,7 +73,7 @@ class Qwen3CoderParser(StreamParser):
             if key is None:
                 break
             text, end = yield from self._value()
-            if end is None:  # cut off: so are the arguments, for all to see
+            if end is None:  # cut off: the arguments stay invalid JSON
                 yield self._arguments(f"{before}{quoted(key)}: {quoted(text)[:-1]}")
                 return
             yield self._arguments(f"{before}{quoted(key)}: {typed(text, schemas.get(key))}")
@@ -123,7 +123,7 @@ def _bare_value(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
         return f"{either(map(literal, constants))} {literal(end)}"
     if not _is_bare(tool, schema):
         return f"{json_value(rules, tool, schema)} {literal(end)}"
-    return rules.until(end, shaped(rules, tool, schema))
+    return rules.until(end, bare_string(rules, tool, schema))
 
 
 def _is_bare(tool: Tool, schema: Mapping[str, Any], levels: int = 4) -> bool:

@@ -25,18 +25,18 @@ class Call(NamedTuple):
         return json.loads(self.arguments)
 
 
-class Heard(NamedTuple):
+class ParsedReply(NamedTuple):
     """All that a reply came to."""
 
     parts: list[Part]
     ended_calls: int
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
@@ -93,13 +93,13 @@ def join(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def feed(parser: ReplyParser, pieces: Iterable[str]) -> Heard:
+def feed(parser: ReplyParser, pieces: Iterable[str]) -> ParsedReply:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
     parts += parser.finish()
     assert all(part.text for part in parts if not isinstance(part, ToolCallStart)), "no empty part"
-    return Heard(join(parts), parser.ended_calls)
+    return ParsedReply(join(parts), parser.ended_calls)
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
@@ -107,19 +107,19 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-def hear(
+def parse_reply(
     format: ReplyFormat | str,
     text: str,
     *,
     tools: Sequence[dict[str, Any]] = TOOLS,
     calls: bool = True,
     opened: bool = False,
-) -> Heard:
+) -> ParsedReply:
     """What a reply comes to, fed whole, by characters and in random cuts, always the same."""
     form = select(None, tool_format=format) if isinstance(format, str) else format
     random_cuts = random.Random(text)
 
-    def fed(pieces: Iterable[str]) -> Heard:
+    def fed(pieces: Iterable[str]) -> ParsedReply:
         return feed(form.parser(tools, calls=calls, opened=opened), pieces)
 
     whole = fed([text])
