@@ -63,7 +63,7 @@ def test_reasoning_is_separated_from_text_without_calls_too() -> None:
     assert parsed.parts == [ReasoningDelta("a"), TextDelta("<tool_call>")]
 
 
-def test_the_parser_knows_whether_it_is_thinking() -> None:
+def test_the_parser_knows_whether_it_is_in_reasoning() -> None:
     parser = QWEN3.parser([], calls=True, opened=True)
     assert parser.in_reasoning
     parser.push("Hm.")
@@ -72,7 +72,7 @@ def test_the_parser_knows_whether_it_is_thinking() -> None:
     assert not parser.in_reasoning
 
 
-def test_harmony_thinks_in_analysis_alone() -> None:
+def test_harmony_reasons_in_analysis_alone() -> None:
     parser = select(None, tool_format="harmony").parser([], calls=True, opened=False)
     parser.push("<|channel|>analysis<|message|>Hm")
     assert parser.in_reasoning

@@ -55,7 +55,7 @@ def test_a_template_that_shows_none_has_them_written_for_it(source: str) -> None
     text = rendered(source, ASKED)
     assert '<tools>\n{"type": "function", "function": {"name": "weather",' in text
     assert text.index("<tools>") < text.index("Weather in Oslo")
-    assert ChatTemplate(source).render([ASKED]) not in text  # nothing is told twice
+    assert ChatTemplate(source).render([ASKED]) not in text  # nothing is written twice
 
 
 def test_tools_follow_what_the_system_message_says() -> None:
@@ -138,7 +138,7 @@ def test_a_prepared_prompt_is_the_beginning_of_any_conversation_with_its_tools(s
 
 
 def test_reasoning_reaches_a_template_under_the_name_it_knows() -> None:
-    thought = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}
-    assert "analysis<|message|>Hm.<|end|>" in rendered(CHANNELS, ASKED, thought)
-    both = {**thought, "content": "I will see."}
+    reasoning = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}
+    assert "analysis<|message|>Hm.<|end|>" in rendered(CHANNELS, ASKED, reasoning)
+    both = {**reasoning, "content": "I will see."}
     assert "analysis<|message|>I will see.<|end|>" in rendered(CHANNELS, ASKED, both)

@@ -150,9 +150,9 @@ class Case:
         assert grammar is not None
         return grammar
 
-    def read(self, text: str, *, thinks: bool = False, opened: bool = False) -> list[Part]:
+    def read(self, text: str, *, reasons: bool = False, opened: bool = False) -> list[Part]:
         format = select(
-            None, tool_format=self.format, reasoning_format="think" if thinks else "none"
+            None, tool_format=self.format, reasoning_format="think" if reasons else "none"
         )
         parser = format.parser(TOOLS, calls=True, opened=opened)
         return [*parser.push(text), *parser.finish()]
@@ -173,11 +173,11 @@ def calls(parts: list[Part]) -> list[tuple[str, Any]]:
     return [(name, json.loads("".join(texts))) for name, texts in found]
 
 
-def said(parts: list[Part]) -> str:
+def text_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
-def thought(parts: list[Part]) -> str:
+def reasoning_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
 
 
@@ -202,7 +202,7 @@ def test_a_required_call_is_read_as_one_call_that_follows_its_tool(case: Case) -
         made = calls(parts)
         assert len(made) == 1, text
         assert follows(made[0]), text
-        assert not said(parts), text
+        assert not text_of(parts), text
         seen.add(made[0][0])
     assert len(seen) > 1
 
@@ -253,7 +253,7 @@ def test_parallel_calls_are_all_read(case: Case) -> None:
         parts = case.read(text)
         made = calls(parts)
         assert made == [("now", {})] * len(made)
-        assert not said(parts), text
+        assert not text_of(parts), text
         several += len(made) > 1
     assert several or case.format == "harmony"  # where a call ends the reply
 
@@ -269,31 +269,31 @@ def test_free_text_is_no_required_call(case: Case) -> None:
     assert not case.writer.takes(case.grammar(), "")
 
 
-# -- thought ---------------------------------------------------------------------------------------
+# -- reasoning -------------------------------------------------------------------------------------
 
 OTHERS = [name for name, (format, *_) in FORMATS.items() if format != "harmony"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("control", [(), ("<think>", "</think>")])
-def test_a_thought_may_come_before_a_required_call(name: str, control: tuple[str, ...]) -> None:
+def test_reasoning_may_come_before_a_required_call(name: str, control: tuple[str, ...]) -> None:
     case = Case(name)
     case.writer = Writer([*case.control, *control])
     grammar = case.grammar(reasoning="think")
     begun = "<think>\nThe weather {is} [asked] for.\n</think>\n\n"
-    parts = case.read(case.writer.write(grammar, 1, start=begun), thinks=True)
-    assert thought(parts) == "The weather {is} [asked] for."
+    parts = case.read(case.writer.write(grammar, 1, start=begun), reasons=True)
+    assert reasoning_of(parts) == "The weather {is} [asked] for."
     assert follows(calls(parts)[0])
     assert case.writer.takes(grammar, case.writer.write(case.grammar(), 1))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_thought_that_the_prompt_opened_has_to_end_first(name: str) -> None:
+def test_reasoning_that_the_prompt_opened_has_to_end_first(name: str) -> None:
     case = Case(name)
     grammar = case.grammar(reasoning="think", opened=True)
     text = case.writer.write(grammar, 1, start="Let me see.</think>")
-    parts = case.read(text, thinks=True, opened=True)
-    assert thought(parts) == "Let me see."
+    parts = case.read(text, reasons=True, opened=True)
+    assert reasoning_of(parts) == "Let me see."
     assert follows(calls(parts)[0])
 
 
@@ -301,7 +301,7 @@ def test_harmony_may_think_before_a_required_call() -> None:
     case = Case("harmony")
     thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     parts = case.read(case.writer.write(case.grammar(), 2, start=thinking))
-    assert thought(parts) == "Hm."
+    assert reasoning_of(parts) == "Hm."
     assert follows(calls(parts)[0])
     opened = case.grammar(opened=True)
     text = case.writer.write(opened, 2, start="Hm.<|end|><|start|>assistant<|channel|>commentary")
@@ -337,7 +337,7 @@ def test_a_call_of_a_strict_tool_follows_it_wherever_it_comes(case: Case) -> Non
         text = "<|python_tag|>" + text.removeprefix("<|python_tag|>")
     assert case.writer.takes(grammar, before + text)
     parts = case.read(before + text)
-    assert said(parts) == ("Wait." if before else "")
+    assert text_of(parts) == ("Wait." if before else "")
     assert follows(calls(parts)[0])
     spoilt = text.replace("celsius", "kelvin").replace("fahrenheit", "kelvin")
     assert spoilt != text
@@ -426,7 +426,7 @@ def test_every_format_with_calls_has_a_grammar() -> None:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_may_come_after_a_thought() -> None:
+def test_an_answer_may_come_after_reasoning() -> None:
     writer = Writer()
     for opened, start in ((False, "<think>2 + 2</think>\n"), (True, "2 + 2</think>\n\n")):
         grammar = reply_grammars("hermes", "think").answer({"type": "integer"}, opened=opened)

@@ -172,7 +172,7 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "problem"),
     [
         ({"$ref": "https://example.com/schema.json"}, "https://example.com/schema.json"),
         ({"$ref": "#/$defs/missing"}, "missing"),
@@ -183,8 +183,8 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
         (False, "false"),
     ],
 )
-def test_a_schema_that_makes_no_sense_is_refused(schema: Any, said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as refused:
+def test_a_schema_that_makes_no_sense_is_refused(schema: Any, problem: str) -> None:
+    with pytest.raises(BadRequest, match=problem) as refused:
         check(schema)
     assert refused.value.param == "response_format"
 

@@ -64,7 +64,7 @@ def test_a_template_shows_its_format(template: str, name: str, reasoning: str | 
     assert form.reasoning == select(None, reasoning_format=reasoning or "none").reasoning
 
 
-def test_harmony_thinks_on_a_channel() -> None:
+def test_harmony_reasons_on_a_channel() -> None:
     form = select("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
     assert form.name == "harmony"
     assert form.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
@@ -108,8 +108,8 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
     assert names == {*TOOL_FORMAT_NAMES, "invented"}
 
 
-def test_no_two_formats_have_a_sign_of_the_same_precedence() -> None:
+def test_no_two_formats_have_a_template_pattern_of_the_same_precedence() -> None:
     """Which of two formats is chosen must not depend on their names."""
     formats = list(registry.discover())
-    ranks = [{sign.precedence for sign in format.signs} for format in formats]
+    ranks = [{pattern.precedence for pattern in format.template_patterns} for format in formats]
     assert sum(map(len, ranks)) == len(set().union(*ranks))

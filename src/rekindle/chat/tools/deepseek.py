@@ -7,7 +7,7 @@ import re
 from rekindle.chat.grammar.lark import Rules, either, literal
 from rekindle.chat.grammar.syntax import CallSyntax, json_arguments
 from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import TemplateSign, ToolFormat
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
@@ -90,7 +90,7 @@ FORMATS = (
         name="deepseek",
         parser=lambda reply: DeepSeekParser(),
         syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
-        signs=(TemplateSign(85, (BEGIN,)),),
+        template_patterns=(TemplatePattern(85, (BEGIN,)),),
         markers=MARKERS,
     ),
 )

@@ -17,16 +17,16 @@ ControlTokens = Mapping[str, int]  # the text of each control token, and its id
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateSign:
+class TemplatePattern:
     """Texts that a chat template of this format contains, all of them.
 
-    Of the signs that a template shows, the one of the highest precedence decides.
+    Of the patterns that match a template, the one of the highest precedence decides.
     """
 
     precedence: int
     texts: tuple[str, ...]
 
-    def is_in(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return all(text in template for text in self.texts)
 
 
@@ -47,7 +47,7 @@ class ToolFormat:
     parser: Callable[[ReplyContext], ReplyParser]
     # How calls are written, given the model's control tokens; None: the format has no calls.
     syntax: Callable[[ControlTokens], ReplySyntax] | None = None
-    signs: tuple[TemplateSign, ...] = ()
+    template_patterns: tuple[TemplatePattern, ...] = ()
     markers: tuple[str, ...] = ()  # texts of control tokens that the parser must see
     end_markers: tuple[str, ...] = ()  # texts of further control tokens that end a reply
     # Reasoning that is a part of the format: `parser` and `syntax` then handle it themselves.

@@ -11,7 +11,7 @@ from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.grammar.values import Notation, Values
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import TemplateSign, ToolFormat
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_value import quoted
 from rekindle.chat.tools.literal import Dialect, loose, read_literal, read_string
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
@@ -138,7 +138,7 @@ def _format(name: str, precedence: int, spelling: Spelling) -> ToolFormat:
         name=name,
         parser=lambda reply: GemmaParser(spelling),
         syntax=lambda control: syntax,
-        signs=(TemplateSign(precedence, (spelling.open,)),),
+        template_patterns=(TemplatePattern(precedence, (spelling.open,)),),
         markers=spelling.markers,
         end_markers=(spelling.response,),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from rekindle.chat.grammar.syntax import CallSyntax, json_call
-from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
 from rekindle.chat.tools.reader import MarkerFinder, Steps
 
@@ -58,7 +58,7 @@ FORMATS = (
         name="hermes",
         parser=lambda reply: HermesParser(),
         syntax=_syntax,
-        signs=tuple(TemplateSign(70, (marker,)) for marker in OPENS),
+        template_patterns=tuple(TemplatePattern(70, (marker,)) for marker in OPENS),
         markers=MARKERS,
     ),
 )

@@ -9,7 +9,7 @@ from rekindle.chat.grammar.lark import Rules
 from rekindle.chat.grammar.schema import relocated
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCallParser
 from rekindle.chat.tools.parameters import names
 from rekindle.chat.tools.reader import MarkerFinder, Steps
@@ -70,10 +70,10 @@ FORMATS = (
         name="llama3-json",
         parser=lambda reply: Llama3Parser(names(reply.tools)),
         syntax=_syntax,
-        signs=(
+        template_patterns=(
             # Llama 4's own template has the pythonic markers and asks for JSON.
-            TemplateSign(50, ('{"name": function name, "parameters":',)),
-            TemplateSign(50, (TAG,)),
+            TemplatePattern(50, ('{"name": function name, "parameters":',)),
+            TemplatePattern(50, (TAG,)),
         ),
         markers=MARKERS,
     ),

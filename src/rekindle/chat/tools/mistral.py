@@ -7,7 +7,7 @@ import re
 from rekindle.chat.grammar.lark import Rules, literal
 from rekindle.chat.grammar.syntax import CallSyntax, json_arguments, json_call
 from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
@@ -72,7 +72,7 @@ FORMATS = (
         name="mistral",
         parser=lambda reply: MistralParser(),
         syntax=_syntax,
-        signs=(TemplateSign(80, (OPEN,)),),
+        template_patterns=(TemplatePattern(80, (OPEN,)),),
         markers=MARKERS,
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
 from rekindle.chat.tools.parameters import names
 from rekindle.chat.tools.python_calls import python_call, signatures
 from rekindle.chat.tools.reader import MarkerFinder, Steps
@@ -63,10 +63,10 @@ FORMATS = (
         name="pythonic",
         parser=lambda reply: PythonicParser(names(reply.tools)),
         syntax=_syntax,
-        signs=(
-            TemplateSign(60, ("[func_name1(params_name1=",)),
-            TemplateSign(60, ("<|tool_call_start|>",)),
-            TemplateSign(40, ("<|python_start|>",)),  # unless the template asks for llama3-json
+        template_patterns=(
+            TemplatePattern(60, ("[func_name1(params_name1=",)),
+            TemplatePattern(60, ("<|tool_call_start|>",)),
+            TemplatePattern(40, ("<|python_start|>",)),  # unless the template asks for llama3-json
         ),
         markers=MARKERS,
     ),

@@ -15,7 +15,7 @@ from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Member, Tool
 from rekindle.chat.grammar.values import bare_string, json_value, options
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import ControlTokens, TemplateSign, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
 from rekindle.chat.tools.json_value import quoted
 from rekindle.chat.tools.parameters import Tools, properties, typed
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
@@ -138,7 +138,7 @@ FORMATS = (
         name="qwen3-coder",
         parser=lambda reply: Qwen3CoderParser(reply.tools),
         syntax=_syntax,
-        signs=(TemplateSign(75, (FUNCTION, PARAMETER)),),
+        template_patterns=(TemplatePattern(75, (FUNCTION, PARAMETER)),),
         markers=MARKERS,
     ),
 )

@@ -24,8 +24,8 @@ def discover() -> Iterator[ToolFormat]:
 
 
 _FORMATS = {each.name: each for each in sorted(discover(), key=lambda each: each.name)}
-_SIGNS = sorted(
-    ((sign, each) for each in _FORMATS.values() for sign in each.signs),
+_PATTERNS = sorted(
+    ((pattern, each) for each in _FORMATS.values() for pattern in each.template_patterns),
     key=lambda pair: -pair[0].precedence,
 )
 
@@ -52,7 +52,7 @@ def select(
 
 
 def _shown_by(template: str) -> ToolFormat:
-    shown = (each for sign, each in _SIGNS if sign.is_in(template))
+    shown = (each for pattern, each in _PATTERNS if pattern.matches(template))
     return next(shown, _FORMATS[DEFAULT_TOOL_FORMAT])
 
 
