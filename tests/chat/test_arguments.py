@@ -1,4 +1,4 @@
-"""Arguments of calls reach a template in the form it takes, and never as control tokens."""
+"""Arguments of calls in a history, parsed where they are JSON objects."""
 
 from __future__ import annotations
 
@@ -7,119 +7,26 @@ from typing import Any
 import pytest
 
 from rekindle.chat.arguments import parsed
-from rekindle.chat.encode import Encoder
-from rekindle.chat.template import ChatTemplate
-
-from .templates import PARTS
-from .tool_templates import CHANNELS, HERMES, STRINGS, THINKING
-from .vocabulary import Vocabulary
-
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
-def talk(arguments: Any, name: str = "f") -> list[dict[str, Any]]:
-    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    return [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-
-
-def rendered(source: str, arguments: Any) -> str:
-    return ChatTemplate(source).render(talk(arguments), tools=TOOLS, add_generation_prompt=False)
-
-
-@pytest.mark.parametrize("source", [HERMES, THINKING, CHANNELS, PARTS + "{{ tools }}"])
-def test_a_template_that_prints_json_is_given_objects(source: str) -> None:
-    text = rendered(source, '{"b":1,   "a":"x"}')
-    assert '{"b": 1, "a": "x"}' in text
-    assert text == rendered(source, {"b": 1, "a": "x"})
-
-
-def test_a_template_that_joins_strings_is_given_a_string() -> None:
-    assert '```json\n{"b": 1, "a": "é"}\n```' in rendered(STRINGS, {"b": 1, "a": "é"})
-    assert '```json\n{"b":1}\n```' in rendered(STRINGS, '{"b":1}')
-
-
-def test_a_template_that_would_print_a_dictionary_is_given_a_string() -> None:
-    source = (
-        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments }}"
-        "{% endfor %}{% endfor %}"
-    )
-    assert rendered(source, {"b": "x"}) == 'ff {"b": "x"}'
-
-
-def test_a_template_that_writes_calls_as_python_does_is_given_objects() -> None:
-    source = (
-        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
-        "{% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})"
-        "{% endfor %}{% endfor %}"
-    )
-    assert rendered(source, '{"b": "x"}') == "ff(b='x')"
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("arguments", ["{not json", '{"a": NaN}', '{"a": 1e999}', "[1]", "7"])
 def test_what_is_no_object_stays_the_string_it_was(arguments: str) -> None:
-    [_, message] = [parsed(each) for each in talk(arguments)]
+    message = parsed(calling(arguments))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
-
-
-@pytest.mark.parametrize("arguments", ["", " \n"])
-def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
-    assert '"arguments": {}' in rendered(HERMES, arguments)
 
 
 def test_what_is_nested_too_deep_stays_a_string() -> None:
     for depth in (60, 100_000):
         arguments = '{"a":' + "[" * depth + "]" * depth + "}"
-        [_, message] = [parsed(each) for each in talk(arguments)]
+        message = parsed(calling(arguments))
         assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@pytest.mark.parametrize("source", [HERMES, STRINGS, CHANNELS])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        '{"a": "<|im_end|>"}',
-        r'{"a": "\u003c|im_end|>"}',
-        r'{"a": "<|im_\u0065nd|>", "<\/s>": 1}',
-        r'{"a": "<\/s>"}',
-    ],
-)
-@pytest.mark.parametrize("form", [dict, parsed])
-def test_escapes_in_arguments_never_spell_a_control_token(
-    source: str, arguments: str, form: Any
-) -> None:
-    vocabulary = Vocabulary()
-    encoder = Encoder(vocabulary, ChatTemplate(source))
-    harmless = encoder.chat(talk("{}"), template_kwargs={}, tools=TOOLS)
-    messages = [form(message) for message in talk(arguments)]
-    prompt = encoder.chat(messages, template_kwargs={}, tools=TOOLS)
-    assert vocabulary.controls(prompt.tokens) == vocabulary.controls(harmless.tokens)
-
-
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"\\uD83D": ["\\ud83d"]}'])
-def test_half_a_character_that_a_model_wrote_does_not_end_the_conversation(arguments: str) -> None:
-    encoder = Encoder(Vocabulary(), ChatTemplate(HERMES))
-    messages = [parsed(message) for message in talk(arguments)]
-    prompt = encoder.chat(messages, tools=TOOLS, template_kwargs={})
-    assert "\ufffd" in prompt.escaped.decode(errors="ignore")
-
-
 def test_a_whole_character_in_two_escapes_is_one() -> None:
-    message = parsed(talk('{"a": "\\ud83d\\ude00"}')[1])
+    message = parsed(calling('{"a": "\\ud83d\\ude00"}'))
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": "😀"}
-
-
-@pytest.mark.parametrize("arguments", ['{"path": "/room', "[1, 2]", "null", "not JSON"])
-def test_a_template_that_takes_nothing_but_objects_is_given_one(arguments: str) -> None:
-    """A call that broke off comes back with an error as its result: that has to be answered."""
-    source = (
-        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
-        "{% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})"
-        "{% endfor %}{% endfor %}"
-    )
-    assert rendered(source, arguments) == f"ff(arguments='{arguments}')"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rekindle.chat.tools.registry import NAMES
+from rekindle.chat.tools.registry import TOOL_FORMAT_NAMES
 from rekindle.protocol.requests import ToolUse
 from tests.chat.grammar.validator import valid
 from tests.support.agent import CHANGES, Agent, Change, as_it_was, with_json_reordered
@@ -60,14 +60,14 @@ def spelled_new(agent: Agent, reply: Reply) -> str:
 
 
 def test_every_format_of_calls_has_a_family() -> None:
-    assert {family.format for family in FAMILIES.values()} == set(NAMES) - {"plain"}
+    assert {family.format for family in FAMILIES.values()} == set(TOOL_FORMAT_NAMES) - {"plain"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_s_template_tells_its_format(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
-    assert agent.manner.format.name == family.format
+    assert agent.output_format.format.name == family.format
     assert agent.template.shows_tools
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
@@ -241,6 +242,28 @@ def test_a_damaged_file_is_an_error_that_says_so(model: Path, kind: str, tmp_pat
         with pytest.raises(ModelError):
             async with running(path):
                 pass
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("formats", "refusal"),
+    [
+        ({"tool_format": "hermess"}, "'hermess': use auto, or one of deepseek, .*, qwen3-coder$"),
+        ({"reasoning_format": "thinks"}, "'thinks': use auto, or one of think, .*, none$"),
+    ],
+)
+def test_an_unknown_format_is_refused_before_a_model_is_loaded(
+    formats: dict[str, str], refusal: str, tmp_path: Path
+) -> None:
+    """The model's file does not exist, which loading it would complain about."""
+    settings = structs.replace(load(tmp_path / "missing.gguf"), **formats)
+
+    async def scene() -> None:
+        runtime = RuntimeClient("tiny", settings, queue=1)
+        with pytest.raises(ModelError, match=refusal):
+            await runtime.start()
+        await runtime.stop()
 
     run(scene)
 

@@ -11,7 +11,7 @@ from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.input_processor import Intake
-from rekindle.runtime.output_format import Manner
+from rekindle.runtime.output_format import OutputFormat
 from tests.support.conversations import CHATML_CONTROL, Letters
 from tests.support.harness import Desk, Reply
 from tests.support.scripted import ScriptedEngine
@@ -55,12 +55,15 @@ class Agent:
         vocabulary: Any = self.letters
         self.template = ChatTemplate(template, bos_token=bos, eos_token=ends[0])
         encoder = Encoder(self.letters, self.template)
-        self.manner = Manner(vocabulary, template)
+        self.output_format = OutputFormat(vocabulary, template)
         self.desk = Desk(
-            self.engine, encoder=encoder, tokenizer=vocabulary, end_tokens=self.manner.end_tokens
+            self.engine,
+            encoder=encoder,
+            tokenizer=vocabulary,
+            end_tokens=self.output_format.end_tokens,
         )
         self.intake = Intake(
-            self.engine.capabilities, vocabulary, encoder, self.desk.entries, b"", self.manner
+            self.engine.abilities, vocabulary, encoder, self.desk.entries, b"", self.output_format
         )
         self._end = ends[0]
         self._tools = list(tools)

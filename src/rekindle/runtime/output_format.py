@@ -1,95 +1,77 @@
-"""How a model replies: which text is thought, which is a call, and what a reply is held to."""
+"""How a model's output is decoded: parsed into text, reasoning and calls, and constrained."""
 
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rekindle.chat.encode import Prompt
-from rekindle.chat.escaping import unescape
+from rekindle.chat.escaping import unmark
 from rekindle.chat.grammar.lark import Grammar
-from rekindle.chat.grammar.matcher import Grammars
-from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
-from rekindle.chat.reply import Parser
-from rekindle.chat.tools.registry import Format, choose, opened
-from rekindle.engine.base import TokenMask
-from rekindle.errors import ModelError
+from rekindle.chat.grammar.matcher import GrammarCompiler
+from rekindle.chat.grammar.schema import ANY_OBJECT
+from rekindle.chat.tools.base import ReplyParser
+from rekindle.chat.tools.registry import select
+from rekindle.engine.base import Constraint
+from rekindle.engine.llamacpp.tokenizer import Vocabulary
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.tokens import Tokenizer
 
-SEEN_BYTES = 4096  # of a prompt's end: a thought that it opens is in its last words
+PROMPT_END_BYTES = 4096  # enough of a prompt to see whether it ends inside reasoning
 
 
-class Rules(NamedTuple):
-    """What one reply is read with and held to."""
+@dataclass(frozen=True, slots=True)
+class ReplyDecoding:
+    """How one reply is decoded."""
 
-    parser: Parser | None = None  # None: all of it is text
+    parser: ReplyParser | None = None  # None: all of it is text
     shown: Container[int] = ()  # control tokens whose text the parser reads
-    constraint: TokenMask | None = None
+    constraint: Constraint | None = None
 
 
-class Manner:
-    """Of one model. Any thread may call it."""
+class OutputFormat:
+    """How one model writes its output. Thread-safe."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         template: str | None,
         *,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
     ) -> None:
-        try:
-            self.format: Format = choose(template, name=tool_format, thought_name=reasoning_format)
-        except ValueError as error:
-            raise ModelError(str(error)) from error
-        self._control = tokenizer.control_texts
+        self.format = select(template, tool_format=tool_format, reasoning_format=reasoning_format)
+        self._control = vocabulary.control_texts
         self._shown = self._tokens(self.format.markers)
-        self.end_tokens = tokenizer.end_tokens | self._tokens(self.format.ends)
-        self._grammars = Grammars(
-            tokenizer, vocabulary_size=tokenizer.size, end_tokens=self.end_tokens
+        self.end_tokens = vocabulary.end_tokens | self._tokens(self.format.end_markers)
+        self._grammars = self.format.grammars(self._control)
+        self._compiler = GrammarCompiler(
+            vocabulary, vocabulary_size=vocabulary.size, end_tokens=self.end_tokens
         )
 
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._control[text] for text in texts if text in self._control)
 
-    def rules(self, ask: GenerateRequest, prompt: Prompt) -> Rules:
+    def decoding(self, request: GenerateRequest, prompt: Prompt) -> ReplyDecoding:
         """Raises BadRequest for a schema that cannot be enforced."""
-        if ask.messages is None or ask.prepare is not None:
-            return Rules()
-        end = unescape(prompt.escaped[-SEEN_BYTES:]).decode(errors="ignore")
-        is_open = opened(self.format, end)
-        calls = bool(ask.tools) and ask.tool_use.choice != "none"
-        grammar = self._grammar(ask, calls=calls, is_open=is_open)
-        constraint = self._grammars.constraint(grammar) if grammar else None
-        if not calls and self.format.thought is None:
-            return Rules(constraint=constraint)
-        parser = self.format.parser(ask.tools or [], calls=calls, opened=is_open)
-        return Rules(parser, self._shown, constraint)
+        if request.messages is None or request.prepare is not None:
+            return ReplyDecoding()
+        end = unmark(prompt.marked[-PROMPT_END_BYTES:]).decode(errors="ignore")
+        opened = self.format.opens_reasoning(end)
+        calls = bool(request.tools) and request.tool_use.choice != "none"
+        grammar = self._grammar(request, calls=calls, opened=opened)
+        constraint = self._compiler.compile(grammar) if grammar else None
+        if not calls and self.format.reasoning is None:
+            return ReplyDecoding(constraint=constraint)
+        parser = self.format.parser(request.tools or [], calls=calls, opened=opened)
+        return ReplyDecoding(parser, self._shown, constraint)
 
-    def _grammar(self, ask: GenerateRequest, *, calls: bool, is_open: bool) -> Grammar | None:
-        name, thought, control = self.format.name, self.format.thought, self._control
+    def _grammar(self, request: GenerateRequest, *, calls: bool, opened: bool) -> Grammar | None:
+        output = request.structured_output
         if not calls:
-            if ask.structured_output is None:
-                return None
-            return answer_grammar(
-                name, ask.structured_output.schema, thought=thought, opened=is_open, control=control
-            )
+            return self._grammars.answer(output.schema, opened=opened) if output else None
         answer = None
-        if ask.structured_output is not None:
-            answer = (
-                {"type": "object"}
-                if ask.structured_output.schema is None
-                else ask.structured_output.schema
-            )
-        return calls_grammar(
-            name,
-            ask.tools or [],
-            required=ask.tool_use.choice == "required",
-            name=ask.tool_use.name,
-            parallel=ask.tool_use.parallel,
-            thought=thought,
-            opened=is_open,
-            control=control,
-            answer=answer,
+        if output is not None:
+            answer = ANY_OBJECT if output.schema is None else output.schema
+        return self._grammars.calls(
+            request.tools or [], request.tool_use, opened=opened, answer=answer
         )

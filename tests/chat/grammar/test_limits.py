@@ -87,7 +87,7 @@ WORTH_IT: dict[str, Any] = {
 @pytest.mark.parametrize("name", WORTH_IT)
 def test_a_large_schema_works_or_ends_the_reply(name: str) -> None:
     check(WORTH_IT[name])
-    constraint = WRITER.constraint(json_grammar(WORTH_IT[name], "response_format"))
+    constraint = WRITER.matcher(json_grammar(WORTH_IT[name], "response_format"))
     chance = np.random.default_rng(0)
     for _ in range(50):
         row = chance.standard_normal(WRITER.vocabulary.size).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A constraint keeps to its grammar on any row of logits, and never stops the engine."""
+"""A matcher keeps to its grammar on any row of logits, and never stops the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rekindle.chat.grammar.lark import Grammar, json_grammar
-from rekindle.chat.grammar.matcher import Grammars
+from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.errors import BadRequest, Unsupported
 from tests.chat.grammar.writer import ByteVocabulary, Writer
 
@@ -25,76 +25,76 @@ def row(size: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 def test_any_size_of_vocabulary_is_masked_to_its_end(extra: int) -> None:
     writer = Writer([f"<|{number}|>" for number in range(extra)])
     logits = row(writer.vocabulary.size)
-    writer.constraint(INTEGER).mask(logits)
+    writer.matcher(INTEGER).mask(logits)
     assert set(np.flatnonzero(np.isfinite(logits))) == {*b"-0123456789"}
 
 
 def test_what_is_allowed_keeps_its_value() -> None:
     writer = Writer()
     logits = row(writer.vocabulary.size)
-    writer.constraint(INTEGER).mask(logits)
+    writer.matcher(INTEGER).mask(logits)
     assert [logits[digit] for digit in b"059"] == [*b"059"]
 
 
 def test_a_row_may_be_longer_than_the_vocabulary() -> None:
     writer = Writer()
     logits = row(writer.vocabulary.size + 100)
-    writer.constraint(INTEGER).mask(logits)
+    writer.matcher(INTEGER).mask(logits)
     assert set(np.flatnonzero(np.isfinite(logits))) == {*b"-0123456789"}
 
 
 def test_a_complete_reply_may_only_end_and_stays_so() -> None:
     writer = Writer()
-    constraint = writer.constraint(json_grammar({"type": "null"}, "response_format"))
-    assert not constraint.done
-    assert writer.follow(constraint, "null and void") == "null"
+    matcher = writer.matcher(json_grammar({"type": "null"}, "response_format"))
+    assert not matcher.done
+    assert writer.follow(matcher, "null and void") == "null"
     for _ in range(3):
-        assert writer.allowed(constraint) == writer.vocabulary.end_tokens
-        assert constraint.done
-        assert constraint.trouble is None
-        constraint.accept(min(writer.vocabulary.end_tokens))
+        assert writer.allowed(matcher) == writer.vocabulary.end_tokens
+        assert matcher.done
+        assert matcher.trouble is None
+        matcher.accept(min(writer.vocabulary.end_tokens))
 
 
 def test_a_grammar_that_turns_out_too_costly_ends_the_reply_and_says_so() -> None:
     writer = Writer()
-    constraint = writer.constraint(GROWING)
-    assert constraint.trouble is None
-    writer.follow(constraint, '"' + "abca" * 200)
-    assert constraint.trouble
-    assert "\n" not in constraint.trouble
-    assert writer.allowed(constraint) == writer.vocabulary.end_tokens
+    matcher = writer.matcher(GROWING)
+    assert matcher.trouble is None
+    writer.follow(matcher, '"' + "abca" * 200)
+    assert matcher.trouble
+    assert "\n" not in matcher.trouble
+    assert writer.allowed(matcher) == writer.vocabulary.end_tokens
 
 
 def test_a_token_that_was_not_allowed_ends_the_reply_and_says_so() -> None:
     writer = Writer()
-    constraint = writer.constraint(INTEGER)
-    constraint.accept(ord("x"))
-    assert constraint.trouble
-    assert writer.allowed(constraint) == writer.vocabulary.end_tokens
+    matcher = writer.matcher(INTEGER)
+    matcher.accept(ord("x"))
+    assert matcher.trouble
+    assert writer.allowed(matcher) == writer.vocabulary.end_tokens
 
 
 def test_a_reply_can_be_replayed_from_its_tokens() -> None:
     writer = Writer()
-    constraint = writer.constraint(json_grammar({"const": "abc"}, "response_format"))
-    writer.follow(constraint, '"ab')
-    constraint.accept(ord("x"))  # a token that was lost with its step
-    constraint.replay([*b'"a'])
-    assert constraint.trouble is None
-    assert writer.allowed(constraint) == {ord("b")}
+    matcher = writer.matcher(json_grammar({"const": "abc"}, "response_format"))
+    writer.follow(matcher, '"ab')
+    matcher.accept(ord("x"))  # a token that was lost with its step
+    matcher.replay([*b'"a'])
+    assert matcher.trouble is None
+    assert writer.allowed(matcher) == {ord("b")}
 
 
 def test_a_grammar_that_cannot_be_built_is_a_mistake_of_the_request() -> None:
     with pytest.raises(BadRequest) as refused:
-        Writer().constraint(Grammar("start: nowhere", "tools"))
+        Writer().matcher(Grammar("start: nowhere", "tools"))
     assert refused.value.param == "tools"
     assert "nowhere" in str(refused.value)
 
 
 def test_a_model_without_an_end_token_is_not_constrained() -> None:
     vocabulary = ByteVocabulary()
-    grammars = Grammars(vocabulary, vocabulary_size=vocabulary.size, end_tokens=())
+    compiler = GrammarCompiler(vocabulary, vocabulary_size=vocabulary.size, end_tokens=())
     with pytest.raises(Unsupported):
-        grammars.constraint(INTEGER)
+        compiler.compile(INTEGER)
 
 
 class Counted(ByteVocabulary):
@@ -109,18 +109,18 @@ class Counted(ByteVocabulary):
 
 def test_the_vocabulary_is_read_once_and_only_when_it_is_needed() -> None:
     vocabulary = Counted()
-    grammars = vocabulary.grammars()
+    compiler = vocabulary.compiler()
     assert vocabulary.read == 0
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(grammars.constraint, [INTEGER] * 8))
+        made = list(pool.map(compiler.compile, [INTEGER] * 8))
     assert vocabulary.read == 1
     assert len({id(each) for each in made}) == 8
 
 
 def test_control_tokens_are_no_text() -> None:
     writer = Writer(["<tool>"])
-    constraint = writer.constraint(Grammar("start: /(?s:.*)/", "tools"))
-    allowed = writer.allowed(constraint)
+    matcher = writer.matcher(Grammar("start: /(?s:.*)/", "tools"))
+    allowed = writer.allowed(matcher)
     assert writer.vocabulary.control_texts["<tool>"] not in allowed
     assert 0xFF not in allowed  # in no character
     assert {*b"ab<"} < allowed

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from rekindle.chat.grammar.lark import Grammar
-from rekindle.chat.grammar.reply import answer_grammar, calls_grammar
-from rekindle.chat.tools import registry as choose
+from rekindle.chat.tools.registry import TOOL_FORMAT_NAMES, select
 from rekindle.errors import Unsupported
 from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
+from rekindle.protocol.requests import ToolUse
 from tests.chat.grammar.validator import valid
-from tests.chat.grammar.writer import Writer
+from tests.chat.grammar.writer import Writer, reply_grammars
 
 SEEDS = range(5)
 BAR = "\uff5c"  # a vertical line of full width
@@ -133,21 +133,27 @@ class Case:
         self.format, self.control, self.syntax = FORMATS[name]
         self.writer = Writer(self.control)
 
-    def grammar(self, tools: Any = TOOLS, **how: Any) -> Grammar:
-        asked: dict[str, Any] = {
-            "required": True,
-            "name": None,
-            "parallel": False,
-            "thought": None,
-            "opened": False,
-        }
-        control = self.writer.vocabulary.control_texts
-        grammar = calls_grammar(self.format, tools, control=control, **{**asked, **how})
+    def grammar(
+        self,
+        tools: Any = TOOLS,
+        *,
+        required: bool = True,
+        name: str | None = None,
+        parallel: bool = False,
+        reasoning: str = "none",
+        opened: bool = False,
+        answer: Any = None,
+    ) -> Grammar:
+        use = ToolUse(choice="required" if required else "auto", name=name, parallel=parallel)
+        grammars = reply_grammars(self.format, reasoning, self.writer.vocabulary.control_texts)
+        grammar = grammars.calls(tools, use, opened=opened, answer=answer)
         assert grammar is not None
         return grammar
 
-    def read(self, text: str, *, thinks: bool = False, opened: bool = False) -> list[Part]:
-        format = choose.choose(None, name=self.format, thought_name="think" if thinks else "none")
+    def read(self, text: str, *, reasons: bool = False, opened: bool = False) -> list[Part]:
+        format = select(
+            None, tool_format=self.format, reasoning_format="think" if reasons else "none"
+        )
         parser = format.parser(TOOLS, calls=True, opened=opened)
         return [*parser.push(text), *parser.finish()]
 
@@ -167,11 +173,11 @@ def calls(parts: list[Part]) -> list[tuple[str, Any]]:
     return [(name, json.loads("".join(texts))) for name, texts in found]
 
 
-def said(parts: list[Part]) -> str:
+def text_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextDelta))
 
 
-def thought(parts: list[Part]) -> str:
+def reasoning_of(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
 
 
@@ -196,7 +202,7 @@ def test_a_required_call_is_read_as_one_call_that_follows_its_tool(case: Case) -
         made = calls(parts)
         assert len(made) == 1, text
         assert follows(made[0]), text
-        assert not said(parts), text
+        assert not text_of(parts), text
         seen.add(made[0][0])
     assert len(seen) > 1
 
@@ -247,7 +253,7 @@ def test_parallel_calls_are_all_read(case: Case) -> None:
         parts = case.read(text)
         made = calls(parts)
         assert made == [("now", {})] * len(made)
-        assert not said(parts), text
+        assert not text_of(parts), text
         several += len(made) > 1
     assert several or case.format == "harmony"  # where a call ends the reply
 
@@ -263,32 +269,31 @@ def test_free_text_is_no_required_call(case: Case) -> None:
     assert not case.writer.takes(case.grammar(), "")
 
 
-# -- thought ---------------------------------------------------------------------------------------
+# -- reasoning -------------------------------------------------------------------------------------
 
-THINKERS = [name for name, (format, *_) in FORMATS.items() if format != "harmony"]
-THINK = ("<think>", "</think>")
+OTHERS = [name for name, (format, *_) in FORMATS.items() if format != "harmony"]
 
 
-@pytest.mark.parametrize("name", THINKERS)
-@pytest.mark.parametrize("control", [(), THINK])
-def test_a_thought_may_come_before_a_required_call(name: str, control: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("control", [(), ("<think>", "</think>")])
+def test_reasoning_may_come_before_a_required_call(name: str, control: tuple[str, ...]) -> None:
     case = Case(name)
     case.writer = Writer([*case.control, *control])
-    grammar = case.grammar(thought=THINK)
+    grammar = case.grammar(reasoning="think")
     begun = "<think>\nThe weather {is} [asked] for.\n</think>\n\n"
-    parts = case.read(case.writer.write(grammar, 1, start=begun), thinks=True)
-    assert thought(parts) == "The weather {is} [asked] for."
+    parts = case.read(case.writer.write(grammar, 1, start=begun), reasons=True)
+    assert reasoning_of(parts) == "The weather {is} [asked] for."
     assert follows(calls(parts)[0])
     assert case.writer.takes(grammar, case.writer.write(case.grammar(), 1))
 
 
-@pytest.mark.parametrize("name", THINKERS)
-def test_a_thought_that_the_prompt_opened_has_to_end_first(name: str) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_reasoning_that_the_prompt_opened_has_to_end_first(name: str) -> None:
     case = Case(name)
-    grammar = case.grammar(thought=THINK, opened=True)
+    grammar = case.grammar(reasoning="think", opened=True)
     text = case.writer.write(grammar, 1, start="Let me see.</think>")
-    parts = case.read(text, thinks=True, opened=True)
-    assert thought(parts) == "Let me see."
+    parts = case.read(text, reasons=True, opened=True)
+    assert reasoning_of(parts) == "Let me see."
     assert follows(calls(parts)[0])
 
 
@@ -296,15 +301,15 @@ def test_harmony_may_think_before_a_required_call() -> None:
     case = Case("harmony")
     thinking = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     parts = case.read(case.writer.write(case.grammar(), 2, start=thinking))
-    assert thought(parts) == "Hm."
+    assert reasoning_of(parts) == "Hm."
     assert follows(calls(parts)[0])
     opened = case.grammar(opened=True)
     text = case.writer.write(opened, 2, start="Hm.<|end|><|start|>assistant<|channel|>commentary")
-    assert follows(calls(choose_opened(text))[0])
+    assert follows(calls(read_opened(text))[0])
 
 
-def choose_opened(text: str) -> list[Part]:
-    parser = choose.choose(None, name="harmony").parser(TOOLS, calls=True, opened=True)
+def read_opened(text: str) -> list[Part]:
+    parser = select(None, tool_format="harmony").parser(TOOLS, calls=True, opened=True)
     return [*parser.push(text), *parser.finish()]
 
 
@@ -312,8 +317,7 @@ def choose_opened(text: str) -> list[Part]:
 
 
 def test_without_strict_tools_or_a_required_call_nothing_is_asked(case: Case) -> None:
-    asked: dict[str, Any] = {"name": None, "parallel": True, "thought": None, "opened": False}
-    assert calls_grammar(case.format, TOOLS, required=False, control={}, **asked) is None
+    assert reply_grammars(case.format).calls(TOOLS, ToolUse(), opened=False) is None
 
 
 def test_a_reply_need_not_call_strict_tools(case: Case) -> None:
@@ -333,7 +337,7 @@ def test_a_call_of_a_strict_tool_follows_it_wherever_it_comes(case: Case) -> Non
         text = "<|python_tag|>" + text.removeprefix("<|python_tag|>")
     assert case.writer.takes(grammar, before + text)
     parts = case.read(before + text)
-    assert said(parts) == ("Wait." if before else "")
+    assert text_of(parts) == ("Wait." if before else "")
     assert follows(calls(parts)[0])
     spoilt = text.replace("celsius", "kelvin").replace("fahrenheit", "kelvin")
     assert spoilt != text
@@ -391,10 +395,7 @@ def test_an_argument_that_python_cannot_name_is_left_out_or_refused() -> None:
 
 def test_replies_that_are_read_as_text_alone_cannot_be_made_to_call() -> None:
     with pytest.raises(Unsupported):
-        calls_grammar(
-            "plain", TOOLS, required=True, name=None, parallel=True, thought=None, opened=False,
-            control={},
-        )  # fmt: skip
+        reply_grammars("plain").calls(TOOLS, ToolUse(choice="required"), opened=False)
 
 
 def test_text_in_a_schema_never_becomes_a_control_token(case: Case) -> None:
@@ -403,36 +404,32 @@ def test_text_in_a_schema_never_becomes_a_control_token(case: Case) -> None:
     grammar = case.grammar([tool(schema, name="now")])
     text = case.writer.write(grammar, 1, start="" if case.format != "harmony" else HEADER)
     assert "<|im_end|>" in text
-    constraint = case.writer.constraint(grammar)
+    matcher = case.writer.matcher(grammar)
     tokens = case.writer.vocabulary.encode(text.split("<|im_end|>")[0], special=True)
     for token in tokens:
-        constraint.accept(token)
-    assert not case.writer.allowed(constraint) & case.writer.vocabulary.end_tokens
-    assert constraint.trouble is None
+        matcher.accept(token)
+    assert not case.writer.allowed(matcher) & case.writer.vocabulary.end_tokens
+    assert matcher.trouble is None
 
 
 def test_replies_read_as_text_may_still_have_to_be_an_answer() -> None:
-    grammar = calls_grammar(
-        "plain", TOOLS, required=False, name=None, parallel=True, thought=None, opened=False,
-        control={}, answer={"const": 4},
-    )  # fmt: skip
+    grammars = reply_grammars("plain")
+    grammar = grammars.calls(TOOLS, ToolUse(), opened=False, answer={"const": 4})
     assert grammar is not None
     assert Writer().takes(grammar, "4")
 
 
 def test_every_format_with_calls_has_a_grammar() -> None:
-    assert {format for format, *_ in FORMATS.values()} == set(choose.NAMES) - {"plain"}
+    assert {format for format, *_ in FORMATS.values()} == set(TOOL_FORMAT_NAMES) - {"plain"}
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_may_come_after_a_thought() -> None:
+def test_an_answer_may_come_after_reasoning() -> None:
     writer = Writer()
     for opened, start in ((False, "<think>2 + 2</think>\n"), (True, "2 + 2</think>\n\n")):
-        grammar = answer_grammar(
-            "hermes", {"type": "integer"}, thought=THINK, opened=opened, control={}
-        )
+        grammar = reply_grammars("hermes", "think").answer({"type": "integer"}, opened=opened)
         assert writer.takes(grammar, start + "4")
         assert writer.takes(grammar, "4") is not opened
         assert not writer.takes(grammar, start + "four")
@@ -441,9 +438,8 @@ def test_an_answer_may_come_after_a_thought() -> None:
 def test_an_answer_in_harmony_is_the_final_message() -> None:
     writer = Writer(HARMONY)
     control = writer.vocabulary.control_texts
-    grammar = answer_grammar(
-        "harmony", {"type": "integer"}, thought=None, opened=False, control=control
-    )
+    grammars = reply_grammars("harmony", control=control)
+    grammar = grammars.answer({"type": "integer"}, opened=False)
     final = "<|channel|>final<|message|>4"
     assert writer.takes(grammar, final)
     assert writer.takes(
@@ -454,8 +450,8 @@ def test_an_answer_in_harmony_is_the_final_message() -> None:
 
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
     writer = Writer()
-    grammar = answer_grammar("hermes", {"const": 4}, thought=None, opened=False, control={})
-    constraint = writer.constraint(grammar)
-    writer.follow(constraint, "4")
-    assert writer.allowed(constraint) == set(writer.vocabulary.end_tokens)
-    assert constraint.done
+    grammar = reply_grammars("hermes").answer({"const": 4}, opened=False)
+    matcher = writer.matcher(grammar)
+    writer.follow(matcher, "4")
+    assert writer.allowed(matcher) == set(writer.vocabulary.end_tokens)
+    assert matcher.done

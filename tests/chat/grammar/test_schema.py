@@ -10,11 +10,10 @@ from uuid import UUID
 import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
-from rekindle.chat.grammar.reply import answer_grammar
 from rekindle.chat.grammar.schema import check
 from rekindle.errors import BadRequest, Unsupported
 from tests.chat.grammar.validator import valid
-from tests.chat.grammar.writer import Writer
+from tests.chat.grammar.writer import Writer, reply_grammars
 
 WRITER = Writer()
 SEEDS = range(6)
@@ -110,7 +109,7 @@ def test_known_formats_are_kept_to(name: str, read: Any) -> None:
 
 
 def test_no_schema_stands_for_any_object() -> None:
-    grammar = answer_grammar("hermes", None, thought=None, opened=False, control={})
+    grammar = reply_grammars("hermes").answer(None, opened=False)
     for seed in SEEDS:
         assert isinstance(json.loads(WRITER.write(grammar, seed)), dict)
     assert not WRITER.takes(grammar, "[]")
@@ -118,7 +117,7 @@ def test_no_schema_stands_for_any_object() -> None:
 
 
 def test_the_schema_true_stands_for_any_value() -> None:
-    grammar = answer_grammar("hermes", True, thought=None, opened=False, control={})
+    grammar = reply_grammars("hermes").answer(True, opened=False)
     assert WRITER.takes(grammar, "[1, null]")
 
 
@@ -173,7 +172,7 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "problem"),
     [
         ({"$ref": "https://example.com/schema.json"}, "https://example.com/schema.json"),
         ({"$ref": "#/$defs/missing"}, "missing"),
@@ -184,8 +183,8 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
         (False, "false"),
     ],
 )
-def test_a_schema_that_makes_no_sense_is_refused(schema: Any, said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as refused:
+def test_a_schema_that_makes_no_sense_is_refused(schema: Any, problem: str) -> None:
+    with pytest.raises(BadRequest, match=problem) as refused:
         check(schema)
     assert refused.value.param == "response_format"
 

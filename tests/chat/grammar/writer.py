@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rekindle.chat.grammar.lark import Grammar, json_grammar
-from rekindle.chat.grammar.matcher import Constraint, Grammars
+from rekindle.chat.grammar.matcher import GrammarCompiler, TokenMatcher
+from rekindle.chat.grammar.reply import ReplyGrammars
+from rekindle.chat.tools.registry import select
 
 MERGES = [b'{"', b'": ', b'", "', b" the", b"<tool_call>", b"</tool_call>", b"\n\n"]
 END = "<|im_end|>"
@@ -52,8 +54,15 @@ class ByteVocabulary:
             return self._control[token].encode() if special else b""
         return self.pieces[token]
 
-    def grammars(self) -> Grammars:
-        return Grammars(self, vocabulary_size=self.size, end_tokens=self.end_tokens)
+    def compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self, vocabulary_size=self.size, end_tokens=self.end_tokens)
+
+
+def reply_grammars(
+    tool_format: str, reasoning: str = "none", control: Mapping[str, int] | None = None
+) -> ReplyGrammars:
+    format = select(None, tool_format=tool_format, reasoning_format=reasoning)
+    return format.grammars(control or {})
 
 
 class Writer:
@@ -61,46 +70,46 @@ class Writer:
 
     def __init__(self, control: Sequence[str] = ()) -> None:
         self.vocabulary = ByteVocabulary(control)
-        self._grammars = self.vocabulary.grammars()
+        self._compiler = self.vocabulary.compiler()
 
-    def constraint(self, grammar: Grammar) -> Constraint:
-        return self._grammars.constraint(grammar)
+    def matcher(self, grammar: Grammar) -> TokenMatcher:
+        return self._compiler.compile(grammar)
 
-    def allowed(self, constraint: Constraint) -> set[int]:
+    def allowed(self, matcher: TokenMatcher) -> set[int]:
         row = np.zeros(self.vocabulary.size, np.float32)
-        constraint.mask(row)
+        matcher.mask(row)
         return set(np.flatnonzero(np.isfinite(row)).tolist())
 
     def takes(self, grammar: Grammar, text: str) -> bool:
         """Whether a reply may be exactly this text."""
-        constraint = self.constraint(grammar)
-        return self.follow(constraint, text) == text and bool(
-            self.allowed(constraint) & self.vocabulary.end_tokens
+        matcher = self.matcher(grammar)
+        return self.follow(matcher, text) == text and bool(
+            self.allowed(matcher) & self.vocabulary.end_tokens
         )
 
-    def follow(self, constraint: Constraint, text: str) -> str:
-        """As much of the text as the constraint lets through."""
+    def follow(self, matcher: TokenMatcher, text: str) -> str:
+        """As much of the text as the grammar lets through."""
         tokens = self.vocabulary.encode(text, special=True)
         for count, token in enumerate(tokens):
-            if token not in self.allowed(constraint):
+            if token not in self.allowed(matcher):
                 return self.spell(tokens[:count])
-            constraint.accept(token)
+            matcher.accept(token)
         return text
 
     def write(self, grammar: Grammar, seed: int, start: str = "", most: int = 3000) -> str:
         """A random reply that begins with `start` and comes to an end by itself."""
-        constraint = self.constraint(grammar)
-        assert self.follow(constraint, start) == start
+        matcher = self.matcher(grammar)
+        assert self.follow(matcher, start) == start
         chance = np.random.default_rng(seed)
         tokens: list[int] = []
         for _ in range(most):
             row = chance.standard_normal(self.vocabulary.size).astype(np.float32)
             row[FAVOURED] += 2
-            constraint.mask(row)
+            matcher.mask(row)
             token = int(row.argmax())
-            constraint.accept(token)
+            matcher.accept(token)
             if token in self.vocabulary.end_tokens:
-                assert constraint.trouble is None
+                assert matcher.trouble is None
                 return start + self.spell(tokens)
             tokens.append(token)
         raise AssertionError(f"no end: {self.spell(tokens)[-200:]}")

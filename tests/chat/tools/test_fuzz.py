@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.chat.tools.reasoning import PAIRS
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES, choose
-from tests.chat.tools.replay import TOOLS, Heard, cut, feed
+from rekindle.chat.reasoning import REASONING_FORMATS
+from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
+from tests.chat.tools.parsing import TOOLS, ParsedReply, cut, feed
 from tests.chat.tools.transcripts import REPLIES
 
 SCRAPS = [
@@ -18,7 +18,9 @@ SCRAPS = [
     "<function=f>", "<parameter=a>", "</parameter>", "<function=", "```", "```json", "print(",
     "```tool_code", "assistant", " to=functions.f", "analysis", "final", "function", "{}",
 ]  # fmt: skip
-MARKS = sorted({marker for name in NAMES for marker in choose(None, name=name).markers})
+MARKS = sorted(
+    {marker for name in TOOL_FORMAT_NAMES for marker in select(None, tool_format=name).markers}
+)
 
 
 def texts(*marks: str) -> st.SearchStrategy[str]:
@@ -30,7 +32,7 @@ def texts(*marks: str) -> st.SearchStrategy[str]:
 def slips(name: str) -> st.SearchStrategy[str]:
     """A model's real reply, with pieces of it lost or replaced."""
     replies = [reply.text for reply in REPLIES.values() if reply.format == name] or SCRAPS
-    marks = choose(None, name=name).markers
+    marks = select(None, tool_format=name).markers
 
     def spoil(reply: str, slips: list[tuple[int, int, str]]) -> str:
         for start, length, scrap in slips:
@@ -44,38 +46,40 @@ def slips(name: str) -> st.SearchStrategy[str]:
     return st.builds(spoil, st.sampled_from(replies), st.lists(slip, max_size=4))
 
 
-def heard(name: str, pieces: list[str], *, thought: str = "none", opened: bool = False) -> Heard:
-    form = choose(None, name=name, thought_name=thought)
+def parsed(
+    name: str, pieces: list[str], *, reasoning: str = "none", opened: bool = False
+) -> ParsedReply:
+    form = select(None, tool_format=name, reasoning_format=reasoning)
     return feed(form.parser(TOOLS, calls=True, opened=opened), pieces)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_any_cut_of_any_text_gives_the_same_parts_and_loses_nothing(name: str) -> None:
     @settings(deadline=None, max_examples=150)  # the machine may be busy
     @given(
-        texts(*choose(None, name=name).markers) | slips(name),
+        texts(*select(None, tool_format=name).markers) | slips(name),
         st.lists(st.integers(0, 500), max_size=8),
     )
     def holds(text: str, places: list[int]) -> None:
-        whole = heard(name, [text])
-        assert heard(name, cut(text, places)) == whole
-        assert heard(name, list(text)) == whole
+        whole = parsed(name, [text])
+        assert parsed(name, cut(text, places)) == whole
+        assert parsed(name, list(text)) == whole
         if not whole.calls and name != "harmony":
-            assert whole.said == text
+            assert whole.text == text
 
     holds()
 
 
-@pytest.mark.parametrize("thought", [name for name in THOUGHT_NAMES if name != "none"])
-def test_any_cut_of_any_thought_gives_the_same_parts(thought: str) -> None:
-    pair = PAIRS[thought]
+@pytest.mark.parametrize("reasoning", [name for name in REASONING_FORMAT_NAMES if name != "none"])
+def test_any_cut_of_any_reasoning_gives_the_same_parts(reasoning: str) -> None:
+    pair = REASONING_FORMATS[reasoning]
 
     @settings(deadline=None, max_examples=50)
     @given(texts(*pair, "<tool_call>"), st.lists(st.integers(0, 500), max_size=8), st.booleans())
     def holds(text: str, places: list[int], opened: bool) -> None:
-        whole = heard("hermes", [text], thought=thought, opened=opened)
-        assert heard("hermes", cut(text, places), thought=thought, opened=opened) == whole
-        assert heard("hermes", list(text), thought=thought, opened=opened) == whole
+        whole = parsed("hermes", [text], reasoning=reasoning, opened=opened)
+        assert parsed("hermes", cut(text, places), reasoning=reasoning, opened=opened) == whole
+        assert parsed("hermes", list(text), reasoning=reasoning, opened=opened) == whole
 
     holds()
 
@@ -83,41 +87,41 @@ def test_any_cut_of_any_thought_gives_the_same_parts(thought: str) -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[`{"), max_size=40))
 def test_text_without_any_marker_is_said_as_it_is(text: str) -> None:
-    for name in NAMES:
-        assert heard(name, list(text)).said == text, name
+    for name in TOOL_FORMAT_NAMES:
+        assert parsed(name, list(text)).text == text, name
 
 
 @settings(deadline=None, max_examples=100)
-@given(texts(*choose(None, name="harmony").markers))
+@given(texts(*select(None, tool_format="harmony").markers))
 def test_harmony_loses_no_text_of_a_message(text: str) -> None:
     """Only markers and headers go; here every text stands in a message of its own."""
     inside = text
     for marker in MARKS:
         inside = inside.replace(marker, "")
-    whole = heard("harmony", [f"<|channel|>final<|message|>x{inside}x<|end|>"])
-    assert "<|" in inside or whole.said == f"x{inside}x"
+    whole = parsed("harmony", [f"<|channel|>final<|message|>x{inside}x<|end|>"])
+    assert "<|" in inside or whole.text == f"x{inside}x"
 
 
 LARGE = 1_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 @pytest.mark.parametrize("unit", ["<", "[", "{", " "])
 def test_a_megabyte_of_one_character_is_a_text_like_any_other(name: str, unit: str) -> None:
     text = unit * (LARGE // len(unit))
     pieces = [text[start : start + 4096] for start in range(0, len(text), 4096)]
-    whole = heard(name, pieces)
+    whole = parsed(name, pieces)
     assert whole.calls == []
-    assert whole.said == text
+    assert whole.text == text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_a_flood_of_markers_is_a_text_like_any_other(name: str) -> None:
-    for marker in choose(None, name=name).markers:
+    for marker in select(None, tool_format=name).markers:
         text = marker * (LARGE // 8 // len(marker))
-        whole = heard(name, [text])
+        whole = parsed(name, [text])
         if name != "harmony" and not whole.calls:
-            assert whole.said == text
+            assert whole.text == text
 
 
 BEGINNINGS = {
@@ -139,11 +143,11 @@ def test_arguments_without_end_are_passed_on(name: str, body: str) -> None:
     """100,000 levels deep, or one endless string."""
     text = BEGINNINGS[name] + body
     pieces = [text[start : start + 4096] for start in range(0, len(text), 4096)]
-    (call,) = heard(name, pieces).calls
+    (call,) = parsed(name, pieces).calls
     assert len(call.arguments) >= len(body) - 1
 
 
 def test_a_pythonic_list_without_end_is_text() -> None:
     for body in ("(" * 100_000, "[" * 100_000, '"' + "a" * LARGE, "'" + "\\" * LARGE):
         text = "[f(a=" + body
-        assert heard("pythonic", [text]).said == text
+        assert parsed("pythonic", [text]).text == text

@@ -1,4 +1,4 @@
-"""What tools say about their parameters, for formats that write values bare."""
+"""The types of parameters, for formats that write values without quotes."""
 
 from __future__ import annotations
 

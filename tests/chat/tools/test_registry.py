@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from rekindle.chat.tools.registry import NAMES, THOUGHT_NAMES, choose, opened
-from tests.chat.tools.replay import BAR
+from rekindle.chat import tools
+from rekindle.chat.tools import registry
+from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
+from rekindle.errors import ModelError
+from tests.chat.tools.parsing import BAR
 
 TEMPLATES = {
     "ChatML without tools": ("<|im_start|>{{ role }}\n{{ content }}<|im_end|>", "hermes", None),
@@ -52,67 +57,59 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize(("template", "name", "thought"), TEMPLATES.values(), ids=list(TEMPLATES))
-def test_a_template_shows_its_format(template: str, name: str, thought: str | None) -> None:
-    form = choose(template)
+@pytest.mark.parametrize(("template", "name", "reasoning"), TEMPLATES.values(), ids=list(TEMPLATES))
+def test_a_template_shows_its_format(template: str, name: str, reasoning: str | None) -> None:
+    form = select(template)
     assert form.name == name
-    assert form.thought == choose(None, thought_name=thought or "none").thought
+    assert form.reasoning == select(None, reasoning_format=reasoning or "none").reasoning
 
 
-def test_harmony_thinks_on_a_channel() -> None:
-    form = choose("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
+def test_harmony_reasons_on_a_channel() -> None:
+    form = select("'<|start|>assistant<|channel|>analysis<|message|>' + thinking + '<|end|>'")
     assert form.name == "harmony"
-    assert form.thought == ("<|channel|>analysis<|message|>", "<|end|>")
+    assert form.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
     assert {"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"} <= set(form.markers)
 
 
 def test_a_name_overrides_the_template() -> None:
-    form = choose("[TOOL_CALLS] [THINK]", name="hermes", thought_name="think")
-    assert (form.name, form.thought) == ("hermes", ("<think>", "</think>"))
-    assert choose("<think>", thought_name="none").thought is None
+    form = select("[TOOL_CALLS] [THINK]", tool_format="hermes", reasoning_format="think")
+    assert (form.name, form.reasoning) == ("hermes", ("<think>", "</think>"))
+    assert select("<think>", reasoning_format="none").reasoning is None
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'herms'.*hermes, qwen3-coder") as refusal:
-        choose(None, name="herms")
-    assert all(name in str(refusal.value) for name in NAMES)
-    with pytest.raises(ValueError, match=r"'thinks'.*think, mistral") as refusal:
-        choose(None, thought_name="thinks")
-    assert all(name in str(refusal.value) for name in THOUGHT_NAMES)
+    with pytest.raises(ModelError, match=r"'herms'.*, hermes, llama3-json") as refusal:
+        select(None, tool_format="herms")
+    assert all(name in str(refusal.value) for name in TOOL_FORMAT_NAMES)
+    with pytest.raises(ModelError, match=r"'thinks'.*think, mistral") as refusal:
+        select(None, reasoning_format="thinks")
+    assert all(name in str(refusal.value) for name in REASONING_FORMAT_NAMES)
 
 
 def test_the_markers_are_texts_of_single_tokens() -> None:
-    form = choose("<|tool_call>call: <|channel>thought")
+    form = select("<|tool_call>call: <|channel>thought")
     assert {"<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"} <= set(
         form.markers
     )
-    assert form.ends == ("<|tool_response>",)
-    assert {"<think>", "</think>"} <= set(choose("<think>").markers)
+    assert form.end_markers == ("<|tool_response>",)
+    assert {"<think>", "</think>"} <= set(select("<think>").markers)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "inside"),
-    [
-        ("<|im_start|>assistant\n", False),
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>\nOkay, the", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>user\nwhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("[INST] what is <think>? [/INST]", False),
-        ("<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", False),
-        (f"<{BAR}User{BAR}>hi<{BAR}Assistant{BAR}><think>\n", True),
-    ],
-)
-def test_a_prompt_tells_whether_it_ends_inside_a_thought(prompt: str, inside: bool) -> None:
-    assert opened(choose("<think>"), prompt) is inside
+def test_a_module_that_declares_a_format_is_all_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "invented.py").write_text(
+        "from rekindle.chat.tools.base import PlainTextParser\n"
+        "from rekindle.chat.tools.format import ToolFormat\n"
+        "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
+    )
+    monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])
+    names = {format.name for format in registry.discover()}
+    assert names == {*TOOL_FORMAT_NAMES, "invented"}
 
 
-def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
-    form = choose(None, name="harmony")
-    assert opened(form, "<|start|>assistant<|channel|>analysis<|message|>")
-    assert not opened(form, "<|start|>assistant")
-    assert not opened(form, "<|start|>assistant<|channel|>final<|message|>")
-
-
-def test_without_thought_no_prompt_is_inside_one() -> None:
-    assert not opened(choose(None), "<think>")
+def test_no_two_formats_have_a_template_pattern_of_the_same_precedence() -> None:
+    """Which of two formats is chosen must not depend on their names."""
+    formats = list(registry.discover())
+    ranks = [{pattern.precedence for pattern in format.template_patterns} for format in formats]
+    assert sum(map(len, ranks)) == len(set().union(*ranks))

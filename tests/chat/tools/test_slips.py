@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.registry import choose
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import TextDelta
-from tests.chat.tools.replay import BAR, Call, hear, join, tool
+from tests.chat.tools.parsing import BAR, Call, join, parse_reply, tool
 
 SEPARATED = f"<{BAR}tool▁call▁begin{BAR}>f<{BAR}tool▁sep{BAR}>"
 
@@ -36,10 +36,10 @@ SEPARATED = f"<{BAR}tool▁call▁begin{BAR}>f<{BAR}tool▁sep{BAR}>"
     ],
 )
 def test_a_call_is_a_call_without_its_last_markers(format: str, text: str) -> None:
-    heard = hear(format, text)
-    assert [(call.name, call.value) for call in heard.calls] == [("f", {"a": 1})]
-    assert heard.said == heard.thought == ""
-    assert heard.ended_calls == 1
+    parsed = parse_reply(format, text)
+    assert [(call.name, call.value) for call in parsed.calls] == [("f", {"a": 1})]
+    assert parsed.text == parsed.reasoning == ""
+    assert parsed.ended_calls == 1
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_call_is_a_call_without_its_last_markers(format: str, text: str) -> No
     ],
 )
 def test_a_call_without_arguments_has_an_empty_object(format: str, text: str) -> None:
-    assert hear(format, text).calls == [Call("g", "{}")]
+    assert parse_reply(format, text).calls == [Call("g", "{}")]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_a_call_without_arguments_has_an_empty_object(format: str, text: str) ->
 )
 def test_arguments_that_were_cut_off_look_cut_off(format: str, text: str, arguments: str) -> None:
     """Nobody must take them for complete."""
-    heard = hear(format, text)
-    assert heard.calls == [Call("f", arguments)]
-    assert heard.ended_calls == 0
+    parsed = parse_reply(format, text)
+    assert parsed.calls == [Call("f", arguments)]
+    assert parsed.ended_calls == 0
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_arguments_that_were_cut_off_look_cut_off(format: str, text: str, argume
 def test_arguments_that_are_no_json_are_passed_on_up_to_the_end_marker(
     format: str, text: str, arguments: str
 ) -> None:
-    assert hear(format, text).calls[0] == Call("f", arguments)
+    assert parse_reply(format, text).calls[0] == Call("f", arguments)
 
 
 def test_an_end_marker_in_a_string_is_part_of_the_string() -> None:
-    heard = hear(
+    parsed = parse_reply(
         "hermes", '<tool_call>{"name": "f", "arguments": {"b": "</tool_call>"}}</tool_call>'
     )
-    assert heard.calls == [Call("f", '{"b": "</tool_call>"}')]
-    assert heard.said == ""
+    assert parsed.calls == [Call("f", '{"b": "</tool_call>"}')]
+    assert parsed.text == ""
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_an_end_marker_in_a_string_is_part_of_the_string() -> None:
     ],
 )
 def test_what_is_no_call_is_said_with_its_markers(format: str, text: str) -> None:
-    heard = hear(format, text)
-    assert heard.calls == []
-    assert heard.said == text
+    parsed = parse_reply(format, text)
+    assert parsed.calls == []
+    assert parsed.text == text
 
 
 def test_an_answer_in_json_is_not_held_back_for_a_name_that_never_comes() -> None:
-    parser = choose(None, name="llama3-json").parser([tool("f")], calls=True, opened=False)
+    parser = select(None, tool_format="llama3-json").parser([tool("f")], calls=True, opened=False)
     assert join(parser.push('{"answer": "')) == [TextDelta('{"answer": "')]
 
 
@@ -172,7 +172,7 @@ def test_a_bare_value_is_what_its_schema_says_if_it_can_be(
 ) -> None:
     tools = [tool("h", x=schema)]
     reply = f"<function=h>\n<parameter=x>\n{text}\n</parameter>\n</function>"
-    assert hear("qwen3-coder", reply, tools=tools).calls[0].value == {"x": value}
+    assert parse_reply("qwen3-coder", reply, tools=tools).calls[0].value == {"x": value}
 
 
 def test_half_a_character_never_comes_out() -> None:
@@ -181,12 +181,12 @@ def test_half_a_character_never_comes_out() -> None:
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": "\\udfff"}</tool_call>'),
         ("pythonic", r"[f(b='\ud800 \ud83d\ude00')]"),
     ]:
-        call = hear(format, text).calls[0]
+        call = parse_reply(format, text).calls[0]
         assert (call.name + call.arguments).encode()
     assert call.value == {"b": "\ufffd \U0001f600"}
 
 
 def test_text_after_a_call_is_said_and_whitespace_alone_is_not() -> None:
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    assert hear("hermes", f"{call}\n\n{call}\n").said == ""
-    assert hear("hermes", f" {call}\nDone. \n").said == "\nDone. \n"
+    assert parse_reply("hermes", f"{call}\n\n{call}\n").text == ""
+    assert parse_reply("hermes", f" {call}\nDone. \n").text == "\nDone. \n"

@@ -2,27 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.tools.registry import choose
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ArgumentsDelta, ToolCallStart
-from tests.chat.tools.replay import TOOLS, hear
+from tests.chat.tools.parsing import TOOLS, parse_reply
 from tests.chat.tools.transcripts import REPLIES, Reply, deepseek
 
 
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=list(REPLIES))
 def test_a_reply_comes_apart_as_its_model_meant_it(reply: Reply) -> None:
-    heard = hear(reply.format, reply.text)
-    assert [(call.name, call.value) for call in heard.calls] == reply.calls
-    assert heard.said == reply.said
-    assert heard.thought == reply.thought
-    assert heard.ended_calls == len(reply.calls)
+    parsed = parse_reply(reply.format, reply.text)
+    assert [(call.name, call.value) for call in parsed.calls] == reply.calls
+    assert parsed.text == reply.content
+    assert parsed.reasoning == reply.reasoning
+    assert parsed.ended_calls == len(reply.calls)
 
 
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=list(REPLIES))
 def test_without_calls_the_same_reply_is_text(reply: Reply) -> None:
-    heard = hear(reply.format, reply.text, calls=False)
-    assert heard.calls == []
+    parsed = parse_reply(reply.format, reply.text, calls=False)
+    assert parsed.calls == []
     if reply.format != "harmony":  # whose markers are never text
-        assert heard.said == reply.text
+        assert parsed.text == reply.text
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_without_calls_the_same_reply_is_text(reply: Reply) -> None:
     ],
 )
 def test_arguments_in_json_are_passed_on_as_they_were_sampled(format: str, text: str) -> None:
-    assert hear(format, text).calls[0].arguments == '{"a" :  1,"b":"\\u00e9"}'
+    assert parse_reply(format, text).calls[0].arguments == '{"a" :  1,"b":"\\u00e9"}'
 
 
 def test_a_call_begins_before_its_arguments_are_there() -> None:
-    parser = choose(None, name="hermes").parser(TOOLS, calls=True, opened=False)
+    parser = select(None, tool_format="hermes").parser(TOOLS, calls=True, opened=False)
     assert parser.push('<tool_call>\n{"name": "f", "arg') == []
     assert parser.push('uments": {"a": ') == [ToolCallStart(0, "f"), ArgumentsDelta(0, '{"a": ')]
     assert parser.ended_calls == 0

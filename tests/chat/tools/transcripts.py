@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests.chat.tools.replay import BAR
+from tests.chat.tools.parsing import BAR
 
 
 class Reply(NamedTuple):
     format: str
     text: str
     calls: list[tuple[str, Any]]
-    said: str = ""
-    thought: str = ""
+    content: str = ""
+    reasoning: str = ""
 
 
 def deepseek(text: str) -> str:
@@ -37,7 +37,7 @@ REPLIES = {
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n',
         [("f", {"a": 1}), ("g", {})],
-        said="I will look.",
+        content="I will look.",
     ),
     "hermes, a list between one pair (SmolLM2)": Reply(
         "hermes",
@@ -78,7 +78,7 @@ REPLIES = {
         "<parameter=city>\nDallas\n</parameter>\n<parameter=days>\n5\n</parameter>\n"
         '<parameter=at>\n{"x": 1.50}\n</parameter>\n</function>\n</tool_call>',
         [("get_weather", {"city": "Dallas", "days": 5, "at": {"x": 1.5}})],
-        said="Sure! Let me check the weather for you.",
+        content="Sure! Let me check the weather for you.",
     ),
     "qwen3-coder, several": Reply(
         "qwen3-coder",
@@ -129,13 +129,13 @@ REPLIES = {
         "Here's a call: <|python_start|>[get_weather(location='Tokyo', at=[1, 2, 3])]"
         "<|python_end|>",
         [("get_weather", {"location": "Tokyo", "at": [1, 2, 3]})],
-        said="Here's a call:",
+        content="Here's a call:",
     ),
     "pythonic, LFM2": Reply(
         "pythonic",
         '<|tool_call_start|>[get_weather(city="12345")]<|tool_call_end|>Checking the weather.',
         [("get_weather", {"city": "12345"})],
-        said="Checking the weather.",
+        content="Checking the weather.",
     ),
     "pythonic, all literals": Reply(
         "pythonic",
@@ -170,7 +170,7 @@ REPLIES = {
         "mistral",
         'hi[TOOL_CALLS]add[ARGS]{"a": 3.5, "b": 4}[TOOL_CALLS]f[ARGS]{"a": 3}',
         [("add", {"a": 3.5, "b": 4}), ("f", {"a": 3})],
-        said="hi",
+        content="hi",
     ),
     "mistral, names and ids": Reply(
         "mistral",
@@ -201,7 +201,7 @@ REPLIES = {
             "<|tool▁calls▁end|>"
         ),
         [("f", {"a": 1}), ("g", {})],
-        said="I will.",
+        content="I will.",
     ),
     # gpt-oss, OpenAI's guide to the format
     "harmony": Reply(
@@ -210,14 +210,14 @@ REPLIES = {
         "<|start|>assistant<|channel|>commentary to=functions.get_weather "
         '<|constrain|>json<|message|>{"location":"San Francisco"}<|call|>',
         [("get_weather", {"location": "San Francisco"})],
-        thought="Need to use function get_weather.",
+        reasoning="Need to use function get_weather.",
     ),
     "harmony, recipient in the role": Reply(
         "harmony",
         "<|channel|>analysis<|message|>Call it.<|end|><|start|>assistant to=functions.get_weather"
         '<|channel|>commentary <|constrain|>json<|message|>{"location": "Tokyo"}<|call|>',
         [("get_weather", {"location": "Tokyo"})],
-        thought="Call it.",
+        reasoning="Call it.",
     ),
     "harmony, recipient at once, end token unseen": Reply(
         "harmony",
@@ -230,16 +230,16 @@ REPLIES = {
         "<|message|>**Action plan**: 1. Look<|end|><|start|>assistant<|channel|>commentary "
         "to=functions.g<|constrain|>json<|message|>{}<|call|>",
         [("g", {})],
-        said="**Action plan**: 1. Look",
-        thought="Several steps.",
+        content="**Action plan**: 1. Look",
+        reasoning="Several steps.",
     ),
     "harmony, an answer": Reply(
         "harmony",
         "<|channel|>analysis<|message|>User asks: 2 + 2. Simple.<|end|>"
         "<|start|>assistant<|channel|>final<|message|>2 + 2 = 4.<|return|>",
         [],
-        said="2 + 2 = 4.",
-        thought="User asks: 2 + 2. Simple.",
+        content="2 + 2 = 4.",
+        reasoning="User asks: 2 + 2. Simple.",
     ),
     # Google's pages on FunctionGemma and Gemma 4
     "functiongemma": Reply(
@@ -264,18 +264,18 @@ REPLIES = {
             ),
             ("g", {}),
         ],
-        said="Let me see.",
+        content="Let me see.",
     ),
     "gemma3": Reply(
         "gemma3",
         'Sure.\n```tool_code\nprint(get_weather(city="Paris"))\n```',
         [("get_weather", {"city": "Paris"})],
-        said="Sure.",
+        content="Sure.",
     ),
     "gemma3, several lines": Reply(
         "gemma3",
         "```tool_code\nf(a=1)\ng()\n```\nThat is all.",
         [("f", {"a": 1}), ("g", {})],
-        said="\nThat is all.",
+        content="\nThat is all.",
     ),
 }

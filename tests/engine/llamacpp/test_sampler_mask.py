@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
-from rekindle.chat.grammar.matcher import Grammars
+from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.engine.base import EngineOptions, TokenMask, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.sampling import Sampled
@@ -49,9 +49,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]
 
 
 @pytest.fixture(scope="module")
-def grammars(engine: LlamaCppEngine) -> Grammars:
+def compiler(engine: LlamaCppEngine) -> GrammarCompiler:
     vocabulary = engine.tokenizer
-    return Grammars(vocabulary, vocabulary_size=vocabulary.size, end_tokens=vocabulary.end_tokens)
+    return GrammarCompiler(
+        vocabulary, vocabulary_size=vocabulary.size, end_tokens=vocabulary.end_tokens
+    )
 
 
 def write(
@@ -98,9 +100,9 @@ def is_person(value: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_reply_under_a_schema_is_json_of_that_schema(
-    engine: LlamaCppEngine, grammars: Grammars, way: str, exact: bool
+    engine: LlamaCppEngine, compiler: GrammarCompiler, way: str, exact: bool
 ) -> None:
-    constraint = grammars.constraint(json_grammar(SCHEMA, "response_format"))
+    constraint = compiler.compile(json_grammar(SCHEMA, "response_format"))
     reply = write(engine, WAYS[way], constraint, exact=exact)
     assert reply[-1].token in engine.tokenizer.end_tokens
     assert is_person(json.loads(text(engine, reply)))
@@ -108,11 +110,11 @@ def test_a_reply_under_a_schema_is_json_of_that_schema(
 
 
 def test_a_constraint_does_not_touch_replies_beside_it(
-    engine: LlamaCppEngine, grammars: Grammars
+    engine: LlamaCppEngine, compiler: GrammarCompiler
 ) -> None:
     alone = write(engine, GREEDY, most=12)
     free, bound = engine.open(exact=False), engine.open(exact=False)
-    constraint = grammars.constraint(json_grammar({"type": "object"}, "response_format"))
+    constraint = compiler.compile(json_grammar({"type": "object"}, "response_format"))
     samplers = [engine.sampler(GREEDY, PROMPT), engine.sampler(GREEDY, PROMPT, constraint)]
     tokens, written = [PROMPT, PROMPT], []
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""The rules of one grammar, written down while they are found, and the grammar they make."""
+"""Building a grammar in llguidance's Lark, rule by rule."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from rekindle.errors import BadRequest
 
-# Tokens are not forced where the text is: that costs a tokenisation a step, and a long constant
-# would cost it again for every token.
+# No forced tokens: finding them costs a tokenisation per step, and in a long constant another one
+# for every token.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 TEXT = "(?s:.*)"
 MOST_CHARACTERS = 2_000_000  # of all rules
 _BLANKS = r"/[ \n\r\t]{1,4}/"
-#: A blank may follow a separator; no other white space, of which a model could write for ever.
+#: One blank may follow a separator; of other white space a model might write without end.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a reply has to look like, in llguidance's Lark; `param` is the field that asked."""
+    """What a reply has to match; `param` is the field of the request that requires it."""
 
     lark: str
     param: str
 
 
 class Rules:
-    """Rules by the names they were given; an expression is a piece of Lark."""
+    """The rules of one grammar. Expressions are strings of Lark that may use their names."""
 
     def __init__(self, control: Mapping[str, int], param: str, text: str = TEXT) -> None:
         self.control = control
@@ -40,19 +40,19 @@ class Rules:
         self.text = self.terminal(f"/{text}/")
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
-        """A new rule's name."""
+        """Add a rule; its name."""
         return self._add(f"r{len(self._rules)}", body, "[lazy]" if lazy else "")
 
     def recursive(self, body: Callable[[str], str]) -> str:
-        """A new rule's name, which its own body is told."""
+        """Add a rule whose body may use its own name; its name."""
         name = f"n{len(self._rules)}"
-        self._rules.append("")  # its place is taken before others are
+        self._rules.append("")  # reserved: the body adds rules of its own
         place = len(self._rules) - 1
         self._rules[place] = f"{name}: {body(name)}"
         return name
 
     def terminal(self, body: str) -> str:
-        """A new terminal's name: text that is told as one piece."""
+        """Add a terminal, which is matched by one regular expression; its name."""
         return self._add(f"T{len(self._rules)}", body, "")
 
     def _add(self, name: str, body: str, options: str) -> str:
@@ -62,12 +62,12 @@ class Rules:
             raise BadRequest("The schemas are too large to be enforced.", param=self._param)
         return name
 
-    def spelt(self, text: str) -> str:
-        """A text in which control tokens are meant as tokens."""
+    def marker(self, text: str) -> str:
+        """A text of the format itself: control tokens in it are tokens, not their text."""
         return " ".join(self._parts(text))
 
     def until(self, marker: str, text: str | None = None) -> str:
-        """Text through the first marker."""
+        """Text up to and including the first marker."""
         first, *others = self._parts(marker)
         text = text or self.text
         if first.startswith("<"):
@@ -85,20 +85,20 @@ class Rules:
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
         return self.rule(f"%json {styled(schema, lenient=lenient)}")
 
-    def some(self, expression: str, between: str, most: int) -> str:
-        """The expression once, and again up to `most` times."""
+    def repeated(self, expression: str, between: str, most: int) -> str:
+        """The expression once up to `most` times, with `between` in between."""
         one = self.rule(expression)
         if most == 1:
             return one
-        return f"{one} ({self.spelt(between)} {one}){{0,{most - 1}}}"
+        return f"{one} ({self.marker(between)} {one}){{0,{most - 1}}}"
 
     def grammar(self, start: str) -> Grammar:
         return Grammar("\n".join((_HEAD + "start: " + start, *self._rules, "")), self._param)
 
 
 def styled(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """A schema as llguidance takes it; `lenient` leaves out what cannot be enforced."""
-    # Set in any case: the schema's author has no say in it.
+    """A schema in the form llguidance takes; `lenient` leaves out what cannot be enforced."""
+    # Last, so that a schema cannot set it.
     style = {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
     return json.dumps({**schema, "x-guidance": style})
 
@@ -117,7 +117,7 @@ def either(expressions: Iterable[str]) -> str:
 
 
 def blanks() -> str:
-    """White space, a little of it, or none."""
+    """A few characters of white space, or none."""
     return f"({_BLANKS})?"
 
 

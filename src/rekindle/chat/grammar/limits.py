@@ -1,4 +1,4 @@
-"""What a schema may cost. A grammar is built in one native call, which nothing can interrupt."""
+"""Limits on schemas: a grammar is compiled in one native call, which nothing can interrupt."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from rekindle.errors import BadRequest
+from rekindle.protocol.nesting import levels
 
 Schema = Mapping[str, Any]
 
 MOST_VALUES = 20_000  # of JSON, in all schemas of a reply together
 MOST_LEVELS = 100  # of JSON; llguidance reads 128
-MOST_PROPERTIES = 1_000  # of one object: their order is told in quadratic time
-MOST_CASES = 1_000  # that have to be multiplied out where schemas are combined
+MOST_PROPERTIES = 1_000  # of one object: the cost of their order is quadratic
+MOST_CASES = 1_000  # to multiply out where schemas are combined
 _PATTERN_CASES = 2  # combining regular expressions costs about that much for each
 _MULTIPLES_A_CASE = 10
 
@@ -24,7 +25,7 @@ MAPS = ("properties", "patternProperties", "dependentSchemas")
 #: Keywords whose value is data, not a schema.
 DATA = ("const", "default", "enum", "examples", "required", "x-guidance")
 _COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
-#: Keywords that say nothing about values.
+#: Keywords that do not constrain values.
 REMARKS = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
 )
@@ -32,13 +33,13 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def check_size(schema: Schema, param: str) -> None:
-    """Refuse a schema that would take long to make a grammar of."""
+    """Refuse a schema that would take long to compile."""
     check_values(schema, param)
     _Costs(schema, param).of(schema)
 
 
 def children(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """The schemas right inside a schema, with the way to each; definitions are not inside."""
+    """The schemas directly inside a schema, with the path to each; definitions do not count."""
     for key, value in schema.items():
         if key in DATA or key in _DEFINITIONS:
             continue
@@ -73,33 +74,25 @@ def _is_schema(value: object) -> bool:
 
 
 def check_values(schemas: object, param: str) -> None:
-    """Refuse JSON that is too much, or nested too deeply, to be looked at more closely."""
-    values, level = 0, [schemas]
-    for _ in range(MOST_LEVELS):
-        level = [inner for outer in level for inner in _inside(outer)]
+    """Refuse JSON that is too large, or nested too deep, to be examined any further."""
+    values = -1  # what holds all schemas is no value of any
+    for depth, level in enumerate(levels(schemas), start=1):
         values += len(level)
         if values > MOST_VALUES:
             raise BadRequest(f"Schemas may have at most {MOST_VALUES} values.", param=param)
-        if not level:
-            return
-    raise BadRequest(f"Schemas may be nested at most {MOST_LEVELS} deep.", param=param)
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        if depth > MOST_LEVELS:
+            raise BadRequest(f"Schemas may be nested at most {MOST_LEVELS} deep.", param=param)
 
 
 class Cost(NamedTuple):
-    """Cases that one place may have to be told apart in, and the most of any place below it."""
+    """The cases to distinguish at one place of a schema, and the most at any place below it."""
 
     here: int = 1
     below: int = 1
 
 
 class _Costs:
-    """Follows local references; what is just being counted counts as one."""
+    """Follows local references; a schema inside itself counts as one case."""
 
     def __init__(self, root: Schema, param: str) -> None:
         self._root = root
@@ -141,7 +134,7 @@ class _Costs:
             )
 
     def _parts(self, schema: Schema) -> Iterator[Cost]:
-        """What the schema's own keywords are combined with."""
+        """The costs of the schemas that this one is combined with."""
         for each in _schemas(schema.get("allOf")):
             yield self.of(each)
         for way in ("anyOf", "oneOf"):
@@ -164,7 +157,7 @@ def _schemas(value: object) -> list[Schema]:
 
 
 def _multiples(step: object) -> int:
-    """A number is told to be a multiple by as many states as the step has units."""
+    """The states needed to recognise multiples grow with the units of the step."""
     if not isinstance(step, int | float) or not isfinite(step):
         return 1
     return max(1, abs(Fraction(str(step)).numerator) // _MULTIPLES_A_CASE)

@@ -26,14 +26,14 @@ LIMITS = LLParserLimits(
 _SILENT = 0
 _NO_TEXT = b"\xff"  # in no character; llguidance marks control tokens by it
 _FORBIDDEN = np.float32(-np.inf)
-_MOST_CHARACTERS = 300  # of what llguidance says
+_MOST_CHARACTERS = 300  # of llguidance's message
 
 
-class Constraint:
-    """Follows one reply. When the reply is complete, only end tokens may come.
+class TokenMatcher:
+    """Follows one reply. Once the reply is complete, only end tokens may come.
 
-    A grammar that turns out too costly does not stop the engine: it leaves end tokens alone, and
-    `trouble` says so.
+    A grammar that turns out too costly does not stop the engine: it allows end tokens alone, and
+    `trouble` is set.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -42,7 +42,7 @@ class Constraint:
 
     @property
     def trouble(self) -> str | None:
-        """Why this reply cannot be gone on with."""
+        """Why this reply cannot be continued."""
         return _first_line(self._matcher.get_error()) or None
 
     @property
@@ -53,23 +53,23 @@ class Constraint:
     def mask(self, logits: np.ndarray[Any, np.dtype[np.float32]]) -> None:
         """Set what may not come next to minus infinity, in place."""
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        told = logits[: allowed.size * 8]
-        forbidden = np.unpackbits(~allowed, count=told.size, bitorder="little").view(np.bool_)
-        np.copyto(told, _FORBIDDEN, where=forbidden)
-        logits[told.size :] = _FORBIDDEN
+        covered = logits[: allowed.size * 8]
+        forbidden = np.unpackbits(~allowed, count=covered.size, bitorder="little").view(np.bool_)
+        np.copyto(covered, _FORBIDDEN, where=forbidden)
+        logits[covered.size :] = _FORBIDDEN
 
     def accept(self, token: int) -> None:
-        """Take note of the token that was chosen."""
+        """Advance by the token that was sampled."""
         self._matcher.consume_token(token)
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Begin again with a reply that has got this far."""
+        """Start over with the tokens of a reply so far."""
         self._matcher = self._beginning.deep_copy()
         self._matcher.consume_tokens(list(tokens))
 
 
-class Grammars:
-    """Makes constraints for one vocabulary; any thread may call it."""
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocabulary_size: int, end_tokens: Collection[int]
@@ -80,15 +80,15 @@ class Grammars:
         self._lock = Lock()
         self._native: LLTokenizer | None = None
 
-    def constraint(self, grammar: Grammar) -> Constraint:
+    def compile(self, grammar: Grammar) -> TokenMatcher:
         """Raises BadRequest when the grammar cannot be built, or only at too high a cost."""
         matcher = LLMatcher(self._vocabulary(), grammar.lark, log_level=_SILENT, limits=LIMITS)
         if problem := _first_line(matcher.get_error()):
             raise BadRequest(f"The schema cannot be enforced: {problem}.", param=grammar.param)
-        return Constraint(matcher)
+        return TokenMatcher(matcher)
 
     def _vocabulary(self) -> LLTokenizer:
-        """Built when it is first needed: it takes a second, and most servers never need it."""
+        """Built on first use: it takes a second, and most servers never need it."""
         if not self._ends:
             raise Unsupported("This model has no end token, so its replies cannot be constrained.")
         with self._lock:
@@ -101,7 +101,7 @@ class Grammars:
 
 
 class _Pieces:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary in the form that llguidance reads."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_token: int) -> None:
         self._encode = tokenizer.encode
@@ -112,7 +112,7 @@ class _Pieces:
         self.tokens = [_piece(tokenizer, token, token in control) for token in range(size)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text; asked for only where tokens are forced, which they are not."""
+        """Tokens of a text; only called where tokens are forced, which they never are here."""
         return self._encode(text.decode(errors="replace"), special=False)
 
 
@@ -122,6 +122,6 @@ def _piece(tokenizer: Tokenizer, token: int, is_control: bool) -> bytes:
 
 
 def _first_line(problem: str) -> str:
-    """What llguidance says, without its notes to developers."""
+    """llguidance's message without its notes to developers."""
     lines = problem.replace("<non-verbose/>", "").strip().splitlines()
     return lines[0].strip()[:_MOST_CHARACTERS] if lines else ""

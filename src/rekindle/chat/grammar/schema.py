@@ -1,4 +1,4 @@
-"""JSON schemas that replies have to follow: kept to the letter, or refused by name."""
+"""JSON schemas that replies have to follow: enforced completely, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rekindle.errors import BadRequest, Unsupported
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
-_MOST_LOOKS = 300  # at parts of a refused schema, to say where it is wrong
-_MOST_CHARACTERS = 300  # of what llguidance says
+_MOST_LOOKS = 300  # at parts of a refused schema, to locate the error
+_MOST_CHARACTERS = 300  # of llguidance's message
 _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 def check(schema: Mapping[str, Any] | bool | None, *, param: str = "response_format") -> None:
-    """Refuse what could not be enforced, and say where it is."""
+    """Refuse a schema that cannot be enforced, and name the part that cannot."""
     schema = as_object(schema, param=param)
     check_size(schema, param)
     if problem := refusal(schema):
@@ -31,7 +31,7 @@ def check(schema: Mapping[str, Any] | bool | None, *, param: str = "response_for
 def as_object(
     schema: Mapping[str, Any] | bool | None, *, param: str = "response_format"
 ) -> Mapping[str, Any]:
-    """The schema in its long form; none at all stands for any object."""
+    """The schema as an object; no schema stands for any object."""
     if schema is False:
         raise BadRequest("The schema `false` describes nothing that could be written.", param=param)
     if schema is None:
@@ -40,7 +40,7 @@ def as_object(
 
 
 def refusal(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """Why llguidance makes no grammar of a schema; empty when it does."""
+    """Why llguidance cannot compile a schema; empty when it can."""
     grammar = LLMatcher.grammar_from_json_schema(styled(schema, lenient=lenient))
     is_error, problems = LLMatcher.validate_grammar_with_warnings(grammar)
     return problems[0] if is_error else ""
@@ -93,19 +93,19 @@ def definitions(root: Mapping[str, Any]) -> dict[str, Any]:
     return {key: root[key] for key in ("$defs", "definitions") if key in root}
 
 
-def moved(schema: Any, place: str) -> Any:
-    """A schema for a place inside another one: what refers to its own root refers to the place."""
+def relocated(schema: Any, place: str) -> Any:
+    """A schema for use inside another one: references to its root become references to `place`."""
     if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
+        return [relocated(each, place) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     return {
-        key: value if key in DATA else _moved_value(key, value, place)
+        key: value if key in DATA else _relocated_value(key, value, place)
         for key, value in schema.items()
     }
 
 
-def _moved_value(key: str, value: Any, place: str) -> Any:
+def _relocated_value(key: str, value: Any, place: str) -> Any:
     if key == "$ref" and isinstance(value, str) and value.startswith("#"):
         return place + value[1:]
-    return moved(value, place)
+    return relocated(value, place)

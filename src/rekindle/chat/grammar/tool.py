@@ -1,4 +1,4 @@
-"""A tool as a grammar sees it: a name, and what its arguments have to be."""
+"""A tool as a grammar needs it: its name, and the schema of its arguments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def callable_tools(tools: Sequence[Mapping[str, Any]], name: str | None) -> list
 
 
 def is_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any tool asked for its arguments to be kept to its schema."""
+    """Whether the schema of any tool is to be enforced."""
     return any(tool["function"].get("strict") for tool in tools)
 
 
@@ -97,7 +97,7 @@ def _tool(function: Mapping[str, Any]) -> Tool:
 
 
 def _best(name: str, schema: Mapping[str, Any]) -> Tool:
-    """Nobody asked for a strict schema: as much of it as can be enforced."""
+    """As much of a schema that is not strict as can be enforced."""
     try:
         check_size(schema, PARAM)
     except BadRequest:
@@ -109,7 +109,7 @@ def _best(name: str, schema: Mapping[str, Any]) -> Tool:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, with no members of the model's own making if some are named."""
+    """Arguments are an object, with no members but those named, if any are."""
     given = {"type": "object", **schema}
     if given.get("properties"):
         given.setdefault("additionalProperties", False)

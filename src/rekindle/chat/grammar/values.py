@@ -1,9 +1,8 @@
-"""Values in other notations than JSON, as grammars: Python's, Gemma's, and bare text in tags."""
+"""Values in other notations than JSON, as grammars."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,17 @@ from rekindle.chat.grammar.schema import refusal
 from rekindle.chat.grammar.tool import PARAM, Member, Tool
 from rekindle.errors import Unsupported
 
-_SHAPED = ("pattern", "minLength", "maxLength")  # of strings, besides `format`
-_BARE = re.compile(r"[\w-]+")
+_STRING_LIMITS = ("pattern", "minLength", "maxLength")  # of strings, besides `format`
 _PLAIN = frozenset(("type", "title", "description", "default", "examples"))
 
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """How a model writes what JSON writes in its own way."""
+    """How a notation writes constants, strings and the members of objects."""
 
-    words: Mapping[str, str]  # of true, false and null
+    words: Mapping[str, str]  # how it writes true, false and null
     quote: str  # around strings; empty for JSON's own strings
-    key: Callable[[str], str]  # a property's name and what parts it from the value
+    key: Callable[[str], str]  # a property's name and what separates it from the value
     comma: str
 
 
@@ -36,15 +34,6 @@ PYTHON = Notation(
     key=lambda name: f"{json.dumps(name, ensure_ascii=False)}: ",
     comma=", ",
 )
-
-
-def gemma(quote: str) -> Notation:
-    words = {word: word for word in ("true", "false", "null")}
-    return Notation(words, quote, key=_bare_key, comma=",")
-
-
-def _bare_key(name: str) -> str:
-    return f"{name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)}:"
 
 
 class Values:
@@ -97,7 +86,7 @@ class Values:
             (f"{literal(key(member.name))} {self.of(member.schema)}", member.required)
             for member in members
         ]
-        return listed(self._rules, found, self._notation.comma)
+        return member_list(self._rules, found, self._notation.comma)
 
     def _constants(self, constants: list[Any]) -> str:
         return either(self._constant(constant) for constant in constants)
@@ -105,7 +94,7 @@ class Values:
     def _constant(self, constant: Any) -> str:
         text = json.dumps(constant, ensure_ascii=False)
         if isinstance(constant, str) and self._notation.quote:
-            quote = self._rules.spelt(self._notation.quote)
+            quote = self._rules.marker(self._notation.quote)
             return f"{quote} {literal(constant)} {quote}"
         return literal(self._notation.words.get(text, text))
 
@@ -132,7 +121,7 @@ def json_value(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schemas of which a value follows one, where the schema says nothing else."""
+    """The alternatives of a schema that consists of nothing else."""
     for way in ("anyOf", "oneOf"):
         if way in schema and not schema.keys() - _PLAIN - {way, "$defs", "definitions"}:
             return [each for each in schema[way] if isinstance(each, Mapping)]
@@ -142,8 +131,8 @@ def options(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return []
 
 
-def listed(rules: Rules, members: Sequence[tuple[str, bool]], comma: str) -> str:
-    """Members in order, those that are not required or not, with commas between them."""
+def member_list(rules: Rules, members: Sequence[tuple[str, bool]], comma: str) -> str:
+    """Members in order, with commas between them; those not required may be left out."""
     first = rest = ""
     for expression, required in reversed(members):
         member = rules.rule(expression)
@@ -155,19 +144,19 @@ def listed(rules: Rules, members: Sequence[tuple[str, bool]], comma: str) -> str
 
 
 def quoted(rules: Rules, tool: Tool, schema: Mapping[str, Any], quote: str) -> str:
-    """A string between quotes that nothing in it can escape."""
-    return f"{rules.spelt(quote)} {rules.until(quote, shaped(rules, tool, schema))}"
+    """A string between quotes; it has no escapes."""
+    return f"{rules.marker(quote)} {rules.until(quote, bare_string(rules, tool, schema))}"
 
 
-def shaped(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
-    """Bare text of the shape that a string's schema describes."""
+def bare_string(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
+    """Text without quotes that matches a string's schema."""
     if "format" in schema and tool.strict:
         raise Unsupported(
             f"Of the function {tool.name!r}: this model writes strings in a way in which the "
             f"format {schema['format']!r} cannot be enforced.",
             param=PARAM,
         )
-    if not schema.keys() & set(_SHAPED) or tool.lenient:
+    if not schema.keys() & set(_STRING_LIMITS) or tool.lenient:
         return rules.text
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
     length = f"/(?s:.{{{least},{'' if most is None else int(most)}}})/"
@@ -185,7 +174,7 @@ def _searched(pattern: str) -> str:
 
 
 def _is_list(schema: Mapping[str, Any]) -> bool:
-    """Whether items and their number are all that an array's schema says."""
+    """Whether an array's schema has nothing but items and their number."""
     return not schema.keys() - _PLAIN - {"items", "minItems", "maxItems"}
 
 

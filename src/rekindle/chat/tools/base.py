@@ -1,19 +1,56 @@
-"""What all parsers of replies share: taking text in, speech, and counting calls."""
+"""The interface of reply parsers, and what the parsers of all tool formats share."""
 
 from __future__ import annotations
 
-from rekindle.chat.tools.reader import Finder, Source, Steps
+from typing import Protocol
+
+from rekindle.chat.tools.reader import MarkerFinder, Steps, StreamReader
 from rekindle.protocol.events import ArgumentsDelta, Part, TextDelta, ToolCallStart
 
 
-class Tail:
-    """Text whose last whitespace waits for what comes after it."""
+class ReplyParser(Protocol):
+    """Splits the text of one reply, which arrives in pieces of any size, into its parts.
+
+    How the text was cut changes nothing but where text parts are cut. Nothing is lost: what turns
+    out to be no call is text, and arguments that are not JSON are passed on unchanged.
+    """
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next text is, as far as is known, still reasoning."""
+
+    @property
+    def ended_calls(self) -> int:
+        """How many calls are complete."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that became certain with this text."""
+
+    def finish(self) -> list[Part]:
+        """The rest, when no more text comes."""
+
+
+class PlainTextParser:
+    """A reply without calls or reasoning: all of it is text, passed on at once."""
+
+    in_reasoning = False
+    ended_calls = 0
+
+    def push(self, text: str) -> list[Part]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+class TrailingSpace:
+    """Holds back the whitespace at the end of a text until more text follows it."""
 
     def __init__(self) -> None:
         self._space: list[str] = []
 
     def add(self, text: str) -> str:
-        """The text that is certainly followed by more than whitespace, or is none."""
+        """The text up to its last character that is not whitespace, with what was held back."""
         body = text.rstrip()
         if not body:
             self._space.append(text)
@@ -22,38 +59,38 @@ class Tail:
         self._space = [text[len(body) :]]
         return certain
 
-    def rest(self) -> str:
-        """The whitespace that waits."""
+    def take(self) -> str:
+        """The whitespace held back so far."""
         space, self._space = "".join(self._space), []
         return space
 
 
-class Machine:
-    """A parser written as one generator over a source.
+class StreamParser:
+    """A parser written as one generator over a StreamReader.
 
-    Whitespace before a call, and whitespace alone after one, is dropped; all other text that is no
-    call is said.
+    Whitespace before a call, and whitespace alone after one, is dropped; all other text outside of
+    calls is passed on.
     """
 
-    opens = Finder()  # markers at which something other than speech may begin
-    closes: tuple[str, ...] = ()  # markers that end a call; without any call before, they are text
+    opens = MarkerFinder()  # markers at which something other than text may begin
+    closes: tuple[str, ...] = ()  # markers that end a call; before the first call they are text
 
     def __init__(self) -> None:
-        self.thinking = False
+        self.in_reasoning = False
         self.ended_calls = 0
-        self._source = Source()
+        self._reader = StreamReader()
         self._calls = 0
-        self._tail = Tail()
-        self._silent = False  # nothing but whitespace since the last call
-        self._marks = Finder(*self.opens.markers, *self.closes)
+        self._trailing = TrailingSpace()
+        self._only_space_since_call = False
+        self._markers = MarkerFinder(*self.opens.markers, *self.closes)
         self._steps = self._run()
 
     def push(self, text: str) -> list[Part]:
-        self._source.feed(text)
+        self._reader.feed(text)
         return self._advance()
 
     def finish(self) -> list[Part]:
-        self._source.ended = True
+        self._reader.ended = True
         return self._advance()
 
     def _advance(self) -> list[Part]:
@@ -65,71 +102,71 @@ class Machine:
         return parts
 
     def _run(self) -> Steps[None]:
-        """Speech, with a block at each opening marker."""
-        while (marker := (yield from self._speak())) is not None:
+        """Text, with a block at each opening marker."""
+        while (marker := (yield from self._text_until_marker())) is not None:
             yield from self._block(marker)
-        yield from self._hush()
+        yield from self._flush()
 
     def _block(self, marker: str) -> Steps[None]:
-        """What follows an opening marker."""
+        """Parse what follows an opening marker."""
         raise NotImplementedError
 
-    def _speak(self) -> Steps[str | None]:
-        """Say all text up to an opening marker, which is taken, or up to the end."""
+    def _text_until_marker(self) -> Steps[str | None]:
+        """Pass on all text up to an opening marker, which is taken, or up to the end."""
         while True:
-            text, marker = yield from self._source.until(self._marks)
-            yield from self._say(text)
+            text, marker = yield from self._reader.until(self._markers)
+            yield from self._text(text)
             if marker is None:
                 if not text:
                     return None
                 continue
-            self._source.skip(len(marker))
+            self._reader.skip(len(marker))
             if marker in self.opens.markers:
                 return marker
             if not self._calls:
-                yield from self._say(marker)
+                yield from self._text(marker)
 
-    def _say(self, text: str) -> list[Part]:
-        certain = self._tail.add(text)
+    def _text(self, text: str) -> list[Part]:
+        certain = self._trailing.add(text)
         if not certain:
             return []
-        self._silent = False
+        self._only_space_since_call = False
         return [TextDelta(certain)]
 
-    def _unsay(self) -> list[Part]:
-        """What was held for a call is none: say it."""
-        return self._say(self._source.release())
+    def _release_as_text(self) -> list[Part]:
+        """What was held as a possible call is none: pass it on as text."""
+        return self._text(self._reader.release())
 
-    def _hush(self) -> list[Part]:
-        """The end of speech."""
-        space = self._tail.rest()
-        return [TextDelta(space)] if space and not self._silent else []
+    def _flush(self) -> list[Part]:
+        """What was held back, when no more text comes."""
+        space = self._trailing.take()
+        return [TextDelta(space)] if space and not self._only_space_since_call else []
 
-    def _begin(self, name: str) -> ToolCallStart:
-        """A call is certain; what was held for it need not be said any more."""
-        self._source.drop()
-        self._tail.rest()
-        self._silent = True
+    def _start_call(self, name: str) -> ToolCallStart:
+        """A call is certain: what was held for it is not text any more."""
+        self._reader.drop()
+        self._trailing.take()
+        self._only_space_since_call = True
         self._calls += 1
         return ToolCallStart(self._calls - 1, name)
 
-    def _argue(self, text: str) -> ArgumentsDelta:
+    def _arguments(self, text: str) -> ArgumentsDelta:
         return ArgumentsDelta(self._calls - 1, text)
 
-    def _end(self) -> None:
+    def _end_call(self) -> None:
         self.ended_calls = self._calls
 
-    def _argue_raw(self, ends: Finder) -> Steps[None]:
+    def _raw_arguments(self, ends: MarkerFinder) -> Steps[None]:
         """Pass on, as arguments, all text up to a marker, which stays, less the space around it."""
-        yield from self._source.space()
-        tail, empty = Tail(), True
+        yield from self._reader.space()
+        trailing, empty = TrailingSpace(), True
         while True:
-            text, marker = yield from self._source.until(ends)
-            if certain := tail.add(text):
+            text, marker = yield from self._reader.until(ends)
+            if certain := trailing.add(text):
                 empty = False
-                yield self._argue(certain)
+                yield self._arguments(certain)
             if marker is not None or not text:
                 break
         if empty:
-            yield self._argue("{}")
-        self._end()
+            yield self._arguments("{}")
+        self._end_call()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
-from rekindle.chat.tools.json_calls import JsonCalls
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.grammar.lark import Rules, either, literal
+from rekindle.chat.grammar.syntax import CallSyntax, json_arguments
+from rekindle.chat.grammar.tool import Tool
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat
+from rekindle.chat.tools.json_calls import JsonCallParser
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 _BAR = "\uff5c"  # a vertical line of full width
 
@@ -23,49 +27,70 @@ MARKERS = (*ALL_BEGIN, BEGIN, SEPARATOR, END, ALL_END)
 _TYPE = "function"
 _NAME = re.compile(r"[\w.:/-]*")
 _FENCES = ("```json", "```")
-_ENDS = Finder(BEGIN, END, ALL_END, "```")
+_ENDS = MarkerFinder(BEGIN, END, ALL_END, "```")
 
 
-class DeepSeek(JsonCalls):
+class DeepSeekParser(JsonCallParser):
     """Calls between markers of their own, all of them between another pair."""
 
-    opens = Finder(*ALL_BEGIN, BEGIN)
+    opens = MarkerFinder(*ALL_BEGIN, BEGIN)
     closes = (END, ALL_END)
-    stops = Finder(BEGIN, END, ALL_END)
+    stops = MarkerFinder(BEGIN, END, ALL_END)
 
     def _block(self, marker: str) -> Steps[None]:
-        source = self._source
-        source.hold(marker)
+        reader = self._reader
+        reader.hold(marker)
         if marker != BEGIN:
-            yield from source.space()
-        begun = marker == BEGIN or (yield from source.starts(BEGIN))
+            yield from reader.space()
+        begun = marker == BEGIN or (yield from reader.starts(BEGIN))
         name = (yield from self._called()) if begun else None
         if not name:
-            yield from self._unsay()
+            yield from self._release_as_text()
             return
-        yield self._begin(name)
+        yield self._start_call(name)
         yield from self._fenced()
 
     def _called(self) -> Reading[str | None]:
         """The name of a call whose arguments, or end, come next; None when this is no call."""
-        source = self._source
-        yield from source.space()
-        name = yield from source.run(_NAME)
-        if not (yield from source.starts(SEPARATOR)):
+        reader = self._reader
+        yield from reader.space()
+        name = yield from reader.run(_NAME)
+        if not (yield from reader.starts(SEPARATOR)):
             return None
-        yield from source.space()
-        if name == _TYPE and (yield from source.peek()) != "{":
-            name = yield from source.run(_NAME)
-            yield from source.space()
-            yield from source.starts(*_FENCES)
-            yield from source.space()
-        return name if (yield from source.peek()) else None
+        yield from reader.space()
+        if name == _TYPE and (yield from reader.peek()) != "{":
+            name = yield from reader.run(_NAME)
+            yield from reader.space()
+            yield from reader.starts(*_FENCES)
+            yield from reader.space()
+        return name if (yield from reader.peek()) else None
 
     def _fenced(self) -> Steps[None]:
-        source = self._source
-        if (yield from source.peek()) != "{":
-            yield from self._argue_raw(_ENDS)
-        elif (yield from self._arguments()):
-            self._end()
-        yield from source.space()
-        yield from source.starts("```")
+        reader = self._reader
+        if (yield from reader.peek()) != "{":
+            yield from self._raw_arguments(_ENDS)
+        elif (yield from self._read_arguments()):
+            self._end_call()
+        yield from reader.space()
+        yield from reader.starts("```")
+
+
+def _call(rules: Rules, tool: Tool) -> str:
+    """As V3 and R1 write it, or as V3.1 does: the model knows which it is."""
+    name, arguments = literal(tool.name), json_arguments(rules, tool)
+    separator = rules.marker(SEPARATOR)
+    fence, fence_end = literal("\n```json\n"), literal("\n```")
+    fenced = f"{literal(_TYPE)} {separator} {name} {fence} {arguments} {fence_end}"
+    ways = either((fenced, f"{name} {separator} {arguments}"))
+    return f"{rules.marker(BEGIN)} {ways} {rules.marker(END)}"
+
+
+FORMATS = (
+    ToolFormat(
+        name="deepseek",
+        parser=lambda reply: DeepSeekParser(),
+        syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
+        template_patterns=(TemplatePattern(85, (BEGIN,)),),
+        markers=MARKERS,
+    ),
+)

@@ -1,25 +1,37 @@
-"""Harmony, which gpt-oss writes: messages on channels, some of them addressed to a function."""
+"""Harmony, which gpt-oss writes: messages on channels, some of them addressed to a function.
+
+Reasoning is a channel of its own, so that this format parses and constrains it too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from rekindle.chat.tools.base import Machine, Tail
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.grammar.lark import TEXT, Rules, either, literal
+from rekindle.chat.grammar.syntax import CallRules, ReplyStart, json_arguments
+from rekindle.chat.grammar.tool import Tool
+from rekindle.chat.reasoning import ReasoningFormat
+from rekindle.chat.tools.base import StreamParser, TrailingSpace
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat
+from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-THOUGHT = (f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
+REASONING = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
 
-_ANY = Finder(*MARKERS)
+_ANY = MarkerFinder(*MARKERS)
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _ADDRESS = re.compile(r"[\w.:/-]*")
 _HEADER = re.compile(r"[\w\s=.:/-]{0,200}")
+_MOST_MESSAGES = 8  # of a constrained reply, before its last one
+
+_Delta = type[TextDelta] | type[ReasoningDelta]
 
 
 class Header(NamedTuple):
@@ -29,46 +41,47 @@ class Header(NamedTuple):
     recipient: str
 
 
-class Harmony(Machine):
-    """Analysis is thought, a message to a function is a call, all others are said.
+class HarmonyParser(StreamParser):
+    """Analysis is reasoning, a message to a function is a call, all others are text.
 
     The reply begins in the middle of a header, for the prompt ends with the start of one. Markers
-    and headers are never said; text outside of all messages is.
+    and headers are dropped; text outside of all messages is passed on.
     """
 
-    def __init__(self, names: Collection[str], *, calls: bool = True, opened: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, calls: bool, opened: bool) -> None:
         super().__init__()
         self._names = names
-        self._calling = calls
+        self._may_call = calls
         self._opened = opened
-        self._spoken: set[type[TextDelta] | type[ReasoningDelta]] = set()
+        self._emitted: set[_Delta] = set()
 
     def _run(self) -> Steps[None]:
         if self._opened:
-            yield from self._text(ReasoningDelta)
+            yield from self._message(ReasoningDelta)
         while (header := (yield from self._header())) is not None:
             name = self._function(header.recipient)
             if name is not None:
-                yield self._begin(name)
-                yield from self._argue_raw(_ANY)
-                yield from self._source.starts(*ENDS)
+                yield self._start_call(name)
+                yield from self._raw_arguments(_ANY)
+                yield from self._reader.starts(*ENDS)
             else:
-                yield from self._text(ReasoningDelta if header.channel == "analysis" else TextDelta)
+                is_reasoning = header.channel == "analysis"
+                yield from self._message(ReasoningDelta if is_reasoning else TextDelta)
 
     def _function(self, recipient: str) -> str | None:
         """The function that a message is addressed to."""
         name = recipient.removeprefix(_FUNCTIONS)
         known = name in self._names or recipient.startswith(_FUNCTIONS)
-        return name if name and known and self._calling else None
+        return name if name and known and self._may_call else None
 
     def _header(self) -> Steps[Header | None]:
         """The next message's header, up to where its text begins; None at the end."""
-        texts = {"": (yield from self._lead())}
-        while marker := (yield from self._source.starts(*MARKERS)):
+        texts = {"": (yield from self._header_start())}
+        while marker := (yield from self._reader.starts(*MARKERS)):
             if marker == MESSAGE:
-                return _read(texts)
+                return _parse_header(texts)
             if marker in ENDS:
-                texts = {"": (yield from self._lead())}
+                texts = {"": (yield from self._header_start())}
                 continue
             if marker == START:
                 texts.clear()
@@ -81,56 +94,107 @@ class Harmony(Machine):
     def _header_text(self) -> Reading[str]:
         pieces = []
         while True:
-            text, marker = yield from self._source.until(_ANY)
+            text, marker = yield from self._reader.until(_ANY)
             pieces.append(text)
             if marker is not None or not text:
                 return "".join(pieces)
 
-    def _lead(self) -> Steps[str]:
-        """The beginning of a header before its first marker; any other text there is said."""
-        source = self._source
+    def _header_start(self) -> Steps[str]:
+        """A header's text before its first marker; any other text there is passed on."""
+        reader = self._reader
         while True:
-            source.hold()
-            yield from source.space()
-            yield from source.starts("assistant")
-            yield from source.space()
-            if (yield from source.starts("to=")):
-                yield from source.run(_ADDRESS)
-            yield from source.space()
-            text = source.release()
-            if (yield from source.at_marker(_ANY)):
+            reader.hold()
+            yield from reader.space()
+            yield from reader.starts("assistant")
+            yield from reader.space()
+            if (yield from reader.starts("to=")):
+                yield from reader.run(_ADDRESS)
+            yield from reader.space()
+            text = reader.release()
+            if (yield from reader.at_marker(_ANY)):
                 return text
-            yield from self._text(TextDelta, text)
-            if not (yield from source.peek()):
+            yield from self._message(TextDelta, text)
+            if not (yield from reader.peek()):
                 return ""
 
-    def _text(self, kind: type[TextDelta] | type[ReasoningDelta], text: str = "") -> Steps[None]:
+    def _message(self, kind: _Delta, text: str = "") -> Steps[None]:
         """A message's text up to its end, less the space around it."""
-        self.thinking = kind is ReasoningDelta
-        first = not self._spoken and not self._calls
-        before = "\n\n" if kind in self._spoken else ""
+        self.in_reasoning = kind is ReasoningDelta
+        first = not self._emitted and not self._calls
+        before = "\n\n" if kind in self._emitted else ""
         if not text:
-            yield from self._source.space()
-        tail, marker = Tail(), None
+            yield from self._reader.space()
+        trailing, marker = TrailingSpace(), None
         while True:
-            if certain := tail.add(text):
+            if certain := trailing.add(text):
                 yield kind(before + certain)
-                self._spoken.add(kind)
+                self._emitted.add(kind)
                 first, before = True, ""
             if marker is not None:
                 break
-            text, marker = yield from self._source.until(_ANY)
+            text, marker = yield from self._reader.until(_ANY)
             if marker is None and not text:
                 break
-        rest = tail.rest()
+        rest = trailing.take()
         if marker is None and rest and first:
             yield kind(rest)
-        yield from self._source.starts(*ENDS)
-        self.thinking = False
+        yield from self._reader.starts(*ENDS)
+        self.in_reasoning = False
 
 
-def _read(texts: dict[str, str]) -> Header:
+def _parse_header(texts: dict[str, str]) -> Header:
     header = " ".join(texts.values())
     recipient = _RECIPIENT.search(header)
     channel = texts.get(CHANNEL, "").split()
     return Header(channel[0] if channel else "", recipient[1] if recipient else "")
+
+
+class HarmonySyntax:
+    """Messages of which the last is a call, for a call ends the reply, or the answer."""
+
+    text = TEXT
+
+    def calls(
+        self, rules: Rules, tools: Sequence[Tool], wanted: CallRules, start: ReplyStart
+    ) -> str:
+        ways = [_call(rules, tool) for tool in tools]
+        if not wanted.required:
+            ways.append(f"{_channel(rules, 'final')} {wanted.answer or rules.text}")
+        channels = ("analysis",) if wanted.required else ("analysis", "commentary")
+        return f"{_before(rules, channels, start.opened)} {either(map(rules.rule, ways))}"
+
+    def answer(self, rules: Rules, answer: str, start: ReplyStart) -> str:
+        before = _before(rules, ("analysis",), start.opened)
+        return f"{before} {_channel(rules, 'final')} {answer}"
+
+
+def _call(rules: Rules, tool: Tool) -> str:
+    address = rules.marker(f"{CHANNEL}commentary to={_FUNCTIONS}")
+    header = f"{address} {literal(tool.name)} {rules.marker(f' {CONSTRAIN}json{MESSAGE}')}"
+    return f"{header} {json_arguments(rules, tool)}"
+
+
+def _before(rules: Rules, channels: Sequence[str], opened: bool) -> str:
+    """The messages before the last one; the first of them may be open already."""
+    rest = f"{rules.until(ENDS[0])} {rules.marker(f'{START}assistant')}"
+    headers = either(_channel(rules, channel) for channel in channels)
+    messages = f"({rules.rule(f'{headers} {rest}')}){{0,{_MOST_MESSAGES}}}"
+    return f"{rest} {messages}" if opened else messages
+
+
+def _channel(rules: Rules, channel: str) -> str:
+    return rules.marker(f"{CHANNEL}{channel}{MESSAGE}")
+
+
+FORMATS = (
+    ToolFormat(
+        name="harmony",
+        parser=lambda reply: HarmonyParser(
+            names(reply.tools), calls=reply.calls, opened=reply.opened
+        ),
+        syntax=lambda control: HarmonySyntax(),
+        template_patterns=(TemplatePattern(100, (CHANNEL, MESSAGE)),),
+        markers=MARKERS,
+        reasoning=REASONING,
+    ),
+)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 
-from rekindle.chat.tools.json_calls import JsonCalls
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.grammar.syntax import CallSyntax, json_call
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.tools.json_calls import JsonCallParser
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 OPENS = ("<tool_call>", "<|tool_call|>", "<TOOLCALL>")
 CLOSES = ("</tool_call>", "<|/tool_call|>", "</TOOLCALL>")
@@ -18,23 +20,45 @@ MARKERS = OPENS + CLOSES
 _SURPLUS = re.compile(r"[\s}\]]*")
 
 
-class Hermes(JsonCalls):
+class HermesParser(JsonCallParser):
     """Calls between tags."""
 
-    opens = Finder(*OPENS)
+    opens = MarkerFinder(*OPENS)
     closes = CLOSES
-    stops = Finder(*MARKERS)
+    stops = MarkerFinder(*MARKERS)
 
     def _block(self, marker: str) -> Steps[None]:
-        source = self._source
-        source.hold(marker)
-        yield from source.space()
+        reader = self._reader
+        reader.hold(marker)
+        yield from reader.space()
         if not (yield from self._objects()):
-            yield from self._unsay()
+            yield from self._release_as_text()
             return
-        source.hold()
-        yield from source.run(_SURPLUS)  # one brace too many is a common slip
-        if (yield from source.starts(*CLOSES)) or not (yield from source.peek()):
-            source.drop()
+        reader.hold()
+        yield from reader.run(_SURPLUS)  # models often write one brace too many
+        if (yield from reader.starts(*CLOSES)) or not (yield from reader.peek()):
+            reader.drop()
         else:
-            yield from self._unsay()
+            yield from self._release_as_text()
+
+
+def _syntax(control: ControlTokens) -> CallSyntax:
+    tag = "<|tool_call|>"
+    if tag in control:
+        end = "<|/tool_call|>"
+        close = "]" + (end if end in control else "")
+        return CallSyntax(call=json_call, trigger=tag, lead="[", comma=", ", close=close)
+    return CallSyntax(
+        call=json_call, trigger="<tool_call>", lead="\n", close="\n</tool_call>", gap="\n"
+    )
+
+
+FORMATS = (
+    ToolFormat(
+        name="hermes",
+        parser=lambda reply: HermesParser(),
+        syntax=_syntax,
+        template_patterns=tuple(TemplatePattern(70, (marker,)) for marker in OPENS),
+        markers=MARKERS,
+    ),
+)

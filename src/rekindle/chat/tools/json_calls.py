@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rekindle.chat.tools.base import Machine
-from rekindle.chat.tools.json_value import Value, unquoted
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.tools.base import StreamParser
+from rekindle.chat.tools.json_value import JsonScan, unquoted
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")
@@ -19,16 +19,16 @@ class _Draft:
     """What is known of a call so far."""
 
     name: str | None = None
-    held: list[Part] | None = None  # arguments that came before the name
+    held: list[Part] | None = None  # parts of arguments that came before the name
     begun: bool = False
-    ended: bool = True  # the arguments did not just stop with the text
+    ended: bool = True  # the arguments were not cut off by the end of the text
     depth: int = 1  # of objects, when the call is wrapped in {"function": …}
 
 
-class JsonCalls(Machine):
+class JsonCallParser(StreamParser):
     """Reads call objects, keys in any order."""
 
-    stops = Finder()  # markers that end a call, even in the middle of broken JSON
+    stops = MarkerFinder()  # markers that end a call, even in the middle of broken JSON
     keys: Collection[str] = ()  # keys that a call may have; empty for any
 
     def _accepts(self, name: str) -> bool:
@@ -37,70 +37,70 @@ class JsonCalls(Machine):
     def _objects(self) -> Steps[bool]:
         """One call object, or a list of them; whether any was a call.
 
-        What is held is not said here when the first is none.
+        When the first is none, what is held stays held.
         """
-        if not (yield from self._source.starts("[")):
+        if not (yield from self._reader.starts("[")):
             return (yield from self._object())
         called = False
         while True:
             if called:
-                self._source.hold()
-            yield from self._source.space()
+                self._reader.hold()
+            yield from self._reader.space()
             if not (yield from self._object()):
                 break
             called = True
-            yield from self._source.space()
-            yield from self._source.starts(",")
+            yield from self._reader.space()
+            yield from self._reader.starts(",")
         if called:
-            rest = self._source.release().lstrip()
-            closed = not rest and (yield from self._source.starts("]"))
-            yield from [] if closed else self._say(rest)
+            rest = self._reader.release().lstrip()
+            closed = not rest and (yield from self._reader.starts("]"))
+            yield from [] if closed else self._text(rest)
         return called
 
     def _object(self) -> Steps[bool]:
         """One call object; whether it was a call."""
-        if not (yield from self._source.starts("{")):
+        if not (yield from self._reader.starts("{")):
             return False
         draft = _Draft()
         ended = yield from self._members(draft)
         if not draft.begun:
             if draft.name is None or not ended:
                 return False
-            yield self._begin(draft.name)
-            yield self._argue("{}")
+            yield self._start_call(draft.name)
+            yield self._arguments("{}")
         if draft.ended:
-            self._end()
+            self._end_call()
         return True
 
     def _members(self, draft: _Draft) -> Steps[bool]:
-        """The members of a call object; whether it ends as it should, or at a marker."""
+        """The members of a call object; whether it ends with its brace or at a marker."""
         while draft.depth:
-            yield from self._source.space()
-            match (yield from self._source.peek()):
+            yield from self._reader.space()
+            match (yield from self._reader.peek()):
                 case "}":
-                    self._source.skip(1)
+                    self._reader.skip(1)
                     draft.depth -= 1
                 case ",":
-                    self._source.skip(1)
+                    self._reader.skip(1)
                 case '"':
                     if not (yield from self._member(draft)):
                         return False
                 case _:
-                    return (yield from self._source.at_marker(self.stops))
+                    return (yield from self._reader.at_marker(self.stops))
         return True
 
     def _member(self, draft: _Draft) -> Steps[bool]:
         """One key and its value; whether this may still be a call."""
         key = yield from self._string()
-        yield from self._source.space()
-        if key is None or not (yield from self._source.starts(":")):
+        yield from self._reader.space()
+        if key is None or not (yield from self._reader.starts(":")):
             return False
-        yield from self._source.space()
-        first = yield from self._source.peek()
+        yield from self._reader.space()
+        first = yield from self._reader.peek()
         if key in NAMES and first == '"' and draft.name is None:
             return (yield from self._name(draft))
         if key == "function" and first == "{":
-            self._source.skip(1)
+            self._reader.skip(1)
             draft.depth += 1
             return True
         if key in ARGUMENTS and first and not draft.begun and draft.held is None:
@@ -117,7 +117,7 @@ class JsonCalls(Machine):
             return False
         draft.name = name
         if draft.held is not None:
-            yield self._begin(name)
+            yield self._start_call(name)
             yield from draft.held
             draft.begun = True
         return True
@@ -125,12 +125,12 @@ class JsonCalls(Machine):
     def _arguments_of(self, draft: _Draft) -> Steps[None]:
         if draft.name is not None:
             draft.begun = True
-            yield self._begin(draft.name)
-            draft.ended = yield from self._arguments()
+            yield self._start_call(draft.name)
+            draft.ended = yield from self._read_arguments()
             return
         draft.held = []
-        self._calls += 1  # the call they will belong to
-        arguments = self._arguments()
+        self._calls += 1  # the call that the arguments will belong to
+        arguments = self._read_arguments()
         try:
             while True:
                 part = next(arguments)
@@ -142,29 +142,29 @@ class JsonCalls(Machine):
             draft.ended = stop.value
         self._calls -= 1
 
-    def _arguments(self) -> Steps[bool]:
-        """The arguments' own text, as it comes; whether it has an end other than the text's."""
-        first = yield from self._source.peek()
+    def _read_arguments(self) -> Steps[bool]:
+        """The arguments' own text, as it arrives; whether it ends before the text does."""
+        first = yield from self._reader.peek()
         if first in ("{", "["):
-            value = Value(self.stops)
-            while piece := (yield from self._source.scan(value)):
-                yield self._argue(piece)
+            value = JsonScan(self.stops)
+            while piece := (yield from self._reader.scan(value)):
+                yield self._arguments(piece)
             return value.done
         text, value = yield from self._raw()
         if first == '"':
             string = unquoted(text)
             text = text if string is None else string
-        yield self._argue("{}" if text.strip() in ("", "null") else text)
+        yield self._arguments("{}" if text.strip() in ("", "null") else text)
         return value.done
 
     def _string(self) -> Reading[str | None]:
         text, value = yield from self._raw()
         return unquoted(text) if value.whole else None
 
-    def _raw(self) -> Reading[tuple[str, Value]]:
+    def _raw(self) -> Reading[tuple[str, JsonScan]]:
         """One value's text, and how it has ended."""
-        value = Value(self.stops)
+        value = JsonScan(self.stops)
         pieces = []
-        while piece := (yield from self._source.scan(value)):
+        while piece := (yield from self._reader.scan(value)):
             pieces.append(piece)
         return "".join(pieces), value

@@ -1,4 +1,4 @@
-"""Where a JSON value ends, found while it arrives."""
+"""Where a JSON value ends, found while its text arrives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from rekindle.chat.tools.reader import Finder
+from rekindle.chat.tools.reader import MarkerFinder
 
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
@@ -29,16 +29,16 @@ def _patterns(stops: str) -> _Patterns:
     )
 
 
-class Value:
+class JsonScan:
     """Follows one JSON value to its end, or to a marker that can be no part of it.
 
-    It looks at strings and depth alone: what is no JSON passes as it is. A marker inside a string
-    is text, unless the string holds a bare line feed: that is no JSON, so it proves nothing.
+    It looks at strings and depth alone, so text that is not JSON passes unchanged. A marker inside
+    a string is text, unless the string holds a bare line feed, which JSON does not allow.
     """
 
-    def __init__(self, stops: Finder) -> None:
+    def __init__(self, stops: MarkerFinder) -> None:
         self.done = False
-        self.whole = False  # it has ended of itself
+        self.whole = False  # it ended by itself, not at a marker
         self._stops = stops
         self._patterns = _patterns(stops.pattern)
         self._pattern: re.Pattern[str] | None = None
@@ -70,11 +70,11 @@ class Value:
     def _reach(self, text: str, at: int, limit: int, ended: bool) -> int:
         quoted = self._pattern in (self._patterns.inside, self._patterns.torn)
         if quoted and not ended and at < len(text) and text.endswith("\\"):
-            limit = min(limit, len(text) - 1)  # what it escapes has not come yet
+            limit = min(limit, len(text) - 1)  # the escaped character has not arrived
         return max(at, limit)
 
     def _step(self, match: re.Match[str]) -> int:
-        """Take a character that matters; where to go on."""
+        """Handle a structural character; where to continue."""
         if match[1] or self._pattern is self._patterns.scalar:
             self.done, self.whole = True, not match[1]
             return match.start()

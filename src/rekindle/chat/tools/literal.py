@@ -1,4 +1,4 @@
-"""Literals in other notations than JSON, turned into JSON while they arrive."""
+"""Literals in other notations than JSON, converted to JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from rekindle.chat.tools.json_value import NUMBER, clean, is_json, quoted
-from rekindle.chat.tools.reader import Finder, Reading, Source
+from rekindle.chat.tools.reader import MarkerFinder, Reading, StreamReader
 
-DEEPEST = 200  # levels of nesting; what is deeper is no argument of anything
+DEPTH_LIMIT = 200  # levels of nesting; anything deeper is not read as a literal
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORDS |= {word: word for word in ("true", "false", "null")}
@@ -29,7 +29,7 @@ _ESCAPED = {
 class Dialect(NamedTuple):
     """How a notation writes strings and bare words."""
 
-    quotes: Mapping[str, Finder]  # each quote, and what finds its end
+    quotes: Mapping[str, MarkerFinder]  # each quote, and what finds its end
     escaped: Collection[str]  # quotes between which a backslash escapes
     word: re.Pattern[str]
     key: re.Pattern[str]
@@ -37,7 +37,7 @@ class Dialect(NamedTuple):
 
 
 PYTHON = Dialect(
-    quotes={quote: Finder(quote, escapes=True) for quote in ('"""', "'''", '"', "'")},
+    quotes={quote: MarkerFinder(quote, escapes=True) for quote in ('"""', "'''", '"', "'")},
     escaped=('"""', "'''", '"', "'"),
     word=re.compile(r"[\w.+-]*"),
     key=re.compile(r"[\w.+-]*"),
@@ -46,9 +46,9 @@ PYTHON = Dialect(
 
 
 def loose(quote: str) -> Dialect:
-    """Bare keys, and strings between a token of their own."""
+    """Bare keys, and strings between a special quote token."""
     return Dialect(
-        quotes={quote: Finder(quote), '"': Finder('"', escapes=True)},
+        quotes={quote: MarkerFinder(quote), '"': MarkerFinder('"', escapes=True)},
         escaped=('"',),
         word=re.compile(r"[^,{}\[\]<]*"),
         key=re.compile(r"[^:,{}\[\]<]*"),
@@ -56,28 +56,28 @@ def loose(quote: str) -> Dialect:
     )
 
 
-def literal(source: Source, dialect: Dialect) -> Reading[str | None]:
-    """The JSON of the literal that comes next; None when there is none that can be read."""
+def read_literal(reader: StreamReader, dialect: Dialect) -> Reading[str | None]:
+    """The JSON of the next literal; None when there is none that can be read."""
     out: list[str] = []
     closers: list[str] = []
-    while len(closers) <= DEEPEST:
-        yield from source.space()
-        first = yield from source.peek()
+    while len(closers) <= DEPTH_LIMIT:
+        yield from reader.space()
+        first = yield from reader.peek()
         if first in _CLOSERS and first:
-            source.skip(1)
+            reader.skip(1)
             closers.append(_CLOSERS[first])
             out.append(_JSON.get(first, first))
             continue
         if closers and first in (",", ":") and first:
-            source.skip(1)
+            reader.skip(1)
             out.append(first)
             continue
         if closers and first == closers[-1]:
-            source.skip(1)
+            reader.skip(1)
             _close(out, closers)
         else:
             at_key = bool(closers) and closers[-1] == "}" and out[-1] in ("{", ",")
-            token = yield from _atom(source, dialect, at_key=at_key)
+            token = yield from _atom(reader, dialect, at_key=at_key)
             if token is None:
                 return None
             out.append(token)
@@ -94,16 +94,16 @@ def _close(out: list[str], closers: list[str]) -> None:
     out.append(_JSON.get(closer, closer))
 
 
-def _atom(source: Source, dialect: Dialect, *, at_key: bool) -> Reading[str | None]:
+def _atom(reader: StreamReader, dialect: Dialect, *, at_key: bool) -> Reading[str | None]:
     """A string, number or constant, or a key, which JSON always quotes."""
-    string = yield from text(source, dialect)
+    string = yield from read_string(reader, dialect)
     if string is not None:
         return quoted(string)
-    if (yield from source.peek()) == "":
+    if (yield from reader.peek()) == "":
         return None
-    word = (yield from source.run(dialect.key if at_key else dialect.word)).strip()
-    # A word that the text's end may have cut short is not known.
-    if not word or (yield from source.peek()) == "":
+    word = (yield from reader.run(dialect.key if at_key else dialect.word)).strip()
+    # At the end of the text a word may have been cut short.
+    if not word or (yield from reader.peek()) == "":
         return None
     if at_key:
         return quoted(word)
@@ -111,12 +111,12 @@ def _atom(source: Source, dialect: Dialect, *, at_key: bool) -> Reading[str | No
     return quoted(word) if value is None and dialect.loose else value
 
 
-def text(source: Source, dialect: Dialect) -> Reading[str | None]:
-    """The string that comes next; None when none does, or when its end is missing."""
-    quote = yield from source.starts(*dialect.quotes)
+def read_string(reader: StreamReader, dialect: Dialect) -> Reading[str | None]:
+    """The next string; None when there is none, or when its end is missing."""
+    quote = yield from reader.starts(*dialect.quotes)
     if quote is None:
         return None
-    body, end = yield from source.through(dialect.quotes[quote])
+    body, end = yield from reader.through(dialect.quotes[quote])
     if end is None:
         return None
     return clean(_ESCAPE.sub(_unescape, body)) if quote in dialect.escaped else body

@@ -1,12 +1,18 @@
-"""Llama's JSON calls: `{"name": …, "parameters": {…}}`, which no marker tells from an answer."""
+"""Llama's JSON calls: `{"name": …, "parameters": {…}}`, often without any marker."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCalls
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.grammar.lark import Rules
+from rekindle.chat.grammar.schema import relocated
+from rekindle.chat.grammar.syntax import CallSyntax
+from rekindle.chat.grammar.tool import Tool
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCallParser
+from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 MARKERS = (TAG, START, END)
@@ -14,13 +20,13 @@ MARKERS = (TAG, START, END)
 _BETWEEN = re.compile(r"[\s;]*")
 
 
-class Llama(JsonCalls):
+class Llama3Parser(JsonCallParser):
     """Calls of known tools, at the beginning of the reply or after a marker."""
 
-    opens = Finder(TAG, START)
+    opens = MarkerFinder(TAG, START)
     closes = (END,)
-    stops = Finder(*MARKERS)
-    keys = (*NAMES, *ARGUMENTS, "type", "id")  # an answer in JSON is told by its first key
+    stops = MarkerFinder(*MARKERS)
+    keys = (*NAMES, *ARGUMENTS, "type", "id")  # any other first key makes it an answer in JSON
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -34,9 +40,41 @@ class Llama(JsonCalls):
         yield from super()._run()
 
     def _block(self, marker: str) -> Steps[None]:
-        self._source.hold(marker)
-        yield from self._source.space()
+        self._reader.hold(marker)
+        yield from self._reader.space()
         while (yield from self._object()):
-            self._source.hold()
-            yield from self._source.run(_BETWEEN)
-        yield from self._unsay()
+            self._reader.hold()
+            yield from self._reader.run(_BETWEEN)
+        yield from self._release_as_text()
+
+
+def _syntax(control: ControlTokens) -> CallSyntax:
+    trigger = TAG if TAG in control else ""
+    return CallSyntax(call=_call, trigger=trigger, optional_trigger=True, comma="; ", bare="{")
+
+
+def _call(rules: Rules, tool: Tool) -> str:
+    """The whole call as one schema, for an answer in JSON may begin like it."""
+    place = "#/properties/parameters"
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": relocated(tool.schema, place)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return rules.json(schema, lenient=tool.lenient)
+
+
+FORMATS = (
+    ToolFormat(
+        name="llama3-json",
+        parser=lambda reply: Llama3Parser(names(reply.tools)),
+        syntax=_syntax,
+        template_patterns=(
+            # Llama 4's own template has the pythonic markers and asks for JSON.
+            TemplatePattern(50, ('{"name": function name, "parameters":',)),
+            TemplatePattern(50, (TAG,)),
+        ),
+        markers=MARKERS,
+    ),
+)

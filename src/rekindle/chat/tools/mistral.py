@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
-from rekindle.chat.tools.json_calls import JsonCalls
-from rekindle.chat.tools.reader import Finder, Reading, Steps
+from rekindle.chat.grammar.lark import Rules, literal
+from rekindle.chat.grammar.syntax import CallSyntax, json_arguments, json_call
+from rekindle.chat.grammar.tool import Tool
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.tools.json_calls import JsonCallParser
+from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MARKERS = (OPEN, ID, ARGS)
@@ -14,40 +18,61 @@ _NAME = re.compile(r"[\w.:/-]*")
 _ID = re.compile(r"\w*")
 
 
-class Mistral(JsonCalls):
+class MistralParser(JsonCallParser):
     """A marker before each call, or before a list of them; nothing marks their end."""
 
-    opens = Finder(OPEN)
-    stops = Finder(OPEN)
+    opens = MarkerFinder(OPEN)
+    stops = MarkerFinder(OPEN)
 
     def _block(self, marker: str) -> Steps[None]:
-        source = self._source
-        source.hold(marker)
-        yield from source.space()
-        if (yield from source.peek()) in ("[", "{"):
+        reader = self._reader
+        reader.hold(marker)
+        yield from reader.space()
+        if (yield from reader.peek()) in ("[", "{"):
             if not (yield from self._objects()):
-                yield from self._unsay()
+                yield from self._release_as_text()
             return
-        name = yield from source.run(_NAME)
+        name = yield from reader.run(_NAME)
         if name and (yield from self._has_arguments()):
-            yield self._begin(name)
+            yield self._start_call(name)
             yield from self._named_arguments()
         else:
-            yield from self._unsay()
+            yield from self._release_as_text()
 
     def _has_arguments(self) -> Reading[bool]:
         """Whether arguments follow a name: behind their marker, or at once."""
-        source = self._source
-        yield from source.space()
-        if (yield from source.starts(ID)):
-            yield from source.run(_ID)
-        if (yield from source.starts(ARGS)):
+        reader = self._reader
+        yield from reader.space()
+        if (yield from reader.starts(ID)):
+            yield from reader.run(_ID)
+        if (yield from reader.starts(ARGS)):
             return True
-        return (yield from source.peek()) == "{"
+        return (yield from reader.peek()) == "{"
 
     def _named_arguments(self) -> Steps[None]:
-        yield from self._source.space()
-        if (yield from self._source.peek()) != "{":
-            yield from self._argue_raw(self.stops)
-        elif (yield from self._arguments()):
-            self._end()
+        yield from self._reader.space()
+        if (yield from self._reader.peek()) != "{":
+            yield from self._raw_arguments(self.stops)
+        elif (yield from self._read_arguments()):
+            self._end_call()
+
+
+def _syntax(control: ControlTokens) -> CallSyntax:
+    if ARGS in control:
+        return CallSyntax(call=_named_call, trigger=OPEN, gap="")
+    return CallSyntax(call=json_call, trigger=OPEN, lead="[", comma=", ", close="]")
+
+
+def _named_call(rules: Rules, tool: Tool) -> str:
+    return f"{literal(tool.name)} {rules.marker(ARGS)} {json_arguments(rules, tool)}"
+
+
+FORMATS = (
+    ToolFormat(
+        name="mistral",
+        parser=lambda reply: MistralParser(),
+        syntax=_syntax,
+        template_patterns=(TemplatePattern(80, (OPEN,)),),
+        markers=MARKERS,
+    ),
+)

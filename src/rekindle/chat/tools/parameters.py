@@ -1,4 +1,4 @@
-"""What the request's tools say about their names and the types of their parameters."""
+"""The names of a request's tools, and the types of their parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle.chat.tools.json_value import NUMBER, is_json, quoted
-from rekindle.chat.tools.literal import PYTHON, literal
-from rekindle.chat.tools.reader import Source, at_once
+from rekindle.chat.tools.literal import PYTHON, read_literal
+from rekindle.chat.tools.reader import StreamReader, at_once
 
 Tools = Sequence[Mapping[str, Any]]
 
-_DEEPEST = 8  # of schemas within anyOf
+_DEPTH_LIMIT = 8  # of schemas within anyOf
 _TYPES = {
     str: "string",
     bool: "boolean",
@@ -38,12 +38,12 @@ def properties(tools: Tools) -> dict[str, Mapping[str, Any]]:
         parameters = function.get("parameters")
         members = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schemas = members if isinstance(members, Mapping) else {}
-        found[name] = {each: _followed(schemas[each], parameters) for each in schemas}
+        found[name] = {each: _resolved(schemas[each], parameters) for each in schemas}
     return found
 
 
-def _followed(schema: Any, parameters: Any) -> Any:
-    """A parameter's schema; one that is defined elsewhere in the same schema, from there."""
+def _resolved(schema: Any, parameters: Any) -> Any:
+    """A parameter's schema, with a reference to elsewhere in the same schema resolved."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -61,8 +61,8 @@ def _functions(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def types(schema: Any, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows; empty when it does not say."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    """The JSON types that a schema allows; empty when it names none."""
+    if not isinstance(schema, Mapping) or depth > _DEPTH_LIMIT:
         return frozenset()
     named = schema.get("type")
     found = {name for name in _listed(named) if isinstance(name, str)}
@@ -81,7 +81,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def typed(text: str, schema: Any) -> str:
-    """The JSON of a value that came as bare text; a string when nothing else fits."""
+    """The JSON of a value given as bare text; a string when no other type fits."""
     allowed = types(schema)
     word = text.strip()
     for type_, words in _WORDS.items():
@@ -101,6 +101,6 @@ def _nested(word: str) -> str | None:
         return None
     if is_json(word):
         return word
-    source = Source(word, ended=True)
-    value = at_once(literal(source, PYTHON))
-    return None if source.rest().strip() else value
+    reader = StreamReader(word, ended=True)
+    value = at_once(read_literal(reader, PYTHON))
+    return None if reader.rest().strip() else value

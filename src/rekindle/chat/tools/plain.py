@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.protocol.events import Part, TextDelta
+from rekindle.chat.tools.base import PlainTextParser
+from rekindle.chat.tools.format import ToolFormat
 
-
-class Plain:
-    """Says what comes, as it comes."""
-
-    thinking = False
-    ended_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
+FORMATS = (ToolFormat(name="plain", parser=lambda reply: PlainTextParser()),)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rekindle.chat.tools.base import Machine
-from rekindle.chat.tools.python_calls import signatures
-from rekindle.chat.tools.reader import Finder, Steps
+from rekindle.chat.grammar.syntax import CallSyntax
+from rekindle.chat.tools.base import StreamParser
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.python_calls import python_call, signatures
+from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 OPENS = ("<|python_start|>", "<|tool_call_start|>")
 CLOSES = ("<|python_end|>", "<|tool_call_end|>")
 MARKERS = OPENS + CLOSES
 
 
-class Pythonic(Machine):
+class PythonicParser(StreamParser):
     """Lists of calls of known tools, at the beginning of the reply or after a marker.
 
     A list is handed out whole: its last name may still make it a text.
     """
 
-    opens = Finder(*OPENS)
+    opens = MarkerFinder(*OPENS)
     closes = CLOSES
 
     def __init__(self, names: Collection[str]) -> None:
@@ -31,14 +34,40 @@ class Pythonic(Machine):
         yield from super()._run()
 
     def _block(self, marker: str) -> Steps[None]:
-        source = self._source
-        source.hold(marker)
-        yield from source.space()
-        while calls := (yield from signatures(source, self._names)):
+        reader = self._reader
+        reader.hold(marker)
+        yield from reader.space()
+        while calls := (yield from signatures(reader, self._names)):
             for name, arguments in calls:
-                yield self._begin(name)
-                yield self._argue(arguments)
-                self._end()
-            source.hold()
-            yield from source.space()
-        yield from self._unsay()
+                yield self._start_call(name)
+                yield self._arguments(arguments)
+                self._end_call()
+            reader.hold()
+            yield from reader.space()
+        yield from self._release_as_text()
+
+
+def _syntax(control: ControlTokens) -> CallSyntax:
+    trigger, close = "", "]"
+    for name in ("tool_call", "python"):
+        if f"<|{name}_start|>" in control:
+            trigger, close = f"<|{name}_start|>", f"]<|{name}_end|>"
+            break
+    return CallSyntax(
+        call=python_call, trigger=trigger, lead="[", comma=", ", close=close, bare="["
+    )
+
+
+FORMATS = (
+    ToolFormat(
+        name="pythonic",
+        parser=lambda reply: PythonicParser(names(reply.tools)),
+        syntax=_syntax,
+        template_patterns=(
+            TemplatePattern(60, ("[func_name1(params_name1=",)),
+            TemplatePattern(60, ("<|tool_call_start|>",)),
+            TemplatePattern(40, ("<|python_start|>",)),  # unless the template asks for llama3-json
+        ),
+        markers=MARKERS,
+    ),
+)

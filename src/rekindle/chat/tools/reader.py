@@ -1,4 +1,4 @@
-"""Text on its way in, read as if all of it were there."""
+"""Reading a text that arrives in pieces as if all of it were there."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rekindle.protocol.events import Part
 
 T = TypeVar("T")
 
-#: Reading that pauses, by yielding None, while the text it needs has not come yet.
+#: A read that pauses, by yielding None, until the text it needs has arrived.
 Reading = Generator[None, None, T]
-#: Reading that hands out parts on its way.
+#: A read that also yields the parts it finds.
 Steps = Generator[Part | None, None, T]
 
 SPACE = re.compile(r"\s*")
 
 
-class Finder:
+class MarkerFinder:
     """Finds the first of some markers, none of which begins another.
 
-    With `escapes`, a backslash takes the next character's meaning away.
+    With `escapes`, a character after a backslash is never part of a marker.
     """
 
     def __init__(self, *markers: str, escapes: bool = False) -> None:
@@ -35,7 +35,7 @@ class Finder:
         self._reach = max(map(len, markers), default=1)
 
     def find(self, text: str, at: int) -> tuple[int, str | None]:
-        """How far the text is free of markers, and the marker that is there."""
+        """Where the text up to which no marker occurs ends, and the marker there, if any."""
         for match in self._whole.finditer(text, at):
             if match[1] is not None:
                 return match.start(), match[1]
@@ -43,26 +43,26 @@ class Finder:
         return self.certain(text, at), None
 
     def certain(self, text: str, at: int) -> int:
-        """Where the text's end begins that may still become a marker."""
+        """Where the end of the text begins that more text may turn into a marker."""
         part = self._part.search(text, max(at, len(text) - self._reach))
         return part.start() if part else len(text)
 
 
 class Scan(Protocol):
-    """Follows a text, from where it last stopped, to the end of something."""
+    """Finds the end of something in a text, continuing where it last stopped."""
 
     @property
     def done(self) -> bool: ...
 
     def read(self, text: str, at: int, *, ended: bool) -> int:
-        """How far the thing certainly reaches."""
+        """How far it certainly reaches."""
 
 
-class Source:
-    """What has come and was not taken yet; never more than a marker's length once read.
+class StreamReader:
+    """The text that has arrived and was not taken yet, after a read a marker's length at most.
 
-    Every method decides by the text alone, never by how it was cut; that makes the parsers which
-    are written with them independent of the cuts as well.
+    Every method decides by the text alone, never by where it was cut, so parsers built on them do
+    not depend on the cuts either.
     """
 
     def __init__(self, text: str = "", *, ended: bool = False) -> None:
@@ -76,7 +76,7 @@ class Source:
         self._at = 0
 
     def hold(self, text: str = "") -> None:
-        """Remember what is taken from now on, after this text that already was."""
+        """Record what is taken from now on, after this text that was taken already."""
         self._held = [text]
 
     def release(self) -> str:
@@ -85,11 +85,11 @@ class Source:
         return "".join(held)
 
     def drop(self) -> None:
-        """Forget what was held."""
+        """Discard what was recorded."""
         self._held = None
 
     def peek(self) -> Reading[str]:
-        """The next character, which stays; nothing at the end."""
+        """The next character, which is not taken; empty at the end."""
         while self._at == len(self._text):
             if self.ended:
                 return ""
@@ -97,11 +97,11 @@ class Source:
         return self._text[self._at]
 
     def skip(self, characters: int) -> None:
-        """Take text that is known to be there."""
+        """Take text that has arrived."""
         self._take(self._at + characters)
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """All characters that the pattern, a repeated class, matches."""
+        """Take all characters that match the pattern, a repeated character class."""
         taken = ""
         pieces: list[str] = []
         while True:
@@ -117,14 +117,14 @@ class Source:
         return self.run(SPACE)
 
     def starts(self, *markers: str) -> Reading[str | None]:
-        """Take the longest of the markers that comes next."""
+        """Take the longest of the markers that the text continues with; None if with none."""
         marker = yield from self._next_of(markers)
         if marker is not None:
             self.skip(len(marker))
         return marker
 
-    def at_marker(self, finder: Finder) -> Reading[bool]:
-        """Whether one of the markers comes next; it stays."""
+    def at_marker(self, finder: MarkerFinder) -> Reading[bool]:
+        """Whether the text continues with one of the markers, which is not taken."""
         return (yield from self._next_of(finder.markers)) is not None
 
     def _next_of(self, markers: tuple[str, ...]) -> Reading[str | None]:
@@ -134,13 +134,13 @@ class Source:
                 if self._text.startswith(marker, self._at):
                     found = max(found, marker, key=len)
                 elif marker.startswith(self._text[self._at : self._at + len(marker)]):
-                    waits = not self.ended  # what has come of it may become more
+                    waits = not self.ended  # it has arrived only in part
             if not waits:
                 return found or None
             yield
 
-    def until(self, finder: Finder) -> Reading[tuple[str, str | None]]:
-        """Some text without a marker, and the marker that follows, which stays.
+    def until(self, finder: MarkerFinder) -> Reading[tuple[str, str | None]]:
+        """Take some text without a marker; also the marker that follows, which is not taken.
 
         Without one, either more follows or, when the text is empty too, this is the end.
         """
@@ -152,8 +152,8 @@ class Source:
                 return self._take(end), marker
             yield
 
-    def through(self, finder: Finder) -> Reading[tuple[str, str | None]]:
-        """All text up to a marker, which is taken, or up to the end."""
+    def through(self, finder: MarkerFinder) -> Reading[tuple[str, str | None]]:
+        """Take all text up to and including a marker, or up to the end."""
         pieces = []
         while True:
             text, marker = yield from self.until(finder)
@@ -164,7 +164,7 @@ class Source:
                 return "".join(pieces), marker
 
     def scan(self, scan: Scan) -> Reading[str]:
-        """The next piece of what is scanned; nothing when there is no more of it."""
+        """Take the next piece of what is scanned; empty when there is no more of it."""
         while not scan.done:
             end = scan.read(self._text, self._at, ended=self.ended)
             if end > self._at:
@@ -176,7 +176,7 @@ class Source:
         return ""
 
     def rest(self) -> str:
-        """Everything that has come."""
+        """Take everything that has arrived."""
         return self._take(len(self._text))
 
     def _take(self, end: int) -> str:
@@ -188,17 +188,17 @@ class Source:
 
 
 def at_once(reading: Reading[T]) -> T:
-    """What a reading of an ended source returns."""
+    """The result of a read whose text has arrived completely."""
     try:
         next(reading)
     except StopIteration as stop:
         value: T = stop.value
         return value
-    raise RuntimeError("the source has not ended")
+    raise RuntimeError("the text has not ended")
 
 
 def _prefixes(text: str) -> str:
-    """A pattern for every beginning of the text."""
+    """A pattern that matches every prefix of the text."""
     pattern = ""
     for character in reversed(text):
         pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")

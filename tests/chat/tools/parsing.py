@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rekindle.chat.reply import Parser
-from rekindle.chat.tools.registry import Format, choose
+from rekindle.chat.reply_format import ReplyFormat
+from rekindle.chat.tools.base import ReplyParser
+from rekindle.chat.tools.registry import select
 from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 
 BAR = "\uff5c"  # DeepSeek's markers have it
@@ -24,18 +25,18 @@ class Call(NamedTuple):
         return json.loads(self.arguments)
 
 
-class Heard(NamedTuple):
+class ParsedReply(NamedTuple):
     """All that a reply came to."""
 
     parts: list[Part]
     ended_calls: int
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, TextDelta))
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
@@ -92,13 +93,13 @@ def join(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def feed(parser: Parser, pieces: Iterable[str]) -> Heard:
+def feed(parser: ReplyParser, pieces: Iterable[str]) -> ParsedReply:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
     parts += parser.finish()
     assert all(part.text for part in parts if not isinstance(part, ToolCallStart)), "no empty part"
-    return Heard(join(parts), parser.ended_calls)
+    return ParsedReply(join(parts), parser.ended_calls)
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
@@ -106,19 +107,19 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-def hear(
-    format: Format | str,
+def parse_reply(
+    format: ReplyFormat | str,
     text: str,
     *,
     tools: Sequence[dict[str, Any]] = TOOLS,
     calls: bool = True,
     opened: bool = False,
-) -> Heard:
+) -> ParsedReply:
     """What a reply comes to, fed whole, by characters and in random cuts, always the same."""
-    form = choose(None, name=format) if isinstance(format, str) else format
+    form = select(None, tool_format=format) if isinstance(format, str) else format
     random_cuts = random.Random(text)
 
-    def fed(pieces: Iterable[str]) -> Heard:
+    def fed(pieces: Iterable[str]) -> ParsedReply:
         return feed(form.parser(tools, calls=calls, opened=opened), pieces)
 
     whole = fed([text])

@@ -1,4 +1,4 @@
-"""Templates that demand more of tools and calls than OpenAI does are given it, and no other is."""
+"""Templates that require more of tools and calls than OpenAI does get it, and no others do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rekindle.chat.template import ChatTemplate
-
-from .tool_templates import CHANNELS, DESCRIBED, HERMES, NINE, ONE_CALL, STRINGS, THINKING
+from tests.chat.tool_templates import CHANNELS, DESCRIBED, HERMES, NINE, ONE_CALL, STRINGS, THINKING
 
 USER = {"role": "user", "content": "?"}
 BARE = [{"type": "function", "function": {"name": "look"}}]
@@ -33,7 +32,7 @@ def rendered(source: str, *messages: dict[str, Any], tools: Any = BARE) -> str:
 @pytest.mark.parametrize(
     "parameters", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}]
 )
-def test_a_function_without_a_description_is_told_to_a_template_that_demands_one(
+def test_a_function_without_a_description_gets_one_where_a_template_requires_it(
     parameters: dict[str, Any],
 ) -> None:
     tools = [{"type": "function", "function": {"name": "look", **parameters}}]
@@ -45,7 +44,7 @@ def test_what_a_client_says_of_a_function_stays() -> None:
     assert "// Look around.\n" in rendered(DESCRIBED, USER, tools=tools)
 
 
-def test_parameters_are_told_to_a_template_that_goes_through_them() -> None:
+def test_parameters_are_added_for_a_template_that_iterates_over_them() -> None:
     source = (
         "{% for t in tools or [] %}{{ t.function.name + ':' }}"
         "{% for k, v in t.function.parameters.properties.items() %}"
@@ -63,7 +62,7 @@ def test_other_templates_are_given_what_was_sent(source: str) -> None:
 
 
 @pytest.mark.parametrize("id", ["call_abcdefghijklmnop", "", None, "call_<|im_end|>", "é" * 9])
-def test_ids_of_other_servers_get_the_length_that_a_template_demands(id: Any) -> None:
+def test_ids_of_other_servers_get_the_length_that_a_template_requires(id: Any) -> None:
     talk = [USER, calling(id), result(id or "x", "7")]
     text = rendered(NINE, *talk)
     assert text == rendered(NINE, *talk)  # or nothing of it would ever be reused

@@ -9,10 +9,9 @@ import pytest
 from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import TemplateFailed
-
-from .templates import ALTERNATING, CHATML, HEADERS
-from .tool_templates import CHANNELS, HERMES, STRINGS, THINKING, TURNS
-from .vocabulary import Vocabulary
+from tests.chat.templates import ALTERNATING, CHATML, HEADERS
+from tests.chat.tool_templates import CHANNELS, HERMES, STRINGS, THINKING, TURNS
+from tests.chat.vocabulary import Vocabulary
 
 WEATHER = {
     "type": "function",
@@ -56,14 +55,14 @@ def test_a_template_that_shows_none_has_them_written_for_it(source: str) -> None
     text = rendered(source, ASKED)
     assert '<tools>\n{"type": "function", "function": {"name": "weather",' in text
     assert text.index("<tools>") < text.index("Weather in Oslo")
-    assert ChatTemplate(source).render([ASKED]) not in text  # nothing is told twice
+    assert ChatTemplate(source).render([ASKED]) not in text  # nothing is written twice
 
 
 def test_tools_follow_what_the_system_message_says() -> None:
     text = rendered(CHATML, SYSTEM, ASKED)
     assert text.startswith("<|im_start|>system\nBe brief.\n\n")
     assert text.count("<|im_start|>system") == 1
-    assert rendered(CHATML, ASKED).startswith("<|im_start|>system\nYou can call")
+    assert rendered(CHATML, ASKED).startswith("<|im_start|>system\nYou have access to functions")
 
 
 def test_calls_are_written_as_they_are_asked_for() -> None:
@@ -139,7 +138,7 @@ def test_a_prepared_prompt_is_the_beginning_of_any_conversation_with_its_tools(s
 
 
 def test_reasoning_reaches_a_template_under_the_name_it_knows() -> None:
-    thought = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}
-    assert "analysis<|message|>Hm.<|end|>" in rendered(CHANNELS, ASKED, thought)
-    both = {**thought, "content": "I will see."}
+    reasoning = {"role": "assistant", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}
+    assert "analysis<|message|>Hm.<|end|>" in rendered(CHANNELS, ASKED, reasoning)
+    both = {**reasoning, "content": "I will see."}
     assert "analysis<|message|>I will see.<|end|>" in rendered(CHANNELS, ASKED, both)

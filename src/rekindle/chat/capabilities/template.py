@@ -1,0 +1,79 @@
+"""What one template can render, and conversations adapted to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from rekindle.chat.capabilities import arguments, content, requirements, tool_fallback
+from rekindle.chat.capabilities.arguments import ArgumentForms
+from rekindle.chat.capabilities.field_names import FieldNames
+from rekindle.chat.capabilities.probe import Tools
+from rekindle.chat.capabilities.requirements import ToolRequirements
+from rekindle.chat.capabilities.tool_fallback import ToolFallback, uses_tools
+from rekindle.chat.content import Message
+
+
+class RenderTemplate(Protocol):
+    """Runs a template on messages and tools as they are; raises TemplateFailed."""
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Tools | None, /, *, add_generation_prompt: bool
+    ) -> str: ...
+
+
+class TemplateCapabilities:
+    """Found by probing; what concerns tools is probed when tools are first used."""
+
+    def __init__(self, source: str, render: RenderTemplate) -> None:
+        self._render = render
+        self._fields = FieldNames.of(source)
+        self._content = content.probe(
+            lambda messages, tools: render(messages, tools, add_generation_prompt=True)
+        )
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template shows tools itself; else they are written into a message."""
+        return self._fallback.shows_tools
+
+    def adapt(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[list[Message], list[Any] | None]:
+        """The conversation and its tools in a form that the template renders."""
+        adapted = [self._fields.adapt(message) for message in messages]
+        if tools or any(map(uses_tools, adapted)):
+            adapted = self._fallback.write(adapted, tools)
+            tools = tools if self.shows_tools else None
+            adapted = [self._arguments.adapt(message) for message in adapted]
+            adapted, tools = self._requirements.adapt(adapted, tools)
+        return self._with_content(adapted, tools)
+
+    def _with_content(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[list[Message], list[Any] | None]:
+        # Without tools None, not an empty list: templates ask `tools is not none`.
+        return [self._content.adapt(each) for each in messages], list(tools) if tools else None
+
+    @cached_property
+    def _fallback(self) -> ToolFallback:
+        return tool_fallback.probe(self._rendered)
+
+    @cached_property
+    def _arguments(self) -> ArgumentForms:
+        return arguments.probe(
+            lambda messages, tools: self._render(
+                *self._with_content(messages, tools), add_generation_prompt=False
+            )
+        )
+
+    @cached_property
+    def _requirements(self) -> ToolRequirements:
+        def render(messages: Sequence[Message], tools: Tools | None) -> str:
+            return self._rendered([self._arguments.adapt(each) for each in messages], tools)
+
+        return requirements.probe(render) if self.shows_tools else requirements.NONE
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools | None) -> str:
+        return self._render(*self._with_content(messages, tools), add_generation_prompt=True)

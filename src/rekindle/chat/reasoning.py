@@ -1,0 +1,115 @@
+"""Reasoning: what a model writes before its answer, between markers of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rekindle.chat.tools.base import ReplyParser, StreamParser, TrailingSpace
+from rekindle.chat.tools.reader import MarkerFinder, Steps
+from rekindle.protocol.events import Part, ReasoningDelta
+
+
+class ReasoningFormat(NamedTuple):
+    """The markers around reasoning."""
+
+    begin: str
+    end: str
+
+    @property
+    def control_markers(self) -> tuple[str, str]:
+        """The markers as single control tokens: a channel's name after one is plain text."""
+        return self.begin.removesuffix("thought"), self.end
+
+    def is_in(self, template: str) -> bool:
+        return self.begin in template or self.end in template
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside reasoning.
+
+        A begin marker in an earlier message does not count: a turn's marker comes after it.
+        """
+        at = prompt.rfind(self.begin)
+        if at < 0:
+            return False
+        rest = prompt[at + len(self.begin) :]
+        return self.end not in rest and not _TURN.search(rest)
+
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "think": ReasoningFormat("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
+    "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "minimax": ReasoningFormat("<mm:think>", "</mm:think>"),
+    "step": ReasoningFormat("<|THINK_START|>", "<|THINK_END|>"),
+    "exaone": ReasoningFormat("<thought>", "</thought>"),
+}
+
+#: Text that only a template writes: where a turn or a message begins or ends.
+_TURN = re.compile(
+    r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>"
+    r"|\[/?INST\]|<(?:start|end)_of_turn>|</s>"
+)
+
+
+class ReasoningParser(StreamParser):
+    """Takes reasoning off the beginning of a reply and leaves the rest to another parser.
+
+    Whitespace around the markers belongs to neither. With `opened`, the prompt has already opened
+    the reasoning; a model that opens it once more is understood.
+    """
+
+    def __init__(self, format: ReasoningFormat, rest: ReplyParser, *, opened: bool) -> None:
+        super().__init__()
+        self.in_reasoning = opened
+        self._format = format
+        self._rest = rest
+
+    def push(self, text: str) -> list[Part]:
+        parts = super().push(text)
+        self.ended_calls = self._rest.ended_calls
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts = super().finish()
+        self.ended_calls = self._rest.ended_calls
+        return parts
+
+    def _run(self) -> Steps[None]:
+        reader = self._reader
+        reader.hold()
+        yield from reader.space()
+        if (yield from reader.starts(self._format.begin)):
+            self.in_reasoning = True
+        if self.in_reasoning:
+            reader.drop()
+            yield from reader.space()
+            if not (yield from self._reasoning(MarkerFinder(self._format.end))):
+                return
+            self.in_reasoning = False
+            yield from reader.space()
+            reader.hold()
+        yield from self._rest.push(reader.release())
+        while (yield from reader.peek()):
+            yield from self._rest.push(reader.rest())
+        yield from self._rest.finish()
+
+    def _reasoning(self, ends: MarkerFinder) -> Steps[bool]:
+        """Reasoning up to its end marker; whether there was one."""
+        trailing = TrailingSpace()
+        while True:
+            text, marker = yield from self._reader.until(ends)
+            if certain := trailing.add(text):
+                yield ReasoningDelta(certain)
+            if marker is not None:
+                self._reader.skip(len(marker))
+                return True
+            if not text:
+                break
+        if rest := trailing.take():
+            yield ReasoningDelta(rest)
+        return False
