@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
-from rekindle.chat.tools.registry import FALLBACK
+from rekindle.chat.tools.registry import DEFAULT_TOOL_FORMAT
 from rekindle.engine.base import Engine
 from rekindle.errors import TemplateFailed
 from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
-from rekindle.protocol.settings import AUTO
+from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Admin
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
@@ -59,14 +59,14 @@ def build(
     settings, capabilities = storage.settings, engine.capabilities
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
-    tool_format = None if settings.tool_format == AUTO else settings.tool_format
+    tool_format, reasoning_format = formats(settings)
     if tool_format is None and template is not None and not template.shows_tools:
-        tool_format = FALLBACK  # in which we ask for calls where the template does not
+        tool_format = DEFAULT_TOOL_FORMAT  # in which we ask for calls where the template does not
     output_format = OutputFormat(
         engine.tokenizer,
         engine.chat_template,
         tool_format=tool_format,
-        reasoning_format=None if settings.reasoning_format == AUTO else settings.reasoning_format,
+        reasoning_format=reasoning_format,
     )
     input_processor = InputProcessor(
         capabilities, engine.tokenizer, encoder, storage.entries, storage.secret, output_format
@@ -97,6 +97,13 @@ def build(
     return Runtime(
         engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin
     )
+
+
+def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:
+    """The named tool and reasoning formats; None stands for what the template shows."""
+    named = (settings.tool_format, settings.reasoning_format)
+    tool_format, reasoning_format = (None if name == AUTO else name for name in named)
+    return tool_format, reasoning_format
 
 
 def _template(engine: Engine, log: Callable[[LogLine], None]) -> ChatTemplate | None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from rekindle.chat.capabilities.arguments import parsed
+from rekindle.chat.arguments import parsed
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.normalise import normalise, without_strict

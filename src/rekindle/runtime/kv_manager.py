@@ -60,6 +60,11 @@ class KvManager:
         self._offloader = Offloader(engine, store, self.counts)
         self.broken: EngineBroken | None = None  # since the last step
 
+    @property
+    def can_truncate(self) -> bool:
+        """Whether a turn may resume at any position, not at checkpoints alone."""
+        return self._capabilities.can_truncate
+
     # -- looking -------------------------------------------------------------------------------
 
     def plan(self, turn: Turn, running: list[Turn]) -> Plan[Sequence]:

@@ -16,8 +16,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from rekindle.chat.tools.registry import check_names
+from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import load_engine
 from rekindle.errors import RekindleError, ServerError
 from rekindle.kvcache.tiers.base import TierEvent
@@ -35,10 +38,10 @@ from rekindle.protocol.frames import (
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
-from rekindle.runtime.build import Runtime, build
+from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.runtime.storage import Storage
+from rekindle.runtime.storage import open_storage
 
 ENCODER_THREADS = 2
 TICK_S = 60.0
@@ -90,8 +93,9 @@ class RuntimeProcess:
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._encoding: set[int] = set()  # turns between arrival and the scheduler
         self._cancelled: set[int] = set()  # of those, the ones cancelled meanwhile
-        engine = load_engine(load, lambda fraction: self.send(Loading(fraction)))
-        storage = Storage(load, engine.capabilities, self._inbox.put, self.send)
+        check_names(*formats(load.settings))  # before anything slow
+        engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
+        storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
 
     def ready(self) -> Ready:
@@ -248,6 +252,19 @@ class RuntimeProcess:
         self._runtime.close()
         self._outbox.put(None)
         self._writer.join()
+
+
+def _options(load: LoadModel) -> EngineOptions:
+    settings = load.settings
+    return EngineOptions(
+        path=Path(load.path),
+        parallel=settings.parallel,
+        context_tokens=settings.max_model_len,
+        kv_fraction=settings.kv_fraction,
+        threads=settings.thread_count,
+        gpu_layers=settings.gpu_layers,
+        kv_type=settings.kv_type,
+    )
 
 
 def _as_server_error(error: Exception, doing: str) -> ServerError:

@@ -105,7 +105,7 @@ class ReplyOutput:
 
     @property
     def _is_reasoning(self) -> bool:
-        return self._parser is not None and self._parser.thinking
+        return self._parser is not None and self._parser.in_reasoning
 
     def _note(self, sampled: Sampled) -> None:
         """Hold the token's log probability until it is known whether it is part of the text."""

@@ -6,15 +6,15 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from rekindle.chat.encode import Prompt
-from rekindle.chat.escaping import unmark
+from rekindle.chat.escaping import unescape
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.chat.grammar.schema import ANY_OBJECT
 from rekindle.chat.tools.base import ReplyParser
 from rekindle.chat.tools.registry import select
-from rekindle.engine.base import Constraint
-from rekindle.engine.llamacpp.tokenizer import Vocabulary
+from rekindle.engine.base import TokenMask
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.tokens import Tokenizer
 
 PROMPT_END_BYTES = 4096  # enough of a prompt to see whether it ends inside reasoning
 
@@ -25,7 +25,8 @@ class ReplyDecoding:
 
     parser: ReplyParser | None = None  # None: all of it is text
     shown: Container[int] = ()  # control tokens whose text the parser reads
-    constraint: Constraint | None = None
+    token_mask: TokenMask | None = None  # what it is held to
+    end_tokens: frozenset[int] = frozenset()
 
 
 class OutputFormat:
@@ -33,19 +34,19 @@ class OutputFormat:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         template: str | None,
         *,
         tool_format: str | None = None,
         reasoning_format: str | None = None,
     ) -> None:
         self.format = select(template, tool_format=tool_format, reasoning_format=reasoning_format)
-        self._control = vocabulary.control_texts
+        self._control = tokenizer.control_texts
         self._shown = self._tokens(self.format.markers)
-        self.end_tokens = vocabulary.end_tokens | self._tokens(self.format.end_markers)
+        self.end_tokens = tokenizer.end_tokens | self._tokens(self.format.end_markers)
         self._grammars = self.format.grammars(self._control)
         self._compiler = GrammarCompiler(
-            vocabulary, vocabulary_size=vocabulary.size, end_tokens=self.end_tokens
+            tokenizer, vocabulary_size=tokenizer.size, end_tokens=self.end_tokens
         )
 
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
@@ -54,16 +55,16 @@ class OutputFormat:
     def decoding(self, request: GenerateRequest, prompt: Prompt) -> ReplyDecoding:
         """Raises BadRequest for a schema that cannot be enforced."""
         if request.messages is None or request.prepare is not None:
-            return ReplyDecoding()
-        end = unmark(prompt.marked[-PROMPT_END_BYTES:]).decode(errors="ignore")
+            return ReplyDecoding(end_tokens=self.end_tokens)
+        end = unescape(prompt.escaped[-PROMPT_END_BYTES:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
         calls = bool(request.tools) and request.tool_use.choice != "none"
         grammar = self._grammar(request, calls=calls, opened=opened)
-        constraint = self._compiler.compile(grammar) if grammar else None
+        token_mask = self._compiler.compile(grammar) if grammar else None
         if not calls and self.format.reasoning is None:
-            return ReplyDecoding(constraint=constraint)
+            return ReplyDecoding(token_mask=token_mask, end_tokens=self.end_tokens)
         parser = self.format.parser(request.tools or [], calls=calls, opened=opened)
-        return ReplyDecoding(parser, self._shown, constraint)
+        return ReplyDecoding(parser, self._shown, token_mask, self.end_tokens)
 
     def _grammar(self, request: GenerateRequest, *, calls: bool, opened: bool) -> Grammar | None:
         output = request.structured_output

@@ -1,21 +1,27 @@
-"""What a runtime remembers, opened, tended and closed: store, entries, and the disk below them."""
+"""What a runtime remembers: the store over its tiers, the entries, and their upkeep."""
 
 from __future__ import annotations
 
 import secrets
 import sqlite3
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from rekindle.engine.base import Capabilities
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.disk.folder import Folder, open_folder, read_secret
-from rekindle.kvcache.disk.writer import Written
+from rekindle.kvcache.disk.folder import Folder, open_folder
+from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, Written
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.protocol.admin import Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
@@ -25,144 +31,202 @@ ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
-WORTH_A_WORD_BYTES = 64 << 20  # a stop that writes more than this says so
+LOGGED_WRITE_BYTES = 64 << 20  # a stop that writes more than this says so
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
-Tell = Callable[[News], None]
 Log = Callable[[LogLine], None]
 
 
-class Memory:
-    """Owned by the engine's thread; `tell` brings it the disk's news from others."""
+class Storage:
+    """Owned by the engine's thread; `on_event` brings it what the tiers' threads report."""
 
     def __init__(
         self,
-        load: LoadModel,
-        capabilities: Capabilities,
-        tell: Tell,
-        log: Log,
+        settings: RuntimeSettings,
+        store: Store,
+        entries: Entries,
+        clock: Clock,
         *,
-        polite: bool = True,
+        secret: bytes,
+        log: Log,
+        disk: DiskTier | None = None,
+        no_disk_reason: str = "off",
+        gives_way: bool = True,
     ) -> None:
-        settings = load.settings
+        self.settings = settings
+        self.store = store
+        self.entries = entries
+        self.clock = clock
+        self.secret = secret
+        self.disk = disk
+        self._no_disk_reason = no_disk_reason
         self._log = log
-        self._polite = polite  # the engine computes on the cores that writing takes, too
+        self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
         self._ticks = 0
-        self.clock = Clock()
-        self.secret = secrets.token_bytes(SECRET_BYTES)
-        self.trouble = "off"  # why there is no disk tier
-        folder = self._open_folder(load, abilities) if settings.disk_cache else None
-        share = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
-        queue = min(MOST_QUEUE_BYTES, share) if folder else 0
-        entries_bytes = max(settings.ram_cache // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
-        if folder:
-            most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
-            entries_bytes = min(entries_bytes, most)
-        disk = (
-            DiskTier(
-                folder,
-                tell,
-                floor_bytes=settings.disk_floor,
-                queue_bytes=queue,
-                entries_bytes=entries_bytes,
-            )
-            if folder
-            else None
-        )
-        self.store = Store(
-            block_tokens=abilities.block_tokens,
-            ram_bytes=max(settings.ram_cache - queue, 0),
-            disk=disk,
-        )
-        self.entries = Entries(
-            self.store,
-            self.clock,
-            disk.journal if disk else None,
-            limit_bytes=entries_bytes,
-        )
-        if folder:
-            blocks, entries = folder.ledger.blocks(), folder.ledger.entries()
-            self.store.load(blocks)  # from here on the writer uses the ledger
-            self.entries.load(entries)
-        self._disk_state = "ok"
+        rows = disk.folder.index_db.entries() if disk else []
+        store.load()  # from here on the writer uses the index
+        entries.load(rows)
+        self._logged_states = {tier.name: tier.state for tier in store.tiers}
 
-    def _open_folder(self, load: LoadModel, capabilities: Capabilities) -> Folder | None:
-        """The folder of this model's state; without one there is RAM, and a warning."""
-        settings, cache_dir = load.settings, load.settings.cache_dir
-        identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
-        try:
-            self.secret = read_secret(cache_dir)
-            others = [path for path in load.served if path != load.path]
-            folder = open_folder(
-                cache_dir,
-                identity,
-                limit_bytes=settings.disk_cache,
-                served=[load.path, *others],
-            )
-        except FolderLocked as error:
-            self.trouble = "locked"
-            self._warn(f"{error}; this model's state is kept in RAM only")
-        except (OSError, sqlite3.Error, RekindleError) as error:
-            self.trouble = "failing"
-            self._warn(
-                f"the disk cache in {cache_dir} cannot be used ({_why(error)}): state is kept in "
-                "RAM only and is lost at a restart; mend it, or choose another with --cache-dir"
-            )
-        else:
-            self._report(folder)
-            return folder
-        return None
-
-    def _report(self, folder: Folder) -> None:
-        found = folder.recovery
-        if found.rebuilt or found.lost or found.aside:
-            self._warn(
-                f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: "
-                f"{found.lost}, set aside: {found.aside}, found again: {found.adopted}"
-            )
-
-    def _warn(self, text: str) -> None:
-        self._log(LogLine("warning", text))
-
-    def hear(self, news: News) -> None:
-        """Take in what the disk did; say so once when it starts or stops failing."""
-        self.store.hear(news)
-        disk = self.store.disk
-        assert disk is not None
-        if disk.state == self._disk_state or (disk.state == "ok" and not isinstance(news, Written)):
-            return  # a disk is well when it has been written to, not when it is tried again
-        self._disk_state = disk.state
-        why = getattr(news, "why", "")
-        if disk.state == "full":
-            self._warn(f"the disk is full ({why}): the disk cache gives way, requests go on")
-        elif disk.state == "failing":
-            self._warn(f"writing to the disk cache failed ({why}): state is kept in RAM meanwhile")
-        else:
-            self._log(LogLine("info", "the disk cache works again"))
+    def on_event(self, event: TierEvent) -> None:
+        """Take in what a tier did; log it once when one starts or stops failing."""
+        self.store.on_event(event)
+        for tier in self.store.tiers:
+            # A tier works when it has been written to, not when it is tried again.
+            is_tried = tier.state != "ok" or isinstance(event, Written)
+            if tier.state != self._logged_states[tier.name] and is_tried:
+                self._logged_states[tier.name] = tier.state
+                self._log(_state_line(tier, getattr(event, "reason", "")))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
-        if self._polite and self.store.disk:
-            self.store.disk.give_way(busy)
+        if self._gives_way and self.disk:
+            self.disk.give_way(busy)
 
     def tick(self) -> None:
-        """Once a minute: what has expired goes, a disk that failed is tried again."""
+        """Once a minute: what has expired goes, a tier that failed is tried again."""
         self.entries.collect()
-        self.store.retry_disk()
+        self.store.retry()
         self._ticks += 1
-        if self.store.disk and self._ticks % BACKUP_TICKS == 0:
-            self.store.disk.back_up()
+        if self.disk and self._ticks % BACKUP_TICKS == 0:
+            self.disk.back_up()
+
+    def add_totals(self, stats: Stats) -> None:
+        """Figures of the whole runtime, for an admin."""
+        tiers = {tier.name: tier for tier in self.store.tiers}
+        stats.ram_limit_bytes = tiers[RamTier.NAME].limit_bytes
+        stats.disk_state = self._no_disk_reason
+        if disk := tiers.get(DiskTier.NAME):
+            stats.disk_limit_bytes = disk.limit_bytes
+            stats.disk_state = disk.state
+            stats.disk_queued_bytes = disk.pending_bytes
+            stats.disk_written_bytes = disk.counts.written_bytes
+            stats.disk_read_bytes = disk.counts.read_bytes
+            stats.corrupt_blocks = disk.counts.corrupt_blocks
 
     def close(self) -> None:
-        """Write what there is to write, and let go of the folder."""
-        if disk := self.store.disk:
-            self.store.retry_disk()
-            self.store.write_everything()
-            if disk.pending_bytes > WORTH_A_WORD_BYTES:
-                megabytes = disk.pending_bytes // 10**6
-                self._log(LogLine("info", f"writing {megabytes} MB of state to disk"))
-            disk.close()
+        """Write what there is to write, and let go of the tiers."""
+        self.store.retry()
+        self.store.write_everything()
+        pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
+        if pending_bytes > LOGGED_WRITE_BYTES:
+            self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
+        for tier in self.store.tiers:
+            tier.close()
 
 
-def _why(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def open_storage(
+    load: LoadModel, capabilities: Capabilities, on_event: OnEvent, log: Log
+) -> Storage:
+    """RAM, and the model's cache folder below it if there can be one."""
+    settings, clock = load.settings, Clock()
+    opened = _open_disk(load, capabilities, log)
+    queue_bytes = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
+    queue_bytes = min(MOST_QUEUE_BYTES, queue_bytes) if opened.folder else 0
+    entries_bytes = _entries_bytes(settings, opened.folder)
+    disk = None
+    if opened.folder is not None:
+        disk = DiskTier(
+            opened.folder,
+            on_event,
+            floor_bytes=settings.disk_floor,
+            queue_bytes=queue_bytes,
+            entries_bytes=entries_bytes,
+        )
+    tiers: list[Tier] = [RamTier(max(settings.ram_cache - queue_bytes, 0))]
+    tiers += [disk] if disk else []  # a further tier below goes here
+    store = Store(block_tokens=capabilities.block_tokens, tiers=tiers)
+    journal = disk.journal if disk else None
+    return Storage(
+        settings,
+        store,
+        Entries(store, clock, journal, limit_bytes=entries_bytes),
+        clock,
+        secret=opened.secret,
+        log=log,
+        disk=disk,
+        no_disk_reason=opened.no_disk_reason,
+        gives_way=capabilities.device == "cpu",
+    )
+
+
+def _entries_bytes(settings: RuntimeSettings, folder: Folder | None) -> int:
+    """What entries may take of memory, and of the index."""
+    most = max(settings.ram_cache // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
+    if folder is None:
+        return most
+    return min(most, max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedDisk:
+    folder: Folder | None
+    secret: bytes
+    no_disk_reason: str = "off"
+
+
+def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _OpenedDisk:
+    """The folder of this model's state; without one there is RAM, and a warning."""
+    settings, cache_dir = load.settings, load.settings.cache_dir
+    configured = settings.cache_secret_file
+    secret = read_secret_file(configured) if configured else None  # a wrong one is no small matter
+    without_disk = secret or secrets.token_bytes(SECRET_BYTES)
+    if not settings.disk_cache:
+        return _OpenedDisk(None, without_disk)
+    fingerprint = capabilities.kv_layout.fingerprint
+    try:
+        folder = open_folder(
+            cache_dir,
+            fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
+            limit_bytes=settings.disk_cache,
+            served=[load.path, *(path for path in load.served if path != load.path)],
+            secret=secret,
+        )
+        opened = _OpenedDisk(folder, read_secret(cache_dir, secret))
+    except FolderLocked as error:
+        log(LogLine("warning", f"{error}; this model's state is kept in RAM only"))
+        return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "locked")
+    except (OSError, sqlite3.Error, RekindleError) as error:
+        log(LogLine("warning", _unusable(cache_dir, error)))
+        return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "failing")
+    if line := _repair_line(folder):
+        log(line)
+    return opened
+
+
+def _readable_secret(cache_dir: Path, configured: bytes | None) -> bytes | None:
+    """The folder's secret, if it can be read though the folder cannot be used."""
+    try:
+        return read_secret(cache_dir, configured)
+    except (OSError, RekindleError):
+        return None
+
+
+def _unusable(cache_dir: Path, error: Exception) -> str:
+    why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return (
+        f"the disk cache in {cache_dir} cannot be used ({why}): state is kept in RAM only and is "
+        "lost at a restart; mend it, or choose another with --cache-dir"
+    )
+
+
+def _repair_line(folder: Folder) -> LogLine | None:
+    found = folder.recovery
+    if not (found.rebuilt or found.lost or found.quarantined):
+        return None
+    return LogLine(
+        "warning",
+        f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: {found.lost}, "
+        f"quarantined: {found.quarantined}, found again: {found.adopted}",
+    )
+
+
+def _state_line(tier: Tier, why: str) -> LogLine:
+    name = tier.name
+    if tier.state == "full":
+        text = f"the {name} is full ({why}): the {name} cache gives way, requests go on"
+        return LogLine("warning", text)
+    if tier.state == "failing":
+        text = f"writing to the {name} cache failed ({why}): state is kept in RAM meanwhile"
+        return LogLine("warning", text)
+    return LogLine("info", f"the {name} cache works again")
