@@ -94,9 +94,7 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
     admin = Admin(storage, input_processor, sessions, kv, pipeline, scheduler)
-    return Runtime(
-        engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin
-    )
+    return Runtime(engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin)
 
 
 def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:

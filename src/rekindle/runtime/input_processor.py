@@ -113,9 +113,7 @@ class InputProcessor:
             return EncodedPrompt(self._text(request.prompt, known))
         return EncodedPrompt(self._ids(request.prompt))
 
-    def _prefix(
-        self, messages: Messages, tools: Tools, kwargs: dict[str, Any]
-    ) -> EncodedPrompt:
+    def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> EncodedPrompt:
         """What every conversation that begins with these messages begins with."""
         self._check_size(messages, "messages")
         prompt = self._encoder.prefix(

@@ -197,9 +197,7 @@ class KvManager:
         self._engine.truncate(sequence, 0 if cut_short else plan.reused_tokens)
         return tier if sequence.length else None
 
-    def _restore_all(
-        self, plan: Plan[Sequence], sequence: Sequence, turn: Turn
-    ) -> list[Block]:
+    def _restore_all(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> list[Block]:
         """Restore blocks up to the first that cannot be; the rest is computed."""
         restored = []
         for block in plan.blocks:

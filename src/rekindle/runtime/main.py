@@ -233,9 +233,7 @@ class RuntimeProcess:
     def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> None:
         """An admin request must not cost the turns that are running."""
         try:
-            self._runtime.admin.answer(
-                request, prompt, lambda result: self._reply(request, result)
-            )
+            self._runtime.admin.answer(request, prompt, lambda result: self._reply(request, result))
         except ServerError as error:
             self._reply(request, error)
         except Exception as error:

@@ -124,7 +124,9 @@ class Scheduler:
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
             if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
-                    turn.request.sampling, turn.tokens.ids[: turn.prompt_tokens], turn.encoded.decoding.token_mask
+                    turn.request.sampling,
+                    turn.tokens.ids[: turn.prompt_tokens],
+                    turn.encoded.decoding.token_mask,
                 )
 
     def _has_capacity(self) -> bool:
@@ -141,7 +143,8 @@ class Scheduler:
         return any(self._leads(leader, turn) for leader in (*reading, *fetching))
 
     def _leads(self, leader: Turn, turn: Turn) -> bool:
-        together = leader.request.reuse and turn.request.reuse and leader.request.exact == turn.request.exact
+        ahead_of, behind = leader.request, turn.request
+        together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
         if not together or leader.namespace != turn.namespace:
             return False
         common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
@@ -293,7 +296,8 @@ class Scheduler:
         self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)
-            self._emit([Failed(turn.id, ServerError(f"the engine failed repeatedly: {error}").info)])
+            failure = ServerError(f"the engine failed repeatedly: {error}")
+            self._emit([Failed(turn.id, failure.info)])
 
 
 def _insert(turns: list[Turn], turn: Turn) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rekindle.errors import BadRequest, ServerError
 from rekindle.server.auth import LOOPBACK, Caller, Keys, set_caller
 from rekindle.server.responses import ErrorResponse
 
+RECEIVED = "rekindle.received_s"  # in the scope
 MOST_HEADER_BYTES = 64 << 10
 MOST_BODY_BYTES = 64 << 20
 BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
@@ -44,6 +47,12 @@ class BodyTooSlow(BadRequest):
         super().__init__(f"The request's body did not arrive within {BODY_S:g} seconds.")
 
 
+def received_s(request: Request) -> float:
+    """When the request's headers were here, on the machine's monotonic clock."""
+    at_s: float = request.scope[RECEIVED]
+    return at_s
+
+
 class RequestMiddleware:
     """Checks host, key, content type and sizes. Pure ASGI, so that streams pass unbuffered."""
 
@@ -64,6 +73,7 @@ class RequestMiddleware:
                 await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RECEIVED] = time.monotonic()
         try:
             self._check(scope)
         except ServerError as error:

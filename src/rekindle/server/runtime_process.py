@@ -58,9 +58,7 @@ class RuntimeProcess:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: FrameReader(receive), sock=ours)
             command = [sys.executable, "-m", "rekindle.runtime.main", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=[theirs.fileno()]
-            )
+            process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
         runtime = cls(name, process, transport, states)
         runtime.send(load)
         return runtime

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.errors import ReportedError, ServerError, Unavailable
@@ -25,7 +26,14 @@ class ClientGone(Exception):
 class Turns:
     """Runs turns side by side and merges their events. Closing it cancels those still open."""
 
-    def __init__(self, runtime: RuntimeClient, requests: list[GenerateRequest]) -> None:
+    def __init__(
+        self,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        received_s: float | None = None,
+    ) -> None:
+        """`received_s`: when the HTTP request arrived, for the time that its stages took."""
+        requests = [structs.replace(each, received_s=received_s) for each in requests]
         self._runtime = runtime
         self._requests = requests
         self._unfinished = len(requests)

@@ -19,6 +19,7 @@ from rekindle.protocol.message import AssistantMessage
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server import sse
 from rekindle.server.admin_client import refine_report
+from rekindle.server.middleware import received_s
 from rekindle.server.responses import JsonResponse
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
@@ -79,6 +80,7 @@ class Answer:
         self._format = format
         self._per_prompt = body.n or 1
         self._choices = [Choice() for _ in requests]
+        self._first_byte_at_s: float | None = None  # of a stream
         self._opened: set[int] = set()  # choices of a stream that have begun
         self._common_fields = {
             "id": f"{format.id_prefix}-{secrets.token_hex(12)}",
@@ -91,7 +93,7 @@ class Answer:
         return await (self._streamed(http) if self._body.stream else self._whole(http))
 
     async def _whole(self, http: Request) -> Response:
-        with contextlib.closing(Turns(self._runtime, self._requests)) as turns:
+        with contextlib.closing(Turns(self._runtime, self._requests, received_s(http))) as turns:
             await while_connected(http, self._collect(turns))
         return JsonResponse(
             {
@@ -112,7 +114,7 @@ class Answer:
         await refine_report(self._finished(), self._requests[0], self._others)
 
     async def _streamed(self, http: Request) -> Response:
-        turns = Turns(self._runtime, self._requests)
+        turns = Turns(self._runtime, self._requests, received_s(http))
         try:
             begun = await while_connected(http, turns.begun())
         except BaseException:
@@ -136,6 +138,7 @@ class Answer:
     def _chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
             case Delta(_, part):
+                self._first_byte_at_s = self._first_byte_at_s or time.monotonic()
                 delta = self._chunk([self._format.delta(index, part)])
                 return [*self._opening(index, part), delta]
             case Finished():
@@ -163,7 +166,8 @@ class Answer:
     def _ending(self) -> list[bytes]:
         chunks = []
         if self._body.includes_usage:
-            chunks.append(self._chunk([], usage=usage(self._finished(), self._per_prompt)))
+            cost = usage(self._finished(), self._per_prompt, self._first_byte_at_s)
+            chunks.append(self._chunk([], usage=cost))
         if self._body.reports_cache:
             # In a chunk's format too: OpenAI's Python client yields named events as chunks.
             chunk = {**self._common_fields, "object": self._format.chunk, "choices": []}

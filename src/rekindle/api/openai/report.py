@@ -10,7 +10,9 @@ from msgspec import structs
 from rekindle.protocol.events import CacheReport, Finished
 
 
-def usage(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
+def usage(
+    turns: Sequence[Finished], choices: int, first_byte_at_s: float | None = None
+) -> dict[str, Any]:
     """A prompt with several choices counts once."""
     prompts = turns[::choices]
     prompt_tokens = sum(turn.prompt_tokens for turn in prompts)
@@ -26,7 +28,18 @@ def usage(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
             "reasoning_tokens": sum(turn.reasoning_tokens for turn in turns)
         },
         "prompt_eval_time": round(sum(turn.prompt_eval_s for turn in prompts), 6),
+        **_first_token_time(turns[0], first_byte_at_s),
     }
+
+
+def _first_token_time(turn: Finished, first_byte_at_s: float | None) -> dict[str, Any]:
+    """Seconds of each stage up to the first token, and in a stream up to the first byte of it."""
+    if turn.stages is None:
+        return {}
+    stages = structs.asdict(turn.stages)
+    if first_byte_at_s is not None and turn.first_token_at_s is not None:
+        stages["first_byte"] = first_byte_at_s - turn.first_token_at_s
+    return {"first_token_time": {stage: round(spent, 6) for stage, spent in stages.items()}}
 
 
 def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
