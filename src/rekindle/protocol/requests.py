@@ -25,6 +25,7 @@ class LoadModel(Struct, tag=True, kw_only=True):
     disk_bytes: int = 0  # 0: nothing is kept on disk
     disk_floor_bytes: int = 0  # free space that is left to others
     cache_dir: str = ""
+    cache_secret_file: str | None = None  # None: the cache folder has a secret of its own
     write_policy: WritePolicy = "always"
     key_ttl_s: float | None = 1800.0  # of entries whose key a client asked for
     served: list[str] = []  # all models of this server, which share the disk budget

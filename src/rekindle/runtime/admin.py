@@ -10,11 +10,9 @@ from blake3 import blake3
 from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import segments
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
-from rekindle.kvcache.block import chain
+from rekindle.kvcache.block import PrefixHandle, chain
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.entries import Draft, Entries, Entry
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
 from rekindle.protocol.admin import (
     AdminOp,
@@ -40,6 +38,7 @@ from rekindle.protocol.admin import (
 from rekindle.protocol.events import Reason, Status
 from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
+from rekindle.tokens import Tokens
 
 Reply = Callable[[AdminResult], None]
 
@@ -120,13 +119,13 @@ class Queries:
 
     def index(self, op: IndexPrompt, root: bytes, prompt: Prompt) -> EntryInfo:
         """An entry that knows its tokens before any of them is computed."""
-        packed = pack(prompt.tokens)
+        tokens = Tokens.of(prompt.tokens)
         if op.prepare.pinned:
-            self._names.check_pin(Head(root, packed))
+            self._names.check_pin(PrefixHandle(root, tokens))
         entry = self._entries.remember(
             Draft(
-                root=root,
-                packed=packed,
+                namespace=root,
+                tokens=tokens,
                 text=prompt.marked,
                 segments=segments(op.messages, op.tools),
                 ttl_s=op.prepare.ttl_s,
@@ -147,11 +146,11 @@ class Queries:
             reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
             return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
         told = self._names.compare(entry, prompt, op.messages, op.tools)
-        packed = pack(prompt.tokens[:-1])
-        stored = self._device.reusable_tokens(root, packed)
+        tokens = Tokens.of(prompt.tokens[:-1])
+        stored = self._device.reusable_tokens(root, tokens)
         reusable = min(stored, told.common_tokens)
         short = told.covers and stored < told.common_tokens - 1
-        evicted = self._device.equal_tokens(root, packed) < told.common_tokens - 1
+        evicted = self._device.equal_tokens(root, tokens) < told.common_tokens - 1
         status: Status = "hit" if told.covers and not short else "partial_hit"
         return Validation(
             status=status if reusable else "miss",
@@ -169,25 +168,23 @@ class Queries:
         if entry is None:
             raise CacheKeyNotFound
         self._device.keep_everything()
-        disk = self._store.disk
-        if disk is None or entry.block is None or not entry.durable:
+        if entry.block is None or not entry.durable:
             reply(self.info(entry))
             return
         self._store.write_chain(entry.block)
-        disk.flush(lambda: reply(self.info(entry)))
+        self._store.flush(lambda: reply(self.info(entry)))
 
     # -- words ---------------------------------------------------------------------------------
 
     def info(self, entry: Entry) -> EntryInfo:
         blocks, ends = list(chain(entry.block)), list(self._device.ends(entry))
-        at_hand = all(self._store.get(block) is not None for block in blocks)
         left_s = entry.expires_in_s(self._clock)
-        tokens = entry.tokens
+        tokens = len(entry.tokens)
         return EntryInfo(
             cache_key=entry.key,
             segments=[Segment(*segment) for segment in entry.segments],
             token_count=tokens,
-            tier=("ram" if at_hand else "disk") if blocks else None,
+            tier=self._store.slowest_tier(blocks),
             size_bytes=sum(block.size_bytes for block in blocks),
             held_tokens=min(max((b.stop for b in ends), default=0), tokens),
             stored_tokens=min(max((b.stop for b in ends if b.stored), default=0), tokens),
@@ -198,23 +195,23 @@ class Queries:
             last_used=entry.last_used_at,
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
-            tenant=blake3(entry.root).hexdigest()[:12],
+            tenant=blake3(entry.namespace).hexdigest()[:12],
         )
 
     def _stats(self, view: bytes | None) -> Stats:
         entries = [self.info(entry) for entry in self._entries.of(view)]
-        blocks = [block for block in self._store if view in (None, block.root)]
+        blocks = [block for block in self._store if view in (None, block.namespace)]
         turns: Counter[Status] = Counter()
         for root, counts in self._names.counts.items():
             if view in (None, root):
                 turns += counts
-        ram, disk = self._store.held_bytes(view)
+        held = self._store.held_bytes(view)
         stats = Stats(
             entries=len(entries),
             pinned_entries=sum(entry.pinned for entry in entries),
             by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
-            ram_bytes=ram,
-            disk_bytes=disk,
+            ram_bytes=held.get("ram", 0),
+            disk_bytes=held.get("disk", 0),
             unique_bytes=sum(block.size_bytes for block in blocks),
             logical_bytes=sum(entry.size_bytes for entry in entries),
             hits=turns["hit"],
@@ -227,11 +224,11 @@ class Queries:
         return stats
 
     def _add_totals(self, stats: Stats) -> None:
-        stats.ram_limit_bytes = self._store.limit_bytes
+        stats.ram_limit_bytes = self._store.tiers[0].limit_bytes
         stats.computed_tokens = self._device.counts.computed_tokens
         stats.reused_tokens = self._device.counts.reused_tokens
         stats.disk_state = self.disk_state
-        if disk := self._store.disk:
+        if disk := self._store.tier("disk"):
             stats.disk_limit_bytes = disk.limit_bytes
             stats.disk_state = disk.state
             stats.disk_queued_bytes = disk.pending_bytes

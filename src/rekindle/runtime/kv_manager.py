@@ -10,9 +10,7 @@ from heapq import merge
 
 from rekindle.engine.base import Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
-from rekindle.kvcache.block import Block, chain
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import TOKEN_BYTES, shared_prefix
+from rekindle.kvcache.block import Block, PrefixHandle, chain
 from rekindle.kvcache.plan import (
     Live,
     Plan,
@@ -22,12 +20,13 @@ from rekindle.kvcache.plan import (
     resolve_whole_exact,
 )
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.ram import Blob
+from rekindle.kvcache.tiers.base import Blob
 from rekindle.kvcache.tree import Match
 from rekindle.protocol.events import CacheReport, Reason
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.offload import Counts, Keeper, Resident
 from rekindle.runtime.turn import Kept, Turn
+from rekindle.tokens import Tokens
 
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 
@@ -47,7 +46,7 @@ Explain = Callable[[Turn, Outcome], CacheReport]
 class Start(Enum):
     STARTED = "started"
     NO_ROOM = "no room"
-    FETCHING = "fetching"  # what it can reuse is on its way from disk
+    FETCHING = "fetching"  # what it can reuse is on its way from a lower tier
 
 
 class Device:
@@ -118,7 +117,7 @@ class Device:
     def _plan(self, turn: Turn, active: list[Turn]) -> Plan[Sequence]:
         if not turn.ask.reuse:
             return Plan.nothing()
-        usable = bytes(turn.packed[:-TOKEN_BYTES])  # the last token is always computed
+        usable = turn.buffer.first(len(turn.tokens) - 1)  # the last token is always computed
         stored = self._match(turn.namespace, usable)
         live = self._live(turn.namespace, active)
         block_tokens, step_tokens = self._abilities.block_tokens, self._abilities.step_tokens
@@ -131,45 +130,45 @@ class Device:
             return resolve_whole_exact(stored, checkpoints, step_tokens=step_tokens)
         return resolve_whole(usable, stored, checkpoints, live)
 
-    def reusable_tokens(self, namespace: bytes, packed: bytes) -> int:
+    def reusable_tokens(self, namespace: bytes, tokens: Tokens) -> int:
         """How much of these tokens a turn would find in the store; changes nothing."""
         if self._abilities.can_cut:
-            return self._match(namespace, packed).tokens
-        newest = next(self._resumable(namespace, packed), None)
+            return self._match(namespace, tokens).tokens
+        newest = next(self._resumable(namespace, tokens), None)
         return newest.stop if newest else 0
 
-    def ends(self, head: Head) -> Iterator[Block]:
+    def ends(self, handle: PrefixHandle) -> Iterator[Block]:
         """Blocks after which a turn could go on with a conversation."""
         if self._abilities.can_cut:
-            return chain(head.block)
-        return self._resumable(head.root, head.packed)
+            return chain(handle.block)
+        return self._resumable(handle.namespace, handle.tokens)
 
-    def equal_tokens(self, namespace: bytes, packed: bytes) -> int:
+    def equal_tokens(self, namespace: bytes, tokens: Tokens) -> int:
         """How much of these tokens the store holds, whether or not a turn can go on from there."""
-        return self._match(namespace, packed).tokens
+        return self._match(namespace, tokens).tokens
 
-    def _resumable(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
+    def _resumable(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
         """Checkpoints of the tenant's and of what is common to all, the newest first."""
         roots = {namespace, self._shared or namespace}
-        found = (self._store.checkpoints(root, packed) for root in roots)
+        found = (self._store.checkpoints(root, tokens) for root in roots)
         return merge(*found, key=lambda block: -block.stop)
 
-    def _match(self, namespace: bytes, packed: bytes) -> Match:
+    def _match(self, namespace: bytes, tokens: Tokens) -> Match:
         """What the tenant has stored, or what is common to all if that goes further."""
-        own = self._store.match(namespace, packed)
+        own = self._store.match(namespace, tokens)
         if self._shared is None:
             return own
-        common = self._store.match(self._shared, packed)
+        common = self._store.match(self._shared, tokens)
         return common if common.tokens > own.tokens else own
 
     def _live(self, namespace: bytes, active: list[Turn]) -> Iterator[Live[Sequence]]:
         open_to_it = (namespace, self._shared)
         for resident in self._residents:
             if resident.namespace in open_to_it:
-                yield Live(resident.sequence, resident.packed)
+                yield Live(resident.sequence, resident.prefix)
         for turn in active:
             if turn.shares and turn.namespace in open_to_it and turn.sequence:
-                yield Live(turn.sequence, turn.packed[: turn.held_tokens * TOKEN_BYTES])
+                yield Live(turn.sequence, turn.buffer.first(turn.held_tokens))
 
     def _reserve(self, turn: Turn, plan: Plan[Sequence], active: list[Turn]) -> bool:
         """Make sure that this turn and those already running can finish their prompts."""
@@ -183,38 +182,43 @@ class Device:
 
     def _apply(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> str | None:
         """Carry the plan out as far as it goes; the slowest tier that gave something."""
-        tier = None
+        source = None
         if plan.share is not None:
             self._engine.share(plan.share, plan.shared_tokens, sequence)
             self._supersede(plan.share, plan.shared_tokens, turn.namespace)
-            tier = "device"
+            source = "device"
         restored = []
         for block in plan.blocks:
             blob = self._blob(block, turn)
             last = block is plan.blocks[-1]
             if blob is None or not self._restore(sequence, block, blob, resumable=last):
                 break  # what is in place stays; the rest is computed
-            from_disk = turn.fetch is not None and block.key in turn.fetch.records
-            tier = "disk" if from_disk or tier == "disk" else "ram"
             restored.append(block)
+        if restored:
+            source = self._slowest_source(restored, turn)
         if turn.fetch is not None:
             if turn.fetch.bad:
                 turn.trouble = turn.trouble or Reason.CORRUPT
             turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
         whole = [block for block in restored if block.stop <= plan.reused_tokens]
-        self._store.use(whole, turn.wish)
+        self._store.use(whole, turn.write_back)
         self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
         cut_short = sequence.length < plan.reused_tokens and not self._abilities.can_cut
         self._engine.cut(sequence, 0 if cut_short else plan.reused_tokens)
-        return tier if sequence.length else None
+        return source if sequence.length else None
+
+    def _slowest_source(self, restored: list[Block], turn: Turn) -> str | None:
+        """The tier that the slowest of these blocks came from."""
+        read = turn.fetch.records.keys() if turn.fetch else ()
+        sources = turn.fetch.sources if turn.fetch else {}
+        names = (sources[each.key] for each in restored if each.key in read)
+        return self._store.slower(self._store.tiers[0].name, *names)
 
     def _blob(self, block: Block, turn: Turn) -> Blob | None:
         blob = self._store.get(block)
-        record = turn.fetch.records.get(block.key) if turn.fetch else None
-        if blob is not None or record is None:
-            return blob
-        is_it = record.exact >= block.exact and record.resumable == block.resumable
-        return record.blob if is_it else None  # RAM had no room to keep it
+        if blob is None and turn.fetch:
+            return turn.fetch.blob(block)  # the first tier had no room to keep it
+        return blob
 
     def _restore(self, sequence: Sequence, block: Block, blob: Blob, *, resumable: bool) -> bool:
         """Append a block; the checkpoint it may have is of use only in the last one."""
@@ -222,7 +226,7 @@ class Device:
         if block.resumable and not resumable:
             blob = memoryview(blob)[: -self._abilities.checkpoint_bytes]
         try:
-            self._engine.restore(sequence, blob, block.tokens, resumable=resumable)
+            self._engine.restore(sequence, blob, len(block.tokens), resumable=resumable)
         except PoolFull:
             return False
         except CorruptBlock:
@@ -318,17 +322,17 @@ class Device:
             for resident in self._residents:
                 self._keeper.keep_all(resident)
 
-    def forget(self, head: Head) -> None:
+    def forget(self, handle: PrefixHandle) -> None:
         """Close residents of this conversation: what was deleted is not reused from here."""
         with self._noticing():
-            self._forget(head)
+            self._forget(handle)
 
-    def _forget(self, head: Head) -> None:
+    def _forget(self, handle: PrefixHandle) -> None:
         for resident in list(self._residents):
-            least = min(len(head.packed), len(resident.packed)) // TOKEN_BYTES
-            of_it = shared_prefix(head.packed, resident.packed) == least
-            if resident.namespace == head.root and of_it:
-                if resident.tokens > head.tokens:
+            least = min(len(handle.tokens), resident.tokens)
+            of_it = handle.tokens.common_prefix(resident.prefix) == least
+            if resident.namespace == handle.namespace and of_it:
+                if resident.tokens > len(handle.tokens):
                     self._keeper.keep_all(resident)  # a longer conversation may rest on it
                 self._residents.remove(resident)
                 self._engine.close_sequence(resident.sequence)

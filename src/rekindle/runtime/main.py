@@ -24,8 +24,7 @@ from rekindle.chat.template import ChatTemplate
 from rekindle.chat.tools.registry import FALLBACK
 from rekindle.engine.llamacpp.engine import LlamaCppEngine, LlamaCppOptions
 from rekindle.errors import RekindleError, ServerError, TemplateFailed
-from rekindle.kvcache.disk.writer import Flushed, Unwritten, Written
-from rekindle.kvcache.tiers.disk import Fetched, News
+from rekindle.kvcache.tiers.base import Fetched, Flushed, TierEvent, WriteFailed, Written
 from rekindle.protocol.admin import (
     AdminReply,
     AdminRequest,
@@ -84,7 +83,7 @@ class _Tick:
     """A minute has gone by."""
 
 
-_Message = _Arrived | _Refused | Turn | Cancel | AdminRequest | _Encoded | _Tick | News | Stop
+_Message = _Arrived | _Refused | Turn | Cancel | AdminRequest | _Encoded | _Tick | TierEvent | Stop
 
 
 class Worker:
@@ -260,8 +259,8 @@ class Worker:
                 self._inform(message)
             case _Tick():
                 self._memory.tick()
-            case Written() | Unwritten() | Fetched() | Flushed():
-                self._memory.hear(message)
+            case Written() | WriteFailed() | Fetched() | Flushed():
+                self._memory.on_event(message)
 
     def _submit(self, turn: Turn) -> None:
         self._encoding.discard(turn.id)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, Sequence
-from rekindle.kvcache.block import Wish
-from rekindle.kvcache.key import TOKEN_BYTES
+from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.store import Store
 from rekindle.runtime.turn import Kept, Turn
+from rekindle.tokens import Tokens
 
 
 @dataclass(slots=True)
@@ -28,15 +28,15 @@ class Resident:
     """A finished sequence that stays in the pool until room is needed."""
 
     sequence: Sequence
-    packed: bytes
+    prefix: Tokens  # what it holds
     namespace: bytes
     exact_tokens: int  # up to here it was computed in canonical steps
-    wish: Wish  # when its blocks are to be written to disk
+    write_back: WriteBack  # when its blocks are written to lower tiers
     kept: Kept  # up to here its blocks are in the store
 
     @property
     def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
+        return len(self.prefix)
 
 
 class Keeper:
@@ -52,10 +52,10 @@ class Keeper:
         """What a turn has got to; kept from the beginning again if what it kept has left since."""
         return Resident(
             sequence,
-            bytes(turn.packed[: sequence.length * TOKEN_BYTES]),
+            turn.buffer.first(sequence.length),
             turn.namespace,
             exact_tokens=turn.prompt_tokens if sequence.exact else 0,
-            wish=turn.wish,
+            write_back=turn.write_back,
             kept=turn.kept if self._store.knows(turn.kept.key) else Kept(0, turn.namespace),
         )
 
@@ -69,24 +69,25 @@ class Keeper:
     def keep_next(self, resident: Resident) -> bool:
         start = resident.kept.tokens
         stop = min(start + self._abilities.block_tokens, resident.tokens)
-        packed = resident.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+        tokens = resident.prefix[start:stop]
         exact = self._is_exact(resident, start, stop)
         resumable = stop == resident.tokens and not self._abilities.can_cut
         kept = True
-        if self._store.wants(resident.kept.key, packed, exact=exact, resumable=resumable):
+        if self._store.wants(resident.kept.key, tokens, exact=exact, resumable=resumable):
             blob = self._engine.export(resident.sequence, start, stop, resumable=resumable)
             self._counts.exported_bytes += len(blob)
             kept = self._store.put(
                 resident.namespace,
                 resident.kept.key,
-                packed,
+                tokens,
                 blob,
                 exact=exact,
                 resumable=resumable,
-                wish=resident.wish,
+                write_back=resident.write_back,
             )
-        resident.kept = resident.kept.after(packed)
-        self._store.wish_for(resident.kept.key, resident.wish)  # it may have been another's before
+        resident.kept = resident.kept.after(tokens)
+        # It may have been another conversation's before.
+        self._store.set_write_back(resident.kept.key, resident.write_back)
         if not kept:  # no room: nothing more fits
             resident.kept = Kept(resident.tokens, resident.kept.key)
         return kept

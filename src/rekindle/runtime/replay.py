@@ -15,10 +15,9 @@ from rekindle.chat.content import Message
 from rekindle.chat.known_prefix import Remembered
 from rekindle.chat.replay import Ends, Keys, canonical, restored, same, shows
 from rekindle.kvcache.entries import Entries, Entry
-from rekindle.kvcache.entry import common_bytes
-from rekindle.kvcache.key import shared_prefix
 from rekindle.kvcache.replies import Reply
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens, common_bytes
 
 Known = tuple[Entry, Reply]
 
@@ -110,15 +109,15 @@ class History:
         is_there = same(self._sent[index], delivered) and shows(marked[begin:end], delivered)
         return end if is_there else None
 
-    def carried(self, text: bytes, packed: bytes) -> tuple[list[Reply], Entry | None]:
+    def carried(self, text: bytes, tokens: Tokens) -> tuple[list[Reply], Entry | None]:
         """What is still true of these replies in a head with this text and these tokens; and the
         head that this one goes on from, if one ends with a reply of it."""
-        overlap, replies = _Overlap(text, packed), list[Reply]()
+        overlap, replies = _Overlap(text, tokens), list[Reply]()
         before: Entry | None = None
         for known in reversed(self._known.values()):
             kept = [(each, still) for each, reply in known if (still := overlap.kept(each, reply))]
             replies += [max((reply for _, reply in kept), key=_worth)] if kept else []
-            whole = (entry for entry, reply in kept if reply.end_tokens == entry.tokens)
+            whole = (entry for entry, reply in kept if reply.end_tokens == len(entry.tokens))
             before = before or next(whole, None)
         return replies[::-1], before
 
@@ -126,10 +125,10 @@ class History:
 class _Overlap:
     """What a text, and the tokens of one, have in common with entries."""
 
-    def __init__(self, text: bytes, packed: bytes = b"") -> None:
+    def __init__(self, text: bytes, tokens: Tokens | None = None) -> None:
         self.text = text
-        self._packed = packed
-        self._tokens: dict[Entry, int] = {}
+        self._tokens = tokens or Tokens()
+        self._common: dict[Entry, int] = {}
         self._bytes: dict[Entry, int] = {}
 
     def text_bytes(self, entry: Entry) -> int:
@@ -139,13 +138,13 @@ class _Overlap:
 
     def kept(self, entry: Entry, reply: Reply) -> Reply | None:
         """What is true of an entry's reply here, too."""
-        if entry not in self._tokens:
-            self._tokens[entry] = shared_prefix(entry.packed, self._packed)
-        return reply.kept(self.text_bytes(entry), self._tokens[entry])
+        if entry not in self._common:
+            self._common[entry] = entry.tokens.common_prefix(self._tokens)
+        return reply.kept(self.text_bytes(entry), self._common[entry])
 
 
 def replies_after(
-    entries: Entries, turn: Turn, text: bytes, packed: bytes, *, end_tokens: int
+    entries: Entries, turn: Turn, text: bytes, tokens: Tokens, *, end_tokens: int
 ) -> tuple[tuple[Reply, ...], Entry | None]:
     """A conversation's replies up to the turn's own, and the head that it goes on from. Without
     `end_tokens`, the tokens of the turn's reply are not all that was delivered, or more."""
@@ -154,7 +153,7 @@ def replies_after(
         return (), None
     is_said = turn.ask.prepare is None
     keys = turn.keys or Keys(messages)
-    earlier, before = History(entries, turn.namespace, messages, keys).carried(text, packed)
+    earlier, before = History(entries, turn.namespace, messages, keys).carried(text, tokens)
     if is_said:
         plain = turn.is_plain
         message, end_bytes = (b"", len(text)) if plain else (canonical(turn.message), 0)

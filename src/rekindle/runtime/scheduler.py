@@ -9,7 +9,6 @@ from collections.abc import Callable
 from rekindle.engine.base import Engine, Work
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.kvcache.key import shared_prefix
 from rekindle.protocol.events import TERMINAL, Event, Finished, Prefill, Started
 from rekindle.runtime.kv_manager import Device, Start
 from rekindle.runtime.turn import Turn
@@ -145,7 +144,7 @@ class Scheduler:
         together = leader.ask.reuse and turn.ask.reuse and leader.ask.exact == turn.ask.exact
         if not together or leader.namespace != turn.namespace:
             return False
-        common = min(shared_prefix(leader.packed, turn.packed), len(turn.tokens) - 1)
+        common = min(leader.buffer.common_prefix(turn.buffer), len(turn.tokens) - 1)
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
         ahead = turn.ask.exact or common > leader.held_tokens
         if common < FOLLOW_TOKENS or not ahead:

@@ -18,16 +18,15 @@ from rekindle.chat.escaping import unmark
 from rekindle.chat.fingerprint import fingerprint, previous
 from rekindle.chat.message_hashes import Parts, Told, first_change, segments
 from rekindle.errors import NoRoomForPins
-from rekindle.kvcache.block import Wish
+from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import TOKEN_BYTES, pack, shared_prefix
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import CacheReport, Divergence, Finished, Reason, Status
 from rekindle.protocol.requests import Names, WritePolicy
 from rekindle.runtime.kv_manager import Outcome
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Tokens
 
 SESSION, NUMBER, MESSAGE, PROMPT = (
     "session_id",
@@ -93,10 +92,10 @@ class Sessions:
 
     def meet(self, turn: Turn) -> None:
         """Find the entry that the request names; raises NoRoomForPins."""
-        turn.wish = self._wish(turn)
+        turn.write_back = self._write_back(turn)
         if preparing := turn.ask.prepare:
             if preparing.pinned:
-                self.check_pin(Head(turn.namespace, bytes(turn.packed)))
+                self.check_pin(PrefixHandle(turn.namespace, turn.buffer.all()))
             return
         naming = turn.ask.names
         if naming is None or not turn.ask.reuse:
@@ -122,26 +121,26 @@ class Sessions:
         found = (self._entries.by_name(root, name) for name in _proposals(naming))
         return next((entry for entry in found if entry is not None), None)
 
-    def _wish(self, turn: Turn) -> Wish:
+    def _write_back(self, turn: Turn) -> WriteBack:
         naming = turn.ask.names
         if naming is not None and naming.in_memory:
-            return Wish.NEVER
+            return WriteBack.NEVER
         if self._policy == "always" or turn.ask.prepare is not None:
-            return Wish.SOON
+            return WriteBack.SOON
         if self._policy == "named":
-            return Wish.SOON if naming is not None and _is_named(naming) else Wish.NEVER
-        return Wish.LATE
+            return WriteBack.SOON if naming is not None and _is_named(naming) else WriteBack.NEVER
+        return WriteBack.LATE
 
-    def check_pin(self, candidate: Head) -> None:
+    def check_pin(self, candidate: PrefixHandle) -> None:
         """Raise unless everything pinned, and this too, has room for good; of several tenants each
         may pin its share."""
         living = self._entries.of(None)
         pinned = [entry for entry in living if entry.pinned]
-        tenants = {candidate.root, *(entry.root for entry in living)}
+        tenants = {candidate.namespace, *(entry.namespace for entry in living)}
         limit = self._store.pin_limit_bytes
         for whose, most in (
             (pinned, limit),
-            ([e for e in pinned if e.root == candidate.root], limit // len(tenants)),
+            ([e for e in pinned if e.namespace == candidate.namespace], limit // len(tenants)),
         ):
             needed = self._store.lasting_bytes(
                 [*whose, candidate], self._token_bytes, self._checkpoint_bytes
@@ -236,9 +235,8 @@ class Sessions:
         self, entry: Entry, prompt: Prompt, messages: Sequence[Message], tools: Tools
     ) -> Comparison:
         """Where the request leaves the entry, if it does."""
-        packed = pack(prompt.tokens)
-        common = shared_prefix(entry.packed, packed)
-        held, sent = len(entry.packed) // TOKEN_BYTES, len(prompt.tokens)
+        common = entry.tokens.common_prefix(Tokens.of(prompt.tokens))
+        held, sent = len(entry.tokens), len(prompt.tokens)
         if common == held:
             return Comparison(
                 common_tokens=common,
@@ -283,16 +281,16 @@ class Sessions:
 
     def _draft(self, turn: Turn, naming: Names, finished: Finished) -> Draft:
         reached = self._head(turn)
-        packed = bytes(turn.packed[: len(reached.tokens) * TOKEN_BYTES])
+        tokens = turn.buffer.first(len(reached.tokens))
         replies, before = replies_after(
-            self._entries, turn, reached.text, packed, end_tokens=reached.end_tokens
+            self._entries, turn, reached.text, tokens, end_tokens=reached.end_tokens
         )
         preparing = turn.ask.prepare
         keyed = naming.return_cache_key or preparing is not None
         ttl_s = naming.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
-            root=turn.namespace,
-            packed=packed,
+            namespace=turn.namespace,
+            tokens=tokens,
             text=reached.text,
             text_tokens=reached.text_tokens,
             replies=replies,
@@ -302,7 +300,7 @@ class Sessions:
             ttl_s=preparing.ttl_s if preparing else ttl_s,
             keyed=keyed,
             pinned=preparing is not None and preparing.pinned,
-            durable=turn.wish > Wish.NEVER,
+            durable=turn.write_back > WriteBack.NEVER,
         )
 
     def _head(self, turn: Turn) -> Reached:

@@ -10,11 +10,13 @@ from pathlib import Path
 from rekindle.engine.base import Abilities
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.disk.folder import Folder, open_folder, read_secret
-from rekindle.kvcache.disk.writer import Written
+from rekindle.kvcache.disk.folder import Folder, open_folder
+from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, Written
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 
@@ -29,15 +31,20 @@ LEAST_ENTRIES_DISK_BYTES = 256 << 10
 WORTH_A_WORD_BYTES = 64 << 20  # a stop that writes more than this says so
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
-Tell = Callable[[News], None]
 Log = Callable[[LogLine], None]
 
 
 class Memory:
-    """Owned by the engine's thread; `tell` brings it the disk's news from others."""
+    """Owned by the engine's thread; `on_event` brings it what other threads report."""
 
     def __init__(
-        self, load: LoadModel, abilities: Abilities, tell: Tell, log: Log, *, polite: bool = True
+        self,
+        load: LoadModel,
+        abilities: Abilities,
+        on_event: OnEvent,
+        log: Log,
+        *,
+        polite: bool = True,
     ) -> None:
         self._log = log
         self._polite = polite  # the engine computes on the cores that writing takes, too
@@ -52,10 +59,10 @@ class Memory:
         if folder:
             most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
             entries_bytes = min(entries_bytes, most)
-        disk = (
+        self.disk = (
             DiskTier(
                 folder,
-                tell,
+                on_event,
                 floor_bytes=load.disk_floor_bytes,
                 queue_bytes=queue,
                 entries_bytes=entries_bytes,
@@ -63,30 +70,34 @@ class Memory:
             if folder
             else None
         )
-        self.store = Store(
-            block_tokens=abilities.block_tokens, ram_bytes=max(load.ram_bytes - queue, 0), disk=disk
-        )
+        tiers: list[Tier] = [RamTier(max(load.ram_bytes - queue, 0))]
+        tiers += [self.disk] if self.disk else []
+        self.store = Store(block_tokens=abilities.block_tokens, tiers=tiers)
         self.entries = Entries(
             self.store,
             self.clock,
-            disk.journal if disk else None,
+            self.disk.journal if self.disk else None,
             limit_bytes=entries_bytes,
         )
-        if folder:
-            blocks, entries = folder.ledger.blocks(), folder.ledger.entries()
-            self.store.load(blocks)  # from here on the writer uses the ledger
-            self.entries.load(entries)
-        self._disk_state = "ok"
+        entries = folder.index_db.entries() if folder else []
+        self.store.load()  # from here on the writer uses the index
+        self.entries.load(entries)
+        self._states = {tier.name: tier.state for tier in tiers}  # as far as it was logged
 
     def _open_folder(self, load: LoadModel, abilities: Abilities) -> Folder | None:
         """The folder of this model's state; without one there is RAM, and a warning."""
-        cache_dir = Path(load.cache_dir)
+        cache_dir, secret_file = Path(load.cache_dir), load.cache_secret_file
         identity = abilities.fingerprint + abilities.block_tokens.to_bytes(4, "big")
         try:
-            self.secret = read_secret(cache_dir)
+            secret = read_secret_file(Path(secret_file)) if secret_file else None
+            self.secret = read_secret(cache_dir, secret)
             others = [path for path in load.served if path != load.path]
             folder = open_folder(
-                cache_dir, identity, limit_bytes=load.disk_bytes, served=[load.path, *others]
+                cache_dir,
+                identity,
+                limit_bytes=load.disk_bytes,
+                served=[load.path, *others],
+                secret=secret,
             )
         except FolderLocked as error:
             self.trouble = "locked"
@@ -104,53 +115,58 @@ class Memory:
 
     def _report(self, folder: Folder) -> None:
         found = folder.recovery
-        if found.rebuilt or found.lost or found.aside:
+        if found.rebuilt or found.lost or found.quarantined:
             self._warn(
                 f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: "
-                f"{found.lost}, set aside: {found.aside}, found again: {found.adopted}"
+                f"{found.lost}, quarantined: {found.quarantined}, found again: {found.adopted}"
             )
 
     def _warn(self, text: str) -> None:
         self._log(LogLine("warning", text))
 
-    def hear(self, news: News) -> None:
-        """Take in what the disk did; say so once when it starts or stops failing."""
-        self.store.hear(news)
-        disk = self.store.disk
-        assert disk is not None
-        if disk.state == self._disk_state or (disk.state == "ok" and not isinstance(news, Written)):
-            return  # a disk is well when it has been written to, not when it is tried again
-        self._disk_state = disk.state
-        why = getattr(news, "why", "")
-        if disk.state == "full":
-            self._warn(f"the disk is full ({why}): the disk cache gives way, requests go on")
-        elif disk.state == "failing":
-            self._warn(f"writing to the disk cache failed ({why}): state is kept in RAM meanwhile")
+    def on_event(self, event: TierEvent) -> None:
+        """Take in what a tier did; log it once when one starts or stops failing."""
+        self.store.on_event(event)
+        for tier in self.store.tiers:
+            is_tried = tier.state != "ok" or isinstance(event, Written)
+            if tier.state != self._states[tier.name] and is_tried:
+                # A tier works when it has been written to, not when it is tried again.
+                self._states[tier.name] = tier.state
+                self._log_state(tier, getattr(event, "reason", ""))
+
+    def _log_state(self, tier: Tier, why: str) -> None:
+        name = tier.name
+        if tier.state == "full":
+            self._warn(f"the {name} is full ({why}): the {name} cache gives way, requests go on")
+        elif tier.state == "failing":
+            self._warn(
+                f"writing to the {name} cache failed ({why}): state is kept in RAM meanwhile"
+            )
         else:
-            self._log(LogLine("info", "the disk cache works again"))
+            self._log(LogLine("info", f"the {name} cache works again"))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
-        if self._polite and self.store.disk:
-            self.store.disk.give_way(busy)
+        if self._polite and self.disk:
+            self.disk.give_way(busy)
 
     def tick(self) -> None:
-        """Once a minute: what has expired goes, a disk that failed is tried again."""
+        """Once a minute: what has expired goes, a tier that failed is tried again."""
         self.entries.collect()
-        self.store.retry_disk()
+        self.store.retry()
         self._ticks += 1
-        if self.store.disk and self._ticks % BACKUP_TICKS == 0:
-            self.store.disk.back_up()
+        if self.disk and self._ticks % BACKUP_TICKS == 0:
+            self.disk.back_up()
 
     def close(self) -> None:
-        """Write what there is to write, and let go of the folder."""
-        if disk := self.store.disk:
-            self.store.retry_disk()
-            self.store.write_everything()
-            if disk.pending_bytes > WORTH_A_WORD_BYTES:
-                megabytes = disk.pending_bytes // 10**6
-                self._log(LogLine("info", f"writing {megabytes} MB of state to disk"))
-            disk.close()
+        """Write what there is to write, and let go of the tiers."""
+        self.store.retry()
+        self.store.write_everything()
+        pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
+        if pending_bytes > WORTH_A_WORD_BYTES:
+            self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
+        for tier in self.store.tiers:
+            tier.close()
 
 
 def _why(error: Exception) -> str:

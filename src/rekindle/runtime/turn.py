@@ -14,10 +14,10 @@ from rekindle.chat.reply import Parser
 from rekindle.engine.base import Constraint, Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.kvcache.block import Wish
+from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries import Entry
-from rekindle.kvcache.key import TOKEN_BYTES, chain_key, pack
-from rekindle.kvcache.tiers.disk import Fetch
+from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import (
     ArgumentsDelta,
     CacheReport,
@@ -38,6 +38,7 @@ from rekindle.protocol.message import AssistantMessage, new_call_id
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.logprobs import LogprobBuffer
+from rekindle.tokens import TokenBuffer, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class Kept:
     key: bytes
     before: Kept | None = None
 
-    def after(self, packed: bytes) -> Kept:
+    def after(self, block: Tokens) -> Kept:
         """One block further."""
-        tokens = self.tokens + len(packed) // TOKEN_BYTES
-        return Kept(tokens, chain_key(self.key, packed), Kept(self.tokens, self.key))
+        tokens = self.tokens + len(block)
+        return Kept(tokens, chain_key(self.key, block), Kept(self.tokens, self.key))
 
     def whole(self, block_tokens: int) -> Kept:
         """Without the tail: what comes next makes a longer block of it."""
@@ -86,8 +87,8 @@ class Turn:
         self.id = ask.turn
         self.prompt = prompt
         self.namespace = namespace
-        self.tokens = list(prompt.tokens)
-        self.packed = bytearray(pack(self.tokens))
+        self.buffer = TokenBuffer(Tokens.of(prompt.tokens))
+        self.tokens = self.buffer.ids
         self.sequence: Sequence | None = None
         self.kept = Kept(0, namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be cut
@@ -102,8 +103,8 @@ class Turn:
         self.named: Entry | None = None  # the entry that a name in the request stands for
         self.trouble: Reason | None = None  # why that name, or its state, is of no use
         self.session: str | None = None  # what a fingerprint calls this conversation
-        self.wish = Wish.NEVER  # when what it computes is to be written to disk
-        self.fetch: Fetch | None = None  # its blocks on their way from disk
+        self.write_back = WriteBack.NEVER  # when what it computes is written to lower tiers
+        self.fetch: Fetch | None = None  # its blocks on their way from lower tiers
         self.normalised: list[str] = []  # what was changed in the request so that more matches
         self.keys: Keys | None = None  # of the conversation's replies
         self.told: Told | None = None  # its segments
@@ -196,8 +197,7 @@ class Turn:
         """Take a sampled token: its text, and the end of the turn when it is the end."""
         if sampled.token in self._end_tokens:
             return self._finish("stop", [])
-        self.tokens.append(sampled.token)
-        self.packed += pack([sampled.token])
+        self.buffer.append(sampled.token)
         thinking = self._is_thinking
         text = self._text.push(sampled.token)
         self._log(sampled)
