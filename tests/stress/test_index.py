@@ -17,8 +17,8 @@ from rekindle.chat.encode import Encoder
 from rekindle.chat.known_prefix import Remembered
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
-from rekindle.kvcache.key import pack, unpack
 from rekindle.protocol.requests import Names
+from rekindle.tokens import pack
 from tests.support.fake import FakeEngine
 from tests.support.harness import Desk, NumberTokenizer, Reply
 
@@ -49,7 +49,7 @@ def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
 
     def recall(marked: bytes) -> Remembered | None:
         entry = desk.entries.recall(desk.root(), marked)
-        return Remembered(entry.text, unpack(entry.packed)) if entry else None
+        return Remembered(entry.text, entry.tokens.ids()) if entry else None
 
     return desk.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
 

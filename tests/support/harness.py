@@ -17,7 +17,9 @@ from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.key import namespace
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import Tier, TierEvent
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.events import TERMINAL, Delta, Event, Finished, Started, TextDelta
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.admin import Queries
@@ -107,16 +109,17 @@ class Desk:
     ) -> None:
         self.engine = engine
         self.abilities = engine.abilities
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self._news: SimpleQueue[TierEvent] = SimpleQueue()
         self.disk = self._open_disk(folder, disk_bytes) if folder else None
-        self.store = Store(
-            block_tokens=self.abilities.block_tokens, ram_bytes=ram_bytes, disk=self.disk
-        )
+        tiers: list[Tier] = [RamTier(ram_bytes)]
+        tiers += [self.disk] if self.disk else []
+        self.store = Store(block_tokens=self.abilities.block_tokens, tiers=tiers)
         self.clock = clock or Clock()
         self.entries = Entries(self.store, self.clock, self.disk.journal if self.disk else None)
         if self.disk:
-            self.store.load(self.disk.folder.ledger.blocks())
-            self.entries.load(self.disk.folder.ledger.entries())
+            entries = self.disk.folder.index_db.entries()
+            self.store.load()
+            self.entries.load(entries)
         self.logs: list[str] = []
         self.names = Sessions(
             self.entries,
@@ -156,7 +159,7 @@ class Desk:
         """Take in what the disk did; at least one thing when told to wait."""
         with contextlib.suppress(Empty):
             while True:
-                self.store.hear(
+                self.store.on_event(
                     self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
                 )
                 wait = False

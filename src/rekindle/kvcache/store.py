@@ -281,12 +281,7 @@ class Store:
         shares: dict[str, list[Block]] = defaultdict(list)
         for block in missing:
             shares[self._tier_of(block)].append(block)
-        fetch = Fetch(
-            blocks={block.key: block for block in missing},
-            kinds={block.key: block.kind for block in missing},
-            sources={block.key: name for name, share in shares.items() for block in share},
-            pending=len(shares),
-        )
+        fetch = Fetch.of(shares)
         for tier in self.tiers:
             if share := shares.get(tier.name):
                 tier.read(share, fetch)

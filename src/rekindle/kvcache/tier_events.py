@@ -65,9 +65,11 @@ class TierEvents:
         self._placement.make_room(tier, 0)
 
     def _undo(self, tier: Tier, block: Block, write: Write, *, is_there: bool) -> None:
-        before = block.copies[tier.name].written
-        if before is not None:
-            self._fall_back(tier, block, write.kind if is_there else before)
+        copy = block.copies.get(tier.name)
+        if copy is None:  # it left with the block above it
+            return
+        if copy.written is not None:
+            self._fall_back(tier, block, write.kind if is_there else copy.written)
             return
         blob = write.record.blob
         if self._first.fits(self._first.cost(block.tokens, len(blob))):

@@ -7,7 +7,7 @@ engine takes events in, and never waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -55,6 +55,14 @@ class Fetch:
     pending: int  # tiers that have not reported
     records: dict[bytes, Record] = field(default_factory=dict)
     bad: dict[bytes, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shares: Mapping[str, Sequence[Block]]) -> Fetch:
+        """Of these blocks from each of these tiers."""
+        blocks = {block.key: block for share in shares.values() for block in share}
+        kinds = {key: block.kind for key, block in blocks.items()}
+        sources = {block.key: name for name, share in shares.items() for block in share}
+        return cls(blocks, kinds, sources, pending=len(shares))
 
     @property
     def done(self) -> bool:
@@ -233,7 +241,7 @@ class TierBudget:
         self.used_bytes = 0
         self.state: TierState = "ok"
         self.counts = TierCounts()
-        self._ceiling_bytes = limit_bytes  # lower while a full medium has no more room
+        self._full_bytes: int | None = None  # all it takes while its medium is full
         self._shares = Shares()
 
     def holds(self, block: Block) -> bool:
@@ -243,10 +251,15 @@ class TierBudget:
         return self._shares.held_bytes(namespace)
 
     def fits(self, cost: int) -> bool:
-        return self.used_bytes + cost <= self._ceiling_bytes
+        return self.used_bytes + cost <= self._most_bytes
 
     def could_fit(self, cost: int) -> bool:
-        return cost <= self._ceiling_bytes
+        return cost <= self._most_bytes
+
+    @property
+    def _most_bytes(self) -> int:
+        most = self._full_bytes
+        return self.limit_bytes if most is None else min(self.limit_bytes, most)
 
     def use(self, block: Block) -> None:
         self._shares.use(block.namespace, block.key)
@@ -285,14 +298,14 @@ class TierBudget:
     def fail(self, event: WriteFailed) -> None:
         self.state = event.state
         if event.state == "full":
-            most_bytes = min(self._ceiling_bytes, self.used_bytes)
+            most_bytes = min(self._most_bytes, self.used_bytes)
             shortfall_bytes = sum(write.size_bytes for write in event.writes)
-            self._ceiling_bytes = max(most_bytes - shortfall_bytes, 0)
+            self._full_bytes = max(most_bytes - shortfall_bytes, 0)
 
     @property
     def takes_writes(self) -> bool:
         return self.state != "failing"
 
     def retry(self) -> None:
-        self._ceiling_bytes = self.limit_bytes
+        self._full_bytes = None
         self.state = "ok"

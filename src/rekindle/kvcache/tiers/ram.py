@@ -16,7 +16,9 @@ from rekindle.kvcache.tiers.base import (
 )
 from rekindle.tokens import Tokens
 
-OVERHEAD_BYTES = 1536  # a block's key, node and table entries, and a share of its namespace's root
+OVERHEAD_BYTES = (
+    1792  # a block's key, node, copies and table entries, and a share of its namespace's root
+)
 
 
 def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
