@@ -15,11 +15,14 @@ import numpy as np
 
 from rekindle.engine.base import Blob, EngineOptions, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.kvcache.block import Block, Wish
+from rekindle.kvcache.block import Block, WriteBack
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import Fetch, TierEvent
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.tokens import Tokens
 
 TOKENS = 1536
 ROOT = b"r" * 32
@@ -57,11 +60,11 @@ def measure_speeds(model: Path, rounds: int) -> dict[str, Speeds]:
 class Bench:
     def __init__(self, engine: LlamaCppEngine, folder: Path) -> None:
         self._engine = engine
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self._events: SimpleQueue[TierEvent] = SimpleQueue()
         opened = open_folder(folder, b"bench", limit_bytes=1 << 40)
-        self._disk = DiskTier(opened, self._news.put)
+        self._disk = DiskTier(opened, self._events.put)
         self._store = Store(
-            block_tokens=engine.capabilities.block_tokens, ram_bytes=1 << 34, disk=self._disk
+            block_tokens=engine.capabilities.block_tokens, tiers=[RamTier(1 << 34), self._disk]
         )
         self._files = opened.path / "blocks"
         self._blocks = self._compute()
@@ -102,9 +105,10 @@ class Bench:
             tokens = [100 + (start + n) % 1000 for n in range(step)]
             engine.step([Work(sequence, tokens, None)])
             blob = engine.export(sequence, start, start + step)
-            packed = pack(tokens)
-            self._store.put(ROOT, parent, packed, blob, exact=False, wish=Wish.SOON)
-            parent = chain_key(parent, packed)
+            block = Tokens.of(tokens)
+            soon = WriteBack.SOON
+            self._store.put(ROOT, parent, block, blob, exact=False, write_back=soon)
+            parent = chain_key(parent, block)
         engine.close_sequence(sequence)
         self._flush()
         return list(self._store)
@@ -113,7 +117,7 @@ class Bench:
         done: list[bool] = []
         self._disk.flush(lambda: done.append(True))
         while not done:
-            self._store.hear(self._news.get())
+            self._store.on_event(self._events.get())
 
     def _blob(self, block: Block) -> Blob:
         blob = self._store.get(block)
@@ -131,7 +135,7 @@ class Bench:
     def _restore(self, blobs: list[Blob]) -> None:
         sequence = self._engine.open(exact=False)
         for block, blob in zip(self._blocks, blobs, strict=True):
-            self._engine.restore(sequence, blob, block.tokens)
+            self._engine.restore(sequence, blob, len(block.tokens))
         self._engine.close_sequence(sequence)
 
     def _restore_all(self) -> None:
@@ -144,9 +148,10 @@ class Bench:
             at += len(blob)
 
     def _fetch_all(self) -> None:
-        fetch = self._disk.read(self._blocks)
+        fetch = Fetch.of({self._disk.name: self._blocks})
+        self._disk.read(self._blocks, fetch)
         while not fetch.done:
-            self._store.hear(self._news.get())
+            self._store.on_event(self._events.get())
         self._restore([fetch.records[block.key].blob for block in self._blocks])
 
     def _read_all(self) -> None:

@@ -41,7 +41,7 @@ class FolderLocked(RekindleError):
     """Another process owns this cache folder; the message says what to do."""
 
 
-class LedgerDamaged(RekindleError):
+class IndexDamaged(RekindleError):
     """The index on disk is not one of ours, or not whole; it is rebuilt from the files."""
 
 

@@ -195,6 +195,14 @@ class TokenBuffer:
     def all(self) -> Tokens:
         return self.first(len(self))
 
+    def common_prefix(self, other: TokenBuffer) -> int:
+        """How many leading tokens both have, with whole pictures; copies neither."""
+        shared = common_prefix(self._packed, other._packed)
+        for each in (self, other):
+            if each.media:
+                shared = min(shared, Tokens(b"", each.media).whole_media(shared))
+        return shared
+
 
 def common_prefix(one: bytes | bytearray, other: bytes | bytearray) -> int:
     """How many leading tokens two packed runs have in common."""

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rekindle.kvcache import key, store
 from rekindle.kvcache import tree as index
 from rekindle.kvcache.block import Block
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.tree import Index
+from rekindle.tokens import Tokens
 
-Tokens = tuple[int, ...]
+Ids = tuple[int, ...]
 
 ROOT = b"r" * 32
 STRANGER = b"s" * 32
@@ -32,26 +32,26 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return min(len(one), len(other))
 
 
-def ends(tokens: Tokens, block_tokens: int) -> list[Tokens]:
+def ends(tokens: Ids, block_tokens: int) -> list[Ids]:
     """The run cut off at the end of each of its blocks."""
     stops = [*range(block_tokens, len(tokens), block_tokens), len(tokens)]
     return [tokens[:stop] for stop in stops if stop]
 
 
-def last_block(path: Tokens, block_tokens: int) -> Tokens:
+def last_block(path: Ids, block_tokens: int) -> Ids:
     return path[(len(path) - 1) // block_tokens * block_tokens :]
 
 
-def parent_of(path: Tokens, block_tokens: int) -> Tokens:
+def parent_of(path: Ids, block_tokens: int) -> Ids:
     return path[: len(path) - len(last_block(path, block_tokens))]
 
 
-def longest(paths: Collection[Tokens], request: Tokens) -> int:
+def longest(paths: Collection[Ids], request: Ids) -> int:
     """The most tokens any stored run has in common with the request."""
     return max((common(path, request) for path in paths), default=0)
 
 
-def goes_another_way(paths: Collection[Tokens], request: Tokens) -> bool:
+def goes_another_way(paths: Collection[Ids], request: Ids) -> bool:
     """Whether a stored run leaves the request just where the longest match ends."""
     most = longest(paths, request)
     return len(request) > most and any(
@@ -65,21 +65,21 @@ class Tree:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.index = Index(block_tokens)
-        self.blocks: dict[Tokens, Block] = {}
+        self.blocks: dict[Ids, Block] = {}
 
-    def add(self, tokens: Tokens, exact: Callable[[Tokens], bool] = lambda _path: False) -> None:
+    def add(self, tokens: Ids, exact: Callable[[Ids], bool] = lambda _path: False) -> None:
         for path in ends(tokens, self.block_tokens):
             if path not in self.blocks:
                 above = self.blocks.get(parent_of(path, self.block_tokens))
-                packed = pack(last_block(path, self.block_tokens))
-                block = self.index.add(ROOT, above, packed, 1, exact=exact(path))
+                tokens_of = Tokens.of(last_block(path, self.block_tokens))
+                block = self.index.add(ROOT, above, tokens_of, 1, exact=exact(path))
                 self.blocks[path] = block
 
-    def leaves(self) -> list[Tokens]:
+    def leaves(self) -> list[Ids]:
         parents = {parent_of(path, self.block_tokens) for path in self.blocks}
         return sorted(path for path in self.blocks if path not in parents)
 
-    def remove(self, path: Tokens) -> None:
+    def remove(self, path: Ids) -> None:
         self.index.remove(self.blocks.pop(path))
 
 
@@ -88,8 +88,8 @@ def few_names(names: int) -> Iterator[None]:
     """Let blocks have so many different keys only; with one, all of them collide."""
     real = key.chain_key
 
-    def stub(parent: bytes, packed: bytes) -> bytes:
-        return bytes([real(parent, packed)[0] % names])
+    def stub(parent: bytes, tokens: Tokens) -> bytes:
+        return bytes([real(parent, tokens)[0] % names])
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (key, index, store):

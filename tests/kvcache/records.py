@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rekindle.kvcache.codec import Record, record_bytes
 from rekindle.kvcache.disk.index_db import BlockRow, EntryRow
-from rekindle.kvcache.key import chain_key, namespace, pack
+from rekindle.kvcache.key import chain_key, namespace
+from rekindle.tokens import Tokens, pack
 
 ROOT = namespace(b"model", b"tenant", 4)
 SECRET = b"s" * 32
@@ -18,26 +19,26 @@ def chain(count: int, *, root: bytes = ROOT, seed: int = 0, blob_bytes: int = 10
     chance = random.Random(seed)
     parent, records = root, []
     for _ in range(count):
-        packed = pack([chance.randrange(1000) for _ in range(4)])
-        records.append(Record(root, parent, packed, chance.randbytes(blob_bytes), exact=False))
-        parent = chain_key(parent, packed)
+        tokens = Tokens.of([chance.randrange(1000) for _ in range(4)])
+        records.append(Record(root, parent, tokens, chance.randbytes(blob_bytes), exact=False))
+        parent = chain_key(parent, tokens)
     return records
 
 
 def key_of(record: Record) -> bytes:
-    return chain_key(record.parent, record.packed)
+    return chain_key(record.parent, record.tokens)
 
 
 def size_of(record: Record) -> int:
-    return record_bytes(len(record.packed), len(record.blob))
+    return record_bytes(len(record.tokens.packed), len(record.blob))
 
 
 def row_of(record: Record) -> BlockRow:
     return BlockRow(
         key=key_of(record),
         parent=record.parent,
-        root=record.root,
-        packed=record.packed,
+        namespace=record.namespace,
+        packed=record.tokens.packed,
         size_bytes=size_of(record),
         exact=record.exact,
     )
@@ -46,7 +47,7 @@ def row_of(record: Record) -> BlockRow:
 def entry(key: str, *, pinned: bool = False, names: tuple[tuple[str, str], ...] = ()) -> EntryRow:
     return EntryRow(
         key=key,
-        root=ROOT,
+        namespace=ROOT,
         packed=pack([1, 2, 3]),
         text=b"hello",
         segments=(("system", "ab"), ("turn", "cd")),

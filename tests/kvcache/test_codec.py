@@ -20,18 +20,19 @@ from rekindle.kvcache.codec import (
     Header,
     Record,
     parse_header,
-    prove,
     record_bytes,
     seal,
+    verify,
 )
-from rekindle.kvcache.key import KEY_BYTES, pack
+from rekindle.kvcache.key import KEY_BYTES
+from rekindle.tokens import Tokens
 
 SECRET = b"s" * 32
 FIELD_BYTES = (len(MAGIC), 8, KEY_BYTES, KEY_BYTES, 1, 4)  # up to the token count
 RECORD = Record(
-    root=b"r" * KEY_BYTES,
+    namespace=b"r" * KEY_BYTES,
     parent=b"p" * KEY_BYTES,
-    packed=pack(range(64)),
+    tokens=Tokens.of(range(64)),
     blob=random.Random(1).randbytes(20_000),
     exact=True,
 )
@@ -39,9 +40,9 @@ RECORD = Record(
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 records = st.builds(
     Record,
-    root=keys,
+    namespace=keys,
     parent=keys,
-    packed=st.lists(st.integers(0, 2**32 - 1)).map(pack),
+    tokens=st.lists(st.integers(0, 2**32 - 1)).map(Tokens.of),
     blob=st.binary() | st.binary().map(bytearray),
     exact=st.booleans(),
 )
@@ -56,7 +57,7 @@ def decode(raw: bytes, secret: bytes) -> Record:
     header = parse_header(raw[:HEADER_BYTES])
     split = HEADER_BYTES + header.packed_bytes
     body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
-    return prove(raw[:HEADER_BYTES], body[HEADER_BYTES:split], body[split:], mac, secret)
+    return verify(raw[:HEADER_BYTES], body[HEADER_BYTES:split], body[split:], mac, secret)
 
 
 def sealed(body: bytes) -> bytes:
@@ -88,33 +89,39 @@ def test_different_records_have_different_bytes(one: Record, other: Record) -> N
 @given(records)
 def test_a_record_is_as_long_as_it_says(record: Record) -> None:
     raw = encode(record, SECRET)
-    assert len(raw) == record_bytes(len(record.packed), len(record.blob))
+    assert len(raw) == record_bytes(len(record.tokens.packed), len(record.blob))
     assert len(raw) == parse_header(raw).record_bytes
     assert sum(FIELD_BYTES) == HEADER_BYTES
 
 
 def test_sealing_does_not_copy_the_state() -> None:
     parts = seal(RECORD, SECRET)
-    assert parts[1] is RECORD.packed
+    assert parts[1] is RECORD.tokens.packed
     assert parts[2] is RECORD.blob
 
 
-def test_proving_does_not_copy_the_state() -> None:
+def test_verifying_does_not_copy_the_state() -> None:
     header, packed, blob, mac = seal(RECORD, SECRET)
     read = bytearray(blob)
-    assert prove(header, packed, read, mac, SECRET).blob is read
+    assert verify(header, packed, read, mac, SECRET).blob is read
 
 
 def test_a_header_can_be_read_before_the_rest() -> None:
     assert parse_header(seal(RECORD, SECRET)[0]) == Header(
-        MAGIC, len(RECORD.blob), RECORD.parent, RECORD.root, exact=True, resumable=False, tokens=64
+        MAGIC,
+        len(RECORD.blob),
+        RECORD.parent,
+        RECORD.namespace,
+        exact=True,
+        resumable=False,
+        tokens=64,
     )
 
 
 @pytest.mark.parametrize("packed", [b"abc", bytes(4 * (MOST_TOKENS + 1))])
 def test_what_no_reader_would_take_is_not_sealed(packed: bytes) -> None:
     with pytest.raises(ValueError, match="tokens"):
-        seal(Record(RECORD.root, RECORD.parent, packed, b"", exact=False), SECRET)
+        seal(Record(RECORD.namespace, RECORD.parent, Tokens(packed), b"", exact=False), SECRET)
 
 
 def test_the_seal_is_not_a_plain_keyed_hash_under_the_secret() -> None:
@@ -137,7 +144,7 @@ def test_flipped_bits_all_over_tokens_and_state_are_noticed() -> None:
         refuse(flipped(raw, offset, chance.randrange(8)))
 
 
-SECTION_ENDS = list(accumulate((0, *FIELD_BYTES, len(RECORD.packed), len(RECORD.blob))))
+SECTION_ENDS = list(accumulate((0, *FIELD_BYTES, len(RECORD.tokens.packed), len(RECORD.blob))))
 
 
 @pytest.mark.parametrize("end", SECTION_ENDS)
@@ -189,7 +196,7 @@ LIES = [
 def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
     blob_bytes: int, tokens: int
 ) -> None:
-    fields = (MAGIC, blob_bytes, RECORD.parent, RECORD.root, True, tokens)
+    fields = (MAGIC, blob_bytes, RECORD.parent, RECORD.namespace, True, tokens)
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
@@ -197,7 +204,7 @@ def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
 def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
     origin: int, tokens: int
 ) -> None:
-    fields = (MAGIC, 0, RECORD.parent, RECORD.root, origin, tokens)
+    fields = (MAGIC, 0, RECORD.parent, RECORD.namespace, origin, tokens)
     with pytest.raises(CorruptBlock, match="no sense"):
         parse_header(struct.pack(">4sQ32s32sBI", *fields))
 
@@ -209,8 +216,10 @@ def test_a_record_of_another_format_is_refused_though_it_is_sealed() -> None:
 
 def test_a_state_moved_under_other_tokens_is_refused() -> None:
     raw = encode(RECORD, SECRET)
-    other = encode(Record(RECORD.root, RECORD.parent, pack(range(1, 65)), b"", True), SECRET)
-    state = HEADER_BYTES + len(RECORD.packed)
+    other = encode(
+        Record(RECORD.namespace, RECORD.parent, Tokens.of(range(1, 65)), b"", True), SECRET
+    )
+    state = HEADER_BYTES + len(RECORD.tokens.packed)
     refuse(raw[:HEADER_BYTES] + other[HEADER_BYTES:state] + raw[state:])
 
 
@@ -227,6 +236,6 @@ def test_a_pickle_is_only_bytes() -> None:
     canary = pickle.dumps(Canary())
     refuse(canary)
     refuse(MAGIC + canary)
-    record = Record(RECORD.root, RECORD.parent, pack([1]), canary, exact=False)
+    record = Record(RECORD.namespace, RECORD.parent, Tokens.of([1]), canary, exact=False)
     assert decode(encode(record, SECRET), SECRET).blob == canary
     assert not Canary.sang

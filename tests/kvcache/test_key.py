@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.key import KEY_BYTES, chain_key, namespace, pack, shared_prefix, unpack
+from rekindle.kvcache.key import KEY_BYTES, chain_key, namespace
+from rekindle.tokens import TokenBuffer, Tokens, common_prefix, pack
 
 from .naive import common
 
@@ -19,7 +20,7 @@ def test_moving_bytes_from_one_part_to_the_next_changes_the_key(
 ) -> None:
     one, other = (data.draw(st.integers(0, len(text))) for _ in range(2))
     keys = [
-        (namespace(text[:cut], text[cut:], 64), chain_key(text[:cut], text[cut:]))
+        (namespace(text[:cut], text[cut:], 64), chain_key(text[:cut], Tokens(text[cut:])))
         for cut in (one, other)
     ]
     assert (keys[0][0] == keys[1][0]) == (one == other)
@@ -40,8 +41,8 @@ def test_namespaces_are_equal_only_for_equal_parts(
 @given(st.binary(max_size=3), st.binary(max_size=3), st.integers(0, 2))
 def test_a_namespace_is_never_a_block_key(one: bytes, other: bytes, block_tokens: int) -> None:
     root = namespace(one, other, block_tokens)
-    assert root != chain_key(one, other)
-    assert len(root) == len(chain_key(root, b"")) == KEY_BYTES
+    assert root != chain_key(one, Tokens(other))
+    assert len(root) == len(chain_key(root, Tokens())) == KEY_BYTES
 
 
 @given(st.lists(few_tokens, min_size=1), st.data())
@@ -50,7 +51,7 @@ def test_a_chain_key_depends_on_everything_before_it(
 ) -> None:
     def name(root: bytes, chain: list[list[int]]) -> bytes:
         for block in chain:
-            root = chain_key(root, pack(block))
+            root = chain_key(root, Tokens.of(block))
         return root
 
     at = data.draw(st.integers(0, len(blocks) - 1))
@@ -63,7 +64,7 @@ def test_a_chain_key_depends_on_everything_before_it(
 
 @given(tokens)
 def test_packed_tokens_come_back(run: list[int]) -> None:
-    assert unpack(pack(run)) == run
+    assert Tokens.of(run).ids() == run
 
 
 @given(tokens | few_tokens, tokens | few_tokens)
@@ -74,7 +75,7 @@ def test_packed_runs_sort_like_their_tokens(one: list[int], other: list[int]) ->
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_a_number_that_is_no_token_is_refused(token: int) -> None:
     with pytest.raises(OverflowError):
-        pack([token])
+        Tokens.of([token])
 
 
 @given(few_tokens, few_tokens, few_tokens)
@@ -82,16 +83,16 @@ def test_a_shared_prefix_is_counted_token_by_token(
     start: list[int], one: list[int], other: list[int]
 ) -> None:
     left, right = start + one, start + other
-    assert shared_prefix(pack(left), bytearray(pack(right))) == common(left, right)
+    assert common_prefix(pack(left), bytearray(pack(right))) == common(left, right)
 
 
 @given(tokens, tokens)
 def test_tokens_that_share_only_some_bytes_are_not_shared(one: list[int], other: list[int]) -> None:
-    assert shared_prefix(pack(one), pack(other)) == common(one, other)
+    assert Tokens.of(one).common_prefix(Tokens.of(other)) == common(one, other)
 
 
 def test_a_run_can_grow_after_it_was_compared() -> None:
-    growing = bytearray(pack([1, 2]))
-    assert shared_prefix(growing, pack([1, 2, 3])) == 2
-    growing += pack([3])
-    assert shared_prefix(growing, pack([1, 2, 3])) == 3
+    growing, other = TokenBuffer(Tokens.of([1, 2])), TokenBuffer(Tokens.of([1, 2, 3]))
+    assert growing.common_prefix(other) == 2
+    growing.append(3)
+    assert growing.common_prefix(other) == 3

@@ -6,39 +6,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.kvcache.block import Block
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.plan import Live, Plan, resolve, resolve_exact
 from rekindle.kvcache.tree import Match
+from rekindle.tokens import Tokens
 
-from .naive import ROOT, Tokens, Tree, block_sizes, common, longest, runs
+from .naive import ROOT, Ids, Tree, block_sizes, common, longest, runs
 
 NOTHING_STORED = Match((), 0, diverged=False)
 many_runs = st.lists(runs, max_size=6)
 
 
-def tree_of(stored: list[Tokens], block_tokens: int, exact: set[Tokens] | None = None) -> Tree:
+def tree_of(stored: list[Ids], block_tokens: int, exact: set[Ids] | None = None) -> Tree:
     tree = Tree(block_tokens)
     for run in stored:
         tree.add(run, exact=lambda path: path in (exact or ()))
     return tree
 
 
-def check_blocks(blocks: tuple[Block, ...], start: int, stop: int, request: Tokens) -> None:
+def check_blocks(blocks: tuple[Block, ...], start: int, stop: int, request: Ids) -> None:
     """They go on where `start` ends, one after the other, and hold the tokens up to `stop`."""
     assert blocks[0].start == start
     assert all(one.stop == other.start for one, other in pairwise(blocks))
     assert blocks[-1].start < stop <= blocks[-1].stop
-    assert b"".join(block.packed for block in blocks).startswith(pack(request[start:stop]))
+    held = [token for block in blocks for token in block.tokens]
+    assert held[: stop - start] == list(request[start:stop])
 
 
 @given(many_runs, many_runs, block_sizes, runs)
 def test_the_longest_prefix_is_reused_wherever_it_is(
-    stored: list[Tokens], held: list[Tokens], block_tokens: int, request: Tokens
+    stored: list[Ids], held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     tree = tree_of(stored, block_tokens)
-    live = [Live(tokens, bytearray(pack(tokens))) for tokens in held]
-    match = tree.index.match(ROOT, pack(request))
-    plan = resolve(pack(request), match, live, block_tokens=block_tokens)
+    live = [Live(tokens, Tokens.of(tokens)) for tokens in held]
+    match = tree.index.match(ROOT, Tokens.of(request))
+    plan = resolve(Tokens.of(request), match, live, block_tokens=block_tokens)
     in_store, on_device = longest(tree.blocks, request), longest(held, request)
     assert plan.reused_tokens == plan.matched_tokens == max(in_store, on_device) <= len(request)
     assert (plan.share is None) == (plan.shared_tokens == 0)
@@ -54,76 +55,80 @@ def test_the_longest_prefix_is_reused_wherever_it_is(
 
 @given(many_runs, many_runs, block_sizes, runs)
 def test_deciding_changes_nothing(
-    stored: list[Tokens], held: list[Tokens], block_tokens: int, request: Tokens
+    stored: list[Ids], held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     tree = tree_of(stored, block_tokens)
-    live = [Live(number, bytearray(pack(tokens))) for number, tokens in enumerate(held)]
-    match = tree.index.match(ROOT, pack(request))
-    first = resolve(pack(request), match, live, block_tokens=block_tokens)
-    assert first == resolve(pack(request), match, iter(live), block_tokens=block_tokens)
-    assert match == tree.index.match(ROOT, pack(request))
-    assert live == [Live(number, pack(tokens)) for number, tokens in enumerate(held)]
+    live = [Live(number, Tokens.of(tokens)) for number, tokens in enumerate(held)]
+    match = tree.index.match(ROOT, Tokens.of(request))
+    first = resolve(Tokens.of(request), match, live, block_tokens=block_tokens)
+    assert first == resolve(Tokens.of(request), match, iter(live), block_tokens=block_tokens)
+    assert match == tree.index.match(ROOT, Tokens.of(request))
+    assert live == [Live(number, Tokens.of(tokens)) for number, tokens in enumerate(held)]
 
 
 @given(many_runs, block_sizes, runs)
 def test_a_live_sequence_goes_another_way_when_both_go_on(
-    held: list[Tokens], block_tokens: int, request: Tokens
+    held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    live = [Live(tokens, pack(tokens)) for tokens in held]
-    plan = resolve(pack(request), NOTHING_STORED, live, block_tokens=block_tokens)
+    live = [Live(tokens, Tokens.of(tokens)) for tokens in held]
+    plan = resolve(Tokens.of(request), NOTHING_STORED, live, block_tokens=block_tokens)
     ended = plan.share is None or plan.shared_tokens in (len(plan.share), len(request))
     assert plan.diverged != ended
 
 
 @given(many_runs, block_sizes, runs)
 def test_what_the_store_says_of_diverging_is_passed_on(
-    stored: list[Tokens], block_tokens: int, request: Tokens
+    stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    match = tree_of(stored, block_tokens).index.match(ROOT, pack(request))
-    plan: Plan[object] = resolve(pack(request), match, [], block_tokens=block_tokens)
+    match = tree_of(stored, block_tokens).index.match(ROOT, Tokens.of(request))
+    plan: Plan[object] = resolve(Tokens.of(request), match, [], block_tokens=block_tokens)
     if plan.reused_tokens:
         assert plan.diverged == match.diverged
     assert resolve_exact(match, step_tokens=block_tokens).diverged == match.diverged
 
 
 def test_the_device_is_preferred_when_the_store_has_no_more() -> None:
-    match = tree_of([(1, 2, 3, 4)], 2).index.match(ROOT, pack([1, 2, 3, 4]))
-    plan = resolve(pack([1, 2, 3, 4]), match, [Live("here", pack([1, 2, 3, 4]))], block_tokens=2)
+    match = tree_of([(1, 2, 3, 4)], 2).index.match(ROOT, Tokens.of([1, 2, 3, 4]))
+    plan = resolve(
+        Tokens.of([1, 2, 3, 4]), match, [Live("here", Tokens.of([1, 2, 3, 4]))], block_tokens=2
+    )
     assert plan == Plan("here", 4, (), 4, 4, diverged=False)
 
 
 def test_a_live_part_of_one_block_is_not_worth_sharing_when_the_block_is_restored() -> None:
-    match = tree_of([(1, 2, 3, 4)], 4).index.match(ROOT, pack([1, 2, 3, 4]))
-    plan = resolve(pack([1, 2, 3, 4]), match, [Live("here", pack([1, 2, 3]))], block_tokens=4)
+    match = tree_of([(1, 2, 3, 4)], 4).index.match(ROOT, Tokens.of([1, 2, 3, 4]))
+    plan = resolve(
+        Tokens.of([1, 2, 3, 4]), match, [Live("here", Tokens.of([1, 2, 3]))], block_tokens=4
+    )
     assert (plan.share, plan.shared_tokens) == (None, 0)
     assert plan.blocks == match.blocks
 
 
 def test_nothing_is_reused_for_an_empty_prompt() -> None:
-    live = [Live("here", pack([1, 2]))]
-    match = tree_of([(1, 2, 3)], 2).index.match(ROOT, b"")
-    assert resolve(b"", match, live, block_tokens=2) == Plan.nothing()
+    live = [Live("here", Tokens.of([1, 2]))]
+    match = tree_of([(1, 2, 3)], 2).index.match(ROOT, Tokens())
+    assert resolve(Tokens(), match, live, block_tokens=2) == Plan.nothing()
     assert resolve_exact(match, step_tokens=2) == Plan.nothing()
 
 
 def test_nothing_is_reused_when_there_is_nothing() -> None:
-    assert resolve(pack([1, 2]), NOTHING_STORED, [], block_tokens=2) == Plan.nothing()
+    assert resolve(Tokens.of([1, 2]), NOTHING_STORED, [], block_tokens=2) == Plan.nothing()
     assert resolve_exact(NOTHING_STORED, step_tokens=2) == Plan.nothing()
 
 
 @given(many_runs, st.integers(1, 3), st.integers(1, 3), runs, st.data())
 def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
-    stored: list[Tokens],
+    stored: list[Ids],
     block_tokens: int,
     blocks_a_step: int,
-    request: Tokens,
+    request: Ids,
     data: st.DataObject,
 ) -> None:
     step_tokens = block_tokens * blocks_a_step
     paths = {run[:stop] for run in stored for stop in range(1, len(run) + 1)}
     decoded = data.draw(st.sets(st.sampled_from(sorted(paths)))) if paths else set()
     tree = tree_of(stored, block_tokens, paths - decoded)
-    match = tree.index.match(ROOT, pack(request))
+    match = tree.index.match(ROOT, Tokens.of(request))
     plan: Plan[object] = resolve_exact(match, step_tokens=step_tokens)
     usable = [
         stop
@@ -133,7 +138,7 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
     assert plan.reused_tokens == max(usable)
     assert plan.matched_tokens == match.tokens
     assert (plan.share, plan.shared_tokens) == (None, 0)
-    assert all(block.exact and block.tokens == block_tokens for block in plan.blocks)
+    assert all(block.exact and len(block.tokens) == block_tokens for block in plan.blocks)
     if plan.blocks:
         check_blocks(plan.blocks, 0, plan.reused_tokens, request)
         assert plan.blocks[-1].stop == plan.reused_tokens
@@ -144,10 +149,10 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
 def test_an_exact_block_of_which_only_a_part_matches_is_not_reused() -> None:
     tree = tree_of([(1, 2, 3, 4)], 2, {(1, 2), (1, 2, 3, 4)})
     for request in ((1, 2, 3), (1, 2, 3, 9), (1, 2, 9, 9)):
-        match = tree.index.match(ROOT, pack(request))
+        match = tree.index.match(ROOT, Tokens.of(request))
         assert resolve_exact(match, step_tokens=2).reused_tokens == 2
         assert resolve_exact(match, step_tokens=4).reused_tokens == 0
 
 
-def is_exact(tree: Tree, path: Tokens) -> bool:
+def is_exact(tree: Tree, path: Ids) -> bool:
     return path in tree.blocks and tree.blocks[path].exact

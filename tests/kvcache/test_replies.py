@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk import index_rows as rows
-from rekindle.kvcache.disk.index_db import Change, Ledger, PutEntry
+from rekindle.kvcache.disk.index_db import Change, IndexDb, PutEntry
 from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.replies import (
     MOST_BYTES,
     MOST_REPLIES,
     Replies,
     Reply,
+    decode,
+    encode,
     newest,
-    packed,
-    unpacked,
 )
 from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.tokens import Tokens
 
 from .records import entry as entry_row
 
@@ -36,11 +37,11 @@ def reply(number: int, size_bytes: int = 10) -> Reply:
 
 
 def draft(*tokens: int, text: bytes = b"text", **fields: object) -> Draft:
-    return Draft(root=ROOT, packed=pack(tokens), text=text, **fields)  # type: ignore[arg-type]
+    return Draft(namespace=ROOT, tokens=Tokens.of(tokens), text=text, **fields)  # type: ignore[arg-type]
 
 
 def entries(journal: list[Change] | None = None, *, limit_bytes: int = 1 << 20) -> Entries:
-    store = Store(block_tokens=8, ram_bytes=0)
+    store = Store(block_tokens=8, tiers=[RamTier(0)])
     keep = journal.append if journal is not None else None
     return Entries(store, Clock(), keep, limit_bytes=limit_bytes)
 
@@ -57,12 +58,12 @@ replies = st.builds(
 
 @given(st.lists(replies).map(tuple))
 def test_replies_come_back_as_they_were(known: tuple[Reply, ...]) -> None:
-    assert unpacked(packed(known)) == known
+    assert decode(encode(known)) == known
 
 
 @given(st.binary())
 def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
-    assert all(isinstance(each, Reply) for each in unpacked(raw))
+    assert all(isinstance(each, Reply) for each in decode(raw))
 
 
 def test_the_newest_stay_within_bounds() -> None:
@@ -173,7 +174,7 @@ def test_entries_come_back_with_their_replies() -> None:
     again.load([change.row])
     [(entry, found)] = again.replies(ROOT, "said:2")
     assert found == reply(2)
-    assert (entry.text_tokens, entry.tokens, entry.first(2)) == (2, 3, [1, 2])
+    assert (entry.text_tokens, len(entry.tokens), entry.first(2)) == (2, 3, [1, 2])
     assert again._used_bytes == entry.cost_bytes == known._used_bytes
 
 
@@ -182,8 +183,8 @@ def test_entries_come_back_with_their_replies() -> None:
 
 def of_version_1(path: Path) -> None:
     """An index as version 1 left it: its entries had no replies."""
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([PutEntry(entry_row("e", pinned=True, names=(("session_id", "s"),)))])
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutEntry(entry_row("e", pinned=True, names=(("session_id", "s"),)))])
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("ALTER TABLE entries DROP COLUMN replies")
         db.execute("ALTER TABLE entries DROP COLUMN text_tokens")
@@ -194,10 +195,10 @@ def test_an_upgrade_keeps_what_was_promised(tmp_path: Path) -> None:
     path = tmp_path / "index"
     of_version_1(path)
     for _ in range(2):
-        with closing(Ledger(path)) as ledger:
-            assert ledger.entries() == [entry_row("e", pinned=True, names=(("session_id", "s"),))]
-            assert ledger.meta("schema") == rows.SCHEMA_VERSION
-            assert ledger.problems() == []
+        with closing(IndexDb(path)) as index_db:
+            assert index_db.entries() == [entry_row("e", pinned=True, names=(("session_id", "s"),))]
+            assert index_db.meta("schema") == rows.SCHEMA_VERSION
+            assert index_db.problems() == []
 
 
 @pytest.mark.parametrize("damage", ["replies = x'90'", "text_tokens = 1", "replies = x''"])
@@ -207,10 +208,10 @@ def test_an_entry_whose_replies_were_changed_on_disk_is_another(
     path = tmp_path / "index"
     journal: list[Change] = []
     entries(journal).remember(draft(1, 2, 3, replies=(reply(1),)))
-    with closing(Ledger(path)) as ledger:
-        ledger.commit(journal)
-        assert len(ledger.entries()) == 1
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit(journal)
+        assert len(index_db.entries()) == 1
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(f"UPDATE entries SET {damage}")
-    with closing(Ledger(path)) as ledger:
-        assert ledger.entries() == []
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.entries() == []

@@ -11,27 +11,29 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from rekindle.kvcache.block import Block, Wish
+from rekindle.kvcache.block import Block, PrefixHandle, WriteBack
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
-from rekindle.kvcache.tiers.ram import OVERHEAD_BYTES
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import OVERHEAD_BYTES, RamTier
+from rekindle.tokens import Tokens, pack
 
-from .naive import ROOT, Tokens, ends, last_block
+from .naive import ROOT, Ids, ends, last_block
 
 BLOCK_TOKENS = 4
 CELL_BYTES, CHECKPOINT_BYTES = 100, 20_000
 PLENTY_BYTES = 1 << 30
 LEAST_DISK_BYTES = 1 << 20  # what an empty index takes of it
 PATIENCE_S = 20.0
+SOON = WriteBack.SOON
 
-LONG: Tokens = tuple(range(12))
+LONG: Ids = tuple(range(12))
 
 
-def state_of(path: Tokens, *, resumable: bool) -> bytes:
+def state_of(path: Ids, *, resumable: bool) -> bytes:
     own = last_block(path, BLOCK_TOKENS)
     cells = b"".join(pack([token]).ljust(CELL_BYTES, b".") for token in own)
     return cells + (pack(path).ljust(CHECKPOINT_BYTES, b"!") if resumable else b"")
@@ -44,46 +46,51 @@ class Shelf:
         self, folder: Path, *, ram_bytes: int = PLENTY_BYTES, disk_bytes: int = PLENTY_BYTES
     ) -> None:
         self.folder = folder
-        self.news: SimpleQueue[News] = SimpleQueue()
+        self.news: SimpleQueue[TierEvent] = SimpleQueue()
         opened = open_folder(folder, b"model", limit_bytes=disk_bytes)
         self.disk = DiskTier(opened, self.news.put)
-        self.store = Store(block_tokens=BLOCK_TOKENS, ram_bytes=ram_bytes, disk=self.disk)
-        self.store.load(opened.ledger.blocks())
+        self.store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(ram_bytes), self.disk])
+        self.store.load()
 
     def put(
-        self, path: Tokens, *, resumable: bool = False, exact: bool = False, wish: Wish = Wish.SOON
+        self,
+        path: Ids,
+        *,
+        resumable: bool = False,
+        exact: bool = False,
+        write_back: WriteBack = SOON,
     ) -> bool:
         """A conversation, block by block, its last one with a checkpoint or without."""
         parent, kept = ROOT, True
         for end in ends(path, BLOCK_TOKENS):
-            packed = pack(last_block(end, BLOCK_TOKENS))
+            packed = Tokens.of(last_block(end, BLOCK_TOKENS))
             last = resumable and end == path
             if self.store.wants(parent, packed, exact=exact, resumable=last):
                 state = state_of(end, resumable=last)
                 kept = self.store.put(
-                    ROOT, parent, packed, state, exact=exact, resumable=last, wish=wish
+                    ROOT, parent, packed, state, exact=exact, resumable=last, write_back=write_back
                 )
             parent = chain_key(parent, packed)
         return kept
 
-    def head(self, path: Tokens, *, pinned: bool = False) -> Head:
-        head = Head(ROOT, pack(path), pinned=pinned)
+    def head(self, path: Ids, *, pinned: bool = False) -> PrefixHandle:
+        head = PrefixHandle(ROOT, Tokens.of(path), pinned=pinned)
         self.store.attach(head)
         return head
 
-    def resumes(self, path: Tokens) -> list[int]:
-        return [block.stop for block in self.store.checkpoints(ROOT, pack(path))]
+    def resumes(self, path: Ids) -> list[int]:
+        return [block.stop for block in self.store.checkpoints(ROOT, Tokens.of(path))]
 
-    def block(self, path: Tokens) -> Block:
+    def block(self, path: Ids) -> Block:
         key = ROOT
         for end in ends(path, BLOCK_TOKENS):
-            key = chain_key(key, pack(last_block(end, BLOCK_TOKENS)))
+            key = chain_key(key, Tokens.of(last_block(end, BLOCK_TOKENS)))
         return next(block for block in self.store if block.key == key)
 
     def hear(self, *, wait: bool = False) -> None:
         with suppress(Empty):
             while True:
-                self.store.hear(
+                self.store.on_event(
                     self.news.get(timeout=PATIENCE_S) if wait else self.news.get_nowait()
                 )
                 wait = False
@@ -102,17 +109,22 @@ class Shelf:
             raise OSError(code, "no")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.disk.folder.vault, "write", fail)
+            patch.setattr(self.disk.folder.block_files, "write", fail)
             yield
             self.flush()
 
-    def fetch(self, path: Tokens) -> list[bytes]:
+    def fetch(self, path: Ids) -> list[bytes]:
         """What a turn would be given of these blocks from the disk."""
-        blocks = self.store.match(ROOT, pack(path)).blocks
+        blocks = self.store.match(ROOT, Tokens.of(path)).blocks
         fetch = self.store.fetch(blocks)
         while fetch is not None and not fetch.done:
             self.hear(wait=True)
         return [bytes(blob) for block in blocks if (blob := self.store.get(block)) is not None]
+
+    def copied_bytes(self) -> int:
+        """What the copies on disk take, counted one by one."""
+        on_disk = (block for block in self.store if self.disk.holds(block))
+        return sum(block.copies[self.disk.name].size_bytes for block in on_disk)
 
     def reopened(self) -> Shelf:
         self.flush()
@@ -141,7 +153,7 @@ def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
         shelf.put((9, 9, 9, 9))
         shelf.flush()
         shelf.put(LONG[:4], resumable=True)
-        assert shelf.store.used_bytes <= shelf.store.limit_bytes
+        assert shelf.store.tiers[0].used_bytes <= shelf.store.tiers[0].limit_bytes
         shelf.disk.close()
 
 
@@ -156,7 +168,7 @@ def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
         shelf.put(path, resumable=True)
         assert shelf.disk.used_bytes <= shelf.disk.limit_bytes
     shelf.flush()
-    assert shelf.disk.used_bytes == sum(block.disk_bytes for block in shelf.store)
+    assert shelf.disk.used_bytes == shelf.copied_bytes()
     shelf.disk.close()
 
 
@@ -174,13 +186,13 @@ def test_a_pin_holds_the_checkpoint_beside_longer_blocks(
     room = 3 * CHECKPOINT_BYTES
     shelf = Shelf(tmp_path, ram_bytes=room)
     if first == "longer":
-        shelf.put(LONG, resumable=True, wish=Wish.NEVER)
+        shelf.put(LONG, resumable=True, write_back=WriteBack.NEVER)
     head = shelf.head(LONG[:end], pinned=True)
-    shelf.put(LONG[: end - behind], resumable=True, wish=Wish.NEVER)
+    shelf.put(LONG[: end - behind], resumable=True, write_back=WriteBack.NEVER)
     if first == "checkpoint":
-        shelf.put(LONG, resumable=True, wish=Wish.NEVER)
+        shelf.put(LONG, resumable=True, write_back=WriteBack.NEVER)
     for other in range(20, 40):
-        shelf.put((other, 1, 2, 3), resumable=True, wish=Wish.NEVER)
+        shelf.put((other, 1, 2, 3), resumable=True, write_back=WriteBack.NEVER)
     assert head.block is shelf.block(LONG[: end - behind])
     assert end - behind in shelf.resumes(LONG)
     shelf.disk.close()
@@ -228,7 +240,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
         shelf.put(LONG[:4], resumable=True, exact=exact)
     assert head.block is shelf.block(LONG)
     assert all(block.stored for block in shelf.store)
-    assert shelf.disk.used_bytes == sum(block.disk_bytes for block in shelf.store)
+    assert shelf.disk.used_bytes == shelf.copied_bytes()
     again = shelf.reopened()
     assert again.fetch(LONG) == [state_of(end, resumable=False) for end in ends(LONG, 4)]
     again.disk.close()
@@ -255,16 +267,16 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
     shelf = Shelf(tmp_path)
     shelf.put(LONG)
     shelf = shelf.reopened()
-    blocks = shelf.store.match(ROOT, pack(LONG)).blocks
+    blocks = shelf.store.match(ROOT, Tokens.of(LONG)).blocks
     with pytest.MonkeyPatch.context() as patch:
-        read = shelf.disk.folder.vault.read
+        read = shelf.disk.folder.block_files.read
         order: list[tuple[bytes, int]] = []
 
         def later(key: bytes, size_bytes: int) -> Record:
             order.append((key, size_bytes))
             raise OSError(errno.EMFILE, "no handles")
 
-        patch.setattr(shelf.disk.folder.vault, "read", later)
+        patch.setattr(shelf.disk.folder.block_files, "read", later)
         fetch = shelf.store.fetch(blocks)
         assert fetch is not None
         told = shelf.news.get(timeout=PATIENCE_S)
@@ -278,12 +290,13 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
         except Exception as error:
             fetch.bad[key] = str(error)
     assert fetch.bad
-    shelf.store.hear(told)
+    shelf.store.on_event(told)
     assert not fetch.bad
     assert shelf.disk.counts.corrupt_blocks == 0
     assert len(shelf.store) == 3
     fetch.records[blocks[0].key] = before[blocks[0].key]  # it was read just before
-    shelf.store.hear(told)
+    fetch.pending = 1
+    shelf.store.on_event(told)
     assert blocks[0].key not in fetch.records
     assert len(shelf.store) == 3
     shelf.disk.close()

@@ -1,4 +1,4 @@
-"""The store with RAM and disk below it, beside a dictionary: the exact bytes or nothing, pins never
+"""The store with its tiers, beside a dictionary: the exact bytes or nothing, pins never
 lost, budgets kept after every step, whatever is restarted, corrupted, expired or evicted."""
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rekindle.kvcache.block import Block, Wish, chain
+from rekindle.kvcache.block import Block, WriteBack, chain
 from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.codec import Record
+from rekindle.kvcache.codec import HEADER_BYTES, Record, parse_header
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.key import chain_key, pack, unpack
+from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import Tier, TierEvent, TierState
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.tokens import Tokens, pack
+from tests.support.memory_tier import MemoryTier
 
-from .naive import ROOT, STRANGER, Tokens, ends, last_block
+from .naive import ROOT, STRANGER, Ids, ends, last_block
 
 BLOCK_TOKENS = 3
+MEMORY_BYTES = 30_000
 DISK_BYTES = (1 << 20) + 140_000  # less the shares of index and bad files: room for a few blocks
 PATIENCE_S = 20.0
 STATE_BYTES = 300
@@ -47,19 +52,19 @@ class TestClock(Clock):
         return 1e9 + self.now
 
 
-def state_of(root: bytes, path: Tokens, *, resumable: bool = False) -> bytes:
+def state_of(root: bytes, path: Ids, *, resumable: bool = False) -> bytes:
     """The only right state of a path: any other bytes are a wrong answer."""
     cells = (root[:1] + pack(path)).ljust(STATE_BYTES, b".")
     return cells + CHECKPOINT + pack(path) if resumable else cells
 
 
 def is_right(block: Block, state: bytes) -> bool:
-    return state == state_of(block.root, _path(block), resumable=block.resumable)
+    return state == state_of(block.namespace, _path(block), resumable=block.resumable)
 
 
 runs = st.lists(st.integers(0, 2), min_size=1, max_size=11).map(tuple)
 roots = st.sampled_from([ROOT, STRANGER])
-wishes = st.sampled_from(Wish)
+write_backs = st.sampled_from(WriteBack)
 
 
 class Tiers(RuleBasedStateMachine):
@@ -67,7 +72,7 @@ class Tiers(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.clock = TestClock()
-        self.pins: dict[str, tuple[bytes, Tokens]] = {}  # entry key -> what it stands for
+        self.pins: dict[str, tuple[bytes, Ids]] = {}  # entry key -> what it stands for
         self.spoiled: set[str] = set()  # files that were ever corrupted
         self.ram_bytes = 0
         self.begun = False
@@ -79,40 +84,51 @@ class Tiers(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.news: SimpleQueue[News] = SimpleQueue()
+        self.events: SimpleQueue[TierEvent] = SimpleQueue()
         folder = open_folder(self.folder, b"model", limit_bytes=DISK_BYTES)
-        self.disk = DiskTier(folder, self.news.put)
-        self.store = Store(block_tokens=BLOCK_TOKENS, ram_bytes=self.ram_bytes, disk=self.disk)
+        self.disk = DiskTier(folder, self.events.put)
+        tiers: list[Tier] = [RamTier(self.ram_bytes), self.disk, *self.open_more()]
+        self.store = Store(block_tokens=BLOCK_TOKENS, tiers=tiers)
         self.entries = Entries(self.store, self.clock, self.disk.journal)
-        self.store.load(folder.ledger.blocks())
-        self.entries.load(folder.ledger.entries())
+        entries = folder.index_db.entries()
+        self.store.load()
+        self.entries.load(entries)
 
-    def hear(self, *, wait: bool = False) -> None:
+    def open_more(self) -> list[Tier]:
+        """Tiers below the disk."""
+        return []
+
+    def advance(self) -> None:
+        """Let tiers work that do so when they are told to."""
+
+    def take_in(self, *, wait: bool = False) -> None:
+        """Take in what the tiers did; at least one thing when told to wait."""
+        self.advance()
         with suppress(Empty):
             while True:
-                self.store.hear(
-                    self.news.get(timeout=PATIENCE_S) if wait else self.news.get_nowait()
+                self.store.on_event(
+                    self.events.get(timeout=PATIENCE_S) if wait else self.events.get_nowait()
                 )
                 wait = False
 
     def flush(self) -> None:
         done: list[bool] = []
-        self.disk.flush(lambda: done.append(True))
+        self.store.flush(lambda: done.append(True))
         while not done:
-            self.hear(wait=True)
+            self.take_in(wait=True)
 
-    def fetch(self, root: bytes, path: Tokens) -> list[tuple[Block, bytes]]:
+    def fetch(self, root: bytes, path: Ids) -> list[tuple[Block, bytes]]:
         """What a turn would get: blocks with their states, up to the first that fails."""
-        blocks = self.store.match(root, pack(path)).blocks
+        blocks = self.store.match(root, Tokens.of(path)).blocks
         fetch = self.store.fetch(blocks)
         while fetch is not None and not fetch.done:
-            self.hear(wait=True)
-        self.hear()
+            self.take_in(wait=True)
+        self.take_in()
         found = []
         for block in blocks:
             state = self.store.get(block)
-            if state is None and fetch is not None and block.key in fetch.records:
-                state = fetch.records[block.key].blob
+            if state is None and fetch is not None:
+                state = fetch.blob(block)
             if state is None:
                 break
             found.append((block, bytes(state)))
@@ -120,16 +136,24 @@ class Tiers(RuleBasedStateMachine):
 
     # -- what may happen -----------------------------------------------------------------------
 
-    @rule(root=roots, path=runs, exact=st.booleans(), resumes=st.booleans(), wish=wishes)
-    def put(self, root: bytes, path: Tokens, exact: bool, resumes: bool, wish: Wish) -> None:
+    @rule(root=roots, path=runs, exact=st.booleans(), resumes=st.booleans(), write_back=write_backs)
+    def put(
+        self, root: bytes, path: Ids, exact: bool, resumes: bool, write_back: WriteBack
+    ) -> None:
         parent = root
         for end in ends(path, BLOCK_TOKENS):
-            packed = pack(last_block(end, BLOCK_TOKENS))
+            packed = Tokens.of(last_block(end, BLOCK_TOKENS))
             resumable = resumes and end == path
             if self.store.wants(parent, packed, exact=exact, resumable=resumable):
                 state = state_of(root, end, resumable=resumable)
                 if not self.store.put(
-                    root, parent, packed, state, exact=exact, resumable=resumable, wish=wish
+                    root,
+                    parent,
+                    packed,
+                    state,
+                    exact=exact,
+                    resumable=resumable,
+                    write_back=write_back,
                 ):
                     return
             parent = chain_key(parent, packed)
@@ -140,30 +164,30 @@ class Tiers(RuleBasedStateMachine):
         return next(block for block in self.store if block.key == key)
 
     @rule(root=roots, path=runs)
-    def resume(self, root: bytes, path: Tokens) -> None:
+    def resume(self, root: bytes, path: Ids) -> None:
         """Every checkpoint on the way is found, and none beside it."""
-        found = list(self.store.checkpoints(root, pack(path)))
+        found = list(self.store.checkpoints(root, Tokens.of(path)))
         on_the_way = [
             block
             for block in self.store
-            if block.resumable and block.root == root and _path(block) == path[: block.stop]
+            if block.resumable and block.namespace == root and _path(block) == path[: block.stop]
         ]
         assert found == sorted(on_the_way, key=lambda block: -block.stop)
 
     @rule(root=roots, path=runs)
-    def get(self, root: bytes, path: Tokens) -> None:
+    def get(self, root: bytes, path: Ids) -> None:
         got = self.fetch(root, path)
         assert all(is_right(block, state) for block, state in got)
-        self.store.use([block for block, _ in got], Wish.LATE)
+        self.store.use([block for block, _ in got], WriteBack.LATE)
 
     @rule(root=roots, path=runs, ttl_s=st.none() | st.integers(1, 50), pinned=st.booleans())
-    def name(self, root: bytes, path: Tokens, ttl_s: int | None, pinned: bool) -> None:
-        found = self.store.match(root, pack(path))
+    def name(self, root: bytes, path: Ids, ttl_s: int | None, pinned: bool) -> None:
+        found = self.store.match(root, Tokens.of(path))
         sound = not self.spoiled & {block.key.hex() for block in found.blocks}
         pinned = pinned and sound and found.tokens == len(path) and len(self.pins) < 3
         entry = self.entries.remember(
             Draft(
-                root=root, packed=pack(path), text=root[:1] + bytes(path), keyed=True,
+                namespace=root, tokens=Tokens.of(path), text=root[:1] + bytes(path), keyed=True,
                 ttl_s=None if pinned else ttl_s, pinned=pinned,
             )
         )  # fmt: skip
@@ -187,20 +211,20 @@ class Tiers(RuleBasedStateMachine):
         self.entries.collect()
 
     @rule(root=roots, path=runs)
-    def delete(self, root: bytes, path: Tokens) -> None:
+    def delete(self, root: bytes, path: Ids) -> None:
         entry = self.entries.recall(root, root[:1] + bytes(path))
         if entry is not None and not entry.pinned:
             self.entries.remove(entry)
 
     @rule()
-    def settle(self) -> None:
+    def wait(self) -> None:
         self.flush()
 
     @rule(kindly=st.booleans())
     def restart(self, kindly: bool) -> None:
         """After a kind stop all is there that may be written; after a crash, what was stored."""
         if kindly:
-            self.store.retry_disk()
+            self.store.retry()
             self.store.write_everything()
         self.flush()
         stored = {block.key for block in self.store if block.stored}
@@ -210,46 +234,53 @@ class Tiers(RuleBasedStateMachine):
                 assert entry is not None
                 if entry.block is None or not entry.block.stored:
                     del self.pins[key]  # it was never told stored
-        self.disk.close()
+        self.close()
         self.open()
         assert {block.key for block in self.store} == stored
+
+    def close(self) -> None:
+        for tier in self.store.tiers:
+            tier.close()
+
+    def unpromised(self, keys: Iterable[str]) -> list[str]:
+        """Those of these blocks that no pin rests on."""
+        pinned = [block for block in self.store if block.is_pinned]
+        safe = {each.key.hex() for block in pinned for each in chain(block)}
+        return sorted(set(keys) - safe)
 
     @rule(data=st.data(), offset=st.integers(0, 400), flip=st.integers(1, 255))
     def corrupt(self, data: st.DataObject, offset: int, flip: int) -> None:
         self.flush()
         self.flush()  # what the first one made superfluous is gone now
-        files = sorted((self.disk.folder.path / "blocks").iterdir())
-        pinned = {b.key for b in self.store if any(h.pinned for h in b.heads)}
-        safe = {each.key.hex() for b in self.store if b.key in pinned for each in chain(b)}
-        files = [file for file in files if file.name not in safe]
-        if files:
-            file = data.draw(st.sampled_from(files))
-            self.spoiled.add(file.name)
-            raw = bytearray(file.read_bytes())
+        folder = self.disk.folder.path / "blocks"
+        if names := self.unpromised(path.name for path in folder.iterdir()):
+            name = data.draw(st.sampled_from(names))
+            self.spoiled.add(name)
+            raw = bytearray((folder / name).read_bytes())
             raw[offset % len(raw)] ^= flip
-            file.write_bytes(raw)
+            (folder / name).write_bytes(raw)
 
     @rule(
         error=st.sampled_from([errno.ENOSPC, errno.EIO]), root=roots, path=runs, exact=st.booleans()
     )
-    def break_down(self, error: int, root: bytes, path: Tokens, exact: bool) -> None:
+    def break_down(self, error: int, root: bytes, path: Ids, exact: bool) -> None:
         """Nothing can be written for a while, and everything is to be."""
 
         def fail(records: Iterable[Record]) -> None:
             raise OSError(error, "no")
 
         self.flush()
-        vault = self.disk.folder.vault
+        block_files = self.disk.folder.block_files
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vault, "write", fail)
-            self.put(root, path, exact, True, Wish.SOON)
+            patch.setattr(block_files, "write", fail)
+            self.put(root, path, exact, True, WriteBack.SOON)
             self.store.write_everything()
             self.flush()
         self.flush()
 
     @rule()
     def try_again(self) -> None:
-        self.store.retry_disk()
+        self.store.retry()
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -257,19 +288,38 @@ class Tiers(RuleBasedStateMachine):
     def the_budgets_hold(self) -> None:
         if not self.begun:
             return
-        assert self.store.used_bytes <= self.store.limit_bytes
-        assert self.disk.used_bytes <= self.disk.limit_bytes
-        assert self.disk.used_bytes == sum(block.disk_bytes for block in self.store)
+        for tier in self.store.tiers:
+            copies = [block.copies[tier.name] for block in self.store if tier.holds(block)]
+            assert tier.used_bytes == sum(copy.size_bytes for copy in copies) <= tier.limit_bytes
 
     @invariant()
-    def the_disk_is_closed_under_parents(self) -> None:
+    def every_block_is_somewhere(self) -> None:
+        if self.begun:
+            assert all(block.copies for block in self.store)
+
+    @invariant()
+    def lower_tiers_are_closed_under_parents(self) -> None:
         if not self.begun:
             return
         for block in self.store:
             above = block.parent
             assert above is not None
-            assert not block.disk_bytes or above.is_root or above.disk_bytes
-            assert not block.stored or above.is_root or above.stored
+            for tier in self.store.tiers[1:]:
+                copy, copy_above = block.copies.get(tier.name), above.copies.get(tier.name)
+                assert copy is None or above.is_root or copy_above is not None
+                if copy is not None and copy.written and copy_above is not None:
+                    assert copy_above.written
+
+    @invariant()
+    def every_copy_can_serve_what_its_block_says_it_is(self) -> None:
+        if not self.begun:
+            return
+        for block in self.store:
+            for copy in block.copies.values():
+                assert not copy.written or block.kind.weaker(copy.written) in (
+                    block.kind,
+                    copy.written,  # until the better kind is written, or is not
+                )
 
     @invariant()
     def what_is_pinned_is_there_whole(self) -> None:
@@ -277,7 +327,7 @@ class Tiers(RuleBasedStateMachine):
             entry = self.entries.by_key(root, key)
             assert entry is not None
             assert entry.block is not None
-            found = self.store.match(root, pack(path)).tokens
+            found = self.store.match(root, Tokens.of(path)).tokens
             resumes = entry.block.resumable and entry.block.stop == len(path) - 1
             assert found == len(path) or (resumes and found == len(path) - 1)
 
@@ -286,11 +336,11 @@ class Tiers(RuleBasedStateMachine):
         if not self.begun:
             return
         for entry in self.entries.of(None):
-            path = tuple(unpack(entry.packed))
+            path = tuple(entry.tokens)
             through = [
                 block.start
                 for block in self.store
-                if block.root == entry.root
+                if block.namespace == entry.namespace
                 and block.start < len(path)
                 and _path(block)[: len(path)] == path[: block.stop]
             ]
@@ -302,17 +352,61 @@ class Tiers(RuleBasedStateMachine):
         if self.begun:
             self.flush()
             for block in list(self.store):
-                state = self.fetch(block.root, _path(block))
+                state = self.fetch(block.namespace, _path(block))
                 assert all(is_right(each, blob) for each, blob in state)
-            self.disk.close()
+            self.close()
         shutil.rmtree(self.folder)
 
 
-def _path(block: Block) -> Tokens:
-    return tuple(unpack(b"".join(each.packed for each in reversed(list(chain(block))))))
+def _path(block: Block) -> Ids:
+    return tuple(token for each in reversed(list(chain(block))) for token in each.tokens)
 
 
-TestTiers = Tiers.TestCase
-TestTiers.settings = settings(
+class ThreeTiers(Tiers):
+    """With a third tier below the disk that the store knows nothing about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelf: dict[bytes, bytes] = {}
+
+    def open_more(self) -> list[Tier]:
+        self.memory = MemoryTier(MEMORY_BYTES, self.events.put, shelf=self.shelf, queue_bytes=9000)
+        return [self.memory]
+
+    def advance(self) -> None:
+        self.memory.advance()
+
+    @rule(data=st.data(), offset=st.integers(0, 400), flip=st.integers(1, 255))
+    def corrupt_the_third(self, data: st.DataObject, offset: int, flip: int) -> None:
+        self.flush()
+        self.flush()
+        if names := self.unpromised(key.hex() for key in self.shelf):
+            name = data.draw(st.sampled_from(names))
+            self.spoiled.add(name)
+            raw = bytearray(self.shelf[bytes.fromhex(name)])
+            listed_bytes = HEADER_BYTES + parse_header(raw).packed_bytes  # what it is known by
+            raw[listed_bytes + offset % (len(raw) - listed_bytes)] ^= flip
+            self.shelf[bytes.fromhex(name)] = bytes(raw)
+
+    @rule(state=st.sampled_from(["full", "failing"]), root=roots, path=runs, exact=st.booleans())
+    def break_down_the_third(self, state: TierState, root: bytes, path: Ids, exact: bool) -> None:
+        self.flush()
+        self.memory.failure = state
+        self.put(root, path, exact, True, WriteBack.SOON)
+        self.store.write_everything()
+        self.flush()
+        self.memory.failure = "ok"
+
+    @rule()
+    def lose_the_disk(self) -> None:
+        """Nothing can be written to the disk, so that what RAM gives up goes further down."""
+        self.disk.state = "failing"
+
+
+SETTINGS = settings(
     max_examples=40, stateful_step_count=40, phases=(Phase.explicit, Phase.reuse, Phase.generate)
 )
+TestTiers = Tiers.TestCase
+TestTiers.settings = SETTINGS
+TestThreeTiers = ThreeTiers.TestCase
+TestThreeTiers.settings = SETTINGS

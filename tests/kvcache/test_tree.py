@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.key import chain_key, pack
+from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tree import Match
+from rekindle.tokens import Tokens
 
 from .naive import (
     ROOT,
     STRANGER,
-    Tokens,
+    Ids,
     Tree,
     block_sizes,
     common,
@@ -23,16 +24,16 @@ from .naive import (
 many_runs = st.lists(runs, max_size=8)
 
 
-def grown(stored: list[Tokens], block_tokens: int) -> Tree:
+def grown(stored: list[Ids], block_tokens: int) -> Tree:
     tree = Tree(block_tokens)
     for run in stored:
         tree.add(run)
     return tree
 
 
-def check_match(tree: Tree, request: Tokens) -> None:
+def check_match(tree: Tree, request: Ids) -> None:
     """What is found is the longest there is, in blocks that follow each other from the start."""
-    match = tree.index.match(ROOT, pack(request))
+    match = tree.index.match(ROOT, Tokens.of(request))
     assert match.tokens == longest(tree.blocks, request)
     assert match.diverged == goes_another_way(tree.blocks, request)
     stop = 0
@@ -40,21 +41,21 @@ def check_match(tree: Tree, request: Tokens) -> None:
         assert block.start == stop < match.tokens
         assert block in tree.blocks.values()
         stop = block.stop
-    held = b"".join(block.packed for block in match.blocks)
-    assert held.startswith(pack(request[: match.tokens]))
+    held = [token for block in match.blocks for token in block.tokens]
+    assert held[: match.tokens] == list(request[: match.tokens])
     assert stop >= match.tokens
 
 
 @given(many_runs, block_sizes, runs)
 def test_the_longest_common_prefix_is_found(
-    stored: list[Tokens], block_tokens: int, request: Tokens
+    stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     check_match(grown(stored, block_tokens), request)
 
 
 @given(many_runs, block_sizes, runs, st.data())
 def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
-    stored: list[Tokens], block_tokens: int, request: Tokens, data: st.DataObject
+    stored: list[Ids], block_tokens: int, request: Ids, data: st.DataObject
 ) -> None:
     tree = grown(stored, block_tokens)
     for _ in range(data.draw(st.integers(0, len(tree.blocks)))):
@@ -80,71 +81,71 @@ def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
     ],
 )
 def test_a_match_diverges_where_store_and_request_both_go_on(
-    request_tokens: Tokens, tokens: int, diverged: bool
+    request_tokens: Ids, tokens: int, diverged: bool
 ) -> None:
-    match = grown([(1, 2, 3, 4, 5, 6)], 4).index.match(ROOT, pack(request_tokens))
+    match = grown([(1, 2, 3, 4, 5, 6)], 4).index.match(ROOT, Tokens.of(request_tokens))
     assert (match.tokens, match.diverged) == (tokens, diverged)
 
 
 def test_a_tail_that_ends_does_not_hide_a_longer_one_that_goes_another_way() -> None:
     tree = grown([(1, 2), (1, 2, 3)], 4)
-    assert tree.index.match(ROOT, pack([1, 2, 0])).diverged
-    assert tree.index.match(ROOT, pack([1, 2, 9])).diverged
+    assert tree.index.match(ROOT, Tokens.of([1, 2, 0])).diverged
+    assert tree.index.match(ROOT, Tokens.of([1, 2, 9])).diverged
 
 
 @given(many_runs, block_sizes, runs)
 def test_nothing_is_found_under_another_root(
-    stored: list[Tokens], block_tokens: int, request: Tokens
+    stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     index = grown(stored, block_tokens).index
-    assert index.match(STRANGER, pack(request)) == Match((), 0, diverged=False)
+    assert index.match(STRANGER, Tokens.of(request)) == Match((), 0, diverged=False)
 
 
 @given(many_runs, block_sizes)
-def test_a_match_changes_nothing(stored: list[Tokens], block_tokens: int) -> None:
+def test_a_match_changes_nothing(stored: list[Ids], block_tokens: int) -> None:
     tree = grown(stored, block_tokens)
     before = list(tree.index)
-    first = [tree.index.match(ROOT, pack(run)) for run in stored]
-    assert first == [tree.index.match(ROOT, pack(run)) for run in stored]
+    first = [tree.index.match(ROOT, Tokens.of(run)) for run in stored]
+    assert first == [tree.index.match(ROOT, Tokens.of(run)) for run in stored]
     assert list(tree.index) == before
 
 
 @given(many_runs, block_sizes)
-def test_a_block_is_named_by_the_chain_above_it(stored: list[Tokens], block_tokens: int) -> None:
+def test_a_block_is_named_by_the_chain_above_it(stored: list[Ids], block_tokens: int) -> None:
     tree = grown(stored, block_tokens)
     for block in tree.index:
         assert block.parent is not None
-        assert block.key == chain_key(block.parent.key, block.packed)
+        assert block.key == chain_key(block.parent.key, block.tokens)
         assert tree.index.get(block.key) is block
 
 
 @given(many_runs, block_sizes)
-def test_siblings_that_begin_alike_know_each_other(stored: list[Tokens], block_tokens: int) -> None:
+def test_siblings_that_begin_alike_know_each_other(stored: list[Ids], block_tokens: int) -> None:
     tree = grown(stored, block_tokens)
     for block in tree.index:
         assert block.parent is not None
         siblings = [each for each in block.parent.children.values() if each is not block]
-        shorter = {each for each in siblings if block.packed.startswith(each.packed)}
-        longer = {each for each in siblings if each.packed.startswith(block.packed)}
+        shorter = {each for each in siblings if block.tokens.startswith(each.tokens)}
+        longer = {each for each in siblings if each.tokens.startswith(block.tokens)}
         assert set(tree.index.shorter(block)) == shorter
-        assert set(tree.index.longer(block.parent.key, block.packed)) == longer
+        assert set(tree.index.longer(block.parent.key, block.tokens)) == longer
 
 
 @given(many_runs, block_sizes, runs)
 def test_a_tail_not_stored_yet_knows_what_covers_it(
-    stored: list[Tokens], block_tokens: int, tail: Tokens
+    stored: list[Ids], block_tokens: int, tail: Ids
 ) -> None:
     tree = grown(stored, block_tokens)
     covering = {path for path in tree.blocks if tail == path[: len(tail)] != path}
     wanted = {tree.blocks[path] for path in covering if len(path) <= block_tokens}
-    assert set(tree.index.longer(ROOT, pack(tail))) == wanted
+    assert set(tree.index.longer(ROOT, Tokens.of(tail))) == wanted
 
 
 @given(many_runs, block_sizes, st.lists(runs, max_size=3), st.sampled_from([1, 3, 8]), st.data())
 def test_colliding_keys_never_give_wrong_tokens(
-    stored: list[Tokens],
+    stored: list[Ids],
     block_tokens: int,
-    requests: list[Tokens],
+    requests: list[Ids],
     names: int,
     data: st.DataObject,
 ) -> None:
@@ -154,7 +155,7 @@ def test_colliding_keys_never_give_wrong_tokens(
             check_match(tree, request)
         for block in tree.blocks.values():
             for covered in tree.index.shorter(block):
-                assert common(covered.packed, block.packed) == len(covered.packed)
+                assert common(covered.tokens.ids(), block.tokens.ids()) == len(covered.tokens)
         while tree.blocks:
             tree.remove(data.draw(st.sampled_from(tree.leaves())))
             for request in requests:
@@ -166,8 +167,8 @@ def test_a_root_without_blocks_is_forgotten() -> None:
     tree = grown([(1, 2), (3,)], 4)
     for path in tree.leaves():
         tree.remove(path)
-    assert not tree.index.match(ROOT, pack([7])).diverged
-    assert list(tree.index.longer(ROOT, b"")) == []
+    assert not tree.index.match(ROOT, Tokens.of([7])).diverged
+    assert list(tree.index.longer(ROOT, Tokens())) == []
 
 
 def test_leaves_go_before_their_parents() -> None:

@@ -11,7 +11,7 @@ from rekindle.chat.encode import Prompt
 from rekindle.chat.message_spans import MessageSpan
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import chain
-from rekindle.kvcache.key import pack, unpack
+from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, Validate
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.runtime.checkpoints import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
@@ -135,7 +135,7 @@ def test_checkpoints_stay_within_the_budget() -> None:
     for number in range(30):
         desk.ask([number, *range(100, 300)])
         desk.settle()
-        assert desk.store.used_bytes <= 30_000
+        assert desk.store.tiers[0].used_bytes <= 30_000
 
 
 def test_a_prepared_prompt_is_resumed_at_its_very_end() -> None:
@@ -153,7 +153,7 @@ def test_a_block_that_lost_its_checkpoint_is_a_miss_and_not_an_answer() -> None:
     first = desk.ask(CHAT)
     for block in desk.store:
         if block.resumable and (blob := desk.store.get(block)):
-            desk.store._ram.put(block, blob[:-CHECKPOINT_BYTES])
+            desk.store.tiers[0].put(block, blob[:-CHECKPOINT_BYTES])
     longer = [*went_on(first), 1]
     assert desk.ask(longer).tokens == cold(longer)
 
@@ -194,9 +194,9 @@ def blocks_of(desk: Desk) -> dict[tuple[int, ...], bytes | None]:
     """What the store holds: the tokens up to each block's end, and its cells."""
     found = {}
     for block in desk.store:
-        path = b"".join(each.packed for each in reversed(list(chain(block))))
+        path = [token for each in reversed(list(chain(block))) for token in each.tokens]
         blob = desk.store.get(block)
-        found[tuple(unpack(path))] = bytes(blob)[: block.tokens * CELL_BYTES] if blob else None
+        found[tuple(path)] = bytes(blob)[: len(block.tokens) * CELL_BYTES] if blob else None
     return found
 
 
@@ -207,10 +207,12 @@ def test_a_store_that_was_full_for_a_while_is_given_no_block_in_a_wrong_place() 
     desk = Desk(fake)
     long = list(range(100, 300))
     turn = desk.submit(said(long, ("system", 0, 20), ("user", 22, 180)), max_tokens=4)
-    limit, desk.store._ram.limit_bytes = desk.store._ram.limit_bytes, 0
+    ram = desk.store.tiers[0]
+    assert isinstance(ram, RamTier)
+    limit, ram.limit_bytes = ram.limit_bytes, 0
     while turn.turn.held_tokens < 22:
         desk.scheduler.step()
-    desk.store._ram.limit_bytes = limit
+    ram.limit_bytes = limit
     other = desk.submit([*long[:30], 1, 2, 3], max_tokens=1, exact=True)
     desk.run(other, turn)
     desk.settle()
@@ -263,7 +265,7 @@ def test_a_corrupt_checkpoint_on_disk_costs_no_more_than_what_is_behind_the_one_
     desk.close()
     desk = Desk(engine(), folder=tmp_path, resident_tokens=0)
     longer = [*went_on(first), 1, 2, 3]
-    newest = next(desk.store.checkpoints(desk.root(), pack(longer)))
+    newest = next(desk.store.checkpoints(desk.root(), Tokens.of(longer)))
     assert desk.disk is not None
     file = desk.disk.folder.path / "blocks" / newest.key.hex()
     file.write_bytes(file.read_bytes()[:-1])

@@ -8,8 +8,8 @@ from rekindle.chat.encode import Prompt
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.entries import MOST_NAMES, Draft, Entries
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.tokens import Tokens
@@ -29,8 +29,7 @@ def key_of(reply: Reply) -> str:
 def on_disk(desk: Desk) -> set[int]:
     """Tokens that any block on disk holds."""
     desk.flush()
-    packed = [block.packed for block in desk.store if block.disk_bytes]
-    return {int.from_bytes(p[at : at + 4], "big") for p in packed for at in range(0, len(p), 4)}
+    return {token for block in desk.store if block.is_persistent for token in block.tokens}
 
 
 def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_alike(
@@ -121,14 +120,19 @@ def test_one_tenant_cannot_pin_what_belongs_to_all() -> None:
 
 
 def entries(limit_bytes: int) -> Entries:
-    return Entries(Store(block_tokens=8, ram_bytes=0), Clock(), limit_bytes=limit_bytes)
+    return Entries(Store(block_tokens=8, tiers=[RamTier(0)]), Clock(), limit_bytes=limit_bytes)
 
 
 def test_an_entry_has_only_so_many_names_and_the_newest_stay() -> None:
     known = entries(1 << 20)
     for number in range(3 * MOST_NAMES):
         known.remember(
-            Draft(root=ROOT, packed=pack([1]), text=b"", names=(("session_id", str(number)),))
+            Draft(
+                namespace=ROOT,
+                tokens=Tokens.of([1]),
+                text=b"",
+                names=(("session_id", str(number)),),
+            )
         )
     [entry] = known.of(None)
     assert len(entry.names) == MOST_NAMES
@@ -139,9 +143,9 @@ def test_an_entry_has_only_so_many_names_and_the_newest_stay() -> None:
 def test_a_flood_of_one_tenants_entries_takes_none_of_anothers() -> None:
     known = entries(100_000)
     other = b"o" * 32
-    mine = known.remember(Draft(root=ROOT, packed=pack([1]), text=b"", keyed=True))
+    mine = known.remember(Draft(namespace=ROOT, tokens=Tokens.of([1]), text=b"", keyed=True))
     for number in range(500):
-        known.remember(Draft(root=other, packed=pack([number]), text=b"", keyed=True))
+        known.remember(Draft(namespace=other, tokens=Tokens.of([number]), text=b"", keyed=True))
     assert mine is not None
     assert known.by_key(ROOT, mine.key) is mine
     assert 10 < len(known) < 50
@@ -149,8 +153,8 @@ def test_a_flood_of_one_tenants_entries_takes_none_of_anothers() -> None:
 
 def test_an_entry_larger_than_all_room_is_refused_and_the_others_stay() -> None:
     known = entries(100_000)
-    kept = known.remember(Draft(root=ROOT, packed=pack([1]), text=b"", keyed=True))
-    assert known.remember(Draft(root=ROOT, packed=bytes(200_000), text=b"")) is None
+    kept = known.remember(Draft(namespace=ROOT, tokens=Tokens.of([1]), text=b"", keyed=True))
+    assert known.remember(Draft(namespace=ROOT, tokens=Tokens(bytes(200_000)), text=b"")) is None
     assert known.of(None) == [kept]
 
 

@@ -298,7 +298,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(desk: Desk
     removed = desk.queries.answer(RemoveSession("s"), desk.root(), admin=False)
     assert isinstance(removed, Removed)
     assert removed.entries == 1
-    assert len(desk.store) == desk.store.used_bytes == 0
+    assert len(desk.store) == desk.store.tiers[0].used_bytes == 0
     assert desk.ask(PROMPT).reused == 0
 
 

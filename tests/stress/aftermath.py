@@ -19,7 +19,7 @@ def index_agrees_with_files(folder: Path) -> None:
     """Opening may mend what the end has left; after it there is nothing to mend."""
     opened = open_folder(folder, identity(), limit_bytes=PLENTY_BYTES)
     assert not opened.recovery.rebuilt, "a kill damages no index"
-    assert not opened.recovery.aside, "a kill tears no file"
+    assert not opened.recovery.quarantined, "a kill tears no file"
     opened.close()
     for report in check(folder, repair=False):
         assert report.findings == (), report.findings

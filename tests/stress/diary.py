@@ -16,9 +16,8 @@ from rekindle.kvcache.block import Block, chain
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.index_db import Change, DropEntry
-from rekindle.kvcache.key import unpack
 from rekindle.kvcache.tiers.disk import DiskTier
-from tests.stress.trouble import vault_with
+from tests.stress.trouble import block_files_with
 from tests.support.harness import Desk
 
 SALTS = (b"", b"other")
@@ -79,10 +78,10 @@ class WitnessedTier(DiskTier):
 
     diary: Diary
 
-    def remove(self, block: Block, *, aside: bool = False) -> None:
-        if block.disk_bytes:
+    def remove(self, block: Block, *, quarantine: bool = False) -> None:
+        if self.holds(block):
             self.diary.say(removing=block.key.hex())
-        super().remove(block, aside=aside)
+        super().remove(block, quarantine=quarantine)
 
     def journal(self, change: Change) -> None:
         if isinstance(change, DropEntry):
@@ -104,7 +103,7 @@ class WitnessedDesk(Desk):
         identity = self.capabilities.kv_layout.fingerprint + b"%d" % self.capabilities.block_tokens
         opened = open_folder(folder, identity, limit_bytes=disk_bytes)
         if self._calls is not None:
-            opened.vault = vault_with(opened.path, self._calls)
+            opened.block_files = block_files_with(opened.path, self._calls)
         tier = WitnessedTier(opened, self._news.put)
         tier.diary = self.diary
         return tier
@@ -116,8 +115,8 @@ class WitnessedDesk(Desk):
         stored = {block.key: block for block in self.store if block.stored}
         for key in stored.keys() - self._told:
             block = stored[key]
-            tokens = [t for each in reversed(list(chain(block))) for t in unpack(each.packed)]
-            self.diary.say(stored=key.hex(), salt=salts[block.root].decode(), tokens=tokens)
+            tokens = [t for each in reversed(list(chain(block))) for t in each.tokens]
+            self.diary.say(stored=key.hex(), salt=salts[block.namespace].decode(), tokens=tokens)
         self._told = set(stored)
         pinned = {entry.key: entry.pinned for entry in self.entries.of(None)}
         for name in pinned:

@@ -11,7 +11,8 @@ from typing import Any
 from rekindle.chat.encode import Encoder
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.key import namespace
-from rekindle.kvcache.tiers.disk import DiskTier, News
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
@@ -21,9 +22,9 @@ from rekindle.runtime.kv_manager import Device
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Memory
-from tests.stress.trouble import vault_with
-from tests.support.fake import FakeEngine, NumberTokenizer
-from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, Reply
+from tests.stress.trouble import block_files_with
+from tests.support.fake import FakeEngine
+from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
 
 
 def load(cache_dir: Path, **more: Any) -> LoadModel:
@@ -39,14 +40,14 @@ class Office(Desk):
 
     def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
-        self.capabilities = engine.capabilities
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self.abilities = engine.abilities
+        self._news: SimpleQueue[TierEvent] = SimpleQueue()
         self.notes: list[LogLine] = []
         self.memory = Memory(order, self.capabilities, self._news.put, self.notes.append)
         self.store, self.entries = self.memory.store, self.memory.entries
-        self.disk, self.clock = self.memory.store.disk, self.memory.clock
+        self.disk, self.clock = self.memory.disk, self.memory.clock
         if calls is not None and self.disk is not None:
-            self.disk.folder.vault = vault_with(self.disk.folder.path, calls)
+            self.disk.folder.block_files = block_files_with(self.disk.folder.path, calls)
         self.logs: list[str] = []
         self._tokenizer = NumberTokenizer()
         self._end_tokens = frozenset()
@@ -76,7 +77,7 @@ class Office(Desk):
         with contextlib.suppress(Empty):
             while True:
                 news = self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
-                self.memory.hear(news)
+                self.memory.on_event(news)
                 wait = False
 
     def close(self) -> None:
@@ -108,7 +109,7 @@ class Office(Desk):
 
     def used_bytes_hold(self) -> bool:
         """Whether RAM and disk are within their budgets, as they count themselves."""
-        ram = self.store.used_bytes <= self.store.limit_bytes
+        ram = self.store.tiers[0].used_bytes <= self.store.tiers[0].limit_bytes
         return ram and (self.disk is None or self.disk.used_bytes <= self.disk.limit_bytes)
 
     def converse(self, seed: int, turns: int = 2) -> Reply:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rekindle.engine.base import Blob, Sequence
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES
-from rekindle.kvcache.key import TOKEN_BYTES
 from rekindle.protocol.requests import Names
+from rekindle.tokens import TOKEN_BYTES
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Desk, Reply
 
@@ -53,7 +53,7 @@ class Shelf:
         return self.model / "blocks" / self.blocks[number]
 
     @property
-    def aside(self) -> list[Path]:
+    def quarantine(self) -> list[Path]:
         return sorted((self.model / "aside").iterdir())
 
     def open(self) -> Desk:

@@ -1,5 +1,5 @@
 """A block's file that is not what was written is a miss, whatever is wrong with it: the answer is
-the cold one, the engine sees no byte of it, the file is set aside, a counter counts."""
+the cold one, the engine sees no byte of it, the file is quarantined, a counter counts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def is_noticed(shelf: Shelf, desk: Desk, number: int) -> None:
     assert (report.status, report.reason) == ("partial_hit" if number else "miss", "corrupt")
     assert desk.disk.counts.corrupt_blocks == 1
     desk.flush()
-    assert [path.name[-64:] for path in shelf.aside] == [shelf.blocks[number]]
+    assert [path.name[-64:] for path in shelf.quarantine] == [shelf.blocks[number]]
 
 
 @pytest.mark.parametrize("number", NUMBERS)

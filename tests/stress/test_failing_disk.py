@@ -153,7 +153,7 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
 def test_a_want_of_handles_costs_no_block(tmp_path: Path, error: int) -> None:
-    """It says nothing about the files: they are neither bad nor set aside."""
+    """It says nothing about the files: they are neither bad nor quarantined."""
     office = Office(FakeEngine(), load(tmp_path / "kv"))
     reply = office.converse(1, turns=3)
     office.close()

@@ -17,9 +17,8 @@ from rekindle.chat.encode import Encoder
 from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
-from rekindle.kvcache.key import pack
 from rekindle.protocol.requests import Names
-from rekindle.tokens import Tokens
+from rekindle.tokens import pack
 from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import Desk, Reply
 
@@ -50,7 +49,7 @@ def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
 
     def recall(escaped: bytes) -> KnownPrefix | None:
         entry = desk.entries.recall(desk.root(), escaped)
-        return KnownPrefix(entry.text, Tokens(entry.packed)) if entry else None
+        return KnownPrefix(entry.text, entry.tokens) if entry else None
 
     return desk.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
 

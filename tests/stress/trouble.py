@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from rekindle.kvcache.disk.block_files import Vault
+from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.files import SYSTEM, Calls, Files
-from rekindle.kvcache.disk.folder import read_secret
+from rekindle.kvcache.disk.secret import read_secret
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Trouble:
         return wrapped
 
 
-def vault_with(folder: Path, calls: Calls) -> Vault:
-    """The vault of a model's folder that is already owned, over other system calls."""
+def block_files_with(folder: Path, calls: Calls) -> BlockFiles:
+    """The block_files of a model's folder that is already owned, over other system calls."""
     secret = read_secret(folder.parent)
-    return Vault(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))
+    return BlockFiles(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))

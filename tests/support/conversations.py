@@ -14,9 +14,9 @@ from rekindle.chat.template import ChatTemplate
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
-from rekindle.kvcache.key import pack
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.events import (
     ArgumentsDelta,
     CacheReport,
@@ -106,11 +106,11 @@ class Office:
         self._disk = None
         if folder:
             opened = open_folder(folder, capabilities.kv_layout.fingerprint, limit_bytes=1 << 30)
-            self._disk = DiskTier(opened, lambda _news: None)
-        store = Store(block_tokens=8, ram_bytes=0)
+            self._disk = DiskTier(opened, lambda _event: None)
+        store = Store(block_tokens=8, tiers=[RamTier(0)])
         self.entries = Entries(store, Clock(), self._disk.journal if self._disk else None)
         if self._disk:
-            self.entries.load(self._disk.folder.ledger.entries())
+            self.entries.load(self._disk.folder.index_db.entries())
         vocabulary: Any = self.letters
         self.intake = Intake(capabilities, vocabulary, encoder, self.entries, b"secret")
         self.names = Sessions(self.entries, store, encoder, lambda _line: None)
@@ -146,8 +146,7 @@ class Office:
         """What the model writes, what it is taken apart into, and the message as delivered; what
         is cut off was sampled, too, but nobody has seen it."""
         sampled = self.letters.sampled(raw + cut_off)
-        turn.tokens += sampled
-        turn.packed += pack(sampled)
+        turn.buffer.extend(sampled)
         turn._raw.append(raw)
         if thought:
             turn.reply.add(ReasoningDelta(thought))

@@ -124,11 +124,14 @@ def check(
     """Verify the files on disk, without a server; exit status 1 when something was found."""
     # On the folder itself, without a server: the one command that needs the cache's own code.
     from rekindle.kvcache.disk.check import check as verify
+    from rekindle.kvcache.disk.secret import read_secret_file
 
-    folder = load_config({"cache_dir": cache_dir}, file=config).cache_dir
+    settings = load_config({"cache_dir": cache_dir}, file=config)
+    folder, secret_file = settings.cache_dir, getattr(settings, "cache_secret_file", None)
+    secret = read_secret_file(Path(secret_file)) if secret_file else None
     try:
         with progress_bar("checking", Console(stderr=True)) as on_progress:
-            reports = verify(folder, repair=repair, progress=on_progress)
+            reports = verify(folder, repair=repair, secret=secret, progress=on_progress)
     except OSError as error:
         raise RekindleError(f"cannot check {folder}: {error.strerror}") from None
     Console().print(_findings(folder, reports, repaired=repair))

@@ -1,57 +1,79 @@
-"""Blocks in their tree, and when they are to be written."""
+"""Blocks in their tree, the copies that tiers hold of them, and the conversations that end in them.
+
+A block knows the conversations that end in it and a conversation the block it ends in, so both are
+in this file.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import IntEnum
+from itertools import count
 from typing import NamedTuple
 
-from rekindle.kvcache.handles import NO_HEADS
-from rekindle.kvcache.key import TOKEN_BYTES
+from rekindle.tokens import TOKEN_BYTES, Tokens
 
 
-class Wish(IntEnum):
-    """When a block is to be written to disk."""
+class WriteBack(IntEnum):
+    """When a block is written to the tiers below the first."""
 
     NEVER = 0  # it lives and dies in memory
     LATE = 1  # when memory runs out, or the server stops
     SOON = 2  # behind the turn that computed it
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What a block's state is; the better is the larger."""
 
     size_bytes: int
     exact: bool
     resumable: bool
 
+    def weaker(self, other: BlockKind) -> BlockKind:
+        """What both can serve: a checkpoint comes after the cells and can be left off."""
+        return BlockKind(
+            min(self.size_bytes, other.size_bytes),
+            self.exact and other.exact,
+            self.resumable and other.resumable,
+        )
+
+
+@dataclass(slots=True)
+class Copy:
+    """What one tier holds of a block."""
+
+    size_bytes: int  # of the tier's budget, from the moment it was handed over
+    persistent: bool  # it outlives the process
+    written: BlockKind | None  # what is there for certain; None: still on its way
+
 
 class Block:
     """A node of the tree. `exact` says it was computed in canonical prefill steps, `resumable` that
-    it holds a checkpoint of its end, too."""
+    it holds a checkpoint of its end, too. Every copy can serve what the block says it is."""
 
     __slots__ = (
         "children",
-        "disk_bytes",
+        "copies",
         "exact",
-        "filed",
-        "heads",
+        "handles",
         "key",
+        "namespace",
         "order",
-        "packed",
         "parent",
         "resumable",
-        "root",
         "size_bytes",
         "start",
-        "wish",
+        "tokens",
+        "write_back",
     )
 
     def __init__(
         self,
         key: bytes,
         parent: Block | None,
-        packed: bytes,
+        tokens: Tokens,
         size_bytes: int,
         *,
         exact: bool,
@@ -59,39 +81,39 @@ class Block:
     ) -> None:
         self.key = key
         self.parent = parent
-        self.root: bytes = parent.root if parent else key
-        self.packed = packed
+        self.namespace: bytes = parent.namespace if parent else key
+        self.tokens = tokens
         self.size_bytes = size_bytes  # of its state
         self.exact = exact
         self.resumable = resumable
-        self.disk_bytes = 0  # what it takes on disk, or will when its turn to be written comes
-        self.filed: Kind | None = None  # what is on disk for certain
-        self.wish = Wish.NEVER
-        self.heads = NO_HEADS  # conversations whose state ends here
+        self.copies: dict[str, Copy] = {}  # by the tier's name
+        self.write_back = WriteBack.NEVER
+        self.handles = NO_HANDLES  # conversations whose state ends here
         self.start: int = parent.stop if parent else 0
         self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
         self.order: list[bytes] = []  # the children's packed tokens, sorted
 
     @property
-    def tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
-
-    @property
     def stop(self) -> int:
-        return self.start + self.tokens
+        return self.start + len(self.tokens)
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.size_bytes, self.exact, self.resumable)
+    def kind(self) -> BlockKind:
+        return BlockKind(self.size_bytes, self.exact, self.resumable)
 
     @kind.setter
-    def kind(self, kind: Kind) -> None:
+    def kind(self, kind: BlockKind) -> None:
         self.size_bytes, self.exact, self.resumable = kind
 
     @property
+    def is_persistent(self) -> bool:
+        """Whether a tier that outlives the process has it, or will have it when it is written."""
+        return any(copy.persistent for copy in self.copies.values())
+
+    @property
     def stored(self) -> bool:
-        """Whether it is on disk for certain."""
-        return self.filed is not None
+        """Whether it would outlive the process if that ended now."""
+        return any(copy.persistent and copy.written for copy in self.copies.values())
 
     @property
     def is_root(self) -> bool:
@@ -99,11 +121,76 @@ class Block:
 
     @property
     def is_pinned(self) -> bool:
-        return any(head.pinned for head in self.heads)
+        return any(handle.pinned for handle in self.handles)
 
-    def holds(self, parent: bytes, packed: bytes) -> bool:
+    def holds(self, parent: bytes, tokens: Tokens) -> bool:
         """Whether it is the block of these tokens: an equal key is a hint, tokens decide."""
-        return self.packed == packed and self.parent is not None and self.parent.key == parent
+        return self.tokens == tokens and self.parent is not None and self.parent.key == parent
+
+
+class PrefixHandle:
+    """The end of a conversation: all its tokens, and the last block that holds state of it."""
+
+    __slots__ = ("block", "namespace", "pinned", "serial", "tokens")
+
+    _serials = count()
+
+    def __init__(self, namespace: bytes, tokens: Tokens, *, pinned: bool = False) -> None:
+        self.namespace = namespace
+        self.tokens = tokens
+        self.pinned = pinned
+        self.block: Block | None = None
+        self.serial = next(self._serials)
+
+
+class Handles:
+    """Sorted by the tokens that follow: a busy root may have thousands, and a new block under it
+    concerns a few."""
+
+    __slots__ = ("_handles", "_order")
+
+    def __init__(self) -> None:
+        self._handles: dict[int, tuple[PrefixHandle, bytes]] = {}
+        self._order: list[tuple[bytes, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __iter__(self) -> Iterator[PrefixHandle]:
+        return iter([handle for handle, _ in self._handles.values()])
+
+    def add(self, handle: PrefixHandle, rest: bytes) -> None:
+        """`rest` are its next tokens, packed, a block's worth at most."""
+        self._handles[handle.serial] = (handle, rest)
+        insort(self._order, (rest, handle.serial))
+
+    def remove(self, handle: PrefixHandle) -> None:
+        _, rest = self._handles.pop(handle.serial)
+        self._order.pop(bisect_left(self._order, (rest, handle.serial)))
+
+    def along(self, tokens: Tokens) -> list[PrefixHandle]:
+        """Those that would go through a child with these tokens: it holds all of their next ones,
+        or is a tail that these begin with."""
+        packed = tokens.packed
+        found = [self._handles[serial][0] for serial in self._beginning_with(packed)]
+        for stop in range(TOKEN_BYTES, len(packed), TOKEN_BYTES):
+            found += [self._handles[serial][0] for serial in self._equal_to(packed[:stop])]
+        return found
+
+    def _beginning_with(self, packed: bytes) -> Iterator[int]:
+        at = bisect_left(self._order, (packed, -1))
+        while at < len(self._order) and self._order[at][0].startswith(packed):
+            yield self._order[at][1]
+            at += 1
+
+    def _equal_to(self, packed: bytes) -> Iterator[int]:
+        at = bisect_left(self._order, (packed, -1))
+        while at < len(self._order) and self._order[at][0] == packed:
+            yield self._order[at][1]
+            at += 1
+
+
+NO_HANDLES = Handles()  # of nearly every block; never added to
 
 
 def chain(block: Block | None) -> Iterator[Block]:

@@ -15,7 +15,8 @@ from blake3 import blake3
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.disk.files import Buffer
-from rekindle.kvcache.key import KEY_BYTES, TOKEN_BYTES
+from rekindle.kvcache.key import KEY_BYTES
+from rekindle.tokens import TOKEN_BYTES, Tokens
 
 MAGIC = b"RKB1"
 MAC_BYTES = 32
@@ -29,9 +30,9 @@ _CONTEXT = "rekindle cache block record 1"
 class Record:
     """A block with everything needed to find its place again."""
 
-    root: bytes
+    namespace: bytes
     parent: bytes
-    packed: bytes
+    tokens: Tokens
     blob: Buffer
     exact: bool
     resumable: bool = False
@@ -39,12 +40,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a record says of itself; no more than a claim until the record is proven."""
+    """What a record says of itself; no more than a claim until the record is verified."""
 
     magic: bytes
     blob_bytes: int
     parent: bytes
-    root: bytes
+    namespace: bytes
     exact: bool
     resumable: bool
     tokens: int
@@ -58,41 +59,43 @@ class Header:
         return record_bytes(self.packed_bytes, self.blob_bytes)
 
 
-def record_bytes(packed_len: int, blob_len: int) -> int:
-    return HEADER_BYTES + packed_len + blob_len + MAC_BYTES
+def record_bytes(packed_bytes: int, blob_bytes: int) -> int:
+    return HEADER_BYTES + packed_bytes + blob_bytes + MAC_BYTES
 
 
 def seal(record: Record, secret: bytes) -> tuple[Buffer, ...]:
     """The record's parts, to be written one after the other; the state is not copied."""
-    tokens, rest = divmod(len(record.packed), TOKEN_BYTES)
+    packed = record.tokens.packed
+    tokens, rest = divmod(len(packed), TOKEN_BYTES)
     if rest or tokens > MOST_TOKENS:
         raise ValueError("these are not the tokens of one block")
     kind = record.exact | record.resumable << 1
-    header = _HEADER.pack(MAGIC, len(record.blob), record.parent, record.root, kind, tokens)
-    mac = _mac(secret, header, record.packed, record.blob)
-    return header, record.packed, record.blob, mac
+    header = _HEADER.pack(MAGIC, len(record.blob), record.parent, record.namespace, kind, tokens)
+    mac = _mac(secret, header, packed, record.blob)
+    return header, packed, record.blob, mac
 
 
 def parse_header(raw: Buffer) -> Header:
     """What these first bytes of a record claim, or CorruptBlock."""
     if len(raw) < HEADER_BYTES:
         raise CorruptBlock("it is shorter than its header")
-    magic, blob_bytes, parent, root, kind, tokens = _HEADER.unpack_from(raw)
+    magic, blob_bytes, parent, namespace, kind, tokens = _HEADER.unpack_from(raw)
     if magic != MAGIC:
         raise CorruptBlock("it is not a block record")
     if kind > 3 or tokens > MOST_TOKENS:
         raise CorruptBlock("its header makes no sense")
-    return Header(magic, blob_bytes, parent, root, bool(kind & 1), bool(kind & 2), tokens)
+    return Header(magic, blob_bytes, parent, namespace, bool(kind & 1), bool(kind & 2), tokens)
 
 
-def prove(header_raw: Buffer, packed: Buffer, blob: Buffer, mac: Buffer, secret: bytes) -> Record:
+def verify(header_raw: Buffer, packed: Buffer, blob: Buffer, mac: Buffer, secret: bytes) -> Record:
     """The record, or CorruptBlock; never anything in between."""
     header = parse_header(header_raw)
     if (len(packed), len(blob)) != (header.packed_bytes, header.blob_bytes):
         raise CorruptBlock("its length disagrees with its header")
     if not hmac.compare_digest(_mac(secret, header_raw, packed, blob), bytes(mac)):
         raise CorruptBlock("its checksum disagrees with its content")
-    return Record(header.root, header.parent, bytes(packed), blob, header.exact, header.resumable)
+    tokens = Tokens(bytes(packed))
+    return Record(header.namespace, header.parent, tokens, blob, header.exact, header.resumable)
 
 
 def _mac(secret: bytes, *parts: Buffer) -> bytes:

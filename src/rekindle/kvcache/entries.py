@@ -1,6 +1,6 @@
-"""Entries: conversation heads that are remembered, what clients call them, and how long they live.
+"""Entries: conversations that are remembered, what clients call them, and how long they live.
 
-All names of one head lead to one entry.
+All names of one conversation lead to one entry.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rekindle.kvcache.entry import Draft, Entry, Name
 from rekindle.kvcache.replies import Replies, Reply
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.texts import Texts
+from rekindle.tokens import Tokens
 
 __all__ = ["Draft", "Entries", "Entry", "Name"]
 
@@ -47,7 +48,7 @@ class Entries:
         self._held_bytes: Counter[bytes] = Counter()  # by tenant
         self._by_key: OrderedDict[tuple[bytes, str], Entry] = OrderedDict()  # oldest use first
         self._by_name: dict[tuple[bytes, Name], Entry] = {}
-        self._by_tokens: dict[tuple[bytes, bytes], Entry] = {}
+        self._by_tokens: dict[tuple[bytes, Tokens], Entry] = {}
         self._texts: dict[bytes, Texts[Entry]] = {}
         self._replies: dict[bytes, Replies[Entry]] = {}
         self._recall_lock = threading.Lock()  # around these two
@@ -58,24 +59,24 @@ class Entries:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def of(self, root: bytes | None) -> list[Entry]:
+    def of(self, namespace: bytes | None) -> list[Entry]:
         """A tenant's living entries, or everybody's."""
-        return [entry for entry in self._all(root) if not self._has_expired(entry)]
+        return [entry for entry in self._all(namespace) if not self._has_expired(entry)]
 
-    def _all(self, root: bytes | None) -> list[Entry]:
-        return [entry for entry in self._by_key.values() if root in (None, entry.root)]
+    def _all(self, namespace: bytes | None) -> list[Entry]:
+        return [entry for entry in self._by_key.values() if namespace in (None, entry.namespace)]
 
-    def any_by_key(self, root: bytes | None, key: str) -> Entry | None:
+    def any_by_key(self, namespace: bytes | None, key: str) -> Entry | None:
         """Expired or not."""
-        if root is not None:
-            return self._by_key.get((root, key))
+        if namespace is not None:
+            return self._by_key.get((namespace, key))
         return next((entry for entry in self._by_key.values() if entry.key == key), None)
 
-    def by_key(self, root: bytes, key: str) -> Entry | None:
-        return self._living(self._by_key.get((root, key)))
+    def by_key(self, namespace: bytes, key: str) -> Entry | None:
+        return self._living(self._by_key.get((namespace, key)))
 
-    def by_name(self, root: bytes, name: Name) -> Entry | None:
-        return self._living(self._by_name.get((root, name)))
+    def by_name(self, namespace: bytes, name: Name) -> Entry | None:
+        return self._living(self._by_name.get((namespace, name)))
 
     def _living(self, entry: Entry | None) -> Entry | None:
         return None if entry is None or self._has_expired(entry) else entry
@@ -84,42 +85,43 @@ class Entries:
         left = entry.expires_in_s(self._clock)
         return left is not None and left <= 0
 
-    def has_expired(self, root: bytes, key: str) -> bool:
+    def has_expired(self, namespace: bytes, key: str) -> bool:
         """Whether this key once named an entry that has outlived its time."""
-        entry = self._by_key.get((root, key))
-        return (root, key) in self._expired or (entry is not None and self._has_expired(entry))
+        entry = self._by_key.get((namespace, key))
+        return (namespace, key) in self._expired or (entry is not None and self._has_expired(entry))
 
-    def recall(self, root: bytes, text: bytes) -> Entry | None:
-        """The longest remembered head whose rendered bytes `text` begins with. Any thread."""
+    def recall(self, namespace: bytes, text: bytes) -> Entry | None:
+        """The longest conversation whose rendered bytes `text` begins with. Any thread."""
         with self._recall_lock:
-            texts = self._texts.get(root)
+            texts = self._texts.get(namespace)
             return texts.longest(text) if texts else None
 
-    def replies(self, root: bytes, key: str) -> list[tuple[Entry, Reply]]:
-        """The heads that know a reply by this key, the newest first. Any thread."""
+    def replies(self, namespace: bytes, key: str) -> list[tuple[Entry, Reply]]:
+        """The conversations that know a reply by this key, the newest first. Any thread."""
         with self._recall_lock:
-            known = self._replies.get(root)
+            known = self._replies.get(namespace)
             return known.find(key) if known else []
 
-    def knows_replies(self, root: bytes) -> bool:
+    def knows_replies(self, namespace: bytes) -> bool:
         """Whether a tenant has any. Any thread."""
-        return root in self._replies
+        return namespace in self._replies
 
     # -- remembering ---------------------------------------------------------------------------
 
     def remember(self, draft: Draft) -> Entry | None:
-        """Name a head. An equal one is the same entry and keeps its key. None: it is too large."""
-        entry = self._by_tokens.get((draft.root, draft.packed))
+        """Name the end of a conversation. An equal one is the same entry and keeps its key. None:
+        it is too large."""
+        entry = self._by_tokens.get((draft.namespace, draft.tokens))
         if entry is not None and self._has_expired(entry):
             self.remove(entry)
             entry = None
         if entry is None:
             key = secrets.token_hex(KEY_BYTES)
-            entry = Entry(key, draft.root, draft.packed, draft.text, self._clock)
+            entry = Entry(key, draft.namespace, draft.tokens, draft.text, self._clock)
             if draft.text_tokens is not None:
                 entry.text_tokens = draft.text_tokens
-            told_bytes = sum(reply.cost_bytes for reply in draft.replies)
-            if entry.cost_bytes + told_bytes > self._limit_bytes:
+            reply_bytes = sum(reply.cost_bytes for reply in draft.replies)
+            if entry.cost_bytes + reply_bytes > self._limit_bytes:
                 return None
             entry.durable = draft.durable
             self._add(entry)
@@ -141,43 +143,43 @@ class Entries:
             entry.ttl_s = draft.ttl_s
         self._use(entry)
 
-    def _learn(self, entry: Entry, told: tuple[Reply, ...]) -> None:
-        """Remember replies of an entry beside those it knows: one head may have been delivered
-        more than once, each time with ids of its own."""
-        known = replies.newest((*entry.replies, *told))
+    def _learn(self, entry: Entry, new: tuple[Reply, ...]) -> None:
+        """Remember replies of an entry beside those it knows: one conversation may have been
+        delivered more than once, each time with ids of its own."""
+        known = replies.newest((*entry.replies, *new))
         if known == entry.replies:
             return
         cost_bytes = entry.cost_bytes
         with self._recall_lock:
-            index = self._replies.setdefault(entry.root, Replies())
+            index = self._replies.setdefault(entry.namespace, Replies())
             index.drop(entry, entry.replies)
             index.put(entry, known)
         entry.replies = known
         self._used_bytes += entry.cost_bytes - cost_bytes
-        self._held_bytes[entry.root] += entry.cost_bytes - cost_bytes
+        self._held_bytes[entry.namespace] += entry.cost_bytes - cost_bytes
 
     def _take_name(self, entry: Entry, name: Name) -> Entry | None:
         """Let the name lead to this entry; the one it led to before."""
-        before = self._by_name.get((entry.root, name))
+        before = self._by_name.get((entry.namespace, name))
         if before is not None and before is not entry:
             del before.names[name]
         entry.names.pop(name, None)  # named again, it is the newest
         self._add_name(entry, name)
         while len(entry.names) > MOST_NAMES:
             oldest = next(iter(entry.names))
-            del entry.names[oldest], self._by_name[entry.root, oldest]
+            del entry.names[oldest], self._by_name[entry.namespace, oldest]
         return before if before is not entry else None
 
     def _add_name(self, entry: Entry, name: Name) -> None:
-        self._by_name[entry.root, name] = entry
+        self._by_name[entry.namespace, name] = entry
         entry.names[name] = None
 
     def _supersede(self, entry: Entry, left_behind: Iterable[Entry | None]) -> None:
-        """Free heads that this one goes on from, or that have lost their name to it, are done."""
-        shorter = self.recall(entry.root, entry.text[:-1]) if entry.text else None
-        if shorter and shorter.text_tokens < shorter.tokens:
+        """Free entries that this one goes on from, or that have lost their name to it, are done."""
+        shorter = self.recall(entry.namespace, entry.text[:-1]) if entry.text else None
+        if shorter and shorter.text_tokens < len(shorter.tokens):
             # Its text is not all of it: another reply to the same prompt leaves it as it is.
-            shorter = shorter if entry.packed.startswith(shorter.packed) else None
+            shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
         for other in {*left_behind, shorter} - {None, entry}:
             assert other is not None
             if other.is_free:
@@ -197,7 +199,7 @@ class Entries:
     def _use(self, entry: Entry) -> None:
         entry.used_s = self._clock.steady_s()
         entry.last_used_at = self._clock.wall_s()
-        self._by_key.move_to_end((entry.root, entry.key))
+        self._by_key.move_to_end((entry.namespace, entry.key))
 
     def pin(self, entry: Entry) -> None:
         entry.pinned = True
@@ -222,20 +224,20 @@ class Entries:
         self._drop(entry)
         self._store.detach(entry)
 
-    def collect(self, root: bytes | None = None) -> tuple[int, int]:
+    def collect(self, namespace: bytes | None = None) -> tuple[int, int]:
         """Remove what has expired; how many entries, and the bytes freed."""
-        expired = [entry for entry in self._all(root) if self._has_expired(entry)]
+        expired = [entry for entry in self._all(namespace) if self._has_expired(entry)]
         freed = sum(self.remove(entry) for entry in expired)
         for entry in expired:
-            self._expired[entry.root, entry.key] = None
+            self._expired[entry.namespace, entry.key] = None
         while len(self._expired) > MOST_EXPIRED:
             self._expired.popitem(last=False)
         return len(expired), freed
 
-    def older(self, root: bytes | None, seconds: float) -> list[Entry]:
+    def older(self, namespace: bytes | None, seconds: float) -> list[Entry]:
         """Unpinned entries that were not used for so long."""
         now = self._clock.steady_s()
-        return [e for e in self.of(root) if not e.pinned and now - e.used_s > seconds]
+        return [e for e in self.of(namespace) if not e.pinned and now - e.used_s > seconds]
 
     def _make_room(self) -> None:
         """Keep what entries take within bounds. The tenant that has most gives way: its oldest that
@@ -243,11 +245,11 @@ class Entries:
         if self._used_bytes <= self._limit_bytes:
             return
         share = self._limit_bytes // len(self._held_bytes)
-        for root, _ in self._held_bytes.most_common():
-            unpinned = [entry for entry in self._all(root) if not entry.pinned]
+        for namespace, _ in self._held_bytes.most_common():
+            unpinned = [entry for entry in self._all(namespace) if not entry.pinned]
             unpinned.sort(key=lambda entry: not entry.is_free)  # stable: the oldest stay first
             for entry in unpinned:
-                if self._used_bytes <= self._limit_bytes or self._held_bytes[root] <= share:
+                if self._used_bytes <= self._limit_bytes or self._held_bytes[namespace] <= share:
                     break
                 self.forget(entry)
 
@@ -260,34 +262,34 @@ class Entries:
     # -- bookkeeping ---------------------------------------------------------------------------
 
     def _add(self, entry: Entry) -> None:
-        self._by_key[entry.root, entry.key] = entry
-        self._by_tokens[entry.root, entry.packed] = entry
+        self._by_key[entry.namespace, entry.key] = entry
+        self._by_tokens[entry.namespace, entry.tokens] = entry
         self._used_bytes += entry.cost_bytes
-        self._held_bytes[entry.root] += entry.cost_bytes
+        self._held_bytes[entry.namespace] += entry.cost_bytes
         if entry.text:
             with self._recall_lock:
-                self._texts.setdefault(entry.root, Texts()).put(entry.text, entry)
+                self._texts.setdefault(entry.namespace, Texts()).put(entry.text, entry)
         self._store.attach(entry)
 
     def _drop(self, entry: Entry) -> None:
-        del self._by_key[entry.root, entry.key]
-        if self._by_tokens.get((entry.root, entry.packed)) is entry:
-            del self._by_tokens[entry.root, entry.packed]
+        del self._by_key[entry.namespace, entry.key]
+        if self._by_tokens.get((entry.namespace, entry.tokens)) is entry:
+            del self._by_tokens[entry.namespace, entry.tokens]
         for name in entry.names:
-            del self._by_name[entry.root, name]
+            del self._by_name[entry.namespace, name]
         self._used_bytes -= entry.cost_bytes
-        self._held_bytes[entry.root] -= entry.cost_bytes
-        if not self._held_bytes[entry.root]:
-            del self._held_bytes[entry.root]
+        self._held_bytes[entry.namespace] -= entry.cost_bytes
+        if not self._held_bytes[entry.namespace]:
+            del self._held_bytes[entry.namespace]
         with self._recall_lock:
-            if texts := self._texts.get(entry.root):
+            if texts := self._texts.get(entry.namespace):
                 texts.drop(entry.text, entry)
                 if not len(texts):
-                    del self._texts[entry.root]
-            if known := self._replies.get(entry.root):
+                    del self._texts[entry.namespace]
+            if known := self._replies.get(entry.namespace):
                 known.drop(entry, entry.replies)
                 if not len(known):
-                    del self._replies[entry.root]
+                    del self._replies[entry.namespace]
         if entry.durable:
             self._journal(DropEntry(entry.key))
 
@@ -302,8 +304,8 @@ class Entries:
     def _row(self, entry: Entry) -> EntryRow:
         return EntryRow(
             key=entry.key,
-            root=entry.root,
-            packed=entry.packed,
+            namespace=entry.namespace,
+            packed=entry.tokens.packed,
             text=entry.text,
             segments=entry.segments,
             created_at=entry.created_at,
@@ -314,8 +316,8 @@ class Entries:
             hits=entry.hits,
             keyed=entry.keyed,
             names=tuple(entry.names),
-            text_tokens=None if entry.text_tokens == entry.tokens else entry.text_tokens,
-            replies=replies.packed(entry.replies),
+            text_tokens=None if entry.text_tokens == len(entry.tokens) else entry.text_tokens,
+            replies=replies.encode(entry.replies),
         )
 
     def _age_s(self, row: EntryRow) -> float:
@@ -327,7 +329,7 @@ class Entries:
     def load(self, rows: Iterable[EntryRow]) -> None:
         """Take in what was remembered before a restart, oldest use first."""
         for row in sorted(rows, key=lambda row: row.last_used_at):
-            entry = Entry(row.key, row.root, row.packed, row.text, self._clock)
+            entry = Entry(row.key, row.namespace, Tokens(row.packed), row.text, self._clock)
             entry.segments = row.segments
             entry.created_at, entry.last_used_at = row.created_at, row.last_used_at
             entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned
@@ -336,7 +338,7 @@ class Entries:
             if row.text_tokens is not None:
                 entry.text_tokens = row.text_tokens
             self._add(entry)
-            self._learn(entry, replies.unpacked(row.replies))
+            self._learn(entry, replies.decode(row.replies))
             for name in row.names:
                 self._add_name(entry, name)
         self._make_room()  # the budget may have become smaller

@@ -1,4 +1,4 @@
-"""A conversation head that is remembered. Blocks are derived and may vanish; an entry is a promise.
+"""A conversation that is remembered. Blocks are derived and may vanish; an entry is a promise.
 
 It knows its tokens, the rendered text that they stand for, its replies and its names.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import TOKEN_BYTES, unpack
 from rekindle.kvcache.replies import Reply
+from rekindle.tokens import Tokens
 
 Name = tuple[str, str]  # kind and name
 Segments = tuple[tuple[str, str], ...]
@@ -20,8 +18,8 @@ Segments = tuple[tuple[str, str], ...]
 OVERHEAD_BYTES = 2048  # of an entry beside its tokens, its text and its replies
 
 
-class Entry(Head):
-    """A named or automatic conversation head."""
+class Entry(PrefixHandle):
+    """The end of a conversation, named by a client or kept automatically."""
 
     __slots__ = (
         "created_at",
@@ -40,11 +38,13 @@ class Entry(Head):
         "was_computed",
     )
 
-    def __init__(self, key: str, root: bytes, packed: bytes, text: bytes, clock: Clock) -> None:
-        super().__init__(root, packed)
+    def __init__(
+        self, key: str, namespace: bytes, tokens: Tokens, text: bytes, clock: Clock
+    ) -> None:
+        super().__init__(namespace, tokens)
         self.key = key
         self.text = text  # rendered bytes that its tokens stand for; empty when unknown
-        self.text_tokens = self.tokens  # how many of them the text stands for
+        self.text_tokens = len(tokens)  # how many of them the text stands for
         self.replies: tuple[Reply, ...] = ()  # oldest first
         self.segments: Segments = ()
         self.names: dict[Name, None] = {}  # oldest first
@@ -58,17 +58,17 @@ class Entry(Head):
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody could ask for it, so that a longer head may take its place."""
+        """Whether nobody could ask for it, so that a longer conversation may take its place."""
         return not (self.keyed or self.names or self.pinned)
 
     @property
     def cost_bytes(self) -> int:
-        told = sum(reply.cost_bytes for reply in self.replies)
-        return len(self.packed) + len(self.text) + told + OVERHEAD_BYTES
+        replies = sum(reply.cost_bytes for reply in self.replies)
+        return len(self.tokens.packed) + len(self.text) + replies + OVERHEAD_BYTES
 
-    def first(self, tokens: int) -> list[int]:
-        """Its first so many tokens."""
-        return unpack(self.packed[: tokens * TOKEN_BYTES])
+    def first(self, count: int) -> list[int]:
+        """Its first so many token ids."""
+        return self.tokens[:count].ids()
 
     def expires_in_s(self, clock: Clock) -> float | None:
         """The time it has left; None: it has no end, as nothing has that is pinned."""
@@ -79,14 +79,14 @@ class Entry(Head):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A head to be remembered."""
+    """The end of a conversation that is to be remembered."""
 
-    root: bytes
-    packed: bytes
+    namespace: bytes
+    tokens: Tokens
     text: bytes
     text_tokens: int | None = None  # how many tokens the text stands for; None: all
     replies: tuple[Reply, ...] = ()
-    after: Entry | None = None  # the head that it goes on from, where its text does not show it
+    after: Entry | None = None  # what it goes on from, where its text does not show it
     segments: Segments = ()
     names: tuple[Name, ...] = ()
     ttl_s: float | None = None
@@ -94,12 +94,3 @@ class Draft:
     pinned: bool = False
     durable: bool = True
     is_computed: bool = True
-
-
-def common_bytes(one: bytes, other: bytes) -> int:
-    """How many leading bytes two texts share."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    differ = np.frombuffer(one, np.uint8, most) != np.frombuffer(other, np.uint8, most)
-    return int(differ.argmax())

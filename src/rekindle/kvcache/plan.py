@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rekindle.kvcache.block import Block, chain
-from rekindle.kvcache.key import TOKEN_BYTES, shared_prefix
 from rekindle.kvcache.tree import Match
+from rekindle.tokens import Tokens
 
 Handle = TypeVar("Handle")
 
 
 @dataclass(frozen=True, slots=True)
 class Live(Generic[Handle]):
-    """A sequence in the engine's own memory and the tokens it holds, packed."""
+    """A sequence in the engine's own memory and the tokens it holds."""
 
     handle: Handle
-    packed: bytes | bytearray
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Plan(Generic[Handle]):
 
 
 def resolve(
-    packed: bytes, stored: Match, live: Iterable[Live[Handle]], *, block_tokens: int
+    tokens: Tokens, stored: Match, live: Iterable[Live[Handle]], *, block_tokens: int
 ) -> Plan[Handle]:
     """The longest equal prefix; from live sequences as far as they go, for they cost nothing.
 
-    `packed` are the tokens that may be reused: all but the last, which is always computed.
+    `tokens` are those that may be reused: all but the last, which is always computed.
     """
     best: Live[Handle] | None = None
     shared = 0
     for candidate in live:
-        if (tokens := shared_prefix(candidate.packed, packed)) > shared:
-            best, shared = candidate, tokens
+        if (common := candidate.tokens.common_prefix(tokens)) > shared:
+            best, shared = candidate, common
     if stored.tokens <= shared:
-        diverged = best is not None and shared < min(_tokens(best.packed), _tokens(packed))
+        diverged = best is not None and shared < min(len(best.tokens), len(tokens))
         handle = best.handle if best else None
         return Plan(handle, shared, (), shared, shared, diverged)
     aligned = shared - shared % block_tokens  # blocks go in whole, so share up to one's start
@@ -78,13 +78,13 @@ def resolve_exact(stored: Match, *, step_tokens: int) -> Plan[Handle]:
 
 
 def resolve_whole(
-    packed: bytes, stored: Match, checkpoints: Iterable[Block], live: Iterable[Live[Handle]]
+    tokens: Tokens, stored: Match, checkpoints: Iterable[Block], live: Iterable[Live[Handle]]
 ) -> Plan[Handle]:
     """Where state cannot be cut: the newest checkpoint, or a live sequence that is all prefix."""
-    common = [(each, shared_prefix(each.packed, packed)) for each in live]
-    whole = [(each, tokens) for each, tokens in common if tokens == _tokens(each.packed)]
+    common = [(each, each.tokens.common_prefix(tokens)) for each in live]
+    whole = [(each, count) for each, count in common if count == len(each.tokens)]
     best, shared = max(whole, key=lambda found: found[1], default=(None, 0))
-    matched = max([stored.tokens, *(tokens for _, tokens in common)])
+    matched = max([stored.tokens, *(count for _, count in common)])
     block = next(iter(checkpoints), None)
     if best is not None and (block is None or shared >= block.stop):
         return Plan(best.handle, shared, (), shared, matched, stored.diverged)
@@ -109,7 +109,3 @@ def _resumed(block: Block | None, matched: int, stored: Match) -> Plan[Handle]:
 def _above(block: Block | None) -> tuple[Block, ...]:
     """The blocks from the first one to this."""
     return tuple(chain(block))[::-1]
-
-
-def _tokens(packed: bytes | bytearray) -> int:
-    return len(packed) // TOKEN_BYTES

@@ -22,8 +22,9 @@ class _Place:
 
 class Ranking:
     """Least frequently used with dynamic ageing: a use lifts a key one above its worth or above
-    the floor, and the floor rises to the worth of whatever was evicted last, so old fame fades.
-    Plain LRU was rejected: one long scan would throw out the system prompt everybody shares.
+    the floor, and the floor rises to the worth of whatever was evicted last, so old use
+    counts less and less. Plain LRU was rejected: one long scan would throw out the system prompt
+    everybody shares.
 
     Only leaves are evicted; a parent, whatever its rank, stays as long as it has a child. (Lifting
     every ancestor above its children was rejected: each new block cost its whole chain.)
@@ -58,7 +59,7 @@ class Ranking:
             self._places[key].children += 1
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Count one use of every key; those that have left stay away."""
+        """Count one use of every key; those that have left are ignored."""
         for key in keys:
             if place := self._places.get(key):
                 self._lift(key, place, max(place.rank[0], self._floor) + 1)
@@ -80,18 +81,18 @@ class Ranking:
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The leaf to go next, those spared left out; the floor rises to its worth."""
-        aside = []
+        passed_over = []
         victim = None
         while victim is None and self._leaves:
             rank, key = heapq.heappop(self._leaves)
             place = self._places.get(key)
             if place is None or place.children or place.rank != rank:
                 continue
-            aside.append((rank, key))
+            passed_over.append((rank, key))
             if key not in spared:
                 self._floor = max(self._floor, rank[0])
                 victim = key
-        for entry in aside:
+        for entry in passed_over:
             heapq.heappush(self._leaves, entry)
         return victim
 
@@ -118,37 +119,37 @@ class Shares:
         self._rankings: dict[bytes, Ranking] = {}
         self._held_bytes: dict[bytes, int] = {}
 
-    def held_bytes(self, root: bytes) -> int:
-        return self._held_bytes.get(root, 0)
+    def held_bytes(self, namespace: bytes) -> int:
+        return self._held_bytes.get(namespace, 0)
 
-    def enter(self, root: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
-        self._rankings.setdefault(root, Ranking()).enter(key, parent)
-        self.resize(root, size_bytes)
+    def enter(self, namespace: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
+        self._rankings.setdefault(namespace, Ranking()).enter(key, parent)
+        self.resize(namespace, size_bytes)
 
-    def adopt(self, root: bytes, key: bytes, child: bytes) -> None:
+    def adopt(self, namespace: bytes, key: bytes, child: bytes) -> None:
         """A child that came first is its parent's now."""
-        self._rankings[root].adopt(key, child)
+        self._rankings[namespace].adopt(key, child)
 
-    def resize(self, root: bytes, more_bytes: int) -> None:
+    def resize(self, namespace: bytes, more_bytes: int) -> None:
         """A key of this tenant takes so much more."""
-        self._held_bytes[root] = self.held_bytes(root) + more_bytes
+        self._held_bytes[namespace] = self.held_bytes(namespace) + more_bytes
 
-    def use(self, root: bytes, key: bytes) -> None:
-        if ranking := self._rankings.get(root):
+    def use(self, namespace: bytes, key: bytes) -> None:
+        if ranking := self._rankings.get(namespace):
             ranking.use((key,))
 
-    def leave(self, root: bytes, key: bytes, size_bytes: int) -> None:
+    def leave(self, namespace: bytes, key: bytes, size_bytes: int) -> None:
         """Take a leaf off; a tenant that holds nothing is forgotten."""
-        if key not in self._rankings.get(root, ()):
+        if key not in self._rankings.get(namespace, ()):
             return
-        self._rankings[root].leave(key)
-        self._held_bytes[root] -= size_bytes
-        if not self._rankings[root]:
-            del self._rankings[root], self._held_bytes[root]
+        self._rankings[namespace].leave(key)
+        self._held_bytes[namespace] -= size_bytes
+        if not self._rankings[namespace]:
+            del self._rankings[namespace], self._held_bytes[namespace]
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The key that makes room next. It stays until it leaves."""
-        for root in sorted(self._held_bytes, key=self._held_bytes.__getitem__, reverse=True):
-            if (key := self._rankings[root].lowest(spared)) is not None:
+        for namespace in sorted(self._held_bytes, key=self._held_bytes.__getitem__, reverse=True):
+            if (key := self._rankings[namespace].lowest(spared)) is not None:
                 return key
         return None

@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class Reply(Struct, frozen=True, array_like=True):
-    """One reply in a conversation's head. What it does not know any more is zero.
+    """One reply in a conversation. What it does not know any more is zero.
 
-    The first `prompt_bytes` of the head's text and its first `prompt_tokens` are the prompt it was
+    The first `prompt_bytes` of its text and its first `prompt_tokens` are the prompt it was
     sampled after. With the reply they are the first `end_tokens`, and, when it is nothing but text,
     the first `end_bytes`.
     """
@@ -50,11 +50,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[Reply, ...])
 
 
-def packed(replies: tuple[Reply, ...]) -> bytes:
+def encode(replies: tuple[Reply, ...]) -> bytes:
     return _encoder.encode(replies) if replies else b""
 
 
-def unpacked(raw: bytes) -> tuple[Reply, ...]:
+def decode(raw: bytes) -> tuple[Reply, ...]:
     """Nothing of what is none of ours."""
     try:
         return _decoder.decode(raw) if raw else ()

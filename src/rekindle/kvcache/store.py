@@ -1,52 +1,36 @@
-"""The store: what has been computed, by the tokens it was computed from, in RAM and on disk."""
+"""The store: what has been computed, by the tokens it was computed from, in tiers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rekindle.kvcache.block import Block, Kind, Wish, below, chain
-from rekindle.kvcache.codec import record_bytes
-from rekindle.kvcache.disk.index_db import BlockRow
-from rekindle.kvcache.disk_events import Listener
-from rekindle.kvcache.handles import Head
-from rekindle.kvcache.key import TOKEN_BYTES, chain_key
-from rekindle.kvcache.tiers.disk import DiskTier, Fetch, News
-from rekindle.kvcache.tiers.disk import disk_bytes as disk_cost
-from rekindle.kvcache.tiers.ram import OVERHEAD_BYTES, Blob, RamTier, cost_bytes
+from rekindle.kvcache.block import Block, BlockKind, PrefixHandle, WriteBack, below, chain
+from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.placement import Placement
+from rekindle.kvcache.tier_events import TierEvents
+from rekindle.kvcache.tiered import StoreCounts, TieredTree
+from rekindle.kvcache.tiers.base import Blob, Fetch, StoredBlock, Tier, TierEvent
 from rekindle.kvcache.tree import Index, Match
-from rekindle.kvcache.write_back import Spared, Spill
+from rekindle.tokens import Tokens
 
-
-@dataclass(slots=True)
-class StoreCounts:
-    """What the store has done since it was opened."""
-
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    evicted_blocks: int = 0
-    refused_blocks: int = 0
-    evicted: Counter[bytes] = field(default_factory=Counter)  # blocks, by tenant
+__all__ = ["Store", "StoreCounts"]
 
 
 class Store:
     """Blocks under byte budgets; leaves go first, so a stored block is always reachable.
 
-    A block is in the tree as long as one tier holds it. The disk is closed under parents: a block
-    is written after its parent and leaves before it. Called by the engine's thread only.
+    The tiers come in order, the fastest first; the first holds what it is given at once, the others
+    are written behind. Called by the engine's thread only.
     """
 
-    def __init__(self, *, block_tokens: int, ram_bytes: int, disk: DiskTier | None = None) -> None:
+    def __init__(self, *, block_tokens: int, tiers: Sequence[Tier]) -> None:
         self._index = Index(block_tokens)
-        self._ram = RamTier(ram_bytes)
-        self._disk = disk
-        self._spill: Spill | None = None
-        self._listener: Listener | None = None
-        if disk is not None:
-            self._spill = Spill(self._index, self._ram, disk, self._evict)
-            self._listener = Listener(self, self._index, self._ram, disk, self._spill)
-        self.counts = StoreCounts()
+        self._tree = TieredTree(self._index, tiers)
+        self._placement = Placement(self._tree)
+        self._events = TierEvents(self._tree, self._placement)
+        self.tiers = self._tree.tiers
+        self.counts = self._tree.counts
 
     def __len__(self) -> int:
         return len(self._index)
@@ -54,351 +38,279 @@ class Store:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._index)
 
-    @property
-    def used_bytes(self) -> int:
-        return self._ram.used_bytes
+    def tier(self, name: str) -> Tier | None:
+        return next((tier for tier in self.tiers if tier.name == name), None)
 
-    @property
-    def limit_bytes(self) -> int:
-        return self._ram.limit_bytes
+    def held_bytes(self, namespace: bytes | None) -> dict[str, int]:
+        """What a tenant holds of each tier, or all of them together."""
+        if namespace is None:
+            return {tier.name: tier.used_bytes for tier in self.tiers}
+        return {tier.name: tier.held_bytes(namespace) for tier in self.tiers}
 
-    @property
-    def disk(self) -> DiskTier | None:
-        return self._disk
-
-    def held_bytes(self, root: bytes | None) -> tuple[int, int]:
-        """What a tenant holds of RAM and of disk, or all of them together."""
-        if root is None:
-            return self._ram.used_bytes, self._disk.used_bytes if self._disk else 0
-        return self._ram.held_bytes(root), self._disk.held_bytes(root) if self._disk else 0
-
-    def evictions(self, root: bytes | None) -> int:
+    def evictions(self, namespace: bytes | None) -> int:
         """Blocks a tenant lost to make room, or all of them together."""
-        return self.counts.evicted_blocks if root is None else self.counts.evicted[root]
+        return self.counts.evicted_blocks if namespace is None else self.counts.evicted[namespace]
 
     # -- looking -------------------------------------------------------------------------------
 
-    def match(self, root: bytes, packed: bytes) -> Match:
+    def match(self, namespace: bytes, tokens: Tokens) -> Match:
         """The longest stored prefix; changes nothing."""
-        return self._index.match(root, packed)
+        return self._index.match(namespace, tokens)
+
+    def checkpoints(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
+        """Blocks with a checkpoint from which these tokens go on, the longest prefix first."""
+        return self._index.checkpoints(namespace, tokens)
 
     def knows(self, key: bytes) -> bool:
         """Whether a block has this key."""
         return self._index.get(key) is not None
 
     def get(self, block: Block) -> Blob | None:
-        """The block's state if it is at hand; what lies on disk has to be fetched first."""
-        if self._index.get(block.key) is not block:
-            return None
-        blob = self._ram.get(block)
-        return self._disk.queued(block) if blob is None and self._disk else blob
+        """The block's state if it is at hand; else it has to be fetched first."""
+        return self._tree.get(block)
 
-    def use(self, blocks: Iterable[Block], wish: Wish = Wish.NEVER) -> None:
-        """Count a use of these blocks; one that wishes them kept longer has its way."""
+    def slowest_tier(self, blocks: Iterable[Block]) -> str | None:
+        """Where the one that takes longest to have is; what is at hand counts as in the first."""
+        return self.slower(*(self._tier_of(block) for block in blocks))
+
+    def _tier_of(self, block: Block) -> str:
+        if self.get(block) is not None:
+            return self.tiers[0].name
+        return next(tier.name for tier in self.tiers if tier.holds(block))
+
+    def slower(self, *names: str) -> str | None:
+        """The slowest of these tiers; None: none was named."""
+        return next((tier.name for tier in reversed(self.tiers) if tier.name in names), None)
+
+    def use(self, blocks: Iterable[Block], write_back: WriteBack = WriteBack.NEVER) -> None:
+        """Count a use of these blocks; one that wants them kept longer has them kept longer."""
         for block in blocks:
-            if self._index.get(block.key) is not block:
-                continue
-            self._ram.use(block)
-            if self._disk:
-                self._disk.use(block)
-            if wish > block.wish:
-                self._wish(block, wish)
+            if self._tree.knows(block):
+                for tier in self.tiers:
+                    tier.use(block)
+                self._placement.set_write_back(block, write_back)
 
-    def checkpoints(self, root: bytes, packed: bytes) -> Iterator[Block]:
-        """Blocks with a checkpoint from which these tokens go on, the longest prefix first."""
-        return self._index.checkpoints(root, packed)
-
-    def wants(self, parent: bytes, packed: bytes, *, exact: bool, resumable: bool = False) -> bool:
+    def wants(self, parent: bytes, tokens: Tokens, *, exact: bool, resumable: bool = False) -> bool:
         """Whether putting this block would add anything."""
-        known = self._index.get(chain_key(parent, packed))
-        if known is not None and known.holds(parent, packed):
+        known = self._index.get(chain_key(parent, tokens))
+        if known is not None and known.holds(parent, tokens):
             return _is_better(known, exact=exact, resumable=resumable)
-        return resumable or not self._covers(parent, packed, exact=exact)
+        return resumable or not self._covers(parent, tokens, exact=exact)
 
-    def _covers(self, parent: bytes, packed: bytes, *, exact: bool) -> bool:
+    def _covers(self, parent: bytes, tokens: Tokens, *, exact: bool) -> bool:
         """Whether a longer block holds these tokens too, and as exactly as wanted."""
-        return any(block.exact or not exact for block in self._index.longer(parent, packed))
+        return any(block.exact or not exact for block in self._index.longer(parent, tokens))
 
     # -- putting -------------------------------------------------------------------------------
 
     def put(
         self,
-        root: bytes,
+        namespace: bytes,
         parent: bytes,
-        packed: bytes,
+        tokens: Tokens,
         blob: Blob,
         *,
         exact: bool,
         resumable: bool = False,
-        wish: Wish = Wish.NEVER,
+        write_back: WriteBack = WriteBack.NEVER,
     ) -> bool:
         """Keep a block under its parent. False: the parent is gone, or there is no room for it."""
-        if known := self._index.get(chain_key(parent, packed)):
+        kind = BlockKind(len(blob), exact, resumable)
+        if known := self._index.get(chain_key(parent, tokens)):
             better = _is_better(known, exact=exact, resumable=resumable)
-            return known.holds(parent, packed) and (
-                not better or self._replace(known, blob, exact=exact, resumable=resumable)
-            )
-        if not resumable and self._covers(parent, packed, exact=exact):
+            return known.holds(parent, tokens) and (not better or self._replace(known, blob, kind))
+        if not resumable and self._covers(parent, tokens, exact=exact):
             return True
-        above = None if parent == root else self._index.get(parent)
-        if parent != root and (above is None or not self._index.is_full(above)):
+        above = None if parent == namespace else self._index.get(parent)
+        if parent != namespace and (above is None or not self._index.is_full(above)):
             return False
-        in_ram = self._make_room(cost_bytes(blob, packed), above)
-        if not in_ram and not (self._spill and self._spill.takes(above, packed, blob, wish)):
+        tier = self._placement.tier_for(above, tokens, len(blob), write_back)
+        if tier is None:
             self.counts.refused_blocks += 1
             return False
-        block = self._index.add(root, above, packed, len(blob), exact=exact, resumable=resumable)
-        if in_ram:
-            self._ram.put(block, blob)
-        elif self._disk:
-            self._disk.write(block, blob)
-        self._settle(block, blob)
-        self._wish(block, wish)
+        block = self._index.add(
+            namespace, above, tokens, len(blob), exact=exact, resumable=resumable
+        )
+        self._take_in(block, blob, [tier])
+        self._placement.set_write_back(block, write_back)
         return True
 
-    def wish_for(self, key: bytes, wish: Wish) -> None:
-        """Have a block that is here already kept as long as this."""
-        block = self._index.get(key)
-        if block is not None and wish > block.wish:
-            self._wish(block, wish)
+    def _replace(self, known: Block, blob: Blob, kind: BlockKind) -> bool:
+        """A better block takes the place of one that is here."""
+        tiers = self._placement.tiers_again(known, len(blob))
+        if tiers is None:
+            self.counts.refused_blocks += 1
+            return False
+        known.kind = kind
+        self._take_in(known, blob, tiers)
+        return True
+
+    def _take_in(self, block: Block, blob: Blob, tiers: Iterable[Tier]) -> None:
+        for tier in tiers:
+            tier.put(block, blob)
+        self.counts.stored_blocks += 1
+        self.counts.stored_bytes += len(blob)
+        self._tree.cover(block)
+
+    def set_write_back(self, key: bytes, write_back: WriteBack) -> None:
+        """Have a block that is here already kept at least as long as this."""
+        if block := self._index.get(key):
+            self._placement.set_write_back(block, write_back)
 
     @property
     def is_congested(self) -> bool:
-        """Whether the disk's writer has as much before it as it may."""
-        return self._disk is not None and not self._disk.has_queue_room
+        """Whether a tier has as much waiting to be written as it may."""
+        return not all(tier.has_queue_room for tier in self.tiers)
 
-    def _wish(self, block: Block, wish: Wish) -> None:
-        block.wish = wish
-        if self._spill:
-            self._spill.plan(block)
-            self._spill.feed()
+    # -- conversations -------------------------------------------------------------------------
 
-    def _replace(self, known: Block, blob: Blob, *, exact: bool, resumable: bool) -> bool:
-        """A better block takes the place of one that is here."""
-        cost = cost_bytes(blob, known.packed)
-        in_ram = self._make_room(cost - self._ram.cost(known), known)
-        if in_ram and known not in self._ram:  # what it took before may be what made room
-            in_ram = self._make_room(cost, known)
-        if not in_ram and (known in self._ram or not known.disk_bytes):
-            self.counts.refused_blocks += 1
-            return False
-        if self._spill and known.disk_bytes and not self._spill.takes_again(known, blob, in_ram):
-            self.counts.refused_blocks += 1
-            return False
-        known.kind = Kind(len(blob), exact, resumable)
-        if in_ram:
-            self._ram.put(known, blob)
-        if known.disk_bytes and self._disk:
-            self._disk.write(known, blob)
-        self._settle(known, blob)
-        return True
-
-    def _settle(self, block: Block, blob: Blob) -> None:
-        """Count a block that has just come, let go of the tails it covers, and let the
-        conversations that go through it end there."""
-        self.counts.stored_blocks += 1
-        self.counts.stored_bytes += len(blob)
-        self.let_give_way(block)
-
-    def let_give_way(self, block: Block) -> None:
-        """Let go of the tails that a block covers; of one on disk, not before the block is there,
-        and never of a pinned one, which was promised, or of one with a checkpoint."""
-        for covered in self._index.shorter(block):
-            replaced = (block.exact or not covered.exact) and not covered.resumable
-            needed = covered.disk_bytes and not block.stored
-            if replaced and not needed and not covered.is_pinned:
-                self.remove(covered)
-        self._descend(block)
-
-    def _descend(self, block: Block) -> None:
-        """Conversations that end above a new block, or in a tail beside it, may go through it; and
-        one that a longer block holds may end in it, if it has its checkpoint."""
-        above = block.parent
-        assert above is not None
-        beside = [head for tail in self._index.shorter(block) for head in tail.heads]
-        if block.resumable:
-            longer = self._index.longer(above.key, block.packed)
-            beside += [head for other in longer for head in other.heads]
-        for head in (*above.heads.along(block.packed), *beside):
-            self._index.place(head, above)
-
-    def promote(self, block: Block, blob: Blob) -> None:
-        """Keep in RAM what was fetched from below, if there is room."""
-        if block not in self._ram and self._make_room(cost_bytes(blob, block.packed), block):
-            self._ram.put(block, blob)
-
-    # -- heads ---------------------------------------------------------------------------------
-
-    def attach(self, head: Head) -> None:
+    def attach(self, handle: PrefixHandle) -> None:
         """Let a conversation's end rest on the last block that holds state of it."""
-        self._index.place(head)
+        self._index.place(handle)
 
-    def detach(self, head: Head) -> None:
+    def detach(self, handle: PrefixHandle) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
-        self._index.lift(head)
+        self._index.lift(handle)
 
-    def release(self, head: Head) -> int:
+    def release(self, handle: PrefixHandle) -> int:
         """Forget a conversation's end and all state that is no other's; the bytes freed."""
-        block, top = head.block, None
-        self.detach(head)
+        block, top = handle.block, None
+        self.detach(handle)
         while block is not None and not block.is_root and not _is_wanted(block, top):
             block, top = block.parent, block
         gone = below(top) if top else []
         for each in gone:
-            self.remove(each)
+            self._tree.remove(each)
         if block is not None:
-            gone += self._clear_along(block, head.packed)
+            gone += self._clear_along(block, handle.tokens)
         return sum(each.size_bytes for each in gone)
 
-    def _clear_along(self, node: Block, packed: bytes) -> list[Block]:
+    def _clear_along(self, node: Block, tokens: Tokens) -> list[Block]:
         """Remove what lies under a block along a conversation that is gone, unless another goes
         through it."""
         gone = []
-        for child in self._index.along(node, packed):
-            longer = self._index.longer(node.key, child.packed)
-            if not any(each.heads for other in (child, *longer) for each in below(other)):
+        for child in self._index.along(node, tokens):
+            longer = self._index.longer(node.key, child.tokens)
+            if not any(each.handles for other in (child, *longer) for each in below(other)):
                 gone += below(child)
                 for each in below(child):
-                    self.remove(each)
+                    self._tree.remove(each)
         return gone
 
     def lasting_bytes(
-        self, heads: Iterable[Head], token_bytes: int, checkpoint_bytes: int = 0
+        self, handles: Iterable[PrefixHandle], token_bytes: int, checkpoint_bytes: int = 0
     ) -> int:
-        """What these conversations take of the lowest tier, once computed, each with a checkpoint
-        of its end; what they share counts once."""
+        """What these conversations take of the last tier, once computed, each with a checkpoint of
+        its end; what they share counts once."""
+        cost = self.tiers[-1].cost
         costs: dict[bytes, int] = {}
-        for head in heads:
-            key = head.root
-            blocks = self._index.split(head.packed)
-            for packed in blocks:
-                key = chain_key(key, packed)
-                state = len(packed) // TOKEN_BYTES * token_bytes
-                costs[key] = max(costs.get(key, 0), self._cost_of(packed, state))
+        for handle in handles:
+            key, blocks = handle.namespace, self._index.split(handle.tokens)
+            for tokens in blocks:
+                key = chain_key(key, tokens)
+                state_bytes = len(tokens) * token_bytes
+                costs[key] = max(costs.get(key, 0), cost(tokens, state_bytes))
             if blocks:
-                costs[key] = self._cost_of(blocks[-1], state + checkpoint_bytes)
+                costs[key] = cost(blocks[-1], state_bytes + checkpoint_bytes)
         return sum(costs.values())
-
-    def _cost_of(self, packed: bytes, state_bytes: int) -> int:
-        if self._disk:
-            return disk_cost(packed, state_bytes)
-        return state_bytes + len(packed) + OVERHEAD_BYTES
 
     @property
     def pin_limit_bytes(self) -> int:
-        """What pins may take: they rest on the lowest tier there is."""
-        return self._disk.limit_bytes if self._disk else self._ram.limit_bytes
+        """What pins may take: they rest on the last tier there is."""
+        return self.tiers[-1].limit_bytes
 
-    # -- dropping ------------------------------------------------------------------------------
-
-    def drop(self, block: Block, *, aside: bool = False) -> None:
+    def drop(self, block: Block) -> None:
         """Forget a block that turned out bad, and everything that was computed on top of it."""
-        if self._index.get(block.key) is not block:
+        self._tree.drop(block)
+
+    # -- tiers ---------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Take in what the tiers held when they were opened; what cannot be right is removed."""
+        for tier in self.tiers:
+            for found in tier.stored():
+                self._load(tier, found)
+        for tier in self.tiers:
+            self._placement.make_room(tier, 0)  # the budget may have become smaller
+
+    def _load(self, tier: Tier, found: StoredBlock) -> None:
+        above = None if found.parent == found.namespace else self._index.get(found.parent)
+        block = self._index.get(found.key)
+        if not self._is_sound(tier, found, above) or (block and tier.holds(block)):
+            tier.discard(found.key)
             return
-        for each in below(block):
-            self.remove(each, aside=aside and each is block)
-
-    def remove(self, block: Block, *, aside: bool = False) -> None:
-        """Forget a leaf of the tree."""
-        above = block.parent
-        assert above is not None
-        self._ram.drop(block)
-        if self._disk:
-            self._disk.remove(block, aside=aside)
-        self._index.remove(block)
-        for head in block.heads:  # they end above now, or in a sibling that holds their tokens
-            self._index.place(head, above)
-
-    def _evict(self, block: Block) -> None:
-        self.counts.evicted_blocks += 1
-        self.counts.evicted[block.root] += 1
-        self.remove(block)
-
-    # -- making room ---------------------------------------------------------------------------
-
-    def _make_room(self, cost: int, last: Block | None) -> bool:
-        """Empty RAM of leaves, not of what `last` rests on unless the disk has it, or of none when
-        that would not do. What may be written goes to disk."""
-        if self._ram.fits(cost):
-            return True
-        if last is not None and self._spill:
-            self._spill.demote(last, last)  # then its chain may leave RAM too
-        kept = (block for block in chain(last) if not block.disk_bytes)
-        if cost + sum(self._ram.cost(block) for block in kept) > self._ram.limit_bytes:
-            return False
-        spared = Spared(self._index, last, in_ram=True)
-        while not self._ram.fits(cost):
-            key = self._ram.lowest(spared)
-            block = self._index.get(key) if key is not None else None
-            if block is None:  # all that is left is pinned
-                return False
-            if self._spill and self._spill.demote(block, last):
-                self._ram.drop(block)
-            else:
-                self._evict(block)
-        return True
-
-    # -- the disk ------------------------------------------------------------------------------
-
-    def load(self, rows: Iterable[BlockRow]) -> None:
-        """Take in what the disk holds, parents first; a row that cannot be right is left out."""
-        assert self._disk is not None
-        assert self._spill is not None
-        for row in rows:
-            above = None if row.parent == row.root else self._index.get(row.parent)
-            state_bytes = row.size_bytes - record_bytes(len(row.packed), 0)
-            if not self._is_sound(row, above) or state_bytes < 0:
-                self._disk.discard(row.key)
-                continue
+        if block is None:
+            size_bytes, exact, resumable = found.kind
             block = self._index.add(
-                row.root,
-                above,
-                row.packed,
-                state_bytes,
-                exact=row.exact,
-                resumable=row.resumable,
+                found.namespace, above, found.tokens, size_bytes, exact=exact, resumable=resumable
             )
-            block.wish = Wish.SOON
-            self._disk.adopt(block, disk_cost(row.packed, state_bytes))
-            self.let_give_way(block)
-        self._spill.make_room(0)  # the budget may have become smaller
+            block.write_back = WriteBack.SOON
+        block.kind = block.kind.weaker(found.kind)
+        tier.adopt(block, found.kind)
+        self._tree.cover(block)
 
-    def _is_sound(self, row: BlockRow, above: Block | None) -> bool:
-        fits_in = above is not None and self._index.is_full(above) and above.root == row.root
+    def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
+        fits_in = (
+            above is not None
+            and tier.holds(above)
+            and self._index.is_full(above)
+            and above.namespace == found.namespace
+        )
         return (
-            (row.parent == row.root or fits_in)
-            and self._index.could_hold(row.packed)
-            and self._index.get(row.key) is None
-            and chain_key(row.parent, row.packed) == row.key
+            (found.parent == found.namespace or fits_in)
+            and self._index.could_hold(found.tokens)
+            and found.kind.size_bytes >= 0
+            and chain_key(found.parent, found.tokens) == found.key
         )
 
     def write_chain(self, block: Block) -> None:
         """Have a conversation written whole, its tail too."""
         for each in chain(block):
-            each.wish = max(each.wish, Wish.LATE)
-        if self._spill:
-            self._spill.write(block)
+            each.write_back = max(each.write_back, WriteBack.LATE)
+        self._placement.write_down(block)
 
     def write_everything(self) -> None:
         """Have all written that may be."""
-        if self._spill:
-            self._spill.write_everything()
+        self._placement.write_everything()
 
     def fetch(self, blocks: Sequence[Block]) -> Fetch | None:
         """Start reading those that are not at hand; None when all are."""
-        missing = [block for block in blocks if block.disk_bytes and self.get(block) is None]
-        return self._disk.read(missing) if missing and self._disk else None
+        missing = [block for block in blocks if block.copies and self.get(block) is None]
+        if not missing:
+            return None
+        shares: dict[str, list[Block]] = defaultdict(list)
+        for block in missing:
+            shares[self._tier_of(block)].append(block)
+        fetch = Fetch.of(shares)
+        for tier in self.tiers:
+            if share := shares.get(tier.name):
+                tier.read(share, fetch)
+        return fetch
 
-    def hear(self, news: News) -> None:
-        """Take in what the disk has done in the meantime."""
-        assert self._listener is not None
-        self._listener.hear(news)
+    def on_event(self, event: TierEvent) -> None:
+        """Take in what a tier has done in the meantime."""
+        self._events.on_event(event)
 
-    def retry_disk(self) -> None:
-        """Try a disk again that had failed, and write what it missed."""
-        if self._disk and self._spill and self._disk.state != "ok":
-            self._disk.try_again()
-            self._spill.catch_up()
+    def flush(self, then: Callable[[], None]) -> None:
+        """Call back on this thread when all that was written before is done or has failed."""
+        waiting = len(self.tiers)
+
+        def flushed() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                then()
+
+        for tier in self.tiers:
+            tier.flush(flushed)
+
+    def retry(self) -> None:
+        """Try tiers again that had failed, and write what they missed."""
+        failed = [tier for tier in self.tiers if tier.state != "ok"]
+        for tier in failed:
+            tier.retry()
+        if failed:
+            self._placement.plan_again()
 
 
 def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
@@ -410,4 +322,4 @@ def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
 def _is_wanted(block: Block, known: Block | None) -> bool:
     """Whether a conversation ends in this block or below it; in its child `known` none does."""
     others = (child for child in block.children.values() if child is not known)
-    return bool(block.heads) or any(each.heads for child in others for each in below(child))
+    return bool(block.handles) or any(each.handles for child in others for each in below(child))

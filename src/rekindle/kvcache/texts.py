@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from typing import Generic, TypeVar
 
-import numpy as np
+from rekindle.tokens import common_bytes
 
 T = TypeVar("T")
 
@@ -40,13 +40,5 @@ class Texts(Generic[T]):
             nearest = self._order[at - 1]
             if text.startswith(nearest):
                 return self._values[nearest]
-            text = text[: _common(nearest, text)]
+            text = text[: common_bytes(nearest, text)]
         return None
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """How many leading bytes are equal; at least one is not."""
-    most = min(len(one), len(other))
-    differ = np.frombuffer(one, np.uint8, most) != np.frombuffer(other, np.uint8, most)
-    first = int(differ.argmax()) if most else 0
-    return first if most and differ[first] else most

@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.block import Block
-from rekindle.kvcache.handles import NO_HEADS, Head, Heads
-from rekindle.kvcache.key import TOKEN_BYTES, chain_key, shared_prefix
+from rekindle.kvcache.block import NO_HANDLES, Block, Handles, PrefixHandle
+from rekindle.kvcache.key import chain_key
+from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +37,30 @@ class Index:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
-    def root(self, root: bytes) -> Block:
+    def root(self, namespace: bytes) -> Block:
         """The node above the first blocks of a namespace."""
-        return self._roots.setdefault(root, Block(root, None, b"", 0, exact=True))
+        return self._roots.setdefault(namespace, Block(namespace, None, Tokens(), 0, exact=True))
 
     def is_full(self, block: Block) -> bool:
         """Whether others may follow it; nothing is ever found after a tail."""
-        return len(block.packed) == self._block_bytes
+        return len(block.tokens.packed) == self._block_bytes
 
-    def split(self, packed: bytes) -> list[bytes]:
+    def split(self, tokens: Tokens) -> list[Tokens]:
         """A run of tokens, block by block."""
-        size = self._block_bytes
-        return [packed[at : at + size] for at in range(0, len(packed), size)]
+        size = self._block_bytes // TOKEN_BYTES
+        return [tokens[at : at + size] for at in range(0, len(tokens), size)]
 
-    def could_hold(self, packed: bytes) -> bool:
+    def could_hold(self, tokens: Tokens) -> bool:
         """Whether these are the tokens of a full block or a tail."""
-        return 0 < len(packed) <= self._block_bytes and len(packed) % TOKEN_BYTES == 0
+        size = len(tokens.packed)
+        return 0 < size <= self._block_bytes and size % TOKEN_BYTES == 0
 
-    def match(self, root: bytes, packed: bytes) -> Match:
+    def match(self, namespace: bytes, tokens: Tokens) -> Match:
         """Walk full blocks by their tokens; then take what fits of the best child."""
-        node = self._roots.get(root)
+        node = self._roots.get(namespace)
         if node is None:
             return Match((), 0, diverged=False)
+        packed = tokens.packed
         found: list[Block] = []
         offset = 0
         while len(chunk := packed[offset : offset + self._block_bytes]) == self._block_bytes:
@@ -67,14 +69,15 @@ class Index:
                 break
             found.append(child)
             node, offset = child, offset + len(chunk)
-        return self._match_part(node, found, chunk, offset // TOKEN_BYTES)
+        match = self._match_part(node, found, chunk, offset // TOKEN_BYTES)
+        return _with_whole_media(match, tokens) if tokens.media else match
 
     @staticmethod
     def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
         """The child sharing most with the chunk: in sorted order it is a neighbour of it."""
         at = bisect_left(node.order, chunk)
         near = node.order[max(at - 1, 0) : at + 1]
-        shared = [shared_prefix(packed, chunk) for packed in near]
+        shared = [common_prefix(packed, chunk) for packed in near]
         most = max(shared, default=0)
         best = [packed for packed, count in zip(near, shared, strict=True) if count == most]
         cut = most * TOKEN_BYTES
@@ -83,11 +86,16 @@ class Index:
             found.append(node.children[best[-1]])  # of two that serve, the longer
         return Match(tuple(found), tokens + most, diverged)
 
-    def checkpoints(self, root: bytes, packed: bytes) -> Iterator[Block]:
-        """Blocks with a checkpoint from which these tokens go on, the longest prefix first."""
-        path = [self._roots[root]] if root in self._roots else []
-        for chunk in self.split(packed):
-            child = path[-1].children.get(chunk) if path else None
+    def checkpoints(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
+        """Blocks with a checkpoint from which these tokens go on, the longest prefix first; none in
+        the middle of a picture."""
+        found = self._checkpoints(namespace, tokens.packed)
+        return (block for block in found if tokens.whole_media(block.stop) == block.stop)
+
+    def _checkpoints(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
+        path = [self._roots[namespace]] if namespace in self._roots else []
+        while path:
+            child = path[-1].children.get(self._next(path[-1], packed))
             if child is None or not self.is_full(child):
                 break
             path.append(child)
@@ -100,7 +108,7 @@ class Index:
             if node.resumable:
                 yield node
 
-    def through(self, node: Block, packed: bytes) -> Block | None:
+    def _through(self, node: Block, packed: bytes) -> Block | None:
         """The child that a run of tokens goes through: one with a checkpoint of its end, or of the
         token before, which is where a reply ends; else one that holds all of its next block, or the
         longest tail that this begins with."""
@@ -116,52 +124,53 @@ class Index:
             nearest = node.order[at - 1]
             if chunk.startswith(nearest):
                 return node.children[nearest]
-            chunk = chunk[: shared_prefix(nearest, chunk) * TOKEN_BYTES]
+            chunk = chunk[: common_prefix(nearest, chunk) * TOKEN_BYTES]
             at = bisect_right(node.order, chunk)
         return None
 
-    def place(self, head: Head, node: Block | None = None) -> None:
+    def place(self, handle: PrefixHandle, node: Block | None = None) -> None:
         """Let a conversation end in the last block, at or below `node`, that holds state of it."""
-        node = node or self.root(head.root)
-        while child := self.through(node, head.packed):
+        node = node or self.root(handle.namespace)
+        while child := self._through(node, handle.tokens.packed):
             node = child
-        self._move(head, node)
+        self._move(handle, node)
 
-    def lift(self, head: Head) -> None:
+    def lift(self, handle: PrefixHandle) -> None:
         """Let a conversation end nowhere."""
-        self._move(head, None)
+        self._move(handle, None)
 
-    def _move(self, head: Head, node: Block | None) -> None:
+    def _move(self, handle: PrefixHandle, node: Block | None) -> None:
         """The one place where a conversation's end changes."""
-        before, head.block = head.block, node
+        before, handle.block = handle.block, node
         if before is node:
             return
         if before is not None:
-            before.heads.remove(head)
-            if not before.heads:
-                before.heads = NO_HEADS
+            before.handles.remove(handle)
+            if not before.handles:
+                before.handles = NO_HANDLES
                 self._tidy(before)
         if node is not None:
-            if node.heads is NO_HEADS:
-                node.heads = Heads()
-            node.heads.add(head, self._next(node, head.packed))
+            if node.handles is NO_HANDLES:
+                node.handles = Handles()
+            node.handles.add(handle, self._next(node, handle.tokens.packed))
 
     def add(
         self,
-        root: bytes,
+        namespace: bytes,
         parent: Block | None,
-        packed: bytes,
+        tokens: Tokens,
         size_bytes: int,
         *,
         exact: bool,
         resumable: bool = False,
     ) -> Block:
         """Put a block under its parent; without one, under the root."""
-        above = parent or self.root(root)
+        above = parent or self.root(namespace)
+        packed = tokens.packed
         assert packed not in above.children, "one block for the same tokens"
-        assert self.could_hold(packed), "a full block or a tail"
-        key = chain_key(above.key, packed)
-        block = Block(key, above, packed, size_bytes, exact=exact, resumable=resumable)
+        assert self.could_hold(tokens), "a full block or a tail"
+        key = chain_key(above.key, tokens)
+        block = Block(key, above, tokens, size_bytes, exact=exact, resumable=resumable)
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
         return block
@@ -173,30 +182,30 @@ class Index:
         assert above is not None
         if self._blocks.get(block.key) is block:
             del self._blocks[block.key]
-        del above.children[block.packed]
-        above.order.pop(bisect_left(above.order, block.packed))
-        if not block.heads:  # else they are to be placed above it
+        del above.children[block.tokens.packed]
+        above.order.pop(bisect_left(above.order, block.tokens.packed))
+        if not block.handles:  # else they are to be placed above it
             self._tidy(above)
 
     def _tidy(self, root: Block) -> None:
         """Forget a root that nothing depends on."""
         known = root.is_root and self._roots.get(root.key) is root
-        if known and not root.children and not root.heads:
+        if known and not root.children and not root.handles:
             del self._roots[root.key]
 
     def shorter(self, block: Block) -> list[Block]:
         """Siblings whose tokens are the beginning of this block's: it covers them."""
         above = block.parent
         assert above is not None
-        return list(_beginnings(above, block.packed))
+        return list(_beginnings(above, block.tokens.packed))
 
-    def along(self, node: Block, packed: bytes) -> list[Block]:
+    def along(self, node: Block, tokens: Tokens) -> list[Block]:
         """Children that hold the next of these tokens, more of them or fewer; the longest first."""
-        chunk = self._next(node, packed)
+        chunk = self._next(node, tokens.packed)
         if not chunk:
             return []
         same = [node.children[chunk]] if chunk in node.children else []
-        longer = list(self.longer(node.key, chunk))
+        longer = list(_longer(node, chunk))
         return [*reversed(longer), *same, *_beginnings(node, chunk)]
 
     def _next(self, node: Block, packed: bytes) -> bytes:
@@ -204,20 +213,31 @@ class Index:
         start = node.stop * TOKEN_BYTES
         return packed[start : start + self._block_bytes]
 
-    def longer(self, parent: bytes, packed: bytes) -> Iterator[Block]:
+    def longer(self, parent: bytes, tokens: Tokens) -> Iterator[Block]:
         """Blocks under this parent, or root, that begin with these tokens and go on."""
         above = self._blocks.get(parent) or self._roots.get(parent)
-        if above is None:
-            return
-        at = bisect_right(above.order, packed)
-        while at < len(above.order) and above.order[at].startswith(packed):
-            yield above.children[above.order[at]]
-            at += 1
+        return _longer(above, tokens.packed) if above is not None else iter(())
+
+
+def _with_whole_media(match: Match, tokens: Tokens) -> Match:
+    """The match up to the picture that it would cut: state in the middle of one is of no use."""
+    most = tokens.whole_media(match.tokens)
+    if most == match.tokens:
+        return match
+    blocks = tuple(block for block in match.blocks if block.start < most)
+    return Match(blocks, most, match.diverged)
+
+
+def _longer(above: Block, packed: bytes) -> Iterator[Block]:
+    at = bisect_right(above.order, packed)
+    while at < len(above.order) and above.order[at].startswith(packed):
+        yield above.children[above.order[at]]
+        at += 1
 
 
 def _beginnings(above: Block, packed: bytes) -> Iterator[Block]:
     """Children whose tokens are the beginning of these, but not all of them; the longest first."""
     while at := bisect_left(above.order, packed):
-        packed = packed[: shared_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
+        packed = packed[: common_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
         if found := above.children.get(packed):
             yield found

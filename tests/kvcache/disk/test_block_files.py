@@ -13,7 +13,7 @@ import pytest
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.codec import HEADER_BYTES, Record, seal
-from rekindle.kvcache.disk.block_files import MOST_ASIDE, Vault
+from rekindle.kvcache.disk.block_files import MOST_QUARANTINE, BlockFiles
 from rekindle.kvcache.disk.files import SYSTEM, Calls, Files
 from tests.kvcache.faults import ERRORS, KINDS, Faults, PulledPlug, each_failure
 from tests.kvcache.records import SECRET, chain, flip, key_of, size_of
@@ -23,20 +23,20 @@ KEY, SIZE = key_of(RECORD), size_of(RECORD)
 
 
 class Place:
-    """A vault and where its files lie."""
+    """A block_files and where its files lie."""
 
     def __init__(self, path: Path, calls: Calls, secret: bytes) -> None:
         path.mkdir(exist_ok=True)
-        self.blocks, self.aside = path / "blocks", path / "aside"
-        self._files, self._aside = Files(self.blocks, calls), Files(self.aside, calls)
-        self.vault = Vault(self._files, secret, self._aside)
+        self.blocks, self.quarantine = path / "blocks", path / "aside"
+        self._files, self._quarantine = Files(self.blocks, calls), Files(self.quarantine, calls)
+        self.block_files = BlockFiles(self._files, secret, self._quarantine)
 
     def file(self, key: bytes = KEY) -> Path:
         return self.blocks / key.hex()
 
     def close(self) -> None:
         self._files.close()
-        self._aside.close()
+        self._quarantine.close()
 
 
 class Opener(Protocol):
@@ -59,47 +59,47 @@ def open_place(tmp_path: Path) -> Iterator[Opener]:
 @pytest.fixture
 def place(open_place: Opener) -> Place:
     made = open_place()
-    made.vault.write([RECORD])
+    made.block_files.write([RECORD])
     return made
 
 
 def refuse(place: Place, match: str = r".") -> None:
     with pytest.raises(CorruptBlock, match=match):
-        place.vault.read(KEY, SIZE)
+        place.block_files.read(KEY, SIZE)
 
 
 def test_blocks_come_back_as_they_were_written(place: Place) -> None:
     records = chain(5, seed=1)
-    place.vault.write(records)
+    place.block_files.write(records)
     for record in records:
-        assert place.vault.read(key_of(record), size_of(record)) == record
+        assert place.block_files.read(key_of(record), size_of(record)) == record
     sizes = {key_of(record): size_of(record) for record in [RECORD, *records]}
-    assert place.vault.sizes() == sizes
-    assert place.vault.foreign() == []
+    assert place.block_files.sizes() == sizes
+    assert place.block_files.foreign() == []
 
 
 def test_the_state_is_read_into_a_buffer_of_its_own(place: Place) -> None:
-    blob = place.vault.read(KEY, SIZE).blob
+    blob = place.block_files.read(KEY, SIZE).blob
     assert isinstance(blob, memoryview)
     assert len(blob) == len(RECORD.blob)
 
 
 def test_the_same_block_twice_in_a_batch_is_written_once(place: Place) -> None:
-    exact = Record(RECORD.root, RECORD.parent, RECORD.packed, RECORD.blob, exact=True)
-    place.vault.write([RECORD, exact])
-    assert place.vault.read(KEY, SIZE).exact
+    exact = Record(RECORD.namespace, RECORD.parent, RECORD.tokens, RECORD.blob, exact=True)
+    place.block_files.write([RECORD, exact])
+    assert place.block_files.read(KEY, SIZE).exact
 
 
 def test_a_file_is_named_by_its_key_and_a_key_is_never_a_path(place: Place) -> None:
     assert [path.name for path in place.blocks.iterdir()] == [KEY.hex()]
     for bad in (b"", b"../../secret", KEY + b"/"):
-        for act in (place.vault.tentative, place.vault.set_aside):
+        for act in (place.block_files.tentative, place.block_files.quarantine):
             with pytest.raises(ValueError, match="key"):
                 act(bad)
         with pytest.raises(ValueError, match="key"):
-            place.vault.read(bad, SIZE)
+            place.block_files.read(bad, SIZE)
         with pytest.raises(ValueError, match="key"):
-            place.vault.remove([bad])
+            place.block_files.remove([bad])
 
 
 # -- every way of being bad ----------------------------------------------------------------------
@@ -107,16 +107,16 @@ def test_a_file_is_named_by_its_key_and_a_key_is_never_a_path(place: Place) -> N
 
 def test_every_flipped_byte_is_noticed(place: Place) -> None:
     chance = random.Random(3)
-    place.vault.write([big := chain(1, seed=4, blob_bytes=2000)[0]])
+    place.block_files.write([big := chain(1, seed=4, blob_bytes=2000)[0]])
     path, size = place.file(key_of(big)), size_of(big)
     payload = chance.sample(range(HEADER_BYTES, size), 300)
     for offset in [*range(HEADER_BYTES), *payload, *range(size - 32, size)]:
         mask = 1 << chance.randrange(8)
         flip(path, offset, mask)
         with pytest.raises(CorruptBlock):
-            place.vault.read(key_of(big), size)
+            place.block_files.read(key_of(big), size)
         flip(path, offset, mask)
-    assert place.vault.read(key_of(big), size) == big
+    assert place.block_files.read(key_of(big), size) == big
 
 
 def test_every_truncation_is_noticed(place: Place) -> None:
@@ -125,9 +125,9 @@ def test_every_truncation_is_noticed(place: Place) -> None:
         place.file().write_bytes(whole[:length])
         refuse(place)
         with pytest.raises(CorruptBlock):  # nor when the index was wrong in the same way
-            place.vault.read(KEY, length)
+            place.block_files.read(KEY, length)
         with pytest.raises(CorruptBlock):
-            place.vault.tentative(KEY)
+            place.block_files.tentative(KEY)
     place.file().write_bytes(whole + b"\0")
     refuse(place, "bytes instead of")
 
@@ -142,14 +142,14 @@ def test_a_block_under_another_blocks_name_is_noticed(place: Place) -> None:
     place.file().write_bytes(b"".join(seal(other, SECRET)))
     refuse(place, "another block")
     with pytest.raises(CorruptBlock, match="another block"):
-        place.vault.tentative(KEY)
+        place.block_files.tentative(KEY)
 
 
 def test_a_block_of_another_secret_is_noticed(place: Place, open_place: Opener) -> None:
     place.close()
     stranger = open_place(secret=b"t" * 32)
     with pytest.raises(CorruptBlock, match="checksum"):
-        stranger.vault.read(KEY, SIZE)
+        stranger.block_files.read(KEY, SIZE)
 
 
 def test_a_header_that_claims_gigabytes_allocates_nothing(place: Place) -> None:
@@ -158,7 +158,7 @@ def test_a_header_that_claims_gigabytes_allocates_nothing(place: Place) -> None:
         file.write((1 << 40).to_bytes(8, "big"))
     refuse(place, "length disagrees")
     with pytest.raises(CorruptBlock):
-        place.vault.tentative(KEY)
+        place.block_files.tentative(KEY)
 
 
 def _folder(path: Path) -> None:
@@ -191,12 +191,12 @@ def test_what_is_not_a_file_is_refused_at_once_and_moved_out_of_the_way(
     make(place.file())
     refuse(place)
     with pytest.raises(CorruptBlock):
-        place.vault.tentative(KEY)
-    assert place.vault.sizes() == {}
-    assert place.vault.foreign() == [KEY.hex()]
-    assert place.vault.set_aside_impostors() == 1
-    place.vault.write([RECORD])
-    assert place.vault.read(KEY, SIZE) == RECORD
+        place.block_files.tentative(KEY)
+    assert place.block_files.sizes() == {}
+    assert place.block_files.foreign() == [KEY.hex()]
+    assert place.block_files.quarantine_impostors() == 1
+    place.block_files.write([RECORD])
+    assert place.block_files.read(KEY, SIZE) == RECORD
 
 
 def test_a_missing_file_is_told_as_such(place: Place) -> None:
@@ -226,72 +226,76 @@ def test_a_want_of_handles_or_memory_is_not_blamed_on_the_file(
     error: int, open_place: Opener
 ) -> None:
     with pytest.raises(OSError, match=r".") as raised:
-        reading_fails(open_place, "open", error).vault.read(KEY, SIZE)
+        reading_fails(open_place, "open", error).block_files.read(KEY, SIZE)
     assert raised.value.errno == error
 
 
-# -- looking, setting aside, removing ------------------------------------------------------------
+# -- looking, quarantine, removing ---------------------------------------------------------------
 
 
 def test_a_look_at_a_file_tells_its_place_without_its_state(place: Place) -> None:
-    header, packed, size = place.vault.tentative(KEY)
-    assert (header.parent, header.root, header.exact) == (RECORD.parent, RECORD.root, False)
-    assert (packed, size) == (RECORD.packed, SIZE)
+    header, tokens, size = place.block_files.tentative(KEY)
+    assert (header.parent, header.namespace, header.exact) == (
+        RECORD.parent,
+        RECORD.namespace,
+        False,
+    )
+    assert (tokens, size) == (RECORD.tokens, SIZE)
 
 
-def test_a_bad_file_is_set_aside(place: Place) -> None:
+def test_a_bad_file_is_quarantined(place: Place) -> None:
     flip(place.file(), 100)
     bad = place.file().read_bytes()
-    place.vault.set_aside(KEY)
-    assert place.vault.sizes() == {}
-    assert [path.read_bytes() for path in place.aside.iterdir()] == [bad]
-    place.vault.set_aside(KEY)  # it is not there any more: fine
+    place.block_files.quarantine(KEY)
+    assert place.block_files.sizes() == {}
+    assert [path.read_bytes() for path in place.quarantine.iterdir()] == [bad]
+    place.block_files.quarantine(KEY)  # it is not there any more: fine
 
 
 def test_only_the_latest_bad_files_are_kept(place: Place) -> None:
-    for turn in range(MOST_ASIDE + 5):
+    for turn in range(MOST_QUARANTINE + 5):
         place.file().write_bytes(b"%d" % turn)
-        place.vault.set_aside(KEY)
-    kept = sorted(path.name for path in place.aside.iterdir())
-    assert [int((place.aside / name).read_bytes()) for name in kept] == list(
-        range(5, MOST_ASIDE + 5)
+        place.block_files.quarantine(KEY)
+    kept = sorted(path.name for path in place.quarantine.iterdir())
+    assert [int((place.quarantine / name).read_bytes()) for name in kept] == list(
+        range(5, MOST_QUARANTINE + 5)
     )
 
 
 def test_large_bad_files_are_not_hoarded(place: Place) -> None:
-    place.vault.most_aside_bytes = 250
+    place.block_files.most_quarantine_bytes = 250
     for _ in range(4):
         place.file().write_bytes(bytes(100))
-        place.vault.set_aside(KEY)
-    assert len(list(place.aside.iterdir())) == 2
+        place.block_files.quarantine(KEY)
+    assert len(list(place.quarantine.iterdir())) == 2
 
 
-def test_a_bad_file_that_cannot_be_set_aside_is_removed(open_place: Opener) -> None:
+def test_a_bad_file_that_cannot_be_quarantine_is_removed(open_place: Opener) -> None:
     place = open_place(calls=Faults("replace", 2, errno.ENOSPC).calls())
-    place.vault.write([RECORD])
-    place.vault.set_aside(KEY)
-    assert (place.vault.sizes(), list(place.aside.iterdir())) == ({}, [])
+    place.block_files.write([RECORD])
+    place.block_files.quarantine(KEY)
+    assert (place.block_files.sizes(), list(place.quarantine.iterdir())) == ({}, [])
 
 
 def test_a_file_that_cannot_be_removed_does_not_keep_the_others(open_place: Opener) -> None:
     place = open_place(calls=Faults("unlink", 1, errno.EACCES).calls())
     records = chain(3)
-    place.vault.write(records)
+    place.block_files.write(records)
     with pytest.raises(PermissionError):
-        place.vault.remove(map(key_of, records))
-    assert place.vault.sizes().keys() == {key_of(records[0])}
-    place.vault.remove(map(key_of, records))
-    assert place.vault.sizes() == {}
+        place.block_files.remove(map(key_of, records))
+    assert place.block_files.sizes().keys() == {key_of(records[0])}
+    place.block_files.remove(map(key_of, records))
+    assert place.block_files.sizes() == {}
 
 
 def test_foreign_things_are_named_and_can_be_taken_out(place: Place) -> None:
     for name in ("notes.txt", "AB" * 32, "ab" * 31, f"{KEY.hex()}\n", "\uff0e\uff0e"):
         (place.blocks / name).touch()
-    assert place.vault.sizes().keys() == {KEY}
-    assert len(place.vault.foreign()) == 5
-    place.vault.set_aside_foreign()
-    assert place.vault.foreign() == []
-    assert place.vault.read(KEY, SIZE) == RECORD
+    assert place.block_files.sizes().keys() == {KEY}
+    assert len(place.block_files.foreign()) == 5
+    place.block_files.quarantine_foreign()
+    assert place.block_files.foreign() == []
+    assert place.block_files.read(KEY, SIZE) == RECORD
 
 
 @pytest.mark.parametrize("error", [*ERRORS, PulledPlug], ids=str)
@@ -301,16 +305,16 @@ def test_a_batch_that_fails_anywhere_leaves_only_good_blocks(
 ) -> None:
     old, new = chain(3), chain(3, blob_bytes=50)  # the same blocks with other states
     for turn, faults in enumerate(each_failure(kind, error)):
-        open_place(str(turn)).vault.write(old)
+        open_place(str(turn)).block_files.write(old)
         with suppress(OSError, PulledPlug):
-            open_place(str(turn), faults.calls()).vault.write(new)
-        vault = open_place(str(turn)).vault
-        vault.sweep()
-        assert vault.unfinished() == vault.foreign() == []
+            open_place(str(turn), faults.calls()).block_files.write(new)
+        block_files = open_place(str(turn)).block_files
+        block_files.sweep()
+        assert block_files.unfinished() == block_files.foreign() == []
         for before, after in zip(old, new, strict=True):
             key = key_of(before)
-            assert vault.read(key, vault.sizes()[key]) in (before, after)
+            assert block_files.read(key, block_files.sizes()[key]) in (before, after)
 
 
 def test_there_is_free_space(place: Place) -> None:
-    assert place.vault.free_bytes() > 0
+    assert place.block_files.free_bytes() > 0

@@ -23,10 +23,10 @@ def home(tmp_path: Path) -> Path:
     """A cache with one model whose folder is sound."""
     home = tmp_path / "cache"
     folder = reopen(home)
-    folder.vault.write(RECORDS)
-    folder.ledger.commit([PutBlock(row_of(record)) for record in RECORDS])
-    folder.ledger.commit([PutEntry(ENTRY)])
-    folder.ledger.backup()
+    folder.block_files.write(RECORDS)
+    folder.index_db.commit([PutBlock(row_of(record)) for record in RECORDS])
+    folder.index_db.commit([PutEntry(ENTRY)])
+    folder.index_db.backup()
     folder.close()
     return home
 
@@ -67,7 +67,7 @@ def test_where_there_is_no_cache_none_is_made(tmp_path: Path) -> None:
 
 def test_progress_counts_the_files_of_all_models(home: Path) -> None:
     other = reopen(home, b"other")
-    other.vault.write(chain(2, seed=1))
+    other.block_files.write(chain(2, seed=1))
     other.close()
     told: list[tuple[int, int]] = []
     check(home, repair=False, progress=lambda done, total: told.append((done, total)))
@@ -110,19 +110,19 @@ def _delete(home: Path) -> None:
 
 def _forget(home: Path) -> None:
     folder = reopen(home)
-    folder.ledger.commit([DropBlock(key_of(RECORDS[4]))])
+    folder.index_db.commit([DropBlock(key_of(RECORDS[4]))])
     folder.close()
 
 
 def _contradict(home: Path) -> None:
     folder = reopen(home)
-    folder.ledger.commit([PutBlock(replace(row_of(RECORDS[4]), exact=True))])
+    folder.index_db.commit([PutBlock(replace(row_of(RECORDS[4]), exact=True))])
     folder.close()
 
 
 def _orphan(home: Path) -> None:
     folder = reopen(home)
-    folder.vault.write(chain(3, seed=3)[2:])
+    folder.block_files.write(chain(3, seed=3)[2:])
     folder.close()
 
 
@@ -175,18 +175,18 @@ def test_damage_is_found_changed_by_nothing_but_repair_and_then_gone(
     assert kinds(check(home, repair=True)) == expected
     assert kinds(check(home, repair=False)) == []
     folder = reopen(home)
-    assert folder.ledger.entries() == [ENTRY]
-    for row in folder.ledger.blocks():
-        assert folder.vault.read(row.key, row.size_bytes) in RECORDS
-    assert len(folder.ledger.blocks()) >= (1 if damage is _flip_above else 4)
+    assert folder.index_db.entries() == [ENTRY]
+    for row in folder.index_db.blocks():
+        assert folder.block_files.read(row.key, row.size_bytes) in RECORDS
+    assert len(folder.index_db.blocks()) >= (1 if damage is _flip_above else 4)
     folder.close()
 
 
-def test_what_only_a_full_read_can_see_is_set_aside(home: Path) -> None:
+def test_what_only_a_full_read_can_see_is_quarantine(home: Path) -> None:
     """Opening believes sizes and headers; a check reads every byte."""
     _flip_state(home)
     folder = reopen(home)
-    assert folder.recovery.aside == 0
+    assert folder.recovery.quarantined == 0
     folder.close()
     check(home, repair=True)
     assert len(list((model(home) / "aside").iterdir())) == 1
@@ -221,6 +221,6 @@ def test_many_kinds_of_damage_at_once_are_mended_at_once(home: Path) -> None:
         check(home, repair=True)
         assert kinds(check(home, repair=False)) == []
         folder = reopen(home)
-        folder.vault.write(RECORDS)
-        folder.ledger.commit([PutBlock(row_of(record)) for record in RECORDS])
+        folder.block_files.write(RECORDS)
+        folder.index_db.commit([PutBlock(row_of(record)) for record in RECORDS])
         folder.close()

@@ -16,8 +16,9 @@ import pytest
 
 from rekindle.errors import ConfigError, FolderLocked
 from rekindle.kvcache.disk.files import Files
-from rekindle.kvcache.disk.folder import Folder, open_folder, read_secret
+from rekindle.kvcache.disk.folder import Folder, open_folder
 from rekindle.kvcache.disk.index_db import PutBlock, PutEntry
+from rekindle.kvcache.disk.secret import read_secret
 from tests.kvcache.records import chain, entry, key_of, row_of, size_of
 
 LIMIT = 1 << 30
@@ -51,8 +52,8 @@ def open_one(home: Path) -> Iterator[Opener]:
 
 def fill(folder: Folder, count: int = 3, *, seed: int = 0, blob_bytes: int = 100) -> None:
     records = chain(count, seed=seed, blob_bytes=blob_bytes)
-    folder.vault.write(records)
-    folder.ledger.commit([PutBlock(row_of(record)) for record in records])
+    folder.block_files.write(records)
+    folder.index_db.commit([PutBlock(row_of(record)) for record in records])
 
 
 # -- layout --------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def fill(folder: Folder, count: int = 3, *, seed: int = 0, blob_bytes: int = 100
 def test_a_new_folder_is_private_and_as_documented(home: Path, open_one: Opener) -> None:
     folder = open_one()
     fill(folder)
-    folder.ledger.backup()
+    folder.index_db.backup()
     assert folder.path.parent == home
     assert len(folder.path.name) == 32
     names = {path.name for path in folder.path.iterdir()}
@@ -79,13 +80,13 @@ def test_each_model_has_a_folder_of_its_own(open_one: Opener) -> None:
 def test_what_was_stored_is_there_after_a_restart(open_one: Opener) -> None:
     folder = open_one()
     fill(folder)
-    folder.ledger.commit([PutEntry(entry("a", names=(("session_id", "x"),)))])
+    folder.index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),)))])
     folder.close()
     again = open_one()
-    assert again.ledger.blocks() == [row_of(record) for record in chain(3)]
-    assert again.ledger.entries() == [entry("a", names=(("session_id", "x"),))]
+    assert again.index_db.blocks() == [row_of(record) for record in chain(3)]
+    assert again.index_db.entries() == [entry("a", names=(("session_id", "x"),))]
     for record in chain(3):
-        assert again.vault.read(key_of(record), size_of(record)) == record
+        assert again.block_files.read(key_of(record), size_of(record)) == record
     assert again.recovery == type(again.recovery)()
 
 
@@ -122,7 +123,7 @@ def test_the_secret_is_made_once_and_stays(home: Path) -> None:
 def test_processes_that_start_together_agree_on_the_secret(home: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\n"
-        "from rekindle.kvcache.disk.folder import read_secret\n"
+        "from rekindle.kvcache.disk.secret import read_secret\n"
         "sys.stdin.read(); print(read_secret(Path(sys.argv[1])).hex())"
     )
     line = [sys.executable, "-c", script, str(home)]
@@ -253,8 +254,8 @@ from tests.kvcache.records import chain, row_of
 folder = open_folder(Path(sys.argv[1]), b"model", limit_bytes=1 << 30)
 for seed in range(10_000):
     records = chain(3, seed=seed, blob_bytes=50_000)
-    folder.vault.write(records)
-    folder.ledger.commit([PutBlock(row_of(record)) for record in records])
+    folder.block_files.write(records)
+    folder.index_db.commit([PutBlock(row_of(record)) for record in records])
     print(seed, flush=True)
 """
 
@@ -270,12 +271,13 @@ def test_what_was_acknowledged_survives_a_kill(home: Path, open_one: Opener) -> 
             process.kill()
         folder = open_one()
         assert not folder.recovery.rebuilt
-        assert folder.vault.foreign() == folder.vault.unfinished() == []
-        rows = {row.key: row for row in folder.ledger.blocks()}
-        assert {key: row.size_bytes for key, row in rows.items()} == folder.vault.sizes()
+        assert folder.block_files.foreign() == folder.block_files.unfinished() == []
+        rows = {row.key: row for row in folder.index_db.blocks()}
+        assert {key: row.size_bytes for key, row in rows.items()} == folder.block_files.sizes()
         for seed in range(last + 1):
             for record in chain(3, seed=seed, blob_bytes=50_000):
-                assert folder.vault.read(key_of(record), rows[key_of(record)].size_bytes) == record
+                key = key_of(record)
+                assert folder.block_files.read(key, rows[key].size_bytes) == record
         folder.close()
 
 
@@ -286,7 +288,7 @@ def make_idle(open_one: Opener, name: bytes, blob_bytes: int, used_s: int, *, pi
     folder = open_one(name)
     fill(folder, 1, blob_bytes=blob_bytes)
     if pin:
-        folder.ledger.commit([PutEntry(entry("a", pinned=True))])
+        folder.index_db.commit([PutEntry(entry("a", pinned=True))])
     folder.close()
     os.utime(folder.path / "lock", (used_s, used_s))
     return folder.path
@@ -350,7 +352,7 @@ def test_a_model_in_use_is_neither_counted_nor_removed(open_one: Opener) -> None
     busy = open_one(b"busy")
     fill(busy, blob_bytes=300_000)
     assert open_one(limit_bytes=100_000, served=("a", "b")).limit_bytes == 50_000
-    assert len(busy.vault.sizes()) == 3
+    assert len(busy.block_files.sizes()) == 3
 
 
 def test_only_what_looks_like_ours_is_ever_removed(home: Path, open_one: Opener) -> None:

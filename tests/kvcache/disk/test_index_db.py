@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.errors import LedgerDamaged
+from rekindle.errors import IndexDamaged
 from rekindle.kvcache.disk.index_db import (
     Change,
     DropBlock,
     DropEntry,
     DropName,
     EntryRow,
-    Ledger,
+    IndexDb,
     PutBlock,
     PutEntry,
     SetMeta,
@@ -40,17 +40,17 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def ledger(path: Path) -> Iterator[Ledger]:
-    made = Ledger(path)
+def index_db(path: Path) -> Iterator[IndexDb]:
+    made = IndexDb(path)
     yield made
     made.close()
 
 
 def filled(path: Path) -> None:
-    ledger = Ledger(path)
-    ledger.commit([PutBlock(row) for row in ROWS])
-    ledger.commit([PutEntry(entry(f"e{n}", names=(("session_id", str(n)),))) for n in range(50)])
-    ledger.close()
+    index_db = IndexDb(path)
+    index_db.commit([PutBlock(row) for row in ROWS])
+    index_db.commit([PutEntry(entry(f"e{n}", names=(("session_id", str(n)),))) for n in range(50)])
+    index_db.close()
 
 
 # -- what is kept --------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ def filled(path: Path) -> None:
 
 def test_everything_is_there_after_a_restart(path: Path) -> None:
     filled(path)
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([SetMeta("colour", "blue")])
-    with closing(Ledger(path)) as ledger:
-        assert ledger.blocks() == ROWS
-        assert [each.key for each in ledger.entries()] == [f"e{n}" for n in range(50)]
-        assert ledger.meta("colour") == "blue"
-        assert ledger.meta("shape") is None
-        assert ledger.problems() == []
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([SetMeta("colour", "blue")])
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.blocks() == ROWS
+        assert [each.key for each in index_db.entries()] == [f"e{n}" for n in range(50)]
+        assert index_db.meta("colour") == "blue"
+        assert index_db.meta("shape") is None
+        assert index_db.problems() == []
 
 
 text = st.text(st.characters(codec=None))  # lone surrogates and control characters too
@@ -74,7 +74,7 @@ time = st.floats(allow_nan=False)
 entries = st.builds(
     EntryRow,
     key=st.text("0123456789abcdef", min_size=1),
-    root=st.binary(min_size=32, max_size=32),
+    namespace=st.binary(min_size=32, max_size=32),
     packed=st.binary(),
     text=st.binary(),
     segments=st.lists(st.tuples(text, text)).map(tuple),
@@ -93,118 +93,118 @@ entries = st.builds(
 
 @given(row=entries)
 def test_an_entry_comes_back_as_it_was(row: EntryRow) -> None:
-    ledger = Ledger.__new__(Ledger)
-    ledger._db = sqlite3.connect(":memory:", isolation_level=None)
-    ledger._db.text_factory = bytes.decode
-    with closing(ledger._db):
-        ledger._begin(is_new=True)
-        ledger.commit([PutEntry(row)])
-        assert ledger.entries() == [row]
+    index_db = IndexDb.__new__(IndexDb)
+    index_db._db = sqlite3.connect(":memory:", isolation_level=None)
+    index_db._db.text_factory = bytes.decode
+    with closing(index_db._db):
+        index_db._begin(is_new=True)
+        index_db.commit([PutEntry(row)])
+        assert index_db.entries() == [row]
 
 
-def test_a_replaced_block_keeps_its_place(ledger: Ledger) -> None:
-    ledger.commit([PutBlock(row) for row in ROWS])
+def test_a_replaced_block_keeps_its_place(index_db: IndexDb) -> None:
+    index_db.commit([PutBlock(row) for row in ROWS])
     larger = replace(ROWS[0], size_bytes=999, exact=True)
-    ledger.commit([PutBlock(larger), DropBlock(ROWS[5].key)])
-    assert ledger.blocks() == [larger, *ROWS[1:5], *ROWS[6:]]
+    index_db.commit([PutBlock(larger), DropBlock(ROWS[5].key)])
+    assert index_db.blocks() == [larger, *ROWS[1:5], *ROWS[6:]]
 
 
-def test_putting_an_entry_replaces_all_its_names(ledger: Ledger) -> None:
-    ledger.commit([PutEntry(entry("a", names=(("session_id", "x"), ("message_id", "y"))))])
-    ledger.commit([PutEntry(entry("a", names=(("session_id", "z"),)))])
-    assert [each.names for each in ledger.entries()] == [(("session_id", "z"),)]
+def test_putting_an_entry_replaces_all_its_names(index_db: IndexDb) -> None:
+    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"), ("message_id", "y"))))])
+    index_db.commit([PutEntry(entry("a", names=(("session_id", "z"),)))])
+    assert [each.names for each in index_db.entries()] == [(("session_id", "z"),)]
 
 
-def test_a_name_moves_from_one_entry_to_another(ledger: Ledger) -> None:
-    ledger.commit([PutEntry(entry("a", names=(("session_id", "x"), ("session_id", "y"))))])
-    ledger.commit([PutEntry(entry("b", names=(("session_id", "x"),)))])
-    assert {each.key: each.names for each in ledger.entries()} == {
+def test_a_name_moves_from_one_entry_to_another(index_db: IndexDb) -> None:
+    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"), ("session_id", "y"))))])
+    index_db.commit([PutEntry(entry("b", names=(("session_id", "x"),)))])
+    assert {each.key: each.names for each in index_db.entries()} == {
         "a": (("session_id", "y"),),
         "b": (("session_id", "x"),),
     }
 
 
-def test_the_same_name_of_two_tenants_is_two_names(ledger: Ledger) -> None:
+def test_the_same_name_of_two_tenants_is_two_names(index_db: IndexDb) -> None:
     mine = entry("a", names=(("session_id", "x"),))
-    theirs = replace(entry("b", names=(("session_id", "x"),)), root=b"t" * 32)
-    ledger.commit([PutEntry(mine), PutEntry(theirs)])
-    assert ledger.entries() == [mine, theirs]
+    theirs = replace(entry("b", names=(("session_id", "x"),)), namespace=b"t" * 32)
+    index_db.commit([PutEntry(mine), PutEntry(theirs)])
+    assert index_db.entries() == [mine, theirs]
 
 
-def test_a_use_changes_only_what_a_use_changes(ledger: Ledger) -> None:
+def test_a_use_changes_only_what_a_use_changes(index_db: IndexDb) -> None:
     before = entry("a", names=(("session_id", "x"),))
-    ledger.commit([PutEntry(before), TouchEntry("a", 10.0, 20.0, 7), TouchEntry("gone", 1, 2, 3)])
-    assert ledger.entries() == [replace(before, last_used_at=10.0, expires_at=20.0, hits=7)]
+    index_db.commit([PutEntry(before), TouchEntry("a", 10.0, 20.0, 7), TouchEntry("gone", 1, 2, 3)])
+    assert index_db.entries() == [replace(before, last_used_at=10.0, expires_at=20.0, hits=7)]
 
 
-def test_a_dropped_entry_takes_its_names_along(ledger: Ledger) -> None:
-    ledger.commit([PutEntry(entry("a", names=(("session_id", "x"),))), DropEntry("a")])
-    assert ledger.entries() == []
-    assert ledger.dangling_names() == []
+def test_a_dropped_entry_takes_its_names_along(index_db: IndexDb) -> None:
+    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),))), DropEntry("a")])
+    assert index_db.entries() == []
+    assert index_db.dangling_names() == []
 
 
 def test_a_name_without_an_entry_is_found_and_can_be_dropped(path: Path) -> None:
     filled(path)
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("DELETE FROM entries WHERE key = 'e7'")
-    with closing(Ledger(path)) as ledger:
-        assert ledger.dangling_names() == [DropName(ROOT, "session_id", "7")]
-        ledger.commit(ledger.dangling_names())
-        assert ledger.dangling_names() == []
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.dangling_names() == [DropName(ROOT, "session_id", "7")]
+        index_db.commit(index_db.dangling_names())
+        assert index_db.dangling_names() == []
 
 
 # -- all or nothing ------------------------------------------------------------------------------
 
 
-def test_a_commit_that_fails_halfway_changes_nothing(ledger: Ledger) -> None:
-    ledger.commit([PutBlock(ROWS[0])])
+def test_a_commit_that_fails_halfway_changes_nothing(index_db: IndexDb) -> None:
+    index_db.commit([PutBlock(ROWS[0])])
     impossible = replace(ROWS[2], size_bytes=None)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.commit([PutBlock(ROWS[1]), DropBlock(ROWS[0].key), PutBlock(impossible)])
-    assert ledger.blocks() == [ROWS[0]]
-    ledger.commit([PutBlock(ROWS[1])])
-    assert ledger.blocks() == ROWS[:2]
+        index_db.commit([PutBlock(ROWS[1]), DropBlock(ROWS[0].key), PutBlock(impossible)])
+    assert index_db.blocks() == [ROWS[0]]
+    index_db.commit([PutBlock(ROWS[1])])
+    assert index_db.blocks() == ROWS[:2]
 
 
-def test_changes_that_cannot_be_told_are_rolled_back_too(ledger: Ledger) -> None:
+def test_changes_that_cannot_be_told_are_rolled_back_too(index_db: IndexDb) -> None:
     def changes() -> Iterator[Change]:
         yield PutBlock(ROWS[0])
         raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError):
-        ledger.commit(changes())
-    ledger.commit([])
-    assert ledger.blocks() == []
+        index_db.commit(changes())
+    index_db.commit([])
+    assert index_db.blocks() == []
 
 
-def test_a_full_disk_is_told_as_what_it_is_and_passes(ledger: Ledger) -> None:
-    ledger.commit([PutBlock(ROWS[0])])
-    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
-    ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+def test_a_full_disk_is_told_as_what_it_is_and_passes(index_db: IndexDb) -> None:
+    index_db.commit([PutBlock(ROWS[0])])
+    pages = index_db._db.execute("PRAGMA page_count").fetchone()[0]
+    index_db._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(sqlite3.Error) as raised:
-        ledger.commit([PutEntry(replace(entry("a"), text=b"x" * 100_000))])
+        index_db.commit([PutEntry(replace(entry("a"), text=b"x" * 100_000))])
     assert raised.value.sqlite_errorcode == sqlite3.SQLITE_FULL
-    ledger._db.execute("PRAGMA max_page_count = 1000000")
-    ledger.commit([PutBlock(ROWS[1])])
-    assert ledger.blocks() == ROWS[:2]
-    assert ledger.entries() == []
+    index_db._db.execute("PRAGMA max_page_count = 1000000")
+    index_db.commit([PutBlock(ROWS[1])])
+    assert index_db.blocks() == ROWS[:2]
+    assert index_db.entries() == []
 
 
-def test_another_thread_may_commit(ledger: Ledger) -> None:
-    thread = threading.Thread(target=ledger.commit, args=([PutBlock(ROWS[0])],))
+def test_another_thread_may_commit(index_db: IndexDb) -> None:
+    thread = threading.Thread(target=index_db.commit, args=([PutBlock(ROWS[0])],))
     thread.start()
     thread.join()
-    assert ledger.blocks() == ROWS[:1]
+    assert index_db.blocks() == ROWS[:1]
 
 
 COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
-from rekindle.kvcache.disk.index_db import Ledger, PutBlock
+from rekindle.kvcache.disk.index_db import IndexDb, PutBlock
 from tests.kvcache.records import chain, row_of
-ledger = Ledger(Path(sys.argv[1]))
+index_db = IndexDb(Path(sys.argv[1]))
 for record in chain(20):
-    ledger.commit([PutBlock(row_of(record))])
+    index_db.commit([PutBlock(row_of(record))])
 os._exit(9)
 """
 
@@ -213,68 +213,68 @@ def test_what_was_committed_survives_a_hard_end(path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", COMMIT_AND_DIE, path], check=False)
     assert ended.returncode == 9
     assert path.with_name("index.db-wal").stat().st_size > 0
-    with closing(Ledger(path)) as ledger:
-        assert ledger.blocks() == ROWS
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.blocks() == ROWS
 
 
 # -- the files -----------------------------------------------------------------------------------
 
 
 def test_only_the_owner_may_look(path: Path) -> None:
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([PutBlock(ROWS[0])])
-        ledger.backup()
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutBlock(ROWS[0])])
+        index_db.backup()
         modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
     assert modes == {"index.db": 0o600, "index.db-wal": 0o600, "index.db.bak": 0o600}
 
 
 def test_the_log_stays_small_and_is_gone_after_closing(path: Path) -> None:
     log = path.with_name("index.db-wal")
-    with closing(Ledger(path)) as ledger:
+    with closing(IndexDb(path)) as index_db:
         for n in range(300):
-            ledger.commit([PutEntry(replace(entry(f"e{n}"), text=b"x" * 5000))])
+            index_db.commit([PutEntry(replace(entry(f"e{n}"), text=b"x" * 5000))])
         assert log.stat().st_size < 1 << 20
     assert not log.exists() or log.stat().st_size == 0
 
 
 def test_a_backup_is_an_index_of_its_own(path: Path) -> None:
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([PutBlock(row) for row in ROWS[:3]])
-        ledger.backup()
-        ledger.commit([PutBlock(row) for row in ROWS[3:]])
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutBlock(row) for row in ROWS[:3]])
+        index_db.backup()
+        index_db.commit([PutBlock(row) for row in ROWS[3:]])
         kept = sorted(each.name for each in path.parent.iterdir())
         assert kept == ["index.db", "index.db-wal", "index.db.bak"]
     copy = path.with_name("copy.db")
     shutil.copyfile(path.with_name("index.db.bak"), copy)
-    with closing(Ledger(copy)) as ledger:
-        assert ledger.blocks() == ROWS[:3]
+    with closing(IndexDb(copy)) as index_db:
+        assert index_db.blocks() == ROWS[:3]
 
 
 def test_an_index_without_its_log_is_no_older_than_its_backup(path: Path) -> None:
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([PutBlock(row) for row in ROWS[:3]])
-        ledger.backup()
-        ledger.commit([PutBlock(ROWS[3])])
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutBlock(row) for row in ROWS[:3]])
+        index_db.backup()
+        index_db.commit([PutBlock(ROWS[3])])
         copy = path.with_name("copy.db")
         shutil.copyfile(path, copy)  # as a crash that takes the log would leave it
-    with closing(Ledger(copy)) as ledger:
-        assert ledger.blocks()[:3] == ROWS[:3]
+    with closing(IndexDb(copy)) as index_db:
+        assert index_db.blocks()[:3] == ROWS[:3]
 
 
 def test_a_backup_that_fails_leaves_the_last_one(
-    path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    path: Path, index_db: IndexDb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger.commit([PutBlock(ROWS[0])])
-    ledger.backup()
+    index_db.commit([PutBlock(ROWS[0])])
+    index_db.backup()
     before = path.with_name("index.db.bak").read_bytes()
-    ledger.commit([PutBlock(ROWS[1])])
+    index_db.commit([PutBlock(ROWS[1])])
 
     def fail(handle: int) -> None:
         raise OSError("on purpose")
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="on purpose"):
-        ledger.backup()
+        index_db.backup()
     assert path.with_name("index.db.bak").read_bytes() == before
     assert not path.with_name("index.db.bak.tmp").exists()
 
@@ -303,8 +303,8 @@ def ruin_header(path: Path) -> None:
 
 
 def ruin_version(path: Path) -> None:
-    with closing(Ledger(path)) as ledger:
-        ledger.commit([SetMeta("schema", "999")])
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([SetMeta("schema", "999")])
 
 
 def ruin_link(path: Path) -> None:
@@ -332,8 +332,8 @@ def test_a_damaged_index_is_told_as_such(path: Path, ruin: object) -> None:
     filled(path)
     assert callable(ruin)
     ruin(path)
-    with pytest.raises(LedgerDamaged):
-        Ledger(path)
+    with pytest.raises(IndexDamaged):
+        IndexDb(path)
 
 
 def test_a_flipped_byte_anywhere_is_told_or_harmless(path: Path) -> None:
@@ -345,12 +345,12 @@ def test_a_flipped_byte_anywhere_is_told_or_harmless(path: Path) -> None:
         path.write_bytes(whole)
         flip(path, chance.randrange(len(whole)), 1 << chance.randrange(8))
         try:
-            with closing(Ledger(path)) as ledger:
-                ledger.blocks()
-                ledger.entries()
-                ledger.dangling_names()
-                ledger.problems()
-        except LedgerDamaged:
+            with closing(IndexDb(path)) as index_db:
+                index_db.blocks()
+                index_db.entries()
+                index_db.dangling_names()
+                index_db.problems()
+        except IndexDamaged:
             pass
 
 
@@ -359,6 +359,6 @@ def test_a_row_of_another_type_is_damage(path: Path) -> None:
         filled(path)
         with closing(sqlite3.connect(path, isolation_level=None)) as db:
             db.execute(f"UPDATE entries SET {column} = 'no json' WHERE key = 'e7'")
-        with closing(Ledger(path)) as ledger, pytest.raises(LedgerDamaged):
-            ledger.entries()
+        with closing(IndexDb(path)) as index_db, pytest.raises(IndexDamaged):
+            index_db.entries()
         path.unlink()

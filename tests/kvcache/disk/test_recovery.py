@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.disk.index_db import BlockRow, DropBlock, Ledger, PutBlock, PutEntry
+from rekindle.kvcache.disk.index_db import BlockRow, DropBlock, IndexDb, PutBlock, PutEntry
 from rekindle.kvcache.disk.recovery import Recovery, compare
 from tests.kvcache.records import chain, entry, flip, key_of, row_of, size_of
 
@@ -32,9 +32,9 @@ class House:
         self.home = home
         folder = open_folder(home, b"model", limit_bytes=1 << 30)
         self.path, self.index = folder.path, folder.path / "index.db"
-        folder.vault.write(RECORDS)
-        folder.ledger.commit([PutBlock(row) for row in ROWS])
-        folder.ledger.commit([PutEntry(ENTRY)])
+        folder.block_files.write(RECORDS)
+        folder.index_db.commit([PutBlock(row) for row in ROWS])
+        folder.index_db.commit([PutEntry(ENTRY)])
         folder.close()
         self._opened: Folder | None = None
 
@@ -62,11 +62,11 @@ def assert_settled(house: House, rows: list[BlockRow]) -> None:
     """Index and files say the same, and there is nothing left to do."""
     folder = house.open()
     assert folder.recovery == Recovery()
-    assert {row.key: row for row in folder.ledger.blocks()} == {row.key: row for row in rows}
-    assert folder.vault.sizes() == {row.key: row.size_bytes for row in rows}
+    assert {row.key: row for row in folder.index_db.blocks()} == {row.key: row for row in rows}
+    assert folder.block_files.sizes() == {row.key: row.size_bytes for row in rows}
     for record in RECORDS:
-        if key_of(record) in folder.vault.sizes():
-            assert folder.vault.read(key_of(record), size_of(record)) == record
+        if key_of(record) in folder.block_files.sizes():
+            assert folder.block_files.read(key_of(record), size_of(record)) == record
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -78,53 +78,53 @@ def test_a_missing_file_takes_what_hangs_on_it_along(house: House) -> None:
     assert_settled(house, ROWS[:3])
 
 
-def test_a_truncated_file_is_set_aside(house: House) -> None:
+def test_a_truncated_file_is_quarantine(house: House) -> None:
     with house.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
-    assert house.open().recovery == Recovery(lost=1, aside=1)
+    assert house.open().recovery == Recovery(lost=1, quarantined=1)
     assert len(list((house.path / "aside").iterdir())) == 1
     assert_settled(house, ROWS[:5])
 
 
-def test_a_folder_in_place_of_a_file_is_set_aside(house: House) -> None:
+def test_a_folder_in_place_of_a_file_is_quarantine(house: House) -> None:
     house.file(RECORDS[5]).unlink()
     house.file(RECORDS[5]).mkdir()
-    assert house.open().recovery == Recovery(lost=1, aside=1)
+    assert house.open().recovery == Recovery(lost=1, quarantined=1)
     assert_settled(house, ROWS[:5])
 
 
 def test_files_without_rows_are_adopted(house: House) -> None:
-    house.open().ledger.commit([DropBlock(row.key) for row in ROWS[2:]])
+    house.open().index_db.commit([DropBlock(row.key) for row in ROWS[2:]])
     assert house.open().recovery == Recovery(adopted=4)
     assert_settled(house, ROWS)
 
 
 def test_an_adopted_parent_comes_before_its_children(house: House) -> None:
-    house.open().ledger.commit([DropBlock(ROWS[1].key)])
+    house.open().index_db.commit([DropBlock(ROWS[1].key)])
     folder = house.open()
     assert folder.recovery == Recovery(adopted=1)
-    assert folder.ledger.blocks() == ROWS
+    assert folder.index_db.blocks() == ROWS
     assert_settled(house, ROWS)
 
 
 def test_a_file_without_a_row_and_without_a_parent_is_removed(house: House) -> None:
     stranger = chain(3, seed=8)[2]
-    house.open().vault.write([stranger])
+    house.open().block_files.write([stranger])
     assert house.open().recovery == Recovery(removed=1)
     assert_settled(house, ROWS)
 
 
 def test_a_file_that_was_replaced_before_its_row_is_kept(house: House) -> None:
     larger = replace(RECORDS[2], blob=bytes(500), exact=True)
-    house.open().vault.write([larger])
+    house.open().block_files.write([larger])
     folder = house.open()
     assert folder.recovery == Recovery(adopted=1)
-    assert folder.ledger.blocks() == [*ROWS[:2], row_of(larger), *ROWS[3:]]
-    assert folder.vault.read(key_of(larger), size_of(larger)) == larger
+    assert folder.index_db.blocks() == [*ROWS[:2], row_of(larger), *ROWS[3:]]
+    assert folder.block_files.read(key_of(larger), size_of(larger)) == larger
 
 
 def test_a_row_that_its_own_key_contradicts_is_not_believed(house: House) -> None:
-    house.open().ledger.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
+    house.open().index_db.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
     assert house.open().recovery == Recovery(adopted=1)
     assert_settled(house, ROWS)
 
@@ -132,8 +132,8 @@ def test_a_row_that_its_own_key_contradicts_is_not_believed(house: House) -> Non
 def test_unfinished_writes_are_swept_and_strangers_left_alone(house: House) -> None:
     (house.path / "blocks" / f".{'a' * 64}.tmp").touch()
     (house.path / "blocks" / "notes.txt").touch()
-    assert house.open().vault.foreign() == ["notes.txt"]
-    assert house.open().vault.unfinished() == []
+    assert house.open().block_files.foreign() == ["notes.txt"]
+    assert house.open().block_files.unfinished() == []
     assert_settled(house, ROWS)
 
 
@@ -178,7 +178,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(house: House, ruin: Callable[[Pa
     ruin(house.index)
     folder = house.open()
     assert folder.recovery == Recovery(adopted=6, rebuilt=True)
-    assert folder.ledger.entries() == []
+    assert folder.index_db.entries() == []
     assert_settled(house, ROWS)
     assert (house.path / "index.db.damaged").is_symlink() == (ruin is _link)
 
@@ -186,19 +186,19 @@ def test_a_lost_index_is_rebuilt_from_the_files(house: House, ruin: Callable[[Pa
 @pytest.mark.parametrize("ruin", RUINS)
 def test_entries_come_back_from_the_backup(house: House, ruin: Callable[[Path], None]) -> None:
     folder = house.open()
-    folder.ledger.commit([DropBlock(row.key) for row in ROWS[4:]])
-    folder.ledger.backup()
+    folder.index_db.commit([DropBlock(row.key) for row in ROWS[4:]])
+    folder.index_db.backup()
     house.close()
     ruin(house.index)
     folder = house.open()
     assert folder.recovery == Recovery(adopted=2, rebuilt=True, restored_from_backup=True)
-    assert folder.ledger.entries() == [ENTRY]
+    assert folder.index_db.entries() == [ENTRY]
     assert_settled(house, ROWS)
 
 
 @pytest.mark.parametrize("ruin", RUINS)
 def test_a_ruined_backup_is_no_worse_than_none(house: House, ruin: Callable[[Path], None]) -> None:
-    house.open().ledger.backup()
+    house.open().index_db.backup()
     house.close()
     ruin(house.index)
     ruin(house.path / "index.db.bak")
@@ -213,29 +213,29 @@ def test_a_ruined_log_loses_no_blocks_and_nothing_that_was_backed_up(
     house: House, ruin: Callable[[Path], None], tmp_path: Path
 ) -> None:
     folder = house.open()
-    folder.ledger.backup()
+    folder.index_db.backup()
     more = chain(3, seed=5)
-    folder.vault.write(more)
-    folder.ledger.commit([PutBlock(row_of(record)) for record in more])
+    folder.block_files.write(more)
+    folder.index_db.commit([PutBlock(row_of(record)) for record in more])
     shutil.copytree(house.path, tmp_path / "crashed")  # with the log, as a crash leaves it
     house.close()
     shutil.rmtree(house.path)
     shutil.copytree(tmp_path / "crashed", house.path)
     ruin(house.path / "index.db-wal")
-    assert house.open().ledger.entries() == [ENTRY]
+    assert house.open().index_db.entries() == [ENTRY]
     assert_settled(house, [*ROWS, *map(row_of, more)])
 
 
 def test_an_old_log_is_never_played_into_another_index(house: House, tmp_path: Path) -> None:
     folder = house.open()
-    folder.ledger.backup()
-    folder.ledger.commit([PutEntry(entry(f"e{n}")) for n in range(20)])
+    folder.index_db.backup()
+    folder.index_db.commit([PutEntry(entry(f"e{n}")) for n in range(20)])
     shutil.copyfile(house.path / "index.db-wal", tmp_path / "log")
     house.close()
     house.index.unlink()
     shutil.copyfile(tmp_path / "log", house.path / "index.db-wal")
-    assert house.open().ledger.entries() == [ENTRY]
-    assert house.open().ledger.problems() == []
+    assert house.open().index_db.entries() == [ENTRY]
+    assert house.open().index_db.problems() == []
 
 
 def test_any_flipped_byte_of_the_index_leaves_a_folder_that_opens(house: House) -> None:
@@ -246,9 +246,9 @@ def test_any_flipped_byte_of_the_index_leaves_a_folder_that_opens(house: House) 
         house.index.write_bytes(whole)
         flip(house.index, chance.randrange(len(whole)), 1 << chance.randrange(8))
         folder = house.open()
-        for row in folder.ledger.blocks():
-            record = folder.vault.read(row.key, row.size_bytes)
-            assert (record.parent, record.packed) == (row.parent, row.packed)
+        for row in folder.index_db.blocks():
+            record = folder.block_files.read(row.key, row.size_bytes)
+            assert (record.parent, record.tokens.packed) == (row.parent, row.packed)
 
 
 def test_one_damaged_index_is_kept_for_a_look(house: House) -> None:
@@ -270,12 +270,12 @@ def test_a_damaged_index_makes_way_for_one_that_is_a_folder(house: House) -> Non
 
 
 def test_an_entry_that_makes_no_sense_brings_the_backup_back(house: House) -> None:
-    house.open().ledger.backup()
+    house.open().index_db.backup()
     house.close()
     with closing(sqlite3.connect(house.index, isolation_level=None)) as db:
         db.execute("UPDATE entries SET segments = 'no json'")
     assert house.open().recovery == Recovery(rebuilt=True, restored_from_backup=True)
-    assert house.open().ledger.entries() == [ENTRY]
+    assert house.open().index_db.entries() == [ENTRY]
 
 
 def test_an_index_of_another_version_is_rebuilt(house: House) -> None:
@@ -287,15 +287,15 @@ def test_an_index_of_another_version_is_rebuilt(house: House) -> None:
 def test_a_want_of_handles_does_not_cost_the_index(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(ledger: Ledger) -> list[BlockRow]:
+    def fail(index_db: IndexDb) -> list[BlockRow]:
         raise sqlite3.OperationalError("unable to open database file")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Ledger, "blocks", fail)
+        patched.setattr(IndexDb, "blocks", fail)
         with pytest.raises(sqlite3.OperationalError):
             house.open()
     assert not (house.path / "index.db.damaged").exists()
-    assert house.open().ledger.entries() == [ENTRY]
+    assert house.open().index_db.entries() == [ENTRY]
 
 
 # -- the comparison ------------------------------------------------------------------------------
@@ -323,12 +323,12 @@ def test_afterwards_exactly_the_reachable_files_are_known_parents_first(
         del found[key]
     assert rows == found
     for place, row in enumerate(rows.values()):
-        assert row.parent == row.root or row.parent in list(rows)[:place]
+        assert row.parent == row.namespace or row.parent in list(rows)[:place]
     assert compare(rows.values(), found) == compare([], {})
 
 
 def test_a_block_does_not_hang_on_a_parent_of_another_namespace() -> None:
-    stray = replace(ROWS[1], root=b"t" * 32)
+    stray = replace(ROWS[1], namespace=b"t" * 32)
     census = compare([], {ROWS[0].key: ROWS[0], stray.key: stray})
     assert census.adopted == (ROWS[0],)
     assert census.unreachable == (stray.key,)

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.kvcache.block import Block
-from rekindle.kvcache.key import chain_key, namespace, pack
+from rekindle.kvcache.key import chain_key, namespace
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
+from rekindle.tokens import Tokens
 from tests.kvcache.measure import allocated_bytes
 
 names = st.sampled_from([1, 2, 3, 4])
@@ -17,8 +18,8 @@ puts = st.tuples(names, st.binary(max_size=40))
 
 
 def block(name: int) -> Block:
-    root = Block(b"r" * 32, None, b"", 0, exact=True)
-    return Block(b"%d" % name, root, pack([name]), 0, exact=False)
+    root = Block(b"r" * 32, None, Tokens(), 0, exact=True)
+    return Block(b"%d" % name, root, Tokens.of([name]), 0, exact=False)
 
 
 @given(st.integers(0, 4).map(lambda blocks: blocks * 1600), st.lists(puts | names))
@@ -30,11 +31,11 @@ def test_the_budget_holds_and_every_byte_is_counted_once(
     held: dict[int, bytes] = {}
 
     def cost(held: dict[int, bytes]) -> int:
-        return sum(cost_bytes(blob, blocks[name].packed) for name, blob in held.items())
+        return sum(cost_bytes(blocks[name].tokens, len(blob)) for name, blob in held.items())
 
     for step in steps:
         if isinstance(step, int):
-            tier.drop(blocks[step])
+            tier.remove(blocks[step])
             held.pop(step, None)
             continue
         name, blob = step
@@ -53,7 +54,7 @@ def test_the_budget_holds_and_every_byte_is_counted_once(
 def in_a_chain(store: Store, blocks: int) -> None:
     root = parent = namespace(b"model", b"tenant", 16)
     for number in range(blocks):
-        packed = pack([number] * 16)
+        packed = Tokens.of([number] * 16)
         store.put(root, parent, packed, bytes(100), exact=False)
         parent = chain_key(parent, packed)
 
@@ -61,20 +62,20 @@ def in_a_chain(store: Store, blocks: int) -> None:
 def side_by_side(store: Store, blocks: int) -> None:
     root = namespace(b"model", b"tenant", 16)
     for number in range(blocks):
-        store.put(root, root, pack([number] * 16), bytes(100), exact=False)
+        store.put(root, root, Tokens.of([number] * 16), bytes(100), exact=False)
 
 
 def in_many_namespaces(store: Store, blocks: int) -> None:
     """A namespace is an API key's: it has a few blocks at least."""
     for number in range(blocks):
         root = namespace(b"model", b"%d" % (number // 4), 16)
-        store.put(root, root, pack([number] * 16), bytes(100), exact=False)
+        store.put(root, root, Tokens.of([number] * 16), bytes(100), exact=False)
 
 
 @pytest.mark.parametrize("fill", [in_a_chain, side_by_side, in_many_namespaces])
 def test_the_cost_of_a_block_covers_the_memory_it_takes(fill: Callable[[Store, int], None]) -> None:
-    fill(Store(block_tokens=16, ram_bytes=1 << 30), 10)  # what is made once is made now
-    store = Store(block_tokens=16, ram_bytes=1 << 30)
+    fill(Store(block_tokens=16, tiers=[RamTier(1 << 30)]), 10)  # what is made once is made now
+    store = Store(block_tokens=16, tiers=[RamTier(1 << 30)])
 
     def fill_and_use() -> None:
         fill(store, 1000)
@@ -83,5 +84,5 @@ def test_the_cost_of_a_block_covers_the_memory_it_takes(fill: Callable[[Store, i
 
     taken = allocated_bytes(fill_and_use)
     assert len(store) == 1000
-    assert store.used_bytes == 1000 * cost_bytes(bytes(100), pack([0] * 16))
-    assert taken <= store.used_bytes <= 2 * taken
+    assert store.tiers[0].used_bytes == 1000 * cost_bytes(Tokens.of([0] * 16), 100)
+    assert taken <= store.tiers[0].used_bytes <= 2 * taken

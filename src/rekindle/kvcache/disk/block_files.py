@@ -1,4 +1,4 @@
-"""Blocks as files: each named by its chain key, each proving itself when it is read."""
+"""Blocks as files: each named by its chain key, each verified when it is read."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from rekindle.kvcache.codec import (
     Header,
     Record,
     parse_header,
-    prove,
     seal,
+    verify,
 )
 from rekindle.kvcache.disk.files import Files, is_temporary
 from rekindle.kvcache.key import KEY_BYTES, chain_key
+from rekindle.tokens import Tokens
 
-MOST_ASIDE = 16  # bad files kept for a look at them
-MOST_ASIDE_BYTES = 64 << 20  # unless the tier grants them less
+MOST_QUARANTINE = 16  # bad files kept for a look at them
+MOST_QUARANTINE_BYTES = 64 << 20  # unless the tier grants them less
 _NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 #: What says nothing about the file: this process has too much open, or too little memory.
 _OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 
 
-class Vault:
+class BlockFiles:
     """The block files of one model. Any thread may read; one at a time may change things."""
 
-    def __init__(self, files: Files, secret: bytes, aside: Files) -> None:
-        self.most_aside_bytes = MOST_ASIDE_BYTES
+    def __init__(self, files: Files, secret: bytes, quarantine: Files) -> None:
+        self.most_quarantine_bytes = MOST_QUARANTINE_BYTES
         self._files = files
         self._secret = secret
-        self._aside = aside
+        self._quarantined = quarantine
 
     def write(self, records: Iterable[Record]) -> None:
         """Keep these blocks; on return they are on disk."""
         items = {
-            _name(chain_key(record.parent, record.packed)): seal(record, self._secret)
+            _name(chain_key(record.parent, record.tokens)): seal(record, self._secret)
             for record in records
         }
         self._files.write_all(list(items.items()))
@@ -59,8 +60,8 @@ class Vault:
             # Not a bytearray: filling that with zeros first takes as long as reading.
             blob = np.empty(header.blob_bytes, np.uint8).data
             self._files.read_into(_name(key), (head, packed, blob, mac), size_bytes)
-        record = prove(head, packed, blob, mac, self._secret)
-        if chain_key(record.parent, record.packed) != key:
+        record = verify(head, packed, blob, mac, self._secret)
+        if chain_key(record.parent, record.tokens) != key:
             raise CorruptBlock("it is another block than its name says")
         return record
 
@@ -74,40 +75,41 @@ class Vault:
             raise CorruptBlock("its length disagrees with its header")
         return header
 
-    def tentative(self, key: bytes) -> tuple[Header, bytes, int]:
+    def tentative(self, key: bytes) -> tuple[Header, Tokens, int]:
         """Header, tokens and size of a file that looks like the block its name says.
 
-        Good enough to rebuild an index, which is believed no further: `read` proves the rest.
+        Good enough to rebuild an index, which is believed no further: `read` verifies the rest.
         """
         with _blamed_on_the_file():
             _, size_bytes = self._files.head(_name(key), 0)
             header = self._header(key, size_bytes)
             raw, _ = self._files.head(_name(key), HEADER_BYTES + header.packed_bytes)
-        packed = raw[HEADER_BYTES:]
-        if len(packed) != header.packed_bytes or chain_key(header.parent, packed) != key:
+        tokens = Tokens(raw[HEADER_BYTES:])
+        is_whole = len(tokens.packed) == header.packed_bytes
+        if not is_whole or chain_key(header.parent, tokens) != key:
             raise CorruptBlock("it is another block than its name says")
-        return header, packed, size_bytes
+        return header, tokens, size_bytes
 
-    def set_aside(self, key: bytes) -> None:
+    def quarantine(self, key: bytes) -> None:
         """Take a bad file out of use; the latest few are kept."""
-        self._put_aside(_name(key))
+        self._quarantine(_name(key))
 
-    def set_aside_impostors(self) -> int:
+    def quarantine_impostors(self) -> int:
         """Take folders, links and pipes with a block's name out of the way of that block."""
         impostors = [name for name in self.foreign() if _NAME.fullmatch(name)]
         for name in impostors:
-            self._put_aside(name)
+            self._quarantine(name)
         return len(impostors)
 
-    def set_aside_foreign(self) -> None:
+    def quarantine_foreign(self) -> None:
         """Take everything that is not ours out of the folder."""
         for name in self.foreign():
-            self._put_aside(name)
+            self._quarantine(name)
 
-    def _put_aside(self, name: str) -> None:
+    def _quarantine(self, name: str) -> None:
         stamp = f"{time.time_ns():020d}"  # sorts by age
         try:
-            self._files.move(name, self._aside, f"{stamp}-{name[-2 * KEY_BYTES :]}")
+            self._files.move(name, self._quarantined, f"{stamp}-{name[-2 * KEY_BYTES :]}")
         except FileNotFoundError:
             return
         except OSError:
@@ -116,13 +118,13 @@ class Vault:
             self._trim()
 
     def _trim(self) -> None:
-        sizes = self._aside.sizes()
+        sizes = self._quarantined.sizes()
         kept_bytes = 0
-        for age, name in enumerate(reversed(self._aside.names())):
+        for age, name in enumerate(reversed(self._quarantined.names())):
             kept_bytes += sizes.get(name, 0)
-            if age >= MOST_ASIDE or kept_bytes > self.most_aside_bytes:
+            if age >= MOST_QUARANTINE or kept_bytes > self.most_quarantine_bytes:
                 with suppress(OSError):  # one more than intended; the next time may do better
-                    self._aside.discard(name)
+                    self._quarantined.discard(name)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Remove these blocks' files; one that cannot be removed does not keep the others."""

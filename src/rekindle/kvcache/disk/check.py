@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rekindle.errors import CorruptBlock, FolderLocked, LedgerDamaged
-from rekindle.kvcache.disk.block_files import Vault
-from rekindle.kvcache.disk.folder import INDEX, claim, gate, model_folders, open_vault, read_secret
-from rekindle.kvcache.disk.index_db import BlockRow, Ledger
+from rekindle.errors import CorruptBlock, FolderLocked, IndexDamaged
+from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.disk.folder import (
+    INDEX,
+    claim,
+    gate,
+    model_folders,
+    open_block_files,
+)
+from rekindle.kvcache.disk.index_db import BlockRow, IndexDb
 from rekindle.kvcache.disk.recovery import (
     Census,
     compare,
     open_index,
     open_readable,
     put_away,
-    settle,
+    repair_index,
 )
+from rekindle.kvcache.disk.secret import read_secret
 
-Kind = Literal[
+FindingKind = Literal[
     "index_damaged",
     "bad_file",
     "lost_row",
@@ -36,7 +43,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    kind: Kind
+    kind: FindingKind
     key: str  # of the block, in hex; empty when it is about something else
     sentence: str
 
@@ -61,18 +68,20 @@ def check(
     cache_dir: Path,
     *,
     repair: bool,
+    secret: bytes | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[FolderReport]:
-    """Verify every model's folder that is not in use; `progress` is told files done and in all.
+    """Verify every model's folder that is not in use; `secret` is the configured one, if any;
+    `progress` gets files done and in all.
 
     What `repair` mends is reported all the same; a check after it finds nothing.
     """
     if not cache_dir.is_dir():
         return []
-    home, secret = cache_dir.resolve(), read_secret(cache_dir)
+    home, secret = cache_dir.resolve(), read_secret(cache_dir, secret)
     reports: dict[Path, FolderReport] = {}
     with ExitStack() as resources:
-        vaults: dict[Path, Vault] = {}
+        opened: dict[Path, BlockFiles] = {}
         with gate(home):
             for path in model_folders(home):
                 reports[path] = FolderReport(path, in_use=True)
@@ -80,10 +89,10 @@ def check(
                     resources.callback(os.close, claim(path))
                 except FolderLocked:
                     continue
-                vaults[path] = open_vault(path, secret, resources)
-        steps = _Steps(sum(len(vault.sizes()) for vault in vaults.values()), progress)
-        for path, vault in vaults.items():
-            reports[path] = _check_folder(path, vault, steps, repair=repair)
+                opened[path] = open_block_files(path, secret, resources)
+        steps = _Steps(sum(len(block_files.sizes()) for block_files in opened.values()), progress)
+        for path, block_files in opened.items():
+            reports[path] = _check_folder(path, block_files, steps, repair=repair)
     return list(reports.values())
 
 
@@ -96,46 +105,48 @@ class _Steps:
         self._progress(self._done, self._total)
 
 
-def _check_folder(path: Path, vault: Vault, steps: _Steps, *, repair: bool) -> FolderReport:
-    findings = list(_strangers(vault))
+def _check_folder(
+    path: Path, block_files: BlockFiles, steps: _Steps, *, repair: bool
+) -> FolderReport:
+    findings = list(_strangers(block_files))
     if repair:
-        vault.sweep()
-        vault.set_aside_foreign()
-    survey = _read_all(vault, steps)
+        block_files.sweep()
+        block_files.quarantine_foreign()
+    survey = _read_all(block_files, steps)
     findings += [
         Finding("bad_file", key.hex(), f"A block's file is bad: {why}.")
         for key, why in survey.bad.items()
     ]
-    ledger, damage = _open(path / INDEX, repair=repair)
+    index_db, damage = _open(path / INDEX, repair=repair)
     findings += damage
-    if ledger is not None:
+    if index_db is not None:
         try:
-            findings += _check_index(vault, ledger, survey, repair=repair)
+            findings += _check_index(block_files, index_db, survey, repair=repair)
         finally:
-            ledger.close()
+            index_db.close()
     return FolderReport(path, blocks=len(survey.found), findings=tuple(findings))
 
 
-def _strangers(vault: Vault) -> Iterator[Finding]:
-    for name in vault.unfinished():
+def _strangers(block_files: BlockFiles) -> Iterator[Finding]:
+    for name in block_files.unfinished():
         yield Finding("unfinished_write", "", f"A write was not finished: {name!a}.")
-    for name in vault.foreign():
+    for name in block_files.foreign():
         yield Finding("foreign_file", "", f"This is not a block's file: {name!a}.")
 
 
-def _read_all(vault: Vault, steps: _Steps) -> _Survey:
+def _read_all(block_files: BlockFiles, steps: _Steps) -> _Survey:
     survey = _Survey({}, {})
-    for key, size_bytes in sorted(vault.sizes().items()):
+    for key, size_bytes in sorted(block_files.sizes().items()):
         try:
-            record = vault.read(key, size_bytes)
+            record = block_files.read(key, size_bytes)
         except CorruptBlock as error:
             survey.bad[key] = str(error)
         else:
             survey.found[key] = BlockRow(
                 key,
                 record.parent,
-                record.root,
-                record.packed,
+                record.namespace,
+                record.tokens.packed,
                 size_bytes,
                 record.exact,
                 record.resumable,
@@ -144,47 +155,47 @@ def _read_all(vault: Vault, steps: _Steps) -> _Survey:
     return survey
 
 
-def _open(index: Path, *, repair: bool) -> tuple[Ledger | None, list[Finding]]:
+def _open(index: Path, *, repair: bool) -> tuple[IndexDb | None, list[Finding]]:
     """The index, unless it is damaged and stays so."""
     try:
         return _open_sound(index), []
-    except LedgerDamaged as error:
+    except IndexDamaged as error:
         finding = Finding("index_damaged", "", f"The index cannot be used: {error}.")
     if not repair:
         return None, [finding]
     if index.is_symlink() or index.exists():
         put_away(index)
-    ledger, _, _ = open_index(index)
-    return ledger, [finding]
+    index_db, _, _ = open_index(index)
+    return index_db, [finding]
 
 
-def _open_sound(index: Path) -> Ledger:
+def _open_sound(index: Path) -> IndexDb:
     if not index.exists():
-        raise LedgerDamaged("it is missing")
-    ledger = open_readable(index)
+        raise IndexDamaged("it is missing")
+    index_db = open_readable(index)
     try:
-        if problems := ledger.problems():
-            raise LedgerDamaged(problems[0])
+        if problems := index_db.problems():
+            raise IndexDamaged(problems[0])
     except BaseException:
-        ledger.close()
+        index_db.close()
         raise
-    return ledger
+    return index_db
 
 
 def _check_index(
-    vault: Vault, ledger: Ledger, survey: _Survey, *, repair: bool
+    block_files: BlockFiles, index_db: IndexDb, survey: _Survey, *, repair: bool
 ) -> Iterable[Finding]:
-    rows = ledger.blocks()
+    rows = index_db.blocks()
     census = compare(rows, survey.found)
-    dangling = ledger.dangling_names()
+    dangling = index_db.dangling_names()
     findings = [
         *_disagreements(census, {row.key for row in rows}, survey),
         *(Finding("dangling_name", "", "A name belongs to no entry.") for _ in dangling),
     ]
     if repair:
-        ledger.commit(dangling)
-        settle(vault, ledger, census, survey.bad)
-        ledger.backup()
+        index_db.commit(dangling)
+        repair_index(block_files, index_db, census, survey.bad)
+        index_db.backup()
     return findings
 
 

@@ -52,6 +52,15 @@ def make_folder(path: Path) -> int:
     return handle
 
 
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk, too."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 class Files:
     """The files of one folder. A name is a plain name: never a path, never a link to follow."""
 
@@ -84,7 +93,7 @@ class Files:
                 waiting.popleft()
         except BaseException:
             for name in waiting:
-                with suppress(OSError):  # the first error is the one to tell; `sweep` comes later
+                with suppress(OSError):  # the first error is the one to raise; `sweep` comes later
                     self.unlink(_temporary(name))
             raise
         if items:

@@ -1,11 +1,11 @@
 """The cache folder of one model: who owns it, what is in it, how large it may grow.
 
 <cache_dir>/lock                    held while folders are claimed or removed
-<cache_dir>/secret                  32 random bytes
+<cache_dir>/secret                  32 random bytes, unless a secret is configured
 <cache_dir>/<model>/lock            held while a process uses this folder
 <cache_dir>/<model>/model           what the model was called
-<cache_dir>/<model>/index.db        the ledger; beside it its backup, and a damaged one
-<cache_dir>/<model>/blocks/         the vault
+<cache_dir>/<model>/index.db        the index; beside it its backup, and a damaged one
+<cache_dir>/<model>/blocks/         the block_files
 <cache_dir>/<model>/aside/          bad files, kept for a look at them
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import sqlite3
 import stat
@@ -25,14 +24,15 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from rekindle.errors import ConfigError, FolderLocked, LedgerDamaged
-from rekindle.kvcache.disk.block_files import Vault
-from rekindle.kvcache.disk.files import Files, make_folder
-from rekindle.kvcache.disk.index_db import BACKUP, Ledger, beside
+from rekindle.errors import FolderLocked, IndexDamaged
+from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.disk.files import Files, make_folder, sync_folder
+from rekindle.kvcache.disk.index_db import BACKUP, IndexDb, beside
 from rekindle.kvcache.disk.recovery import Recovery, recover
+from rekindle.kvcache.disk.secret import read_secret
 
-SECRET_BYTES = 32
 INDEX = "index.db"
+QUARANTINE = "aside"  # what it was called when folders of this layout were first written
 _LOCK = "lock"
 _NAME = "model"
 _MODEL_DIGITS = 32
@@ -44,8 +44,8 @@ class Folder:
     """A folder that this process owns until it closes it."""
 
     path: Path
-    vault: Vault
-    ledger: Ledger
+    block_files: BlockFiles
+    index_db: IndexDb
     limit_bytes: int
     recovery: Recovery
     _resources: ExitStack = field(repr=False)
@@ -55,14 +55,20 @@ class Folder:
 
 
 def open_folder(
-    cache_dir: Path, identity: bytes, *, limit_bytes: int, served: Sequence[str] = ("",)
+    cache_dir: Path,
+    identity: bytes,
+    *,
+    limit_bytes: int,
+    served: Sequence[str] = ("",),
+    secret: bytes | None = None,
 ) -> Folder:
     """Own a model's folder, or raise FolderLocked; `limit_bytes` is for all of `cache_dir`.
 
-    `served` are the models of this server, this one's first; the others open folders of their own,
-    which are known by what they were called last time.
+    `secret` is the configured one; without it the folder has its own. `served` are
+    the models of this server, this one's first; the others open folders of their own, which are
+    known by what they were called last time.
     """
-    secret = read_secret(cache_dir)
+    secret = read_secret(cache_dir, secret)
     home = cache_dir.resolve()
     path = home / blake3(identity).hexdigest()[:_MODEL_DIGITS]
     with ExitStack() as resources:
@@ -73,62 +79,18 @@ def open_folder(
         _write_name(path / _NAME, served[0])
         _touch(lock)
         resources.callback(_touch, lock)
-        vault = open_vault(path, secret, resources)
-        ledger, recovery = recover(vault, path / INDEX)
-        resources.callback(ledger.close)
+        block_files = open_block_files(path, secret, resources)
+        index_db, recovery = recover(block_files, path / INDEX)
+        resources.callback(index_db.close)
         limit = max(limit_bytes - idle_bytes, 0) // len(served)
-        return Folder(path, vault, ledger, limit, recovery, resources.pop_all())
+        return Folder(path, block_files, index_db, limit, recovery, resources.pop_all())
 
 
-def open_vault(path: Path, secret: bytes, resources: ExitStack) -> Vault:
-    blocks, aside = Files(path / "blocks"), Files(path / "aside")
+def open_block_files(path: Path, secret: bytes, resources: ExitStack) -> BlockFiles:
+    blocks, quarantine = Files(path / "blocks"), Files(path / QUARANTINE)
     resources.callback(blocks.close)
-    resources.callback(aside.close)
-    return Vault(blocks, secret, aside)
-
-
-# -- the secret ----------------------------------------------------------------------------------
-
-
-def read_secret(cache_dir: Path) -> bytes:
-    """The secret of this cache, made when there is none; processes that start together agree."""
-    cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = cache_dir / "secret"
-    with suppress(FileNotFoundError):
-        return _read_secret(path)
-    new = cache_dir / f".secret.{secrets.token_hex(8)}.tmp"
-    try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-            file.flush()
-            os.fsync(handle)
-        with suppress(FileExistsError):  # whose secret was first is everybody's
-            path.hardlink_to(new)
-    finally:
-        new.unlink(missing_ok=True)
-    _sync_folder(cache_dir)
-    return _read_secret(path)
-
-
-def _read_secret(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        secret = file.read(SECRET_BYTES + 1)
-    if len(secret) != SECRET_BYTES:
-        raise ConfigError(
-            f"{path} must hold {SECRET_BYTES} bytes and does not. Remove it to have a new secret "
-            "made; blocks stored under the old one are then computed again."
-        )
-    return secret
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    resources.callback(quarantine.close)
+    return BlockFiles(blocks, secret, quarantine)
 
 
 # -- owning --------------------------------------------------------------------------------------
@@ -165,7 +127,7 @@ def claim(folder: Path) -> int:
 def _claim_new(folder: Path) -> int:
     os.close(make_folder(folder))
     handle = claim(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     return handle
 
 
@@ -243,15 +205,15 @@ def _may_have_pins(index: Path) -> bool:
     if not index.exists():
         return beside(index, BACKUP).exists()
     try:
-        ledger = Ledger(index)
-    except (OSError, sqlite3.Error, LedgerDamaged):
+        index_db = IndexDb(index)
+    except (OSError, sqlite3.Error, IndexDamaged):
         return True
     try:
-        return any(entry.pinned for entry in ledger.entries())
-    except (sqlite3.Error, LedgerDamaged):
+        return any(entry.pinned for entry in index_db.entries())
+    except (sqlite3.Error, IndexDamaged):
         return True
     finally:
-        ledger.close()
+        index_db.close()
 
 
 def _remove(folder: Path) -> None:

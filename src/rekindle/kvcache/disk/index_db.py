@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from rekindle.errors import LedgerDamaged
+from rekindle.errors import IndexDamaged
 from rekindle.kvcache.disk import index_rows as rows
 from rekindle.kvcache.disk.index_rows import (
     BlockRow,
@@ -32,7 +32,7 @@ __all__ = [
     "DropEntry",
     "DropName",
     "EntryRow",
-    "Ledger",
+    "IndexDb",
     "PutBlock",
     "PutEntry",
     "SetMeta",
@@ -55,10 +55,10 @@ PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON;
 """
 
 
-class Ledger:
+class IndexDb:
     """A SQLite file, made when it is missing. One thread at a time.
 
-    A file that is there but not whole, or not ours, is LedgerDamaged; any other trouble is an
+    A file that is there but not whole, or not ours, is IndexDamaged; any other trouble is an
     OSError or a sqlite3.Error and says nothing against the file.
     """
 
@@ -70,7 +70,7 @@ class Ledger:
         )
         self._db.text_factory = bytes.decode  # its error is a ValueError, as for any bad row
         try:
-            with _telling_damage():
+            with _raising_damage():
                 self._begin(is_new)
         except BaseException:
             self._db.close()
@@ -82,13 +82,13 @@ class Ledger:
             self._db.executescript(rows.SCHEMA)
             return
         if problems := self._problems("quick_check"):
-            raise LedgerDamaged(problems[0])
+            raise IndexDamaged(problems[0])
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            raise LedgerDamaged("it has no tables")
+            raise IndexDamaged("it has no tables")
         while (version := self.meta("schema")) in rows.UPGRADES:
             self._db.executescript(rows.UPGRADES[version])
         if version != rows.SCHEMA_VERSION:
-            raise LedgerDamaged("it is of another version")
+            raise IndexDamaged("it is of another version")
 
     def close(self) -> None:
         """Move the log into the file, and let go of it."""
@@ -107,13 +107,13 @@ class Ledger:
 
     def blocks(self) -> list[BlockRow]:
         """All blocks in the order in which they first came."""
-        with _telling_damage():
+        with _raising_damage():
             return [rows.parse_block(row) for row in self._db.execute(rows.SELECT_BLOCKS)]
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""
         names: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        with _telling_damage():
+        with _raising_damage():
             for entry, kind, name in self._db.execute(rows.SELECT_NAMES):
                 names[entry].append((kind, rows.parse_text(name)))
             found = self._db.execute(rows.SELECT_ENTRIES)
@@ -122,18 +122,20 @@ class Ledger:
 
     def dangling_names(self) -> list[DropName]:
         """For each name whose entry is not there, the change that drops it."""
-        with _telling_damage():
+        with _raising_damage():
             found = self._db.execute(rows.SELECT_DANGLING)
-            return [DropName(root, kind, rows.parse_text(name)) for root, kind, name in found]
+            return [
+                DropName(namespace, kind, rows.parse_text(name)) for namespace, kind, name in found
+            ]
 
     def problems(self) -> list[str]:
         """What SQLite's full check finds."""
-        with _telling_damage():
+        with _raising_damage():
             return self._problems("integrity_check")
 
     def _problems(self, check: str) -> list[str]:
-        told = self._db.execute(f"PRAGMA {check}(10)")
-        found = [" ".join(str(row[0]).split()) for row in told]
+        lines = self._db.execute(f"PRAGMA {check}(10)")
+        found = [" ".join(str(row[0]).split()) for row in lines]
         return [] if found == ["ok"] else found
 
     # -- writing -------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def _make_private(path: Path) -> bool:
     for each in (path, *(beside(path, suffix) for suffix in SIDECARS)):
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(each.lstat().st_mode):
-                raise LedgerDamaged("it is not a regular file")
+                raise IndexDamaged("it is not a regular file")
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
@@ -203,13 +205,13 @@ def _make_private(path: Path) -> bool:
 
 
 @contextmanager
-def _telling_damage() -> Iterator[None]:
+def _raising_damage() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extension
         if code not in _DAMAGE:
             raise
-        raise LedgerDamaged(str(error)) from error
+        raise IndexDamaged(str(error)) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise LedgerDamaged(f"a row makes no sense: {error}") from error
+        raise IndexDamaged(f"a row makes no sense: {error}") from error

@@ -61,7 +61,7 @@ SELECT_DANGLING = (
 class BlockRow:
     key: bytes
     parent: bytes
-    root: bytes
+    namespace: bytes
     packed: bytes
     size_bytes: int  # of its file
     exact: bool
@@ -71,7 +71,7 @@ class BlockRow:
 @dataclass(frozen=True, slots=True)
 class EntryRow:
     key: str
-    root: bytes
+    namespace: bytes
     packed: bytes
     text: bytes  # rendered, with marks: no UTF-8
     segments: tuple[tuple[str, str], ...]  # (type, hash)
@@ -121,7 +121,7 @@ class DropEntry:
 
 @dataclass(frozen=True, slots=True)
 class DropName:
-    root: bytes
+    namespace: bytes
     kind: str
     name: str
 
@@ -147,16 +147,16 @@ def statements(change: Change) -> Iterator[Statement]:
             yield "DELETE FROM names WHERE entry = ?", (entry.key,)
             yield _PUT_ENTRY, _entry_values(entry)
             for kind, name in entry.names:
-                values = (entry.root, kind, text_bytes(name), entry.key)
+                values = (entry.namespace, kind, text_bytes(name), entry.key)
                 yield "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", values
         case TouchEntry(key, last_used_at, expires_at, hits):
             yield _TOUCH_ENTRY, (last_used_at, expires_at, hits, key)
         case DropEntry(key):
             yield "DELETE FROM names WHERE entry = ?", (key,)
             yield "DELETE FROM entries WHERE key = ?", (key,)
-        case DropName(root, kind, name):
+        case DropName(namespace, kind, name):
             drop = "DELETE FROM names WHERE root = ? AND kind = ? AND name = ?"
-            yield drop, (root, kind, text_bytes(name))
+            yield drop, (namespace, kind, text_bytes(name))
         case SetMeta(key, value):
             yield "INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value)
 
@@ -176,14 +176,19 @@ _PUT_ENTRY = _upsert("entries", _ENTRY)
 _TOUCH_ENTRY = "UPDATE entries SET last_used_at = ?, expires_at = ?, hits = ? WHERE key = ?"
 
 
+def _field(column: str) -> str:
+    """A column's name in Python; the one that differs is as old as the first index."""
+    return "namespace" if column == "root" else column
+
+
 def _block_values(block: BlockRow) -> tuple[Any, ...]:
-    values = {column: getattr(block, column) for column in _BLOCK}
+    values = {column: getattr(block, _field(column)) for column in _BLOCK}
     values["exact"] = block.exact | block.resumable << 1
     return tuple(values.values())
 
 
 def _entry_values(entry: EntryRow) -> tuple[Any, ...]:
-    values = {column: getattr(entry, column, None) for column in _ENTRY}
+    values = {column: getattr(entry, _field(column), None) for column in _ENTRY}
     values["segments"] = json.dumps(entry.segments)
     values["digest"] = _digest(entry)
     return tuple(values.values())
@@ -193,8 +198,8 @@ def _digest(entry: EntryRow) -> bytes:
     """Of what an entry promises: SQLite's pages have no checksums, and tokens that do not spell
     their text would be a wrong answer. What a use changes is left out."""
     ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
-    told = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
-    parts = [entry.root, entry.packed, entry.text, told]
+    promised = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
+    parts = [entry.namespace, entry.packed, entry.text, promised]
     if entry.replies or entry.text_tokens is not None:  # else it is what version 1 would have said
         parts += entry.replies, str(entry.text_tokens).encode()
     hasher = blake3()
@@ -206,8 +211,8 @@ def _digest(entry: EntryRow) -> bytes:
 
 def parse_block(row: Sequence[Any]) -> BlockRow:
     """The row, or ValueError: SQLite does not check what a damaged page says of its columns."""
-    key, parent, root, packed, size_bytes, kind = _typed(row, _BLOCK_TYPES)
-    return BlockRow(key, parent, root, packed, size_bytes, bool(kind & 1), bool(kind & 2))
+    key, parent, namespace, packed, size_bytes, kind = _typed(row, _BLOCK_TYPES)
+    return BlockRow(key, parent, namespace, packed, size_bytes, bool(kind & 1), bool(kind & 2))
 
 
 def parse_entry(
@@ -215,11 +220,11 @@ def parse_entry(
 ) -> EntryRow | None:
     """The entry as it was put; None: it is another."""
     *row, digest = _typed(row, _ENTRY_TYPES)
-    key, root, packed, text, segments, *times, pinned, hits, keyed, text_tokens, replies = row
+    key, namespace, packed, text, segments, *times, pinned, hits, keyed, text_tokens, replies = row
     created_at, last_used_at, ttl_s, expires_at = times
     entry = EntryRow(
         key=key,
-        root=root,
+        namespace=namespace,
         packed=packed,
         text=text,
         segments=tuple((str(kind), str(digest)) for kind, digest in json.loads(segments)),

@@ -9,20 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rekindle.errors import CorruptBlock, LedgerDamaged
-from rekindle.kvcache.disk.block_files import Vault
+from rekindle.errors import CorruptBlock, IndexDamaged
+from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.index_db import (
     BACKUP,
     SIDECARS,
     BlockRow,
     Change,
     DropBlock,
-    Ledger,
+    IndexDb,
     PutBlock,
     beside,
     publish,
 )
 from rekindle.kvcache.key import chain_key
+from rekindle.tokens import Tokens
 
 DAMAGED = ".damaged"
 
@@ -33,7 +34,7 @@ class Recovery:
 
     adopted: int = 0  # files that the index did not know, or knew otherwise
     lost: int = 0  # rows whose block cannot be reached any more
-    aside: int = 0  # bad files set aside
+    quarantined: int = 0  # bad files taken out of use
     removed: int = 0  # files that nothing leads to
     rebuilt: bool = False  # the index was damaged or missing
     restored_from_backup: bool = False
@@ -72,56 +73,61 @@ def _is_in_order(rows: Iterable[BlockRow]) -> bool:
     """Whether parents come before their children, as whoever loads an index expects."""
     seen: set[bytes] = set()
     for row in rows:
-        if row.parent != row.root and row.parent not in seen:
+        if row.parent != row.namespace and row.parent not in seen:
             return False
         seen.add(row.key)
     return True
 
 
 def _reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:
-    """The blocks whose chain leads up to their root, parents first."""
+    """The blocks whose chain leads up to their namespace, parents first."""
     below: dict[bytes, list[BlockRow]] = defaultdict(list)
     for row in found.values():
         below[row.parent].append(row)
-    reached = [row for row in found.values() if row.parent == row.root]
+    reached = [row for row in found.values() if row.parent == row.namespace]
     for row in reached:  # grows as it is walked
-        reached.extend(child for child in below[row.key] if child.root == row.root)
+        reached.extend(child for child in below[row.key] if child.namespace == row.namespace)
     return reached
 
 
-def recover(vault: Vault, index: Path) -> tuple[Ledger, Recovery]:
+def recover(block_files: BlockFiles, index: Path) -> tuple[IndexDb, Recovery]:
     """Open the index, made anew if need be, and have it agree with the files."""
     is_there = _is_there(index)
-    ledger, replaced, restored = open_index(index)
+    index_db, replaced, restored = open_index(index)
     try:
-        done = reconcile(vault, ledger)
+        done = reconcile(block_files, index_db)
     except BaseException:
-        ledger.close()
+        index_db.close()
         raise
     rebuilt = replaced and (is_there or restored or done.adopted > 0)
-    return ledger, Recovery(
-        done.adopted, done.lost, done.aside, done.removed, rebuilt, restored_from_backup=restored
+    return index_db, Recovery(
+        done.adopted,
+        done.lost,
+        done.quarantined,
+        done.removed,
+        rebuilt,
+        restored_from_backup=restored,
     )
 
 
-def reconcile(vault: Vault, ledger: Ledger) -> Recovery:
-    """Compare index and files by sizes and headers alone, and settle every difference."""
-    vault.sweep()
-    impostors = vault.set_aside_impostors()
-    rows = ledger.blocks()
-    found, bad = _look(vault, {row.key: row for row in rows})
+def reconcile(block_files: BlockFiles, index_db: IndexDb) -> Recovery:
+    """Compare index and files by sizes and headers alone, and repair every difference."""
+    block_files.sweep()
+    impostors = block_files.quarantine_impostors()
+    rows = index_db.blocks()
+    found, bad = _look(block_files, {row.key: row for row in rows})
     census = compare(rows, found)
-    settle(vault, ledger, census, bad)
+    repair_index(block_files, index_db, census, bad)
     return Recovery(
         adopted=len(census.adopted),
         lost=len(census.lost),
-        aside=impostors + len(bad),
+        quarantined=impostors + len(bad),
         removed=len(census.unreachable),
     )
 
 
 def _look(
-    vault: Vault, rows: Mapping[bytes, BlockRow]
+    block_files: BlockFiles, rows: Mapping[bytes, BlockRow]
 ) -> tuple[dict[bytes, BlockRow], list[bytes]]:
     """What each file holds, as far as a look at it tells; and the bad ones.
 
@@ -129,21 +135,21 @@ def _look(
     process may have ended before the row followed.
     """
     found, bad = {}, []
-    for key, size_bytes in vault.sizes().items():
+    for key, size_bytes in block_files.sizes().items():
         row = rows.get(key)
-        if row and row.size_bytes == size_bytes and chain_key(row.parent, row.packed) == key:
+        if row and row.size_bytes == size_bytes and _key(row) == key:
             found[key] = row
             continue
         try:
-            header, packed, size_bytes = vault.tentative(key)
+            header, tokens, size_bytes = block_files.tentative(key)
         except CorruptBlock:
             bad.append(key)
         else:
             found[key] = BlockRow(
                 key,
                 header.parent,
-                header.root,
-                packed,
+                header.namespace,
+                tokens.packed,
                 size_bytes,
                 header.exact,
                 header.resumable,
@@ -151,45 +157,51 @@ def _look(
     return found, bad
 
 
-def settle(vault: Vault, ledger: Ledger, census: Census, bad: Iterable[bytes]) -> None:
+def _key(row: BlockRow) -> bytes:
+    return chain_key(row.parent, Tokens(row.packed))
+
+
+def repair_index(
+    block_files: BlockFiles, index_db: IndexDb, census: Census, bad: Iterable[bytes]
+) -> None:
     """Make the index say what the files say; what is bad or out of reach goes."""
-    ledger.commit(census.changes)  # first: a file without a row is found again, and so harmless
+    index_db.commit(census.changes)  # first: a file without a row is found again, and so harmless
     for key in bad:
-        vault.set_aside(key)
-    vault.remove(census.unreachable)
+        block_files.quarantine(key)
+    block_files.remove(census.unreachable)
 
 
 # -- the index itself ----------------------------------------------------------------------------
 
 
-def open_index(index: Path) -> tuple[Ledger, bool, bool]:
+def open_index(index: Path) -> tuple[IndexDb, bool, bool]:
     """The index; whether it took the place of another; whether that is its backup."""
     if _is_there(index):
         try:
             return open_readable(index), False, False
-        except LedgerDamaged:
+        except IndexDamaged:
             put_away(index)
     _remove_sidecars(index)  # a log that outlived its index would be played into the next one
     if _is_there(beside(index, BACKUP)):
         try:
             _copy_backup(index)
             return open_readable(index), True, True
-        except LedgerDamaged:
+        except IndexDamaged:
             _remove(index)
             _remove_sidecars(index)
-    return Ledger(index), True, False
+    return IndexDb(index), True, False
 
 
-def open_readable(index: Path) -> Ledger:
+def open_readable(index: Path) -> IndexDb:
     """An index of which every row can be read."""
-    ledger = Ledger(index)
+    index_db = IndexDb(index)
     try:
-        ledger.blocks()
-        ledger.entries()
+        index_db.blocks()
+        index_db.entries()
     except BaseException:
-        ledger.close()
+        index_db.close()
         raise
-    return ledger
+    return index_db
 
 
 def put_away(index: Path) -> None:
@@ -205,7 +217,7 @@ def _copy_backup(index: Path) -> None:
     _remove(new)
     backup = beside(index, BACKUP)
     if backup.is_symlink() or not backup.is_file():
-        raise LedgerDamaged("it is not a regular file")
+        raise IndexDamaged("it is not a regular file")
     new.touch(mode=0o600)
     shutil.copyfile(backup, new)
     publish(new, index)

@@ -1,4 +1,4 @@
-"""The thread that writes to disk, behind everybody's back: orders in, what became of them out."""
+"""The thread that writes to disk behind the turns: orders in, events of what became of them out."""
 
 from __future__ import annotations
 
@@ -7,63 +7,23 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
-from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import BlockRow, Change, DropBlock, PutBlock
+from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
 BATCH_BYTES = 8 << 20
 LULL_S = 0.2  # of idleness before writing begins: the next turn often comes at once
 PATIENCE_S = 0.5  # between two batches when there is no idleness at all
-MOST_UNSETTLED = 10_000  # changes kept for a disk that may come back
-
-State = Literal["ok", "full", "failing"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteOrder:
-    """A block to be written; a later order for the same key is another one."""
-
-    key: bytes
-    record: Record
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """These orders are done: files, directory and index are synced."""
-
-    orders: tuple[WriteOrder, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Unwritten:
-    """These are not, and why; `filed` when their files are, and the index alone does not say so."""
-
-    orders: tuple[WriteOrder, ...]
-    state: State
-    why: str
-    filed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """Everything asked for before is settled, one way or the other."""
-
-    then: Callable[[], None]
-
-
-Settled = Written | Unwritten | Flushed
+MOST_UNCOMMITTED = 10_000  # changes kept for a disk that may come back
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
     key: bytes
-    aside: bool
+    quarantine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +31,19 @@ class BackUp:
     """Make a copy of the index, for the day it is damaged."""
 
 
-Order = WriteOrder | Remove | Change | Flushed | BackUp
+Order = Write | Remove | Change | Flushed | BackUp
 
 
 class Writer:
     """One thread that takes orders in batches: unlink, write, then one commit for all of it."""
 
-    def __init__(self, folder: Folder, tell: Callable[[Settled], None], floor_bytes: int) -> None:
+    def __init__(self, folder: Folder, tier: str, on_event: OnEvent, floor_bytes: int) -> None:
         self._folder = folder
-        self._tell = tell
+        self._tier = tier
+        self._on_event = on_event
         self._floor_bytes = floor_bytes
         self._orders: deque[Order] = deque()
-        self._unsettled: list[Change] = []  # changes of the index that wait for a good commit
+        self._uncommitted: list[Change] = []  # changes of the index that wait for a good commit
         self._wake = threading.Condition()
         self._closing = False
         self._urgent = 0  # somebody waits for so many flushes
@@ -117,7 +78,7 @@ class Writer:
 
     def _back_up(self) -> None:
         with suppress(OSError, sqlite3.Error):  # the index is committed; a later copy will do
-            self._folder.ledger.backup()
+            self._folder.index_db.backup()
 
     def _next(self) -> list[Order]:
         """The next orders, up to a batch's bytes; nothing when the end has come."""
@@ -130,7 +91,7 @@ class Writer:
             while self._orders and room > 0:
                 order = self._orders.popleft()
                 batch.append(order)
-                room -= order.size_bytes if isinstance(order, WriteOrder) else 0
+                room -= order.size_bytes if isinstance(order, Write) else 0
                 if isinstance(order, Flushed | BackUp):
                     self._urgent -= isinstance(order, Flushed)
                     break
@@ -147,27 +108,29 @@ class Writer:
             self._wake.wait(due_s - now_s)
 
     def _work(self, batch: list[Order]) -> None:
-        """Unlink, write, commit. What fails is told; nothing is told written before it is safe."""
-        last = {order.key: order for order in batch if isinstance(order, WriteOrder | Remove)}
-        writes = [order for order in last.values() if isinstance(order, WriteOrder)]
+        """Unlink, write, commit. Failures are reported, and nothing as written before it
+        is safe."""
+        last = {order.key: order for order in batch if isinstance(order, Write | Remove)}
+        writes = [order for order in last.values() if isinstance(order, Write)]
         removals = [order for order in last.values() if isinstance(order, Remove)]
-        asked = tuple(order for order in batch if isinstance(order, WriteOrder))
+        asked = tuple(order for order in batch if isinstance(order, Write))
         failed = self._try_files(removals, writes)
-        self._unsettled += [DropBlock(order.key) for order in removals]
-        self._unsettled += [o for o in batch if isinstance(o, Change)]
+        self._uncommitted += [DropBlock(order.key) for order in removals]
+        self._uncommitted += [o for o in batch if isinstance(o, Change)]
         error = self._try_commit([] if failed else writes) or failed
         if error is not None:
-            state, why = _state_of(error), _sentence(error)
-            self._tell(Unwritten(asked, state, why, filed=failed is None))
+            state, reason = _state_of(error), _sentence(error)
+            is_there = failed is None
+            self._on_event(WriteFailed(self._tier, asked, state, reason, is_there))
         elif asked:
-            self._tell(Written(asked))
+            self._on_event(Written(self._tier, asked))
         for order in batch:
             if isinstance(order, Flushed):
-                self._tell(order)
+                self._on_event(order)
             elif isinstance(order, BackUp):
                 self._back_up()
 
-    def _try_files(self, removals: list[Remove], writes: list[WriteOrder]) -> Exception | None:
+    def _try_files(self, removals: list[Remove], writes: list[Write]) -> Exception | None:
         try:
             self._unlink(removals)
             self._write(writes)
@@ -175,47 +138,47 @@ class Writer:
             return error
         return None
 
-    def _try_commit(self, writes: list[WriteOrder]) -> Exception | None:
+    def _try_commit(self, writes: list[Write]) -> Exception | None:
         """Commit these blocks and every change that could not be committed before."""
         try:
-            self._folder.ledger.commit(
-                [*self._unsettled, *(PutBlock(_row(order)) for order in writes)]
+            self._folder.index_db.commit(
+                [*self._uncommitted, *(PutBlock(_row(order)) for order in writes)]
             )
         except Exception as error:
-            del self._unsettled[:-MOST_UNSETTLED]
+            del self._uncommitted[:-MOST_UNCOMMITTED]
             return error
-        self._unsettled.clear()
+        self._uncommitted.clear()
         return None
 
     def _unlink(self, removals: list[Remove]) -> None:
         for order in removals:
-            if order.aside:
-                self._folder.vault.set_aside(order.key)
-        self._folder.vault.remove([order.key for order in removals if not order.aside])
+            if order.quarantine:
+                self._folder.block_files.quarantine(order.key)
+        self._folder.block_files.remove([order.key for order in removals if not order.quarantine])
 
-    def _write(self, writes: list[WriteOrder]) -> None:
+    def _write(self, writes: list[Write]) -> None:
         if not writes:
             return
-        free = self._folder.vault.free_bytes() - sum(order.size_bytes for order in writes)
+        free = self._folder.block_files.free_bytes() - sum(order.size_bytes for order in writes)
         if free < self._floor_bytes:
             raise OSError(errno.ENOSPC, "the disk's free space would fall below its floor")
-        self._folder.vault.write([order.record for order in writes])
+        self._folder.block_files.write([order.record for order in writes])
 
 
-def _row(order: WriteOrder) -> BlockRow:
+def _row(order: Write) -> BlockRow:
     record = order.record
     return BlockRow(
         key=order.key,
         parent=record.parent,
-        root=record.root,
-        packed=record.packed,
+        namespace=record.namespace,
+        packed=record.tokens.packed,
         size_bytes=order.size_bytes,
         exact=record.exact,
         resumable=record.resumable,
     )
 
 
-def _state_of(error: Exception) -> State:
+def _state_of(error: Exception) -> TierState:
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     code = getattr(error, "sqlite_errorcode", None)
     is_full = isinstance(error, OSError) and error.errno in full

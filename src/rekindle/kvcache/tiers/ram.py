@@ -2,75 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Iterable, Sequence
 
-from rekindle.kvcache.block import Block
-from rekindle.kvcache.policy import Shares
+from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.tiers.base import (
+    Blob,
+    Fetch,
+    StoredBlock,
+    TierBudget,
+    Write,
+    WriteFailed,
+    Written,
+)
+from rekindle.tokens import Tokens
 
-OVERHEAD_BYTES = 1536  # a block's key, node and table entries, and a share of its namespace's root
+OVERHEAD_BYTES = (
+    1792  # a block's key, node, copies and table entries, and a share of its namespace's root
+)
 
-Blob = bytes | bytearray | memoryview
 
-
-def cost_bytes(blob: Blob, packed: bytes) -> int:
+def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
     """What keeping a block really takes."""
-    return len(blob) + len(packed) + OVERHEAD_BYTES
+    return state_bytes + len(tokens.packed) + OVERHEAD_BYTES
 
 
-class RamTier:
-    """Holds bytes by key. Whoever puts makes room first: the tier refuses to outgrow its limit."""
+class RamTier(TierBudget):
+    """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._blobs: dict[bytes, tuple[Blob, int]] = {}
-        self._shares = Shares()
+        super().__init__("ram", limit_bytes, persistent=False)
+        self._blobs: dict[bytes, Blob] = {}
+        self.pending_bytes = 0
+        self.has_queue_room = True
 
-    def __contains__(self, block: Block) -> bool:
-        return block.key in self._blobs
-
-    def held_bytes(self, root: bytes) -> int:
-        """What one tenant holds."""
-        return self._shares.held_bytes(root)
-
-    def fits(self, cost: int) -> bool:
-        return self.used_bytes + cost <= self.limit_bytes
-
-    def put(self, block: Block, blob: Blob) -> None:
-        """Hold a block's bytes, in place of those it had."""
-        _, freed = self._blobs.get(block.key, (b"", 0))
-        cost = cost_bytes(blob, block.packed)
-        if not self.fits(cost - freed):
-            raise MemoryError("make room before putting")
-        if block.key in self._blobs:
-            self._shares.resize(block.root, cost - freed)
-        else:
-            above = block.parent
-            parent = above.key if above is not None and above in self else None
-            self._shares.enter(block.root, block.key, parent, cost)
-            for child in block.children.values():
-                if child in self:
-                    self._shares.adopt(block.root, block.key, child.key)
-        self._blobs[block.key] = (blob, cost)
-        self.used_bytes += cost - freed
+    def cost(self, tokens: Tokens, state_bytes: int) -> int:
+        return cost_bytes(tokens, state_bytes)
 
     def get(self, block: Block) -> Blob | None:
-        held = self._blobs.get(block.key)
-        return held[0] if held else None
+        return self._blobs.get(block.key)
 
-    def cost(self, block: Block) -> int:
-        held = self._blobs.get(block.key)
-        return held[1] if held else 0
+    def put(self, block: Block, blob: Blob) -> None:
+        cost = cost_bytes(block.tokens, len(blob))
+        held = block.copies.get(self.name)
+        if not self.fits(cost - (held.size_bytes if held else 0)):
+            raise MemoryError("make room before putting")
+        if held:
+            self._count(block, cost)
+            held.written = block.kind
+        else:
+            self._enter(block, cost, block.kind)
+        self._blobs[block.key] = blob
 
-    def use(self, block: Block) -> None:
-        self._shares.use(block.root, block.key)
+    def remove(self, block: Block, *, quarantine: bool = False) -> None:
+        if self._leave(block):
+            del self._blobs[block.key]
 
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        """The key to make room with."""
-        return self._shares.lowest(spared)
+    def resize(self, block: Block, kind: BlockKind) -> None:
+        """Leave off what comes after this kind's state."""
+        blob = self._blobs[block.key]
+        if len(blob) > kind.size_bytes:
+            self.put(block, bytes(blob[: kind.size_bytes]))
 
-    def drop(self, block: Block) -> None:
-        """Let go of the bytes of a block that has no child here."""
-        if held := self._blobs.pop(block.key, None):
-            self.used_bytes -= held[1]
-            self._shares.leave(block.root, block.key, held[1])
+    def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
+        raise NotImplementedError("all that RAM holds is at hand")
+
+    def complete(self, event: Written | WriteFailed) -> list[Write]:
+        return []
+
+    def flush(self, then: Callable[[], None]) -> None:
+        then()
+
+    def stored(self) -> Iterable[StoredBlock]:
+        return ()
+
+    def adopt(self, block: Block, kind: BlockKind) -> None:
+        raise NotImplementedError("RAM holds nothing when it is opened")
+
+    def discard(self, key: bytes) -> None:
+        """It held nothing."""
+
+    def close(self) -> None:
+        """It has no resources."""

@@ -1,0 +1,220 @@
+"""Which tier holds a block: what is written down, when, and what makes room for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import takewhile
+
+from rekindle.kvcache.block import Block, WriteBack, chain
+from rekindle.kvcache.tiered import TieredTree
+from rekindle.kvcache.tiers.base import Blob, Tier
+from rekindle.tokens import Tokens
+
+
+class Placement:
+    """Moves copies of blocks between tiers. A tier below the first is closed under parents, so
+    they are always written before and removed after their children.
+
+    What is to be written soon goes to every tier below the first while its bytes are at hand; so a
+    tier that has to make room seldom has to read what the next one down should have. What may be
+    written late goes down one tier when memory runs out.
+    """
+
+    def __init__(self, tree: TieredTree) -> None:
+        self._tree = tree
+        self._index = tree.index
+        self._first, *self._lower = tree.tiers
+        self._under = {
+            tier.name: tree.tiers[level:] for level, tier in enumerate(tree.tiers, start=1)
+        }
+        self._names_under = {
+            name: frozenset(tier.name for tier in tiers) for name, tiers in self._under.items()
+        }
+        #: By tier: blocks to be written as soon as its queue has room.
+        self._dirty: dict[str, deque[Block]] = {tier.name: deque() for tier in self._lower}
+
+    # -- writing back --------------------------------------------------------------------------
+
+    def set_write_back(self, block: Block, write_back: WriteBack) -> None:
+        """Have a block kept at least as long as this."""
+        if write_back > block.write_back:
+            block.write_back = write_back
+            self._plan(block)
+            self.feed()
+
+    def _plan(self, block: Block) -> None:
+        """Have a block written soon if it is to be. Tails wait in any case: the next turn makes a
+        longer one of most of them."""
+        if block.write_back is WriteBack.SOON and self._index.is_full(block):
+            for tier in self._lower:
+                if not tier.holds(block) and tier.takes_writes:
+                    self._dirty[tier.name].append(block)
+
+    def feed(self) -> None:
+        """Hand each tier as much as it takes."""
+        for tier in self._lower:
+            dirty = self._dirty[tier.name]
+            while dirty and tier.takes_writes and tier.has_queue_room:
+                block = dirty.popleft()
+                if self._tree.knows(block):
+                    self._write(tier, block)
+
+    def plan_again(self) -> None:
+        """Have written what a tier that had failed has missed."""
+        for dirty in self._dirty.values():
+            dirty.clear()
+        for block in self._index:
+            self._plan(block)
+        self.feed()
+
+    def write_down(self, block: Block) -> None:
+        """Have a block, and so all above it, written to the first tier below that takes it."""
+        any(self._write(tier, block) for tier in self._lower)
+
+    def write_everything(self) -> None:
+        """Have all written that may be; the order of the index is parents first."""
+        for block in list(self._index):
+            if block.write_back > WriteBack.NEVER and self._tree.knows(block):
+                self.write_down(block)
+
+    def _write(self, tier: Tier, block: Block, last: Block | None = None) -> bool:
+        """Have a block written, after those above it that are not; False: it cannot be. Room for
+        it is not made at the cost of `last`."""
+        if not tier.takes_writes:
+            return False
+        missing = list(takewhile(lambda each: not tier.holds(each), chain(block)))
+        for each in reversed(missing):
+            state_bytes = each.size_bytes
+            is_unwanted = each.write_back is WriteBack.NEVER and each is not block
+            if is_unwanted or self._tree.get(each) is None:
+                return False
+            if not self.make_room(tier, tier.cost(each.tokens, state_bytes), last):
+                return False
+            blob = self._tree.get(each)  # making room may have taken it
+            if blob is None:
+                return False
+            tier.put(each, blob)
+        return True
+
+    # -- taking in -----------------------------------------------------------------------------
+
+    def tier_for(
+        self, above: Block | None, tokens: Tokens, state_bytes: int, write_back: WriteBack
+    ) -> Tier | None:
+        """The first tier that takes a new block; there is room for it now."""
+        if self.make_room(self._first, self._first.cost(tokens, state_bytes), above):
+            return self._first
+        if write_back is WriteBack.NEVER:
+            return None
+        takers = (tier for tier in self._lower if self._takes(tier, above, tokens, state_bytes))
+        return next(takers, None)
+
+    def _takes(self, tier: Tier, above: Block | None, tokens: Tokens, state_bytes: int) -> bool:
+        return (
+            tier.takes_writes
+            and tier.has_queue_room
+            and (above is None or self._write(tier, above))
+            and self.make_room(tier, tier.cost(tokens, state_bytes), above)
+        )
+
+    def tiers_again(self, known: Block, state_bytes: int) -> list[Tier] | None:
+        """The tiers that hold a block as it becomes another kind, with room for it: the first, if
+        it has any, and all below that hold it now; None: one of those has no room."""
+        cost = self._first.cost(known.tokens, state_bytes)
+        held = known.copies.get(self._first.name)
+        in_first = self.make_room(self._first, cost - (held.size_bytes if held else 0), known)
+        if in_first and not self._first.holds(known):  # what it took before may have made room
+            in_first = self.make_room(self._first, cost, known)
+        if not in_first and (self._first.holds(known) or not self._is_below(self._first, known)):
+            return None
+        for tier in self._lower:
+            if tier.holds(known) and not self._takes_again(tier, known, state_bytes, in_first):
+                return None
+        lower = [tier for tier in self._lower if tier.holds(known)]
+        return [self._first, *lower] if in_first else lower
+
+    def _takes_again(self, tier: Tier, known: Block, state_bytes: int, in_first: bool) -> bool:
+        """What the first tier does not hold, too, waits in memory to be written."""
+        held = known.copies[tier.name]
+        more = tier.cost(known.tokens, state_bytes) - held.size_bytes
+        return (in_first or tier.has_queue_room) and self.make_room(tier, more, known)
+
+    def promote(self, block: Block, blob: Blob) -> None:
+        """Keep in the first tier what was read from below, if there is room."""
+        cost = self._first.cost(block.tokens, len(blob))
+        if not self._first.holds(block) and self.make_room(self._first, cost, block):
+            self._first.put(block, blob)
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def make_room(self, tier: Tier, cost: int, last: Block | None = None) -> bool:
+        """Empty a tier of leaves: not of what `last` rests on unless a tier below has it, not of
+        pins, and of none when that would not do."""
+        if tier.fits(cost):
+            return True
+        if last is not None:
+            self._demote(tier, last, last)  # then what it rests on may leave, too
+        if not tier.could_fit(cost + self._needed_bytes(tier, last)):
+            return False
+        spared = _Spared(self, tier, last)
+        while not tier.fits(cost):
+            key = tier.lowest(spared)
+            block = self._index.get(key) if key is not None else None
+            if block is None:  # all that is left is pinned, or needed
+                return False
+            self._give_up(tier, block, last)
+        return True
+
+    def _needed_bytes(self, tier: Tier, last: Block | None) -> int:
+        """What `last` and the blocks above it take of a tier and of none below."""
+        copies = (each.copies for each in chain(last) if not self._is_below(tier, each))
+        return sum(held[tier.name].size_bytes for held in copies if tier.name in held)
+
+    def _give_up(self, tier: Tier, block: Block, last: Block | None) -> None:
+        """Move a block out of a tier: down, or up where it is anyway, or out of the store."""
+        if self._demote(tier, block, last):
+            tier.remove(block)
+        elif len(block.copies) > 1:
+            tier.remove(block)
+            if not any(each.holds(block) for each in self._lower):
+                block.write_back = WriteBack.NEVER  # or it would come straight back
+        else:
+            self._tree.evict(block)
+
+    def _demote(self, tier: Tier, block: Block, last: Block | None) -> bool:
+        """Whether a tier below has the block, or takes it now; not one whose queue is full, for
+        what waits to be written takes memory too."""
+        if self._is_below(tier, block):
+            return True
+        if block.write_back is WriteBack.NEVER:
+            return False
+        under = self._under[tier.name]
+        return any(each.has_queue_room and self._write(each, block, last) for each in under)
+
+    def _is_below(self, tier: Tier, block: Block) -> bool:
+        return not self._names_under[tier.name].isdisjoint(block.copies)
+
+    def may_go(self, tier: Tier, block: Block, last: Block | None) -> bool:
+        """Whether a tier may let go of a block to make room. Of what a tier below has, always, if
+        it is surely there or not pinned; else not of what is pinned or added to, and below the
+        first tier of nothing that others depend on."""
+        below = self._names_under[tier.name]
+        copies = [copy for name, copy in block.copies.items() if name in below]
+        if any(copy.written for copy in copies) or (copies and not block.is_pinned):
+            return True
+        needed = block is last or block.is_pinned
+        return not needed and (tier is self._first or not block.children)
+
+
+class _Spared:
+    """What a tier may not let go of now."""
+
+    def __init__(self, placement: Placement, tier: Tier, last: Block | None) -> None:
+        self._placement = placement
+        self._tier = tier
+        self._last = last
+
+    def __contains__(self, key: object) -> bool:
+        assert isinstance(key, bytes)
+        block = self._placement._index.get(key)
+        return block is None or not self._placement.may_go(self._tier, block, self._last)

@@ -1,0 +1,311 @@
+"""A tier: a place where copies of blocks live, within a budget.
+
+The store keeps its tiers in order, the fastest first, and asks each of them through this interface
+alone. Whatever takes time is started here and reported later as an event; the thread that owns the
+engine takes events in, and never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rekindle.kvcache.block import Block, BlockKind, Copy
+from rekindle.kvcache.codec import Record
+from rekindle.kvcache.policy import Shares
+from rekindle.tokens import Tokens
+
+Blob = bytes | bytearray | memoryview
+TierState = Literal["ok", "full", "failing"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """A block to be written; a later write of the same key is another one."""
+
+    key: bytes
+    record: Record
+    size_bytes: int
+
+    @property
+    def kind(self) -> BlockKind:
+        return BlockKind(len(self.record.blob), self.record.exact, self.record.resumable)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that a tier held when it was opened."""
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    tokens: Tokens
+    kind: BlockKind
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Blocks on their way up. When it is done each is among the records, or bad, or was missed for
+    no fault of its copy."""
+
+    blocks: dict[bytes, Block]  # what was asked for
+    kinds: dict[bytes, BlockKind]  # what they were then
+    sources: dict[bytes, str]  # the tier that each is read from
+    pending: int  # tiers that have not reported
+    records: dict[bytes, Record] = field(default_factory=dict)
+    bad: dict[bytes, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, shares: Mapping[str, Sequence[Block]]) -> Fetch:
+        """Of these blocks from each of these tiers."""
+        blocks = {block.key: block for share in shares.values() for block in share}
+        kinds = {key: block.kind for key, block in blocks.items()}
+        sources = {block.key: name for name, share in shares.items() for block in share}
+        return cls(blocks, kinds, sources, pending=len(shares))
+
+    @property
+    def done(self) -> bool:
+        return not self.pending
+
+    def blob(self, block: Block) -> Blob | None:
+        """The state that was read, if it is of use for the block as it is now."""
+        record = self.records.get(block.key)
+        if record is None or not serves(record, block):
+            return None
+        return record.blob[: block.size_bytes]
+
+
+def serves(record: Record, block: Block) -> bool:
+    """Whether a record is as good as its block, or better in what can be left off."""
+    return record.exact >= block.exact and record.resumable >= block.resumable
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """These writes are done, and would survive the end of the process."""
+
+    tier: str
+    writes: tuple[Write, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """These are not done, and why; `is_there` when their bytes are there and will be found when the
+    tier is next opened, though it cannot say so now."""
+
+    tier: str
+    writes: tuple[Write, ...]
+    state: TierState
+    reason: str
+    is_there: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A tier has read all that one fetch asked of it."""
+
+    tier: str
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Everything asked for before is done, or has failed."""
+
+    then: Callable[[], None]
+
+
+TierEvent = Written | WriteFailed | Fetched | Flushed
+OnEvent = Callable[[TierEvent], None]
+
+
+@dataclass(slots=True)
+class TierCounts:
+    written_bytes: int = 0
+    read_bytes: int = 0
+    corrupt_blocks: int = 0
+
+
+class Tier(Protocol):
+    """Called by the engine's thread only. A tier below the first is closed under parents: whoever
+    puts a block there has put its parent before, and removes it after."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def persistent(self) -> bool:
+        """Whether what it holds outlives the process."""
+
+    @property
+    def limit_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def state(self) -> TierState: ...
+
+    @property
+    def counts(self) -> TierCounts: ...
+
+    @property
+    def pending_bytes(self) -> int:
+        """State that waits in memory to be written."""
+
+    # -- its budget ----------------------------------------------------------------------------
+
+    def cost(self, tokens: Tokens, state_bytes: int) -> int:
+        """What a block takes of the budget."""
+
+    def fits(self, cost: int) -> bool: ...
+
+    def could_fit(self, cost: int) -> bool:
+        """Whether so much would fit if nothing else were here."""
+
+    def held_bytes(self, namespace: bytes) -> int:
+        """What one tenant holds."""
+
+    def use(self, block: Block) -> None:
+        """Count a use, which keeps the block longer."""
+
+    def lowest(self, spared: Container[bytes]) -> bytes | None:
+        """The key of the block to make room with; it stays until it is removed."""
+
+    # -- its blocks ----------------------------------------------------------------------------
+
+    def holds(self, block: Block) -> bool:
+        """Whether it has a copy, or will have one when it is written."""
+
+    def get(self, block: Block) -> Blob | None:
+        """The block's bytes if they are at hand; else they have to be read."""
+
+    def put(self, block: Block, blob: Blob) -> None:
+        """Take a copy, in place of the one that is here; whoever puts makes room first."""
+
+    def remove(self, block: Block, *, quarantine: bool = False) -> None:
+        """Let go of the copy, if there is one, of a block without children here; `quarantine` keeps
+        bad bytes for a look at them."""
+
+    def resize(self, block: Block, kind: BlockKind) -> None:
+        """Count a copy that is here as one of this kind: its replacement was not written."""
+
+    def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
+        """Start reading what is not at hand; `Fetched` follows."""
+
+    # -- what became of it ---------------------------------------------------------------------
+
+    @property
+    def takes_writes(self) -> bool: ...
+
+    @property
+    def has_queue_room(self) -> bool:
+        """Whether more may wait to be written."""
+
+    def complete(self, event: Written | WriteFailed) -> list[Write]:
+        """Stop waiting for these writes; those of them that were not overtaken since."""
+
+    def fail(self, event: WriteFailed) -> None:
+        """Take in the failure, after its blocks were removed: a full medium gets back what was
+        missing; after any other fault nothing is written until the next try."""
+
+    def retry(self) -> None:
+        """Accept writes again after a failure; the next one shows."""
+
+    def flush(self, then: Callable[[], None]) -> None:
+        """Have `Flushed` reported when all that was asked for before is done or has failed."""
+
+    # -- beginning and end ---------------------------------------------------------------------
+
+    def stored(self) -> Iterable[StoredBlock]:
+        """What it held when it was opened, parents first."""
+
+    def adopt(self, block: Block, kind: BlockKind) -> None:
+        """Count a block that it held when it was opened."""
+
+    def discard(self, key: bytes) -> None:
+        """Remove what it held when it was opened and nobody can use."""
+
+    def close(self) -> None:
+        """Finish what was asked for."""
+
+
+class TierBudget:
+    """The accounting that tiers have in common: copies of blocks appear and vanish here alone."""
+
+    def __init__(self, name: str, limit_bytes: int, *, persistent: bool) -> None:
+        self.name = name
+        self.persistent = persistent
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.state: TierState = "ok"
+        self.counts = TierCounts()
+        self._full_bytes: int | None = None  # all it takes while its medium is full
+        self._shares = Shares()
+
+    def holds(self, block: Block) -> bool:
+        return self.name in block.copies
+
+    def held_bytes(self, namespace: bytes) -> int:
+        return self._shares.held_bytes(namespace)
+
+    def fits(self, cost: int) -> bool:
+        return self.used_bytes + cost <= self._most_bytes
+
+    def could_fit(self, cost: int) -> bool:
+        return cost <= self._most_bytes
+
+    @property
+    def _most_bytes(self) -> int:
+        most = self._full_bytes
+        return self.limit_bytes if most is None else min(self.limit_bytes, most)
+
+    def use(self, block: Block) -> None:
+        self._shares.use(block.namespace, block.key)
+
+    def lowest(self, spared: Container[bytes]) -> bytes | None:
+        return self._shares.lowest(spared)
+
+    def _enter(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
+        """Count a new copy. Of a chain, any part may come first."""
+        above = block.parent
+        parent = above.key if above is not None and self.holds(above) else None
+        self._shares.enter(block.namespace, block.key, parent, size_bytes)
+        for child in block.children.values():
+            if self.holds(child):
+                self._shares.adopt(block.namespace, block.key, child.key)
+        block.copies[self.name] = Copy(size_bytes, self.persistent, written)
+        self.used_bytes += size_bytes
+
+    def _count(self, block: Block, size_bytes: int) -> None:
+        """Count a copy that is here as what it takes now."""
+        copy = block.copies[self.name]
+        more_bytes = size_bytes - copy.size_bytes
+        self._shares.resize(block.namespace, more_bytes)
+        self.used_bytes += more_bytes
+        copy.size_bytes = size_bytes
+
+    def _leave(self, block: Block) -> bool:
+        """Stop counting a copy; False: there is none."""
+        copy = block.copies.pop(self.name, None)
+        if copy is None:
+            return False
+        self.used_bytes -= copy.size_bytes
+        self._shares.leave(block.namespace, block.key, copy.size_bytes)
+        return True
+
+    def fail(self, event: WriteFailed) -> None:
+        self.state = event.state
+        if event.state == "full":
+            most_bytes = min(self._most_bytes, self.used_bytes)
+            shortfall_bytes = sum(write.size_bytes for write in event.writes)
+            self._full_bytes = max(most_bytes - shortfall_bytes, 0)
+
+    @property
+    def takes_writes(self) -> bool:
+        return self.state != "failing"
+
+    def retry(self) -> None:
+        self._full_bytes = None
+        self.state = "ok"
