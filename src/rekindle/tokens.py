@@ -182,10 +182,6 @@ class TokenBuffer:
         for token in tokens:
             self.append(token)
 
-    def common_prefix(self, other: TokenBuffer) -> int:
-        """How many leading tokens both have, for a guess: pictures may be cut."""
-        return common_prefix(self._packed, other._packed)
-
     def first(self, count: int) -> Tokens:
         """The first so many, as they are now."""
         if count < len(self) and self.media:

@@ -215,7 +215,7 @@ class Admin:
         blocks, ends = list(chain(entry.block)), list(self._kv.ends(entry))
         left_s = entry.expires_in_s(self._clock)
         count = len(entry.tokens)
-        stored = (block.stop for block in ends if self._store.is_durable(block))
+        stored = (block.stop for block in ends if block.stored)
         return EntryInfo(
             cache_key=entry.key,
             segments=[Segment(*segment) for segment in entry.segments],

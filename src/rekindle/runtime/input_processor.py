@@ -81,10 +81,11 @@ class InputProcessor:
 
     def encode_about(self, op: Validate | IndexPrompt, salt: bytes) -> EncodedPrompt:
         """The prompt that an admin request is about."""
-        op, _ = _normalised(op)
         if isinstance(op, IndexPrompt):
-            return self._prefix(op.messages, op.tools, {})
-        return self._chat(op.messages, op.tools, op.template_kwargs, self.namespace(salt))
+            indexed, _ = _normalised(op)
+            return self._prefix(indexed.messages, indexed.tools, {})
+        asked, _ = _normalised(op)
+        return self._chat(asked.messages, asked.tools, asked.template_kwargs, self.namespace(salt))
 
     def _check_bias(self, sampling: SamplingParams) -> None:
         most = self._tokenizer.size - 1

@@ -186,7 +186,7 @@ class KvManager:
             tier = DEVICE
         restored = self._restore_all(plan, sequence, turn)
         if restored:
-            tier = self._store.slowest_tier(restored, turn.fetch)
+            tier = self._slowest_source(restored, turn)
         if turn.fetch is not None:
             turn.damaged |= bool(turn.fetch.bad)
             turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
@@ -196,6 +196,13 @@ class KvManager:
         cut_short = sequence.length < plan.reused_tokens and not self._capabilities.can_truncate
         self._engine.truncate(sequence, 0 if cut_short else plan.reused_tokens)
         return tier if sequence.length else None
+
+    def _slowest_source(self, restored: list[Block], turn: Turn) -> str | None:
+        """The tier that the slowest of these blocks came from."""
+        fetched = turn.fetch.sources if turn.fetch else {}
+        read = turn.fetch.records if turn.fetch else {}
+        names = (fetched[each.key] for each in restored if each.key in read)
+        return self._store.slower(self._store.tiers[0].name, *names)
 
     def _restore_all(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> list[Block]:
         """Restore blocks up to the first that cannot be; the rest is computed."""

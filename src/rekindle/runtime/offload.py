@@ -85,7 +85,7 @@ class Offloader:
             )
         idle.offloaded = idle.offloaded.after(tokens)
         # The block may have been another conversation's before, which is written later or never.
-        self._store.raise_write_back(idle.offloaded.key, idle.write_back)
+        self._store.set_write_back(idle.offloaded.key, idle.write_back)
         if not has_room:  # then nothing more fits
             idle.offloaded = Offloaded(len(idle.tokens), idle.offloaded.key)
         return has_room

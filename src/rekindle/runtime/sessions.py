@@ -17,7 +17,8 @@ from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import Finished, Reason
-from rekindle.protocol.requests import Names, WritePolicy
+from rekindle.protocol.requests import Names
+from rekindle.protocol.settings import WritePolicy
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.turn import Turn

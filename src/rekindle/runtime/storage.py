@@ -93,10 +93,9 @@ class Storage:
 
     def add_totals(self, stats: Stats) -> None:
         """Figures of the whole runtime, for an admin."""
-        tiers = {tier.name: tier for tier in self.store.tiers}
-        stats.ram_limit_bytes = tiers[RamTier.NAME].limit_bytes
+        stats.ram_limit_bytes = self.store.tiers[0].limit_bytes
         stats.disk_state = self._no_disk_reason
-        if disk := tiers.get(DiskTier.NAME):
+        if disk := self.disk:
             stats.disk_limit_bytes = disk.limit_bytes
             stats.disk_state = disk.state
             stats.disk_queued_bytes = disk.pending_bytes

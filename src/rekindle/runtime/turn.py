@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from rekindle.engine.base import Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.kvcache.key import TOKEN_BYTES, chain_key
-from rekindle.kvcache.tiers.disk import Fetch
+from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.tokens import TokenBuffer, Tokenizer
+from rekindle.tokens import TokenBuffer, Tokenizer, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Offloaded:
     key: bytes
     before: Offloaded | None = None
 
-    def after(self, packed: bytes) -> Offloaded:
+    def after(self, block: Tokens) -> Offloaded:
         """One block further."""
-        tokens = self.tokens + len(packed) // TOKEN_BYTES
-        return Offloaded(tokens, chain_key(self.key, packed), Offloaded(self.tokens, self.key))
+        tokens = self.tokens + len(block)
+        return Offloaded(tokens, chain_key(self.key, block), Offloaded(self.tokens, self.key))
 
     def full_blocks(self, block_tokens: int) -> Offloaded:
         """Without the tail: what comes next makes a longer block of it."""
