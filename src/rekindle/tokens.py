@@ -174,6 +174,9 @@ class TokenBuffer:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
     def append(self, token: int) -> None:
         self.ids.append(token)
         self._packed += token.to_bytes(TOKEN_BYTES, "big")

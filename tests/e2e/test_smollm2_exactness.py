@@ -65,8 +65,8 @@ def play(talker: Talker, seed: int, *, exact: bool) -> list[tuple[Prompt, Answer
         said.append((prompt, answered))
         messages.append({"role": "assistant", "content": answered.reply.text})
         if (seed + number) % 3 == 0:  # now and then everything leaves the pool for RAM
-            talker.desk.settle()
-            talker.desk.device.make_room(talker.engine.capabilities.pool_tokens)
+            talker.harness.offload()
+            talker.harness.kv.make_room(talker.engine.capabilities.pool_tokens)
     return said
 
 

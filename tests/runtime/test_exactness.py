@@ -87,22 +87,22 @@ def play(talker: Talker, seed: int, *, disturb: bool, **ask: bool) -> list[tuple
 
 def happen(talker: Talker, choose: random.Random, messages: list[dict[str, str]]) -> None:
     """Something that moves state about: eviction, sharing, cutting, idling, cancelling."""
-    desk = talker.desk
+    harness = talker.harness
     match choose.randrange(5):
         case 0:
-            desk.settle()
-            desk.device.make_room(talker.engine.capabilities.pool_tokens)
+            harness.offload()
+            harness.kv.make_room(talker.engine.capabilities.pool_tokens)
         case 1:
             side = [*messages, {"role": "user", "content": "another branch"}]
-            desk.ask(talker.prompt(side), max_tokens=4, exact=choose.random() < 0.5)
+            harness.ask(talker.prompt(side), max_tokens=4, exact=choose.random() < 0.5)
         case 2:
-            desk.ask(talker.prompt(messages[:1] + messages[2:]), max_tokens=2)
+            harness.ask(talker.prompt(messages[:1] + messages[2:]), max_tokens=2)
         case 3:
-            gone = desk.submit(talker.prompt([*messages, *messages]), exact=True)
-            desk.scheduler.step()
-            desk.cancel(gone)
+            gone = harness.submit(talker.prompt([*messages, *messages]), exact=True)
+            harness.scheduler.step()
+            harness.cancel(gone)
         case 4:
-            desk.settle()
+            harness.offload()
 
 
 def replay_cold(talker: Talker, prompt: Prompt, warm: Answered, **ask: bool) -> Answered:
@@ -143,20 +143,20 @@ def test_exact_answers_are_bit_identical_through_every_tier(
 ) -> None:
     """The next turn of a conversation whose state lies in RAM, on disk, or behind a restart."""
     small = {"ram_bytes": 60_000} if tier == "disk" else {}
-    talker.forget(folder=tmp_path, resident_tokens=0, **small)
+    talker.forget(folder=tmp_path, idle_tokens=0, **small)
     played = play(talker, seed, disturb=False, exact=True)
     prompt, last = played[-1]
     if tier == "disk":
-        talker.desk.ask([9] * 200, exact=True)  # takes the room
-        talker.desk.store.write_everything()
-        talker.desk.flush()
+        talker.harness.ask([9] * 200, exact=True)  # takes the room
+        talker.harness.store.write_everything()
+        talker.harness.flush()
     if tier == "restart":
-        talker.desk.close()
-        talker.forget(folder=tmp_path, resident_tokens=0)
+        talker.harness.close()
+        talker.forget(folder=tmp_path, idle_tokens=0)
     warm = talker.answer(prompt, max_tokens=len(last.reply.tokens) or 1, exact=True)
     if warm.reply.reused:
         assert warm.reply.finished.cache.tier == ("ram" if tier == "ram" else "disk")
-    talker.desk.close()
+    talker.harness.close()
     cold = replay_cold(talker, prompt, last, exact=True)
     assert warm.reply.reused == (len(prompt.tokens) - 1) // 64 * 64
     assert cold.reply.reused == 0
@@ -170,9 +170,9 @@ def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:
     alone = talker.answer(prompt, exact=True, max_tokens=20)
     talker.forget()
     for number in range(3):
-        talker.desk.submit([10 + number] * 90, max_tokens=30)
-    crowded = talker.desk.submit(prompt, exact=True, max_tokens=20)
-    talker.desk.run()
+        talker.harness.submit([10 + number] * 90, max_tokens=30)
+    crowded = talker.harness.submit(prompt, exact=True, max_tokens=20)
+    talker.harness.run()
     assert crowded.tokens == alone.reply.tokens
 
 
@@ -186,7 +186,7 @@ def test_prompts_around_a_block_boundary_are_exact(
     prompt = Prompt(Tokens.of(tokens))
     talker.forget()
     first = talker.answer(prompt, exact=True)
-    talker.desk.settle()
+    talker.harness.offload()
     second = talker.answer(prompt, exact=True)
     assert second.reply.reused == (len(tokens) - 1) // size * size
     assert first.same_bits(second)

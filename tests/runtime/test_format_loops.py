@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rekindle.chat.tools.registry import TOOL_FORMAT_NAMES
+from rekindle.chat.template import ChatTemplate
+from rekindle.chat.tools.registry import TOOL_FORMAT_NAMES, select
 from rekindle.protocol.requests import ToolUse
 from tests.chat.grammar.validator import valid
 from tests.support.agent import CHANGES, Agent, Change, as_it_was, with_json_reordered
@@ -34,7 +35,7 @@ PARALLEL = [name for name, family in FAMILIES.items() if family.parallel and nam
 
 
 def called(reply: Reply) -> list[object]:
-    return [json.loads("".join(call.arguments)) for call in reply.turn.reply.tool_calls]
+    return [json.loads("".join(call.arguments)) for call in reply.turn.output.message.tool_calls]
 
 
 def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> Reply:
@@ -42,7 +43,7 @@ def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> 
     calls = [sweep(room) for room in rooms]
     reply = agent.step(family.calls(calls), end=family.end)
     assert reply.finished.reason == "tool_calls"
-    assert {call.name for call in reply.turn.reply.tool_calls} == {"sweep"}
+    assert {call.name for call in reply.turn.output.message.tool_calls} == {"sweep"}
     assert called(reply) == calls
     agent.go_on(reply, change, *(f"done {room}" for room in rooms))
     return reply
@@ -50,13 +51,13 @@ def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> 
 
 def answer(agent: Agent, family: Family) -> Reply:
     reply = agent.step(family.answer)
-    assert reply.turn.message["content"] == "All is tidy."
+    assert reply.message["content"] == "All is tidy."
     return reply
 
 
 def spelled_new(agent: Agent, reply: Reply) -> str:
     """What of its prompt a turn had to compute."""
-    return agent.letters.spelled(reply.turn.tokens[reply.reused : reply.turn.prompt_tokens])
+    return agent.letters.spelled(reply.turn.tokens.ids[reply.reused : reply.turn.prompt_tokens])
 
 
 def test_every_format_of_calls_has_a_family() -> None:
@@ -67,8 +68,8 @@ def test_every_format_of_calls_has_a_family() -> None:
 def test_a_family_s_template_tells_its_format(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
-    assert agent.output_format.format.name == family.format
-    assert agent.template.shows_tools
+    assert select(agent.engine.chat_template).name == family.format
+    assert ChatTemplate(agent.engine.chat_template or "").shows_tools
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -139,7 +140,7 @@ def test_deepseek_v31_with_thought_computes_its_first_call_again() -> None:
     agent = family.agent()
     thinking = {"thinking": True}
     first = agent.step("A room.</think>" + family.calls([sweep(0)]), template_kwargs=thinking)
-    assert first.turn.message["reasoning_content"] == "A room."
+    assert first.message["reasoning_content"] == "A room."
     agent.go_on(first, as_it_was, "done 0")
     second = agent.step(family.calls([sweep(1)]), template_kwargs=thinking)
     agent.go_on(second, as_it_was, "done 1")
@@ -179,7 +180,7 @@ def test_a_call_that_has_to_be_made_fits_its_schema(name: str) -> None:
     agent = family.agent()
     first = agent.step(family.opening, end="", tool_use=REQUIRED)
     assert first.finished.reason == "tool_calls"
-    assert first.turn.message["content"] is None
+    assert first.message["content"] is None
     assert called(first)
     assert all(valid(arguments, SWEEP) for arguments in called(first))
 
@@ -212,7 +213,7 @@ def test_words_before_a_call_are_reused_with_it(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     first = agent.step(SAYING + "\n" + family.calls([sweep(0)]), end=family.end)
-    assert first.turn.message["content"] == SAYING
+    assert first.message["content"] == SAYING
     agent.go_on(first, with_json_reordered, "done")
     assert answer(agent, family).reused == len(first.turn.tokens)
 
@@ -222,7 +223,7 @@ def test_words_before_a_call_that_the_template_leaves_out_cost_the_reply(name: s
     family = FAMILIES[name]
     agent = family.agent()
     first = agent.step(SAYING + "\n" + family.calls([sweep(0)]))
-    assert first.turn.message["content"] == SAYING
+    assert first.message["content"] == SAYING
     agent.go_on(first, as_it_was, "done")
     last = answer(agent, family)
     assert last.reused == first.turn.prompt_tokens
@@ -236,7 +237,7 @@ def test_after_an_answer_a_user_s_message_is_computed_alone(name: str) -> None:
     for step in range(2):
         work(agent, family, with_json_reordered, [step])
     said = answer(agent, family)
-    agent.history += said.turn.message, THANKS
+    agent.history += said.message, THANKS
     last = answer(agent, family)
     assert last.reused == len(said.turn.tokens)
     assert spelled_new(agent, last).count("done") == 0
@@ -249,12 +250,12 @@ def test_mistral_s_tools_move_to_a_new_user_s_message(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     first = work(agent, family, as_it_was, [0])
-    agent.history += answer(agent, family).turn.message, THANKS
+    agent.history += answer(agent, family).message, THANKS
     last = answer(agent, family)
     text = agent.letters.spelled(first.turn.tokens)
     before = text[: text.index("[AVAILABLE_TOOLS]")]
     assert before.endswith("[/SYSTEM_PROMPT]")
-    assert agent.letters.spelled(last.turn.tokens[: last.reused]) == before
+    assert agent.letters.spelled(last.turn.tokens.ids[: last.reused]) == before
 
 
 @pytest.mark.parametrize(("name", "shared"), [("qwen35", "<"), ("gemma_4", "")])
@@ -265,8 +266,8 @@ def test_thoughts_of_a_loop_that_is_over_are_shown_no_more(name: str, shared: st
     agent = family.agent()
     first = work(agent, family, as_it_was, [0])
     work(agent, family, as_it_was, [1])
-    agent.history += answer(agent, family).turn.message, THANKS
+    agent.history += answer(agent, family).message, THANKS
     last = answer(agent, family)
-    prompt = agent.letters.spelled(first.turn.tokens[: first.turn.prompt_tokens])
+    prompt = agent.letters.spelled(first.turn.tokens.ids[: first.turn.prompt_tokens])
     kept = prompt.removesuffix("<think>\n") + shared
-    assert agent.letters.spelled(last.turn.tokens[: last.reused]) == kept
+    assert agent.letters.spelled(last.turn.tokens.ids[: last.reused]) == kept

@@ -25,7 +25,7 @@ def turn_of(agent: Agent, **fields: Any) -> Turn:
     ask = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(top_logprobs=0), **fields
     )
-    turn = agent.intake.turn(ask)
+    turn = agent.harness.pipeline.find(agent.harness.pipeline.encode(ask))
     turn.report = CacheReport("miss", Reason.NOT_CACHED, 0, 0, None)
     return turn
 
@@ -97,15 +97,15 @@ def test_a_client_that_takes_one_call_at_a_time_gets_one(more: str) -> None:
     agent = Agent(HERMES, tools=TOOLS)
     reply = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
     assert reply.finished.reason == "tool_calls"
-    assert len(reply.turn.reply.tool_calls) == 1
-    assert reply.turn.message["content"] is None
+    assert len(reply.turn.output.message.tool_calls) == 1
+    assert reply.message["content"] is None
     assert len(reply.tokens) < len(call(0) + more)  # nor is the rest sampled
 
 
 def test_of_calls_that_come_as_one_list_one_is_taken() -> None:
     agent = Agent(PYTHONIC, tools=TOOLS)
     reply = agent.step('[read(path="a"), write(path="b")]', tool_use=ONE_AT_A_TIME)
-    assert [each.name for each in reply.turn.reply.tool_calls] == ["read"]
+    assert [each.name for each in reply.turn.output.message.tool_calls] == ["read"]
 
 
 @pytest.mark.parametrize("more", ["", "\n" + call(1)])
@@ -114,7 +114,7 @@ def test_one_call_at_a_time_comes_back_whole(more: str) -> None:
     first = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
     agent.go_on(first, as_it_was, "done")
     second = agent.step("ok", tool_use=ONE_AT_A_TIME)
-    spelled = agent.letters.spelled(second.turn.prompt.tokens)
+    spelled = agent.letters.spelled(second.turn.encoded.prompt.tokens)
     assert spelled.count("</tool_call><|im_end|>") == 1
     assert spelled.count('"name": "write"') == 2  # the definition, and the call
     if not more:
@@ -137,15 +137,15 @@ def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(temperature=0), **ask
     )
-    reply = agent.desk.take(agent.intake.turn(request))
-    agent.desk.run(reply)
+    reply = agent.harness.take(agent.harness.pipeline.encode(request))
+    agent.harness.run(reply)
     assert reply.finished.reason == end
-    agent.history = [*agent.history, reply.turn.message, {"role": "user", "content": "Go on."}]
+    agent.history = [*agent.history, reply.message, {"role": "user", "content": "Go on."}]
     later = agent.step("ok")
     fresh = agent.step("ok", exact=True)
     spelled = agent.letters.spelled
-    assert spelled(later.turn.prompt.tokens) == spelled(fresh.turn.prompt.tokens)
-    assert "</tool_call><|im_end|>" in spelled(later.turn.prompt.tokens)
+    assert spelled(later.turn.encoded.prompt.tokens) == spelled(fresh.turn.encoded.prompt.tokens)
+    assert "</tool_call><|im_end|>" in spelled(later.turn.encoded.prompt.tokens)
 
 
 def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
@@ -155,9 +155,7 @@ def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
     assert agent.step(raw).finished.reason == "tool_calls"
     stopped = agent.step(raw, stop=["swept"])
     assert stopped.finished.reason == "stop"
-    assert stopped.turn.message["tool_calls"][0]["function"]["arguments"] == (
-        '{"path": "a", "text": "'
-    )
+    assert stopped.message["tool_calls"][0]["function"]["arguments"] == ('{"path": "a", "text": "')
 
 
 def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
@@ -167,9 +165,9 @@ def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS
     )
-    reply = agent.desk.take(agent.intake.turn(request))
-    agent.desk.run(reply)
+    reply = agent.harness.take(agent.harness.pipeline.encode(request))
+    agent.harness.run(reply)
     assert reply.finished.reason == "length"
-    agent.history = [*agent.history, reply.turn.message]
+    agent.history = [*agent.history, reply.message]
     later = agent.step("ok")
-    assert "</think>\n\n<|im_end|>" in agent.letters.spelled(later.turn.prompt.tokens)
+    assert "</think>\n\n<|im_end|>" in agent.letters.spelled(later.turn.encoded.prompt.tokens)

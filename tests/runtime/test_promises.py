@@ -14,7 +14,7 @@ from rekindle.protocol.admin import DeleteEntry, IndexPrompt
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 PROMPT = list(range(100, 140))
 ROOT = b"r" * 32
@@ -26,94 +26,94 @@ def key_of(reply: Reply) -> str:
     return key
 
 
-def on_disk(desk: Desk) -> set[int]:
+def on_disk(harness: RuntimeHarness) -> set[int]:
     """Tokens that any block on disk holds."""
-    desk.flush()
-    return {token for block in desk.store if block.is_persistent for token in block.tokens}
+    harness.flush()
+    return {token for block in harness.store if block.is_persistent for token in block.tokens}
 
 
 def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_alike(
     tmp_path: Path,
 ) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    desk.ask([1, 2, 3, 4, *range(700, 716)], names=Names(in_memory=True))
-    desk.ask([1, 2, 3, 4, *range(800, 816)])
-    desk.store.write_everything()
-    assert not {*range(700, 716)} & on_disk(desk)
-    desk.close()
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
+    harness.ask([1, 2, 3, 4, *range(700, 716)], names=Names(in_memory=True))
+    harness.ask([1, 2, 3, 4, *range(800, 816)])
+    harness.store.write_everything()
+    assert not {*range(700, 716)} & on_disk(harness)
+    harness.close()
 
 
 def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path)
-    first = desk.ask(PROMPT, names=Names(in_memory=True))
-    desk.settle()
-    second = desk.ask([*first.turn.tokens, 7, 8], names=Names(session_id="s"))
-    desk.close()
+    harness = RuntimeHarness(engine, folder=tmp_path)
+    first = harness.ask(PROMPT, names=Names(in_memory=True))
+    harness.offload()
+    second = harness.ask([*first.turn.tokens, 7, 8], names=Names(session_id="s"))
+    harness.close()
     engine.reset()
-    again = Desk(engine, folder=tmp_path)
+    again = RuntimeHarness(engine, folder=tmp_path)
     assert again.ask([*second.turn.tokens, 9]).reused == len(second.turn.tokens) - 1
     again.close()
 
 
 def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: Path) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path)
-    reply = desk.ask(PROMPT, names=Names(return_cache_key=True))
-    desk.ask(PROMPT, names=Names(in_memory=True))
-    desk.queries.answer(DeleteEntry(key_of(reply)), desk.root(), admin=False)
-    desk.close()
-    again = Desk(FakeEngine(), folder=tmp_path)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    reply = harness.ask(PROMPT, names=Names(return_cache_key=True))
+    harness.ask(PROMPT, names=Names(in_memory=True))
+    harness.administer(DeleteEntry(key_of(reply)))
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path)
     assert len(again.entries) == 0
     again.close()
 
 
 def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> None:
-    desk = Desk(FakeEngine())
+    harness = RuntimeHarness(FakeEngine())
     naming = Names(return_cache_key=True)
-    first = desk.ask(PROMPT, names=naming)
-    second = desk.ask([*first.turn.tokens, 7, 8], names=naming)
-    desk.queries.answer(DeleteEntry(key_of(first)), desk.root(), admin=False)
-    goes_on = desk.ask([*second.turn.tokens, 9], names=Names(cache_key=key_of(second)))
+    first = harness.ask(PROMPT, names=naming)
+    second = harness.ask([*first.turn.tokens, 7, 8], names=naming)
+    harness.administer(DeleteEntry(key_of(first)))
+    goes_on = harness.ask([*second.turn.tokens, 9], names=Names(cache_key=key_of(second)))
     assert goes_on.finished.cache.status == "hit"
 
 
 def test_a_turn_that_starts_again_is_counted_once() -> None:
-    desk = Desk(FakeEngine(break_steps={2}))
-    desk.ask(list(range(200)))
-    assert sum(desk.names.counts[desk.root()].values()) == 1
+    harness = RuntimeHarness(FakeEngine(break_steps={2}))
+    harness.ask(list(range(200)))
+    assert sum(harness.pipeline.statuses[harness.namespace()].values()) == 1
 
 
 # -- pins ----------------------------------------------------------------------------------------
 
 
-def pin_until_refused(desk: Desk, salt: bytes = b"") -> int:
+def pin_until_refused(harness: RuntimeHarness, salt: bytes = b"") -> int:
     """How many prompts of 40 tokens can be pinned, none of them computed."""
     asked = IndexPrompt(messages=[], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
         prompt = Prompt(Tokens.of([number] * 40))
         try:
-            desk.queries.index(asked, desk.root(salt), prompt)
+            harness.administer(asked, salt=salt, prompt=prompt)
         except NoRoomForPins:
             return number
     raise AssertionError("there was room for all")
 
 
 def test_pins_count_before_they_are_computed() -> None:
-    desk = Desk(FakeEngine(), ram_bytes=40_000)
-    assert 1 <= pin_until_refused(desk) <= 40_000 // (5 * 1536)
+    harness = RuntimeHarness(FakeEngine(), ram_bytes=40_000)
+    assert 1 <= pin_until_refused(harness) <= 40_000 // (5 * 1536)
 
 
 def test_preparing_the_same_pinned_prompt_again_takes_no_more_room() -> None:
-    desk = Desk(FakeEngine(), ram_bytes=16_000)
-    once = desk.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
-    again = desk.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
+    harness = RuntimeHarness(FakeEngine(), ram_bytes=16_000)
+    once = harness.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
+    again = harness.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
     assert key_of(once) == key_of(again)
 
 
 def test_one_tenant_cannot_pin_what_belongs_to_all() -> None:
-    desk = Desk(FakeEngine(), ram_bytes=40_000)
-    desk.ask([1, 2, 3], salt=b"other")
-    assert pin_until_refused(desk, b"greedy") * 5 * 1536 <= 20_000
+    harness = RuntimeHarness(FakeEngine(), ram_bytes=40_000)
+    harness.ask([1, 2, 3], salt=b"other")
+    assert pin_until_refused(harness, b"greedy") * 5 * 1536 <= 20_000
 
 
 # -- bounds --------------------------------------------------------------------------------------
@@ -160,13 +160,13 @@ def test_an_entry_larger_than_all_room_is_refused_and_the_others_stay() -> None:
 
 def test_no_more_turns_hold_fetched_state_than_may_run(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     prompts = [[number] * 40 for number in range(20)]
     for prompt in prompts:
-        desk.ask(prompt)
-    desk.close()
+        harness.ask(prompt)
+    harness.close()
     engine.reset()
-    again = Desk(engine, folder=tmp_path, resident_tokens=0, ram_bytes=0, parallel=2)
+    again = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0, ram_bytes=0, parallel=2)
     replies = [again.submit(prompt) for prompt in prompts]
     again.scheduler.step()
     assert sum(reply.turn.fetch is not None for reply in replies) <= 2

@@ -6,33 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.protocol.admin import EntryInfo
+from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names, Prepare
 from tests.support.fake import CELL_BYTES, FakeEngine
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 FIRST = list(range(100, 140))
 
 
-def converse(desk: Desk, turns: int, tokens: list[int]) -> list[int]:
+def converse(harness: RuntimeHarness, turns: int, tokens: list[int]) -> list[int]:
     """Turns that each add a question to all that was said."""
     for turn in range(turns):
-        reply = desk.ask(tokens)
+        reply = harness.ask(tokens)
         tokens = [*tokens, *reply.tokens, 200 + turn, 300 + turn, 400 + turn]
     return tokens
 
 
 def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path)
-    tokens = converse(desk, 5, FIRST)
-    desk.close()
+    harness = RuntimeHarness(engine, folder=tmp_path)
+    tokens = converse(harness, 5, FIRST)
+    harness.close()
     engine.reset()
 
-    again = Desk(engine, folder=tmp_path)
+    again = RuntimeHarness(engine, folder=tmp_path)
     before = engine.counts.computed_tokens
     reply = again.ask(tokens)
-    cold = Desk(FakeEngine()).ask(tokens)
+    cold = RuntimeHarness(FakeEngine()).ask(tokens)
 
     assert reply.tokens == cold.tokens
     assert reply.finished.cache.tier == "disk"
@@ -44,26 +44,26 @@ def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_pa
 
 def test_what_was_stored_before_a_crash_is_there_after_it(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
-    tokens = converse(desk, 3, FIRST)
-    desk.flush()
-    stored = max(block.stop for block in desk.store if block.stored)
-    assert desk.disk is not None
-    desk.disk.folder.close()  # what a dead process lets go of
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
+    tokens = converse(harness, 3, FIRST)
+    harness.flush()
+    stored = max(block.stop for block in harness.store if block.stored)
+    assert harness.disk is not None
+    harness.disk.folder.close()  # what a dead process lets go of
     engine.reset()
 
-    again = Desk(engine, folder=tmp_path)
+    again = RuntimeHarness(engine, folder=tmp_path)
     assert again.ask(tokens).reused == stored > len(FIRST)
     again.close()
 
 
 def test_a_second_request_for_blocks_on_their_way_waits_for_them(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
-    desk.ask(FIRST)
-    desk.close()
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
+    harness.ask(FIRST)
+    harness.close()
     engine.reset()
-    again = Desk(engine, folder=tmp_path, resident_tokens=0)
+    again = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     replies = [again.submit(FIRST) for _ in range(4)]
     again.run(*replies)
     assert again.disk is not None
@@ -74,48 +74,48 @@ def test_a_second_request_for_blocks_on_their_way_waits_for_them(tmp_path: Path)
 
 def test_names_survive_a_restart_and_lead_to_the_same_key(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path)
-    reply = desk.ask(FIRST, names=Names(session_id="s", return_cache_key=True))
+    harness = RuntimeHarness(engine, folder=tmp_path)
+    reply = harness.ask(FIRST, names=Names(session_id="s", return_cache_key=True))
     key = reply.finished.cache.new_cache_key
     assert key is not None
-    desk.close()
+    harness.close()
     engine.reset()
 
-    again = Desk(engine, folder=tmp_path)
+    again = RuntimeHarness(engine, folder=tmp_path)
     tokens = [*FIRST, *reply.tokens, 7]
     report = again.ask(tokens, names=Names(session_id="s")).finished.cache
     assert (report.status, report.cache_key) == ("hit", key)
-    assert again.entries.by_key(again.root(), key) is not None
+    assert again.entries.by_key(again.namespace(), key) is not None
     again.close()
 
 
 def test_writing_is_for_new_tokens_only(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
-    converse(desk, 10, FIRST)
-    desk.store.write_everything()
-    desk.flush()
-    assert desk.disk is not None
-    written = desk.disk.counts.written_bytes
-    final = sum(path.stat().st_size for path in (desk.disk.folder.path / "blocks").iterdir())
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
+    converse(harness, 10, FIRST)
+    harness.store.write_everything()
+    harness.flush()
+    assert harness.disk is not None
+    written = harness.disk.counts.written_bytes
+    final = sum(path.stat().st_size for path in (harness.disk.folder.path / "blocks").iterdir())
     assert written <= 1.1 * final
-    desk.close()
+    harness.close()
 
 
 def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path) -> None:
     engine = FakeEngine(context_tokens=1024, pool_tokens=2048)
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0)
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     system = [10 + number % 900 for number in range(500)]
     states = set()
     for number in range(20):
-        tokens = desk.ask([*system, *([600 + number] * 12)]).turn.tokens[:-1]
+        tokens = harness.ask([*system, *([600 + number] * 12)]).turn.tokens.ids[:-1]
         states |= {tuple(tokens[: stop + 1]) for stop in range(len(tokens))}
-    desk.store.write_everything()
-    desk.flush()
-    assert desk.disk is not None
-    stored = sum(block.size_bytes for block in desk.store if block.stored)
+    harness.store.write_everything()
+    harness.flush()
+    assert harness.disk is not None
+    stored = sum(block.size_bytes for block in harness.store if block.stored)
     assert stored <= 1.1 * CELL_BYTES * len(states)  # each token after each history, once
-    desk.close()
+    harness.close()
 
 
 @pytest.mark.parametrize(
@@ -130,79 +130,76 @@ def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path)
 def test_the_policy_says_what_is_written_behind_a_turn(
     tmp_path: Path, policy: str, named: bool, written: bool
 ) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0, policy=policy)
-    desk.ask(FIRST, names=Names(session_id="s") if named else None)
-    desk.flush()
-    assert any(block.stored for block in desk.store) is written
-    desk.close()
-    again = Desk(FakeEngine(), folder=tmp_path)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0, policy=policy)
+    harness.ask(FIRST, names=Names(session_id="s") if named else None)
+    harness.flush()
+    assert any(block.stored for block in harness.store) is written
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path)
     assert (len(again.store) > 0) is (written or policy == "on-evict")
     again.close()
 
 
 def test_what_is_to_stay_in_memory_is_never_written(tmp_path: Path) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path)
-    desk.ask(FIRST, names=Names(session_id="s", in_memory=True))
-    desk.close()
-    again = Desk(FakeEngine(), folder=tmp_path)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    harness.ask(FIRST, names=Names(session_id="s", in_memory=True))
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path)
     assert len(again.store) == len(again.entries) == 0
     again.close()
 
 
 def test_ram_gives_way_to_disk_and_gets_its_blocks_back_when_they_are_used(tmp_path: Path) -> None:
     engine = FakeEngine()
-    desk = Desk(engine, folder=tmp_path, resident_tokens=0, ram_bytes=20_000)
+    harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0, ram_bytes=20_000)
     prompts = [[100 + number] * 40 for number in range(8)]
-    cold = [desk.ask(prompt).tokens for prompt in prompts]
-    desk.flush()  # what waits to be written is still at hand
+    cold = [harness.ask(prompt).tokens for prompt in prompts]
+    harness.flush()  # what waits to be written is still at hand
     before = engine.counts.computed_tokens
-    warm = [desk.ask(prompt) for prompt in prompts]
+    warm = [harness.ask(prompt) for prompt in prompts]
     assert [reply.tokens for reply in warm] == cold
     assert {reply.reused for reply in warm} == {39}
     assert "disk" in {reply.finished.cache.tier for reply in warm}
     assert engine.counts.computed_tokens - before == 8 * 8  # the last token of each, and replies
-    desk.close()
+    harness.close()
 
 
 def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
     tmp_path: Path,
 ) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    prepared = desk.ask(FIRST[:5], prepare=Prepare(pinned=True, ttl_s=None))
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
+    prepared = harness.ask(FIRST[:5], prepare=Prepare(pinned=True, ttl_s=None))
     key = prepared.finished.cache.new_cache_key
     assert key is not None
-    answered: list[object] = []
-    desk.queries.settle(key, desk.root(), answered.append)
-    desk.flush()
-    [info] = answered
+    info = harness.administer(Flush(key))
     assert isinstance(info, EntryInfo)
     assert info.stored_tokens == 5
-    desk.ask([*FIRST[:5], 1, 2, 3])
-    desk.flush()
-    assert desk.disk is not None
-    desk.disk.folder.close()  # a crash
-    again = Desk(FakeEngine(), folder=tmp_path)
+    harness.ask([*FIRST[:5], 1, 2, 3])
+    harness.flush()
+    assert harness.disk is not None
+    harness.disk.folder.close()  # a crash
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path)
     assert again.ask([*FIRST[:5], 9], names=Names(cache_key=key)).finished.cache.status == "hit"
     again.close()
 
 
 def test_a_server_that_is_never_idle_still_writes(tmp_path: Path) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    assert desk.disk is not None
-    desk.disk.give_way(busy=True)
-    desk.ask(FIRST)
-    while not any(block.stored for block in desk.store):
-        desk.hear(wait=True)
-    desk.close()
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
+    assert harness.disk is not None
+    harness.disk.give_way(busy=True)
+    harness.ask(FIRST)
+    while not any(block.stored for block in harness.store):
+        harness.take_events(wait=True)
+    harness.close()
 
 
 def test_who_waits_for_the_disk_is_not_kept_waiting_by_busy_turns(tmp_path: Path) -> None:
-    desk = Desk(FakeEngine(), folder=tmp_path, resident_tokens=0)
-    assert desk.disk is not None
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
+    assert harness.disk is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rekindle.kvcache.disk.writer.PATIENCE_S", 3600.0)
-        desk.disk.give_way(busy=True)
-        desk.ask(FIRST)
-        desk.flush()
-        assert any(block.stored for block in desk.store)
-        desk.close()
+        harness.disk.give_way(busy=True)
+        harness.ask(FIRST)
+        harness.flush()
+        assert any(block.stored for block in harness.store)
+        harness.close()

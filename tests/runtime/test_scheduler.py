@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from rekindle.errors import ContextTooLong
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 PROMPT = list(range(100, 160))
 
 
 def cold(tokens: list[int], *, can_truncate: bool = True, **ask: object) -> list[int]:
-    return Desk(FakeEngine(can_truncate=can_truncate)).ask(tokens, **ask).tokens
+    return RuntimeHarness(FakeEngine(can_truncate=can_truncate)).ask(tokens, **ask).tokens
 
 
 def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
-    desk = Desk(FakeEngine())
-    reply = desk.ask(PROMPT, max_tokens=5)
-    desk.settle()
+    harness = RuntimeHarness(FakeEngine())
+    reply = harness.ask(PROMPT, max_tokens=5)
+    harness.offload()
     assert [type(event) for event in reply.events].count(Finished) == 1
     assert len(reply.tokens) == 5
     assert reply.finished.reason == "length"
@@ -29,82 +29,82 @@ def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
 
 def test_the_end_token_ends_a_turn_and_is_not_text() -> None:
     said = cold(PROMPT, max_tokens=6)
-    desk = Desk(FakeEngine(), end_tokens=frozenset({said[3]}))
-    reply = desk.ask(PROMPT, max_tokens=6)
+    harness = RuntimeHarness(FakeEngine(), end_tokens=frozenset({said[3]}))
+    reply = harness.ask(PROMPT, max_tokens=6)
     assert reply.tokens == said[:3]
     assert reply.finished.reason == "stop"
 
 
 def test_ignoring_the_end_goes_on_to_the_limit() -> None:
     said = cold(PROMPT, max_tokens=6)
-    desk = Desk(FakeEngine(), end_tokens=frozenset({said[3]}))
-    assert desk.ask(PROMPT, max_tokens=6, ignore_eos=True).tokens == said
+    harness = RuntimeHarness(FakeEngine(), end_tokens=frozenset({said[3]}))
+    assert harness.ask(PROMPT, max_tokens=6, ignore_eos=True).tokens == said
 
 
 def test_a_stop_string_ends_a_turn_and_never_leaks() -> None:
     said = cold(PROMPT, max_tokens=6)
-    desk = Desk(FakeEngine())
-    reply = desk.ask(PROMPT, max_tokens=6, stop=[f"{said[2]} {said[3]}"])
+    harness = RuntimeHarness(FakeEngine())
+    reply = harness.ask(PROMPT, max_tokens=6, stop=[f"{said[2]} {said[3]}"])
     assert reply.text == f"{said[0]} {said[1]} "
     assert reply.finished.reason == "stop"
 
 
 def test_a_reply_ends_where_the_context_ends() -> None:
     engine = FakeEngine(context_tokens=64)
-    reply = Desk(engine).ask(PROMPT, max_tokens=None)
+    reply = RuntimeHarness(engine).ask(PROMPT, max_tokens=None)
     assert len(reply.tokens) == 64 - len(PROMPT)
     assert reply.finished.reason == "length"
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
-    desk = Desk(FakeEngine(context_tokens=60))
+    harness = RuntimeHarness(FakeEngine(context_tokens=60))
     with pytest.raises(ContextTooLong, match=r"60 tokens.*60"):
-        desk.submit(PROMPT)
+        harness.submit(PROMPT)
 
 
 def test_many_turns_are_batched_in_one_step() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, parallel=4)
-    replies = [desk.submit([n, n + 1, n + 2], max_tokens=20) for n in range(100, 500, 100)]
-    desk.run()
+    harness = RuntimeHarness(engine, parallel=4)
+    replies = [harness.submit([n, n + 1, n + 2], max_tokens=20) for n in range(100, 500, 100)]
+    harness.run()
     assert engine.counts.steps < 30
     assert [reply.tokens for reply in replies] == [
-        cold(list(reply.turn.prompt.tokens), max_tokens=20) for reply in replies
+        cold(list(reply.turn.encoded.prompt.tokens), max_tokens=20) for reply in replies
     ]
 
 
 def test_more_turns_than_sequences_all_finish() -> None:
-    desk = Desk(FakeEngine(), parallel=2)
-    replies = [desk.submit([n] * 20, max_tokens=4) for n in range(100, 130)]
-    desk.run()
+    harness = RuntimeHarness(FakeEngine(), parallel=2)
+    replies = [harness.submit([n] * 20, max_tokens=4) for n in range(100, 130)]
+    harness.run()
     assert all(isinstance(reply.events[-1], Finished) for reply in replies)
 
 
 def test_a_long_prompt_does_not_keep_a_short_one_waiting() -> None:
-    desk = Desk(FakeEngine(context_tokens=4096, pool_tokens=8192))
-    long = desk.submit(list(range(100, 3900)), max_tokens=1)
-    short = desk.submit([1, 2, 3], max_tokens=1)
-    desk.run(short)
+    harness = RuntimeHarness(FakeEngine(context_tokens=4096, pool_tokens=8192))
+    long = harness.submit(list(range(100, 3900)), max_tokens=1)
+    short = harness.submit([1, 2, 3], max_tokens=1)
+    harness.run(short)
     assert not long.ended
-    desk.run(long)
+    harness.run(long)
 
 
 def test_replies_go_on_while_a_long_prompt_is_read() -> None:
-    desk = Desk(FakeEngine(context_tokens=4096, pool_tokens=8192))
-    talker = desk.submit([1, 2, 3], max_tokens=30)
-    desk.scheduler.step()
-    long = desk.submit(list(range(100, 3900)), max_tokens=1)
-    desk.run(talker)
+    harness = RuntimeHarness(FakeEngine(context_tokens=4096, pool_tokens=8192))
+    talker = harness.submit([1, 2, 3], max_tokens=30)
+    harness.scheduler.step()
+    long = harness.submit(list(range(100, 3900)), max_tokens=1)
+    harness.run(talker)
     assert not long.ended
-    desk.run(long)
+    harness.run(long)
 
 
 def test_turns_with_a_common_prefix_compute_it_once_even_when_they_come_together() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, parallel=10, resident_tokens=0)
+    harness = RuntimeHarness(engine, parallel=10, idle_tokens=0)
     document = list(range(200, 360))
-    replies = [desk.submit([*document, 500 + n, 600 + n], max_tokens=1) for n in range(10)]
-    desk.run()
+    replies = [harness.submit([*document, 500 + n, 600 + n], max_tokens=1) for n in range(10)]
+    harness.run()
     assert engine.counts.computed_tokens == len(document) + 10 * 2
     assert [reply.tokens for reply in replies] == [
         cold([*document, 500 + n, 600 + n], max_tokens=1) for n in range(10)
@@ -113,39 +113,39 @@ def test_turns_with_a_common_prefix_compute_it_once_even_when_they_come_together
 
 def test_a_prefix_is_shared_while_its_first_user_is_still_generating() -> None:
     engine = FakeEngine()
-    desk = Desk(engine)
-    first = desk.submit(PROMPT, max_tokens=50)
+    harness = RuntimeHarness(engine)
+    first = harness.submit(PROMPT, max_tokens=50)
     while not first.text:
-        desk.scheduler.step()
+        harness.scheduler.step()
     computed = engine.counts.computed_tokens
-    second = desk.ask([*PROMPT, 7, 8], max_tokens=1)
+    second = harness.ask([*PROMPT, 7, 8], max_tokens=1)
     assert not first.ended
     assert second.reused == len(PROMPT)
     assert second.finished.cache.tier == "device"
     assert engine.counts.exported_tokens == engine.counts.restored_tokens == 0
     assert engine.counts.computed_tokens - computed <= 2 + 5  # the new tokens, and first's own
-    desk.run(first)
+    harness.run(first)
     assert first.tokens == cold(PROMPT, max_tokens=50)
 
 
 def test_identical_cold_requests_cost_one_prefill() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, parallel=4)
+    harness = RuntimeHarness(engine, parallel=4)
     for _ in range(50):
-        desk.submit(PROMPT, max_tokens=1)
-    desk.run()
+        harness.submit(PROMPT, max_tokens=1)
+    harness.run()
     assert engine.counts.computed_tokens == len(PROMPT) + 49
 
 
 def test_followers_go_on_when_the_leader_is_cancelled() -> None:
     engine = FakeEngine(batch_tokens=24)
-    desk = Desk(engine)
-    leader = desk.submit(PROMPT, max_tokens=1)
-    follower = desk.submit([*PROMPT, 9], max_tokens=1)
-    desk.scheduler.step()
+    harness = RuntimeHarness(engine)
+    leader = harness.submit(PROMPT, max_tokens=1)
+    follower = harness.submit([*PROMPT, 9], max_tokens=1)
+    harness.scheduler.step()
     assert 0 < leader.turn.held_tokens < len(PROMPT)
-    desk.cancel(leader)
-    desk.run(follower)
+    harness.cancel(leader)
+    harness.run(follower)
     assert isinstance(leader.events[-1], Cancelled)
     assert engine.counts.computed_tokens == len(PROMPT) + 1
     assert follower.tokens == cold([*PROMPT, 9], max_tokens=1)
@@ -153,77 +153,77 @@ def test_followers_go_on_when_the_leader_is_cancelled() -> None:
 
 def test_a_cancelled_prefill_keeps_its_blocks() -> None:
     engine = FakeEngine(batch_tokens=24)
-    desk = Desk(engine, resident_tokens=0)
+    harness = RuntimeHarness(engine, idle_tokens=0)
     for _ in range(2):
-        reply = desk.submit(PROMPT, max_tokens=1)
-        desk.scheduler.step()
-        desk.cancel(reply)
-    desk.ask(PROMPT, max_tokens=1)
+        reply = harness.submit(PROMPT, max_tokens=1)
+        harness.scheduler.step()
+        harness.cancel(reply)
+    harness.ask(PROMPT, max_tokens=1)
     assert engine.counts.computed_tokens == len(PROMPT)
 
 
 def test_a_cancelled_turn_is_gone_wherever_it_was() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, parallel=1)
-    running = desk.submit(PROMPT, max_tokens=100)
-    waiting = desk.submit([5, 6, 7], max_tokens=100)
-    desk.scheduler.step()
-    desk.cancel(waiting)
-    desk.cancel(running)
+    harness = RuntimeHarness(engine, parallel=1)
+    running = harness.submit(PROMPT, max_tokens=100)
+    waiting = harness.submit([5, 6, 7], max_tokens=100)
+    harness.scheduler.step()
+    harness.cancel(waiting)
+    harness.cancel(running)
     assert isinstance(running.events[-1], Cancelled)
     assert isinstance(waiting.events[-1], Cancelled)
-    assert desk.scheduler.turns == 0
-    assert not desk.scheduler.cancel(99)
+    assert harness.scheduler.turns == 0
+    assert not harness.scheduler.cancel(99)
 
 
 def test_opting_out_neither_reuses_nor_keeps() -> None:
     engine = FakeEngine()
-    desk = Desk(engine)
-    desk.ask(PROMPT, reuse=False)
-    desk.settle()
-    assert len(desk.store) == 0
+    harness = RuntimeHarness(engine)
+    harness.ask(PROMPT, reuse=False)
+    harness.offload()
+    assert len(harness.store) == 0
     assert engine.open_sequences == 0
-    desk.ask(PROMPT)
-    refused = desk.ask(PROMPT, reuse=False)
+    harness.ask(PROMPT)
+    refused = harness.ask(PROMPT, reuse=False)
     assert refused.reused == 0
     assert refused.finished.cache.reason == "opted_out"
 
 
 def test_another_salt_shares_nothing_in_any_tier() -> None:
     engine = FakeEngine()
-    desk = Desk(engine)
-    desk.ask(PROMPT, salt=b"a")
-    assert desk.ask(PROMPT, salt=b"b").reused == 0  # still in the pool
-    desk.settle()
-    assert desk.device.make_room(engine.pool_tokens)
-    assert desk.ask(PROMPT, salt=b"c").reused == 0  # in RAM
-    assert desk.ask(PROMPT, salt=b"a").reused == len(PROMPT) - 1
+    harness = RuntimeHarness(engine)
+    harness.ask(PROMPT, salt=b"a")
+    assert harness.ask(PROMPT, salt=b"b").reused == 0  # still in the pool
+    harness.offload()
+    assert harness.kv.make_room(engine.pool_tokens)
+    assert harness.ask(PROMPT, salt=b"c").reused == 0  # in RAM
+    assert harness.ask(PROMPT, salt=b"a").reused == len(PROMPT) - 1
 
 
 def test_a_turn_waits_rather_than_fails_when_the_pool_is_full() -> None:
     engine = FakeEngine(pool_tokens=200, context_tokens=200)
-    desk = Desk(engine, parallel=4)
-    replies = [desk.submit([n] * 120, max_tokens=30) for n in range(100, 106)]
-    desk.run()
+    harness = RuntimeHarness(engine, parallel=4)
+    replies = [harness.submit([n] * 120, max_tokens=30) for n in range(100, 106)]
+    harness.run()
     for number, reply in zip(range(100, 106), replies, strict=True):
         assert reply.tokens == cold([number] * 120, max_tokens=30)
 
 
 def test_replies_that_outgrow_the_pool_are_preempted_and_still_right() -> None:
     engine = FakeEngine(pool_tokens=256, context_tokens=256)
-    desk = Desk(engine, parallel=4)
-    replies = [desk.submit([n, n], max_tokens=200) for n in range(100, 103)]
-    desk.run()
-    assert desk.device.counts.preemptions > 0
+    harness = RuntimeHarness(engine, parallel=4)
+    replies = [harness.submit([n, n], max_tokens=200) for n in range(100, 103)]
+    harness.run()
+    assert harness.kv.counts.preemptions > 0
     for number, reply in zip(range(100, 103), replies, strict=True):
         assert reply.tokens == cold([number, number], max_tokens=200)
 
 
 def test_a_broken_step_loses_no_turn() -> None:
     engine = FakeEngine(break_steps={3, 9, 10})
-    desk = Desk(engine, parallel=3)
-    replies = [desk.submit([n] * 40, max_tokens=20) for n in range(100, 103)]
-    desk.run()
+    harness = RuntimeHarness(engine, parallel=3)
+    replies = [harness.submit([n] * 40, max_tokens=20) for n in range(100, 103)]
+    harness.run()
     assert engine.counts.resets == 3
     for number, reply in zip(range(100, 103), replies, strict=True):
         assert reply.tokens == cold([number] * 40, max_tokens=20)
@@ -231,33 +231,33 @@ def test_a_broken_step_loses_no_turn() -> None:
 
 def test_a_restore_that_breaks_the_engine_is_computed_instead() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, resident_tokens=0)
-    desk.ask(PROMPT)
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    harness.ask(PROMPT)
     engine.break_restores = 1
-    again = desk.ask([*PROMPT, 5])
+    again = harness.ask([*PROMPT, 5])
     assert engine.counts.resets == 1
     assert again.tokens == cold([*PROMPT, 5])
 
 
 def test_a_block_that_breaks_the_engine_is_tried_only_once() -> None:
     engine = FakeEngine()
-    desk = Desk(engine, resident_tokens=0)
-    desk.ask(PROMPT)
-    blocks = len(desk.store)
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    harness.ask(PROMPT)
+    blocks = len(harness.store)
     engine.break_restores = 1
-    waiting = desk.submit([*PROMPT, 5], max_tokens=50)
-    desk.scheduler.step()
-    assert len(desk.store) < blocks
-    desk.cancel(waiting)  # between breaking and starting again it holds nothing
-    desk.settle()
-    assert desk.device.make_room(engine.pool_tokens)
+    waiting = harness.submit([*PROMPT, 5], max_tokens=50)
+    harness.scheduler.step()
+    assert len(harness.store) < blocks
+    harness.cancel(waiting)  # between breaking and starting again it holds nothing
+    harness.offload()
+    assert harness.kv.make_room(engine.pool_tokens)
     assert engine.open_sequences == 0
 
 
 def test_an_engine_that_always_breaks_fails_its_turns_with_a_message() -> None:
     engine = FakeEngine(break_steps=set(range(1, 100)))
-    desk = Desk(engine)
-    reply = desk.ask(PROMPT)
+    harness = RuntimeHarness(engine)
+    reply = harness.ask(PROMPT)
     failed = reply.events[-1]
     assert isinstance(failed, Failed)
     assert failed.error.status == 500
@@ -266,8 +266,8 @@ def test_an_engine_that_always_breaks_fails_its_turns_with_a_message() -> None:
 
 
 def test_progress_is_told_when_asked_for() -> None:
-    desk = Desk(FakeEngine(batch_tokens=24))
-    reply = desk.ask(PROMPT, progress=True)
+    harness = RuntimeHarness(FakeEngine(batch_tokens=24))
+    reply = harness.ask(PROMPT, progress=True)
     progress = [event.done_tokens for event in reply.events if isinstance(event, Prefill)]
     assert progress == sorted(progress)
     assert progress[-1] == len(PROMPT)
@@ -306,62 +306,62 @@ def test_whatever_happens_every_answer_is_the_cold_one(
         break_restores=min(len(breaks), 1),
         can_truncate=can_truncate,
     )
-    desk = Desk(engine, parallel=3, ram_bytes=ram, resident_tokens=resident)
+    harness = RuntimeHarness(engine, parallel=3, ram_bytes=ram, idle_tokens=resident)
     submitted = []
     for number, (length, branch, limit, exact) in enumerate(prompts):
         tokens = [*range(100, 100 + length), *([branch] * 5)]
-        submitted.append((desk.submit(tokens, max_tokens=limit, exact=exact), tokens, limit))
+        submitted.append((harness.submit(tokens, max_tokens=limit, exact=exact), tokens, limit))
         for _ in range(steps[number]):
-            desk.scheduler.step()
+            harness.scheduler.step()
         if number in cancels:
-            desk.cancel(submitted[-1][0])
-    desk.run()
-    desk.settle()
+            harness.cancel(submitted[-1][0])
+    harness.run()
+    harness.offload()
     for reply, tokens, limit in submitted:
         if isinstance(reply.events[-1], Finished):
             assert reply.tokens == cold(tokens, can_truncate=can_truncate, max_tokens=limit)
         else:
             assert isinstance(reply.events[-1], Cancelled)
-    assert desk.store.tiers[0].used_bytes <= ram
-    assert desk.scheduler.turns == 0
-    assert desk.device.make_room(pool)
+    assert harness.store.tiers[0].used_bytes <= ram
+    assert harness.scheduler.turns == 0
+    assert harness.kv.make_room(pool)
     assert engine.open_sequences == 0
 
 
 # -- priority ------------------------------------------------------------------------------------
 
 
-def order_of_starts(desk: Desk, *turns: tuple[str, int]) -> list[str]:
+def order_of_starts(harness: RuntimeHarness, *turns: tuple[str, int]) -> list[str]:
     """Names of turns in the order in which they start, one at a time."""
-    desk.submit([1], max_tokens=3)
-    desk.scheduler.step()  # takes the one sequence; the others queue
+    harness.submit([1], max_tokens=3)
+    harness.scheduler.step()  # takes the one sequence; the others queue
     replies = {
-        name: desk.submit([10 + number], priority=priority, max_tokens=1)
+        name: harness.submit([10 + number], priority=priority, max_tokens=1)
         for number, (name, priority) in enumerate(turns)
     }
     started: dict[str, None] = {}  # ordered
     while len(started) < len(replies):
-        desk.scheduler.step()
+        harness.scheduler.step()
         started |= dict.fromkeys(name for name, reply in replies.items() if reply.started)
     return list(started)
 
 
 def test_an_urgent_turn_goes_first_and_equals_go_in_order() -> None:
-    desk = Desk(FakeEngine(), parallel=1)
-    started = order_of_starts(desk, ("first", 0), ("low", -1), ("second", 0), ("urgent", 1))
+    harness = RuntimeHarness(FakeEngine(), parallel=1)
+    started = order_of_starts(harness, ("first", 0), ("low", -1), ("second", 0), ("urgent", 1))
     assert started == ["urgent", "first", "second", "low"]
 
 
 def test_nobody_waits_for_ever() -> None:
     """However many urgent turns come, only so many of them overtake."""
-    desk = Desk(FakeEngine(), parallel=1)
-    desk.submit([1], max_tokens=2)
-    desk.scheduler.step()
-    patient = desk.submit([2], priority=-1, max_tokens=1)
+    harness = RuntimeHarness(FakeEngine(), parallel=1)
+    harness.submit([1], max_tokens=2)
+    harness.scheduler.step()
+    patient = harness.submit([2], priority=-1, max_tokens=1)
     for number in range(200):
-        desk.submit([3 + number], priority=1, max_tokens=1)
+        harness.submit([3 + number], priority=1, max_tokens=1)
         for _ in range(3):
-            desk.scheduler.step()
+            harness.scheduler.step()
         if patient.ended:
             break
     assert patient.ended
@@ -371,13 +371,13 @@ def test_nobody_waits_for_ever() -> None:
 @pytest.mark.parametrize("can_truncate", [True, False])
 def test_a_client_that_gives_up_five_times_computes_each_token_once(can_truncate: bool) -> None:
     engine = FakeEngine(batch_tokens=16, can_truncate=can_truncate)
-    desk = Desk(engine)
+    harness = RuntimeHarness(engine)
     prompt = list(range(100, 400))
     for steps in (2, 3, 4, 5, 6):
-        reply = desk.submit(prompt)
+        reply = harness.submit(prompt)
         for _ in range(steps):
-            desk.scheduler.step()
-        desk.cancel(reply)
+            harness.scheduler.step()
+        harness.cancel(reply)
     expected = cold(prompt, max_tokens=1, can_truncate=can_truncate)
-    assert desk.ask(prompt, max_tokens=1).tokens == expected
+    assert harness.ask(prompt, max_tokens=1).tokens == expected
     assert engine.counts.computed_tokens == len(prompt)

@@ -11,7 +11,9 @@ from rekindle.errors import CacheKeyNotFound, NoRoomForPins
 from rekindle.kvcache.clock import Clock
 from rekindle.protocol.admin import (
     DeleteEntry,
+    EntryInfo,
     EntryList,
+    Flush,
     GetStats,
     IndexPrompt,
     ListEntries,
@@ -24,7 +26,7 @@ from rekindle.protocol.admin import (
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 PROMPT = list(range(100, 140))
 
@@ -53,8 +55,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def desk(clock: FakeClock) -> Desk:
-    return Desk(FakeEngine(), clock=clock)
+def harness(clock: FakeClock) -> RuntimeHarness:
+    return RuntimeHarness(FakeEngine(), clock=clock)
 
 
 def key_of(reply: Reply) -> str:
@@ -67,34 +69,36 @@ def going_on(reply: Reply, *more: int) -> list[int]:
     return [*reply.turn.tokens, *(more or (7, 8, 9))]
 
 
-def test_a_key_is_returned_when_asked_for_and_hits_the_next_time(desk: Desk) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
-    report = desk.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache
+def test_a_key_is_returned_when_asked_for_and_hits_the_next_time(harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
+    report = harness.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason, report.cache_key) == ("hit", "full_match", key_of(first))
     assert report.new_cache_key is None
     assert report.reused_tokens == len(first.turn.tokens) - 1
 
 
-def test_every_turn_of_a_chain_has_a_key_of_its_own_and_the_old_ones_stay(desk: Desk) -> None:
+def test_every_turn_of_a_chain_has_a_key_of_its_own_and_the_old_ones_stay(
+    harness: RuntimeHarness,
+) -> None:
     naming = Names(return_cache_key=True)
-    first = desk.ask(PROMPT, names=naming)
-    second = desk.ask(going_on(first), names=naming)
+    first = harness.ask(PROMPT, names=naming)
+    second = harness.ask(going_on(first), names=naming)
     assert key_of(first) != key_of(second)
-    branch = desk.ask(going_on(first, 1, 2), names=Names(cache_key=key_of(first)))
+    branch = harness.ask(going_on(first, 1, 2), names=Names(cache_key=key_of(first)))
     assert branch.finished.cache.status == "hit"
 
 
-def test_the_same_head_is_the_same_entry_and_keeps_its_key(desk: Desk) -> None:
+def test_the_same_head_is_the_same_entry_and_keeps_its_key(harness: RuntimeHarness) -> None:
     naming = Names(return_cache_key=True)
-    assert key_of(desk.ask(PROMPT, names=naming)) == key_of(desk.ask(PROMPT, names=naming))
+    assert key_of(harness.ask(PROMPT, names=naming)) == key_of(harness.ask(PROMPT, names=naming))
 
 
-def test_all_names_of_one_head_lead_to_one_entry(desk: Desk) -> None:
+def test_all_names_of_one_head_lead_to_one_entry(harness: RuntimeHarness) -> None:
     naming = Names(
         session_id="s", session_number=7, prompt_cache_key="p", wants_message_id=True,
         return_cache_key=True,
     )  # fmt: skip
-    first = desk.ask(PROMPT, names=naming)
+    first = harness.ask(PROMPT, names=naming)
     message = first.finished.message_id
     assert message is not None
     for sent in (
@@ -104,84 +108,88 @@ def test_all_names_of_one_head_lead_to_one_entry(desk: Desk) -> None:
         Names(message_ids=["unknown", message]),
         Names(cache_key=key_of(first)),
     ):
-        assert desk.ask(going_on(first), names=sent).finished.cache.cache_key == key_of(first)
-        desk.ask(PROMPT, names=naming)  # the names come back to the first head
+        assert harness.ask(going_on(first), names=sent).finished.cache.cache_key == key_of(first)
+        harness.ask(PROMPT, names=naming)  # the names come back to the first head
 
 
-def test_an_unknown_key_is_a_miss_that_says_so_and_never_an_error(desk: Desk) -> None:
-    report = desk.ask(PROMPT, names=Names(cache_key="no such key")).finished.cache
+def test_an_unknown_key_is_a_miss_that_says_so_and_never_an_error(harness: RuntimeHarness) -> None:
+    report = harness.ask(PROMPT, names=Names(cache_key="no such key")).finished.cache
     assert (report.status, report.reason) == ("miss", "cache_key_not_found")
     assert report.cache_key is None
 
 
-def test_an_edited_history_is_compared_and_not_trusted(desk: Desk) -> None:
-    first = desk.ask(PROMPT, names=Names(session_id="s"))
+def test_an_edited_history_is_compared_and_not_trusted(harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(session_id="s"))
     edited = [*PROMPT[:20], 999, *PROMPT[21:], *first.tokens, 7]
-    reply = desk.ask(edited, names=Names(session_id="s"))
+    reply = harness.ask(edited, names=Names(session_id="s"))
     assert reply.reused == 20
     assert reply.finished.cache.status == "partial_hit"
-    assert reply.tokens == Desk(FakeEngine()).ask(edited).tokens
+    assert reply.tokens == RuntimeHarness(FakeEngine()).ask(edited).tokens
 
 
-def test_a_request_that_is_shorter_than_its_entry_says_so(desk: Desk) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
-    report = desk.ask(PROMPT, names=Names(cache_key=key_of(first))).finished.cache
+def test_a_request_that_is_shorter_than_its_entry_says_so(harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
+    report = harness.ask(PROMPT, names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason) == ("partial_hit", "request_shorter")
 
 
-def test_a_session_without_a_key_has_one_entry_however_long_it_gets(desk: Desk) -> None:
+def test_a_session_without_a_key_has_one_entry_however_long_it_gets(
+    harness: RuntimeHarness,
+) -> None:
     tokens = PROMPT
     for _ in range(5):
-        tokens = going_on(desk.ask(tokens, names=Names(session_id="s")))
-    assert len(desk.entries) == 1
+        tokens = going_on(harness.ask(tokens, names=Names(session_id="s")))
+    assert len(harness.entries) == 1
 
 
-def test_another_tenant_knows_none_of_the_names(desk: Desk) -> None:
+def test_another_tenant_knows_none_of_the_names(harness: RuntimeHarness) -> None:
     naming = Names(session_id="s", return_cache_key=True, wants_message_id=True)
-    first = desk.ask(PROMPT, names=naming)
+    first = harness.ask(PROMPT, names=naming)
     message = first.finished.message_id
     assert message is not None
     stolen = Names(cache_key=key_of(first), session_id="s", message_ids=[message])
-    theirs = desk.ask(going_on(first), salt=b"other", names=stolen).finished.cache
+    theirs = harness.ask(going_on(first), salt=b"other", names=stolen).finished.cache
     unknown = Names(cache_key="f" * 32, session_id="t", message_ids=["m"])
-    strangers = desk.ask(going_on(first), salt=b"third", names=unknown).finished.cache
+    strangers = harness.ask(going_on(first), salt=b"third", names=unknown).finished.cache
     assert theirs == strangers
     assert theirs.reused_tokens == 0
 
 
 def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
-    desk: Desk, clock: FakeClock
+    harness: RuntimeHarness, clock: FakeClock
 ) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     clock.pass_by(1700)
     again = Names(cache_key=key_of(first))
-    assert desk.ask(going_on(first), names=again).finished.cache.status == "hit"
+    assert harness.ask(going_on(first), names=again).finished.cache.status == "hit"
     clock.pass_by(1700)
-    assert desk.ask(going_on(first), names=again).finished.cache.status == "hit"
+    assert harness.ask(going_on(first), names=again).finished.cache.status == "hit"
     clock.pass_by(1801)
-    report = desk.ask(going_on(first, 5), names=again).finished.cache
+    report = harness.ask(going_on(first, 5), names=again).finished.cache
     assert (report.status, report.reason) == ("miss", "expired")
 
 
-def test_collecting_frees_the_state_that_is_no_other_entrys(desk: Desk, clock: FakeClock) -> None:
-    desk.device._most_resident_tokens = 0
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
-    desk.ask([*PROMPT[:16], 1, 2, 3], names=Names(session_id="keeps the first blocks"))
+def test_collecting_frees_the_state_that_is_no_other_entrys(
+    harness: RuntimeHarness, clock: FakeClock
+) -> None:
+    harness.kv._most_idle_tokens = 0
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
+    harness.ask([*PROMPT[:16], 1, 2, 3], names=Names(session_id="keeps the first blocks"))
     clock.pass_by(11)
-    removed, freed = desk.entries.collect()
+    removed, freed = harness.entries.collect()
     assert removed == 1
     assert freed == 16 * (len(first.turn.tokens) - 1 - 16)
-    assert desk.ask(PROMPT).reused == 16
+    assert harness.ask(PROMPT).reused == 16
 
 
-def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, desk: Desk) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     clock.wall += 10**9
-    assert desk.entries.collect() == (0, 0)
+    assert harness.entries.collect() == (0, 0)
     clock.wall -= 2 * 10**9
-    assert desk.entries.collect() == (0, 0)
+    assert harness.entries.collect() == (0, 0)
     assert (
-        desk.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache.status
+        harness.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache.status
         == "hit"
     )
 
@@ -190,12 +198,12 @@ def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, desk: Desk) -> None:
 def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
     tmp_path: Path, clock: FakeClock, jump_s: float
 ) -> None:
-    desk = Desk(FakeEngine(), clock=clock, folder=tmp_path)
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
-    desk.close()
+    harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
+    harness.close()
     clock.wall += jump_s
     clock.steady = 5.0
-    again = Desk(FakeEngine(), clock=clock, folder=tmp_path)
+    again = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
     assert again.entries.collect() == (0, 0)
     hit = again.ask(going_on(first), names=Names(cache_key=key_of(first)))
     assert hit.finished.cache.status == "hit"
@@ -204,48 +212,50 @@ def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
     again.close()
 
 
-def test_preparing_computes_the_prompt_once_and_keeps_it(desk: Desk) -> None:
-    engine = desk.engine
+def test_preparing_computes_the_prompt_once_and_keeps_it(harness: RuntimeHarness) -> None:
+    engine = harness.engine
     assert isinstance(engine, FakeEngine)
-    ready = desk.ask(PROMPT, prepare=Prepare())
+    ready = harness.ask(PROMPT, prepare=Prepare())
     assert engine.counts.computed_tokens == len(PROMPT)
     assert ready.text == ""
-    report = desk.ask([*PROMPT, 1, 2], names=Names(cache_key=key_of(ready))).finished.cache
+    report = harness.ask([*PROMPT, 1, 2], names=Names(cache_key=key_of(ready))).finished.cache
     assert (report.status, report.reused_tokens) == ("hit", len(PROMPT))
 
 
 def test_what_is_pinned_outlives_any_pressure_and_the_next_pin_is_refused(
     clock: FakeClock,
 ) -> None:
-    desk = Desk(FakeEngine(), clock=clock, ram_bytes=20_000, resident_tokens=0)
-    ready = desk.ask(PROMPT[:32], prepare=Prepare(pinned=True, ttl_s=None))
+    harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=20_000, idle_tokens=0)
+    ready = harness.ask(PROMPT[:32], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
-        desk.ask([500 + number] * 40)
+        harness.ask([500 + number] * 40)
     clock.pass_by(10**6)
-    desk.entries.collect()
-    after = desk.ask([*PROMPT[:32], 1, 2], names=Names(cache_key=key_of(ready)))
+    harness.entries.collect()
+    after = harness.ask([*PROMPT[:32], 1, 2], names=Names(cache_key=key_of(ready)))
     assert after.finished.cache.status == "hit"
     with pytest.raises(NoRoomForPins):
-        desk.submit(list(range(500)), prepare=Prepare(pinned=True))
+        harness.submit(list(range(500)), prepare=Prepare(pinned=True))
 
 
-def test_shared_prompts_are_common_to_all_tenants_and_nothing_else_is(desk: Desk) -> None:
-    desk.ask(PROMPT, prepare=Prepare(shared=True, pinned=True, ttl_s=None))
-    one = desk.ask([*PROMPT, 1, 2, 3], salt=b"one")
-    other = desk.ask([*PROMPT, 1, 2, 3], salt=b"other")
+def test_shared_prompts_are_common_to_all_tenants_and_nothing_else_is(
+    harness: RuntimeHarness,
+) -> None:
+    harness.ask(PROMPT, prepare=Prepare(shared=True, pinned=True, ttl_s=None))
+    one = harness.ask([*PROMPT, 1, 2, 3], salt=b"one")
+    other = harness.ask([*PROMPT, 1, 2, 3], salt=b"other")
     assert one.reused == other.reused == len(PROMPT)
 
 
-def test_fingerprints_recognise_a_conversation_that_has_no_name(desk: Desk) -> None:
+def test_fingerprints_recognise_a_conversation_that_has_no_name(harness: RuntimeHarness) -> None:
     naming = Names(by_fingerprint=True)
     hello = [{"role": "user", "content": "Hello"}]
-    first = desk.ask(PROMPT, names=naming, messages=hello)
-    history = [*hello, {"role": "assistant", "content": first.turn.said}]
+    first = harness.ask(PROMPT, names=naming, messages=hello)
+    history = [*hello, {"role": "assistant", "content": first.turn.output.message.text}]
     more = [*history, {"role": "user", "content": "How are you?"}]
-    second = desk.ask(going_on(first), names=naming, messages=more)
+    second = harness.ask(going_on(first), names=naming, messages=more)
     assert second.finished.cache.status == "hit"
-    desk.ask([1, 2, 3], names=naming, messages=[{"role": "user", "content": "Another"}])
-    assert desk.logs == [
+    harness.ask([1, 2, 3], names=naming, messages=[{"role": "user", "content": "Another"}])
+    assert harness.logs == [
         "FingerprintManager: registered new session auto_session_0",
         "FingerprintManager: extended session auto_session_0 fingerprint with assistant response",
         "FingerprintManager: matched existing session auto_session_0",
@@ -255,110 +265,113 @@ def test_fingerprints_recognise_a_conversation_that_has_no_name(desk: Desk) -> N
     ]
 
 
-def test_a_request_that_opts_out_is_not_remembered(desk: Desk) -> None:
-    reply = desk.ask(PROMPT, reuse=False, names=Names(session_id="s", wants_message_id=True))
+def test_a_request_that_opts_out_is_not_remembered(harness: RuntimeHarness) -> None:
+    reply = harness.ask(PROMPT, reuse=False, names=Names(session_id="s", wants_message_id=True))
     assert reply.finished.message_id is not None
     assert reply.finished.cache.reason == "opted_out"
-    assert len(desk.entries) == 0
+    assert len(harness.entries) == 0
 
 
 # -- questions -----------------------------------------------------------------------------------
 
 
-def test_the_list_shows_a_tenants_own_entries_and_an_admin_all(desk: Desk) -> None:
-    desk.ask(PROMPT, salt=b"one", names=Names(session_id="mine"))
-    desk.ask(PROMPT, salt=b"two", names=Names(session_id="theirs"))
-    own = desk.queries.answer(ListEntries(), desk.root(b"one"), admin=False)
-    everything = desk.queries.answer(ListEntries(), desk.root(), admin=True)
+def test_the_list_shows_a_tenants_own_entries_and_an_admin_all(harness: RuntimeHarness) -> None:
+    harness.ask(PROMPT, salt=b"one", names=Names(session_id="mine"))
+    harness.ask(PROMPT, salt=b"two", names=Names(session_id="theirs"))
+    own = harness.administer(ListEntries(), salt=b"one")
+    everything = harness.administer(ListEntries(), admin=True)
     assert isinstance(own, EntryList)
     assert isinstance(everything, EntryList)
     assert [name.name for entry in own.entries for name in entry.names] == ["mine"]
     assert len(everything.entries) == 2
 
 
-def test_deleting_takes_the_state_too_and_is_refused_to_strangers(desk: Desk) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True))
+def test_deleting_takes_the_state_too_and_is_refused_to_strangers(harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     delete = DeleteEntry(key_of(first))
     with pytest.raises(CacheKeyNotFound):
-        desk.queries.answer(delete, desk.root(b"stranger"), admin=False)
-    desk.settle()
-    assert desk.queries.answer(delete, desk.root(), admin=False) == Removed(
-        1, 16 * (len(first.turn.tokens) - 1)
-    )
-    assert desk.ask(PROMPT).reused == 0
+        harness.administer(delete, salt=b"stranger")
+    harness.offload()
+    assert harness.administer(delete) == Removed(1, 16 * (len(first.turn.tokens) - 1))
+    assert harness.ask(PROMPT).reused == 0
     with pytest.raises(CacheKeyNotFound):
-        desk.queries.answer(delete, desk.root(), admin=False)
+        harness.administer(delete)
 
 
-def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(desk: Desk) -> None:
+def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
+    harness: RuntimeHarness,
+) -> None:
     """A reply that was made again, tokens that the client never saw: nobody could delete them."""
-    desk.device._most_resident_tokens = 0
+    harness.kv._most_idle_tokens = 0
     for branch in (1, 2, 3):
-        desk.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
-    removed = desk.queries.answer(RemoveSession("s"), desk.root(), admin=False)
+        harness.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
+    removed = harness.administer(RemoveSession("s"))
     assert isinstance(removed, Removed)
     assert removed.entries == 1
-    assert len(desk.store) == desk.store.tiers[0].used_bytes == 0
-    assert desk.ask(PROMPT).reused == 0
+    assert len(harness.store) == harness.store.tiers[0].used_bytes == 0
+    assert harness.ask(PROMPT).reused == 0
 
 
-def test_removing_a_conversation_leaves_what_another_stands_on(desk: Desk) -> None:
-    desk.device._most_resident_tokens = 0
-    desk.ask([*PROMPT, 1], names=Names(session_id="one"))
-    other = desk.ask([*PROMPT, 2], names=Names(session_id="two"))
-    desk.queries.answer(RemoveSession("one"), desk.root(), admin=False)
-    assert desk.ask(going_on(other), names=Names(session_id="two")).finished.cache.status == "hit"
+def test_removing_a_conversation_leaves_what_another_stands_on(harness: RuntimeHarness) -> None:
+    harness.kv._most_idle_tokens = 0
+    harness.ask([*PROMPT, 1], names=Names(session_id="one"))
+    other = harness.ask([*PROMPT, 2], names=Names(session_id="two"))
+    harness.administer(RemoveSession("one"))
+    assert (
+        harness.ask(going_on(other), names=Names(session_id="two")).finished.cache.status == "hit"
+    )
 
 
 def test_what_has_expired_is_gone_for_everybody_before_it_is_collected(
-    desk: Desk, clock: FakeClock
+    harness: RuntimeHarness, clock: FakeClock
 ) -> None:
-    first = desk.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
+    first = harness.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
     clock.pass_by(11)
     for admin in (False, True):
-        listed = desk.queries.answer(ListEntries(), desk.root(), admin=admin)
+        listed = harness.administer(ListEntries(), admin=admin)
         assert listed == EntryList([])
         with pytest.raises(CacheKeyNotFound):
-            desk.queries.answer(PinEntry(key_of(first), True), desk.root(), admin=admin)
+            harness.administer(PinEntry(key_of(first), True), admin=admin)
 
 
 def test_settling_an_entry_that_expired_meanwhile_still_answers(
-    desk: Desk, clock: FakeClock
+    harness: RuntimeHarness, clock: FakeClock
 ) -> None:
-    ready = desk.ask(PROMPT, prepare=Prepare(ttl_s=0.001))
+    ready = harness.ask(PROMPT, prepare=Prepare(ttl_s=0.001))
     clock.pass_by(1)
-    answered: list[object] = []
-    desk.queries.settle(key_of(ready), desk.root(), answered.append)
-    assert len(answered) == 1
+    assert isinstance(harness.administer(Flush(key_of(ready))), EntryInfo)
 
 
-def test_an_entry_that_was_only_noted_is_not_called_evicted(desk: Desk) -> None:
+def test_an_entry_that_was_only_noted_is_not_called_evicted(harness: RuntimeHarness) -> None:
     message = {"role": "system", "content": "x"}
     noted = IndexPrompt(messages=[message], prepare=Prepare())
-    entry = desk.queries.index(noted, desk.root(), Prompt(Tokens.of(PROMPT)))
+    entry = harness.administer(noted, prompt=Prompt(Tokens.of(PROMPT)))
+    assert isinstance(entry, EntryInfo)
     assert (entry.tier, entry.size_bytes) == (None, 0)
-    report = desk.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
+    report = harness.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
     assert (report.status, report.reason) == ("miss", "not_cached")
-    again = desk.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
+    again = harness.ask([*PROMPT, 1], names=Names(cache_key=entry.cache_key)).finished.cache
     assert again.status == "hit"
 
 
-def test_old_sessions_are_removed_and_younger_ones_stay(desk: Desk, clock: FakeClock) -> None:
-    desk.ask(PROMPT, names=Names(session_number=1))
+def test_old_sessions_are_removed_and_younger_ones_stay(
+    harness: RuntimeHarness, clock: FakeClock
+) -> None:
+    harness.ask(PROMPT, names=Names(session_number=1))
     clock.pass_by(100)
-    desk.ask([1, 2, 3], names=Names(session_number=2))
-    removed = desk.queries.answer(RemoveOld(50), desk.root(), admin=False)
+    harness.ask([1, 2, 3], names=Names(session_number=2))
+    removed = harness.administer(RemoveOld(50))
     assert isinstance(removed, Removed)
     assert removed.entries == 1
-    assert desk.entries.by_name(desk.root(), ("kv_cache_session_id", "2")) is not None
+    assert harness.entries.by_name(harness.namespace(), ("kv_cache_session_id", "2")) is not None
 
 
-def test_stats_count_what_a_tenant_did_and_what_sharing_saves(desk: Desk) -> None:
-    desk.device._most_resident_tokens = 0
+def test_stats_count_what_a_tenant_did_and_what_sharing_saves(harness: RuntimeHarness) -> None:
+    harness.kv._most_idle_tokens = 0
     for token in range(10):
-        desk.ask([*PROMPT, token], names=Names(session_id=str(token)))
-    desk.ask(PROMPT, salt=b"other")
-    stats = desk.queries.answer(GetStats(), desk.root(), admin=False)
+        harness.ask([*PROMPT, token], names=Names(session_id=str(token)))
+    harness.ask(PROMPT, salt=b"other")
+    stats = harness.administer(GetStats())
     assert isinstance(stats, Stats)
     assert (stats.entries, stats.hits + stats.partial_hits, stats.misses) == (10, 9, 1)
     assert stats.logical_bytes > 3 * stats.unique_bytes > 0

@@ -37,11 +37,11 @@ def test_each_of_twelve_steps_computes_its_new_message_alone(
         computed = agent.engine.counts.computed_tokens
         reply = agent.step(say(step))
         assert reply.finished.reason == "tool_calls"
-        assert [each.name for each in reply.turn.reply.tool_calls] == ["write"]
+        assert [each.name for each in reply.turn.output.message.tool_calls] == ["write"]
         if before is not None:
             # All that the last turn computed, its sampled tokens as they were; then the rest.
             assert reply.reused == len(before.turn.tokens)
-            new = reply.turn.tokens[reply.reused : reply.turn.prompt_tokens]
+            new = reply.turn.tokens.ids[reply.reused : reply.turn.prompt_tokens]
             assert agent.letters.spelled(new).startswith("<|im_end|>\n<|im_start|>user\n")
             assert agent.letters.spelled(new).count("done") == 1
             computed = agent.engine.counts.computed_tokens - computed
@@ -56,9 +56,9 @@ def test_reasoning_that_the_template_drops_costs_the_reply_and_no_more() -> None
     """After the next user message it is not shown any more: what comes before it still holds."""
     agent = Agent(THINKING)
     first = agent.step("<think>\nHm.\n</think>\n\nAll is tidy.", tools=None)
-    assert first.turn.message["reasoning_content"] == "Hm."
+    assert first.message["reasoning_content"] == "Hm."
     assert first.finished.reasoning_tokens > 0
-    answer = without_reasoning(first.turn.message)
+    answer = without_reasoning(first.message)
     agent.history += answer, {"role": "user", "content": "And the garden?"}
     second = agent.step("Too.", tools=None)
     assert second.reused == first.turn.prompt_tokens
@@ -72,8 +72,8 @@ def test_words_that_only_a_generation_prompt_has_cost_the_reply_and_no_more() ->
     assert template != THINKING
     agent = Agent(template)
     first = agent.step("All is tidy.", tools=None)
-    assert first.turn.message["content"] == "All is tidy."
-    agent.history += first.turn.message, {"role": "user", "content": "And the garden?"}
+    assert first.message["content"] == "All is tidy."
+    agent.history += first.message, {"role": "user", "content": "And the garden?"}
     second = agent.step("Too.", tools=None)
     scaffold = len(agent.letters.encode("<think>\n\n</think>\n\n", special=True))
     assert second.reused >= first.turn.prompt_tokens - scaffold
@@ -87,10 +87,8 @@ def test_a_loop_in_channels_goes_on_from_its_calls() -> None:
             f"<|channel|>analysis<|message|>Room {step}.<|end|><|start|>assistant<|channel|>"
             f'commentary to=functions.write <|constrain|>json<|message|>{{"path":"{step}"}}'
         )
-        assert (
-            reply.turn.message["tool_calls"][0]["function"]["arguments"] == f'{{"path":"{step}"}}'
-        )
-        assert reply.turn.message["reasoning_content"] == f"Room {step}."
+        assert reply.message["tool_calls"][0]["function"]["arguments"] == f'{{"path":"{step}"}}'
+        assert reply.message["reasoning_content"] == f"Room {step}."
         if before is not None:
             assert reply.reused == len(before.turn.tokens)
         agent.go_on(reply, with_json_reordered, f"done {step}")

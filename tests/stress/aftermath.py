@@ -9,7 +9,7 @@ from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.disk.folder import open_folder
 from tests.stress.diary import Diary, WitnessedDesk
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 PLENTY_BYTES = 1 << 30
 SAMPLES = 4
@@ -26,7 +26,7 @@ def index_agrees_with_files(folder: Path) -> None:
 
 
 def identity() -> bytes:
-    """Of the model that a desk works for."""
+    """Of the model that a harness works for."""
     capabilities = FakeEngine().capabilities
     return capabilities.kv_layout.fingerprint + b"%d" % capabilities.block_tokens
 
@@ -35,24 +35,24 @@ def promises_are_kept(
     folder: Path, diary: Diary, chance: random.Random, *, disk_bytes: int = PLENTY_BYTES
 ) -> None:
     """What stands in the diary is there, and some of it is asked for."""
-    desk = WitnessedDesk(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
+    harness = WitnessedDesk(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
     promises = diary.read()  # opening with a smaller budget may have evicted
-    assert promises.blocks.keys() <= {block.key.hex() for block in desk.store if block.stored}
-    known = {entry.key: entry.pinned for entry in desk.entries.of(None)}
+    assert promises.blocks.keys() <= {block.key.hex() for block in harness.store if block.stored}
+    known = {entry.key: entry.pinned for entry in harness.entries.of(None)}
     assert promises.entries <= known.keys()
     assert all(known[key] for key in promises.pinned)
     for key in chance.sample(sorted(promises.blocks), min(SAMPLES, len(promises.blocks))):
         if found := diary.read().blocks.get(key):  # an answer before may have taken its place
-            whole = is_served(desk, *found)
+            whole = is_served(harness, *found)
             assert whole or key not in diary.read().blocks  # or what is kept meanwhile does
-    desk.close()
+    harness.close()
     left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
     assert left == []
 
 
-def is_served(desk: Desk, salt: bytes, tokens: list[int]) -> bool:
+def is_served(harness: RuntimeHarness, salt: bytes, tokens: list[int]) -> bool:
     """Whether all the state that lies on disk is given; it is the right one in any case."""
     prompt = [*tokens, 7]
-    reply = desk.ask(prompt, salt=salt)
-    assert reply.tokens == Desk(FakeEngine()).ask(prompt).tokens
+    reply = harness.ask(prompt, salt=salt)
+    assert reply.tokens == RuntimeHarness(FakeEngine()).ask(prompt).tokens
     return reply.reused == len(tokens)

@@ -18,7 +18,7 @@ from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.index_db import Change, DropEntry
 from rekindle.kvcache.tiers.disk import DiskTier
 from tests.stress.trouble import block_files_with
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 SALTS = (b"", b"other")
 
@@ -89,8 +89,8 @@ class WitnessedTier(DiskTier):
         super().journal(change)
 
 
-class WitnessedDesk(Desk):
-    """A desk on a folder whose promises stand in a diary."""
+class WitnessedDesk(RuntimeHarness):
+    """A harness on a folder whose promises stand in a diary."""
 
     def __init__(self, *args: Any, diary: Diary, calls: Calls | None = None, **more: Any) -> None:
         self.diary = diary
@@ -104,14 +104,14 @@ class WitnessedDesk(Desk):
         opened = open_folder(folder, identity, limit_bytes=disk_bytes)
         if self._calls is not None:
             opened.block_files = block_files_with(opened.path, self._calls)
-        tier = WitnessedTier(opened, self._news.put)
+        tier = WitnessedTier(opened, self._events.put)
         tier.diary = self.diary
         return tier
 
     def acknowledge(self) -> None:
         """Wait for the disk, then write down all that it has by now."""
         self.flush()
-        salts = {self.root(salt): salt for salt in SALTS}
+        salts = {self.namespace(salt): salt for salt in SALTS}
         stored = {block.key: block for block in self.store if block.stored}
         for key in stored.keys() - self._told:
             block = stored[key]

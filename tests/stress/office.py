@@ -1,30 +1,23 @@
-"""A desk over the memory of a runtime: what opens a cache folder, tends it and complains of it."""
+"""A harness over the real storage of a runtime: what opens a cache folder, tends it and warns."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
-from rekindle.chat.encode import Encoder
 from rekindle.kvcache.disk.files import Calls
-from rekindle.kvcache.key import namespace
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.runtime.admin import Queries
-from rekindle.runtime.kv_manager import Device
-from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Sessions
-from rekindle.runtime.storage import Memory
+from rekindle.runtime.storage import open_storage
 from tests.stress.trouble import block_files_with
 from tests.support.fake import FakeEngine
-from tests.support.harness import PATIENCE_S, SHARED_SALT, Desk, NumberTokenizer, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 
 def load(cache_dir: Path, **more: Any) -> LoadModel:
@@ -35,55 +28,21 @@ def load(cache_dir: Path, **more: Any) -> LoadModel:
     return LoadModel(path="", settings=settings)
 
 
-class Office(Desk):
-    """Composed as the worker composes it; `notes` is what the server's log would say."""
+class StorageHarness(RuntimeHarness):
+    """Budgets and folder as the process has them; idle state goes to the store at once."""
 
     def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
-        self.abilities = engine.abilities
-        self._news: SimpleQueue[TierEvent] = SimpleQueue()
-        self.notes: list[LogLine] = []
-        self.memory = Memory(order, self.capabilities, self._news.put, self.notes.append)
-        self.store, self.entries = self.memory.store, self.memory.entries
-        self.disk, self.clock = self.memory.disk, self.memory.clock
-        if calls is not None and self.disk is not None:
-            self.disk.folder.block_files = block_files_with(self.disk.folder.path, calls)
-        self.logs: list[str] = []
-        self._tokenizer = NumberTokenizer()
-        self._end_tokens = frozenset()
-        self.names = Sessions(
-            self.entries, self.store, Encoder(self._tokenizer, None), self.logs.append
-        )
-        shared = self.root(SHARED_SALT)
-        self.device = Device(
-            engine, self.store, self.names.explain, resident_tokens=0, shared=shared
-        )
-        self.entries.on_remove = self.device.forget
-        self.scheduler = Scheduler(
-            engine, self.device, self._emit, self.names.remember, parallel=order.settings.parallel
-        )
-        self.queries = Queries(self.entries, self.store, self.device, self.names, self.clock)
-        self.queries.disk_state = self.memory.trouble
-        self.replies = {}
+        self.capabilities = engine.capabilities
+        self._events: SimpleQueue[TierEvent] = SimpleQueue()
+        self.log_lines: list[LogLine] = []
+        self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
-
-    def root(self, salt: bytes = b"") -> bytes:
-        secret = self.memory.secret
-        return namespace(
-            self.capabilities.kv_layout.fingerprint, salt, self.capabilities.block_tokens, secret
-        )
-
-    def hear(self, *, wait: bool = False) -> None:
-        with contextlib.suppress(Empty):
-            while True:
-                news = self._news.get(timeout=PATIENCE_S) if wait else self._news.get_nowait()
-                self.memory.on_event(news)
-                wait = False
-
-    def close(self) -> None:
-        self.scheduler.stop()
-        self.device.keep_everything()
-        self.memory.close()
+        storage = open_storage(order, self.capabilities, self._events.put, self.log_lines.append)
+        if calls is not None and storage.disk is not None:
+            folder = storage.disk.folder
+            folder.block_files = block_files_with(folder.path, calls)
+        self.take_storage(storage, idle_tokens=0)
 
     # -- what a test wants to know -------------------------------------------------------------
 
@@ -94,12 +53,12 @@ class Office(Desk):
 
     @property
     def warnings(self) -> list[str]:
-        return [note.text for note in self.notes if note.level == "warning"]
+        return [line.text for line in self.log_lines if line.level == "warning"]
 
     @property
     def disk_state(self) -> str:
         """As GET /v1/cache/stats tells an admin."""
-        stats = self.queries.answer(GetStats(), self.root(), admin=True)
+        stats = self.administer(GetStats(), admin=True)
         assert isinstance(stats, Stats)
         return stats.disk_state
 
@@ -117,6 +76,6 @@ class Office(Desk):
         tokens = [seed % 1000, seed // 1000, *range(200, 238)]
         for _ in range(turns):
             reply = self.ask(tokens)
-            assert reply.tokens == Desk(FakeEngine()).ask(tokens).tokens
+            assert reply.tokens == RuntimeHarness(FakeEngine()).ask(tokens).tokens
             tokens = [*tokens, *reply.tokens, 7]
         return reply

@@ -11,7 +11,7 @@ from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES
 from rekindle.protocol.requests import Names
 from rekindle.tokens import TOKEN_BYTES
 from tests.support.fake import CELL_BYTES, FakeEngine
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 QUESTION = list(range(100, 128))
 BLOCK_TOKENS = FakeEngine().block_tokens
@@ -31,7 +31,7 @@ class WatchedEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class Shelf:
-    """A folder that a desk wrote and closed. `blocks` are the names of its files, first to last."""
+    """A folder that a harness wrote and closed; `blocks` names its files, first to last."""
 
     folder: Path
     tokens: tuple[int, ...]
@@ -56,35 +56,35 @@ class Shelf:
     def quarantine(self) -> list[Path]:
         return sorted((self.model / "aside").iterdir())
 
-    def open(self) -> Desk:
-        return Desk(WatchedEngine(), folder=self.folder)
+    def open(self) -> RuntimeHarness:
+        return RuntimeHarness(WatchedEngine(), folder=self.folder)
 
-    def ask(self, desk: Desk) -> Reply:
+    def ask(self, harness: RuntimeHarness) -> Reply:
         """The conversation's next turn: right, and from good state only, whatever happened."""
-        reply = desk.ask(self.tokens, names=Names(cache_key=self.cache_key))
+        reply = harness.ask(self.tokens, names=Names(cache_key=self.cache_key))
         assert reply.tokens == list(self.cold), "a wrong answer"
-        assert isinstance(desk.engine, WatchedEngine)
-        assert set(desk.engine.restored) <= set(self.states), "the engine saw bad bytes"
+        assert isinstance(harness.engine, WatchedEngine)
+        assert set(harness.engine.restored) <= set(self.states), "the engine saw bad bytes"
         return reply
 
 
 def write_shelf(folder: Path) -> Shelf:
     """Two turns of a conversation: full blocks and a tail, a name, and a backup of the index."""
-    desk = Desk(FakeEngine(), folder=folder)
-    first = desk.ask(QUESTION, names=Names(session_id="mine"))
-    second = desk.ask(
+    harness = RuntimeHarness(FakeEngine(), folder=folder)
+    first = harness.ask(QUESTION, names=Names(session_id="mine"))
+    second = harness.ask(
         [*QUESTION, *first.tokens, 7], names=Names(session_id="mine", return_cache_key=True)
     )
     tokens = (*second.turn.tokens, 8, 9)
-    desk.close()
+    harness.close()
     key = second.finished.cache.new_cache_key
     assert key is not None
-    blocks = sorted(desk.store, key=lambda block: block.start)
+    blocks = sorted(harness.store, key=lambda block: block.start)
     assert [block.start for block in blocks] == list(range(0, blocks[-1].stop, BLOCK_TOKENS))
     names = tuple(block.key.hex() for block in blocks)
     [model] = (path for path in folder.iterdir() if path.is_dir())
     states = tuple(_state(model / "blocks" / name) for name in names)
-    cold = tuple(Desk(FakeEngine()).ask(tokens).tokens)
+    cold = tuple(RuntimeHarness(FakeEngine()).ask(tokens).tokens)
     return Shelf(folder, tokens, cold, key, names, states)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rekindle.protocol.requests import Prepare
 from rekindle.runtime.storage import LEAST_QUEUE_BYTES
-from tests.stress.office import Office, load
+from tests.stress.office import StorageHarness, load
 from tests.support.fake import FakeEngine
 
 MB = 1 << 20
@@ -29,7 +29,7 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
     """Ten thousand prompts that nobody asks twice, of one tenant; another has a pinned prompt and
     a conversation, and finds both afterwards, from the disk too."""
     order = load(tmp_path, disk_cache=DISK_BYTES, ram_cache=RAM_BYTES)
-    office = Office(FakeEngine(), order)
+    office = StorageHarness(FakeEngine(), order)
     office.ask(PROMISED, salt=ALICE, prepare=Prepare(pinned=True, ttl_s=None), max_tokens=0)
     office.ask(USUAL, salt=ALICE)
     for number in range(PROMPTS):
@@ -39,18 +39,18 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
             office.flush()
             assert office.used_bytes_hold()
             assert used_bytes(tmp_path) <= DISK_BYTES
-    assert office.store.evictions(office.root(BOB)) > PROMPTS // 2
-    assert office.store.evictions(office.root(ALICE)) == 0
+    assert office.store.evictions(office.namespace(BOB)) > PROMPTS // 2
+    assert office.store.evictions(office.namespace(ALICE)) == 0
     finds_her_own(office)
     office.close()
     assert used_bytes(tmp_path) <= DISK_BYTES
-    again = Office(FakeEngine(), order)
+    again = StorageHarness(FakeEngine(), order)
     finds_her_own(again)
     again.close()
 
 
-def finds_her_own(office: Office) -> None:
-    [pinned] = (entry for entry in office.entries.of(office.root(ALICE)) if entry.pinned)
+def finds_her_own(office: StorageHarness) -> None:
+    [pinned] = (entry for entry in office.entries.of(office.namespace(ALICE)) if entry.pinned)
     assert pinned.tokens == len(PROMISED)
     assert office.ask([*PROMISED, 7], salt=ALICE).reused == len(PROMISED)
     assert office.ask([*USUAL, 7], salt=ALICE).reused == len(USUAL)
@@ -58,14 +58,14 @@ def finds_her_own(office: Office) -> None:
 
 def test_many_tenants_share_evenly(tmp_path: Path) -> None:
     """Whoever holds most makes room, so a small tenant keeps what it has."""
-    office = Office(FakeEngine(), load(tmp_path, disk_cache=2 * MB, ram_cache=RAM_BYTES))
+    office = StorageHarness(FakeEngine(), load(tmp_path, disk_cache=2 * MB, ram_cache=RAM_BYTES))
     small = [b"small %d" % number for number in range(4)]
     for salt in small:
         office.ask(USUAL, salt=salt)
     for number in range(300):
         office.ask([number, *range(100, 124)], salt=BOB, max_tokens=1)
     office.flush()
-    assert office.store.evictions(office.root(BOB)) > 100
+    assert office.store.evictions(office.namespace(BOB)) > 100
     for salt in small:
         assert office.ask([*USUAL, 7], salt=salt).reused == len(USUAL)
     assert office.used_bytes_hold()
@@ -73,12 +73,12 @@ def test_many_tenants_share_evenly(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_became_smaller_is_kept_from_the_start(tmp_path: Path) -> None:
-    office = Office(FakeEngine(), load(tmp_path, disk_cache=8 * MB))
+    office = StorageHarness(FakeEngine(), load(tmp_path, disk_cache=8 * MB))
     for number in range(600):
         office.ask([number, *range(100, 116)], max_tokens=1)
     office.close()
     assert used_bytes(tmp_path) > 4 * MB
-    again = Office(FakeEngine(), load(tmp_path, disk_cache=3 * MB))
+    again = StorageHarness(FakeEngine(), load(tmp_path, disk_cache=3 * MB))
     again.flush()
     assert again.used_bytes_hold()
     again.close()

@@ -18,7 +18,7 @@ from rekindle.kvcache.codec import HEADER_BYTES
 from rekindle.kvcache.disk.check import check
 from tests.stress.shelf import BLOCK_TOKENS, Shelf, write_shelf
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 FLIPS = 40  # of each file's bytes behind the header, beside all of the header
 CUTS = 25
@@ -63,12 +63,12 @@ def flip(path: Path, offset: int, mask: int) -> None:
 
 
 def spoil_in_use(original: Shelf, folder: Path, number: int, spoil: Spoil) -> None:
-    """Spoil a file under an open desk, and see that it is noticed."""
+    """Spoil a file under an open harness, and see that it is noticed."""
     shelf = original.copy(folder)
-    desk = shelf.open()
+    harness = shelf.open()
     spoil(shelf.file(number))
-    is_noticed(shelf, desk, number)
-    desk.close()
+    is_noticed(shelf, harness, number)
+    harness.close()
     if number < NUMBERS[-1]:  # the tail gave way to a longer block
         good = original.file(number).read_bytes()
         assert shelf.file(number).read_bytes() == good, "computed anew, and stored anew"
@@ -76,14 +76,14 @@ def spoil_in_use(original: Shelf, folder: Path, number: int, spoil: Spoil) -> No
     shutil.rmtree(folder)
 
 
-def is_noticed(shelf: Shelf, desk: Desk, number: int) -> None:
-    assert desk.disk is not None
-    reply = shelf.ask(desk)
+def is_noticed(shelf: Shelf, harness: RuntimeHarness, number: int) -> None:
+    assert harness.disk is not None
+    reply = shelf.ask(harness)
     report = reply.finished.cache
     assert reply.reused == number * BLOCK_TOKENS, "what is good is reused"
     assert (report.status, report.reason) == ("partial_hit" if number else "miss", "corrupt")
-    assert desk.disk.counts.corrupt_blocks == 1
-    desk.flush()
+    assert harness.disk.counts.corrupt_blocks == 1
+    harness.flush()
     assert [path.name[-64:] for path in shelf.quarantine] == [shelf.blocks[number]]
 
 
@@ -172,35 +172,35 @@ def test_whatever_lies_in_place_of_a_file_is_noticed(
 
 
 def test_two_files_that_changed_places_are_noticed(shelf: Shelf) -> None:
-    desk = shelf.open()
+    harness = shelf.open()
     one, two = shelf.file(1), shelf.file(2)
     one_bytes, two_bytes = one.read_bytes(), two.read_bytes()
     one.write_bytes(two_bytes)
     two.write_bytes(one_bytes)
-    assert desk.disk is not None
-    assert shelf.ask(desk).reused == BLOCK_TOKENS
-    assert desk.disk.counts.corrupt_blocks >= 1
-    desk.close()
+    assert harness.disk is not None
+    assert shelf.ask(harness).reused == BLOCK_TOKENS
+    assert harness.disk.counts.corrupt_blocks >= 1
+    harness.close()
     assert (one.read_bytes(), two.read_bytes()) == (one_bytes, two_bytes)
 
 
 def test_a_file_that_is_gone_is_a_miss(shelf: Shelf) -> None:
-    desk = shelf.open()
+    harness = shelf.open()
     shelf.file(3).unlink()
-    reply = shelf.ask(desk)
+    reply = shelf.ask(harness)
     assert reply.reused == 3 * BLOCK_TOKENS
     assert reply.finished.cache.reason == "corrupt"
-    desk.close()
+    harness.close()
     assert shelf.file(3).exists(), "computed anew, and stored anew"
 
 
 def test_everything_gone_is_everything_computed(shelf: Shelf) -> None:
-    desk = shelf.open()
+    harness = shelf.open()
     for number in NUMBERS:
         shelf.file(number).unlink()
-    assert shelf.ask(desk).reused == 0
-    assert shelf.ask(desk).reused == len(shelf.tokens) - 1
-    desk.close()
+    assert shelf.ask(harness).reused == 0
+    assert shelf.ask(harness).reused == len(shelf.tokens) - 1
+    harness.close()
 
 
 @pytest.mark.parametrize("spoil", [*SPOILT, cut, Path.unlink])
@@ -209,10 +209,10 @@ def test_what_went_wrong_between_two_starts_costs_nothing_but_computing(
     shelf: Shelf, spoil: Spoil, number: int
 ) -> None:
     spoil(shelf.file(number))
-    desk = shelf.open()
-    assert shelf.ask(desk).reused == number * BLOCK_TOKENS
-    assert shelf.ask(desk).reused == len(shelf.tokens) - 1
-    desk.close()
+    harness = shelf.open()
+    assert shelf.ask(harness).reused == number * BLOCK_TOKENS
+    assert shelf.ask(harness).reused == len(shelf.tokens) - 1
+    harness.close()
     [report] = check(shelf.folder, repair=False)
     assert report.findings == ()
     assert not (shelf.folder / "sang").exists()
@@ -221,7 +221,7 @@ def test_what_went_wrong_between_two_starts_costs_nothing_but_computing(
 def test_blocks_of_another_model_stand_for_nothing(shelf: Shelf) -> None:
     """Their signatures are good, for both models have one secret; their place is not."""
     mine = shelf.model / "blocks"
-    other = Desk(OtherEngine(), folder=shelf.folder)
+    other = RuntimeHarness(OtherEngine(), folder=shelf.folder)
     other.ask(shelf.tokens)
     other.close()
     assert other.disk is not None
@@ -230,7 +230,7 @@ def test_blocks_of_another_model_stand_for_nothing(shelf: Shelf) -> None:
     for path in theirs:
         shutil.copy(path, mine / path.name)
     shutil.copy(theirs[0], mine / shelf.blocks[1])
-    desk = shelf.open()
-    reply = shelf.ask(desk)
+    harness = shelf.open()
+    reply = shelf.ask(harness)
     assert (reply.reused, reply.finished.cache.reason) == (BLOCK_TOKENS, "corrupt")
-    desk.close()
+    harness.close()

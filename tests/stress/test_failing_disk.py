@@ -12,7 +12,7 @@ import pytest
 from rekindle.protocol.admin import EntryInfo, ShowEntry
 from rekindle.protocol.requests import Names
 from rekindle.runtime.storage import LEAST_QUEUE_BYTES
-from tests.stress.office import Office, load
+from tests.stress.office import StorageHarness, load
 from tests.stress.trouble import Trouble
 from tests.support.fake import FakeEngine
 
@@ -27,7 +27,7 @@ def test_any_failing_call_is_one_warning_and_heals(
     tmp_path: Path, kind: str, error: int, state: str
 ) -> None:
     trouble = Trouble((kind,))
-    office = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     trouble.error = error
     for seed in range(5):
         office.converse(seed)
@@ -36,11 +36,11 @@ def test_any_failing_call_is_one_warning_and_heals(
     assert office.stored_blocks == 0
     assert len(office.warnings) == 1
     trouble.error = None
-    office.memory.tick()
+    office.storage.tick()
     office.flush()
     assert office.disk_state == "ok"
     assert office.stored_blocks
-    assert [note.level for note in office.notes] == ["warning", "info"]
+    assert [note.level for note in office.log_lines] == ["warning", "info"]
     office.close()
 
 
@@ -49,22 +49,22 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twi
 ) -> None:
     """The kernel may have dropped the pages: a second fsync of the handle would lie."""
     trouble = Trouble(("fsync",), error=errno.EIO)
-    office = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     reply = office.ask(range(100, 140), names=Names(return_cache_key=True))
     office.flush()
     assert office.stored_blocks == 0
     key = reply.finished.cache.new_cache_key
     assert key is not None
-    info = office.queries.answer(ShowEntry(key), office.root(), admin=False)
+    info = office.administer(ShowEntry(key))
     assert isinstance(info, EntryInfo)
     assert info.stored_tokens == 0
     trouble.error = None
-    office.memory.tick()
+    office.storage.tick()
     office.flush()
     assert office.stored_blocks
     assert most_fsyncs_of_a_file(trouble.log) == 1
     office.close()
-    again = Office(FakeEngine(), load(tmp_path / "kv"))
+    again = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     assert again.ask([*range(100, 140), 7]).finished.cache.tier == "disk"
     again.close()
 
@@ -83,12 +83,12 @@ def most_fsyncs_of_a_file(log: list[tuple[str, object]]) -> int:
 
 
 def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
-    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     first = office.converse(1)
     office.flush()
     shutil.rmtree(tmp_path / "kv")
     for seed in range(2, 6):
-        office.memory.tick()
+        office.storage.tick()
         office.converse(seed)
         office.flush()
     assert office.disk_state == "failing"
@@ -98,10 +98,10 @@ def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
-    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     office.converse(1)
     office.close()
-    again = Office(FakeEngine(), load(tmp_path / "kv"))
+    again = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     shutil.rmtree(tmp_path / "kv")
     again.converse(1)
     again.close()
@@ -110,7 +110,7 @@ def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
 def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> None:
     """A read that works, or a minute gone by, proves nothing."""
     trouble = Trouble(("writev",))
-    office = Office(
+    office = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
     )
     office.ask(range(100, 120))
@@ -120,11 +120,11 @@ def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> N
     office.flush()
     assert office.disk_state == "failing"
     trouble.gate.clear()  # the next write takes its time to fail
-    office.memory.tick()
+    office.storage.tick()
     assert office.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
     trouble.gate.set()
     office.flush()
-    assert [note.level for note in office.notes] == ["warning"]
+    assert [note.level for note in office.log_lines] == ["warning"]
     office.close()
 
 
@@ -134,7 +134,7 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
 ) -> None:
     """They had left RAM for the disk, later ones were put under them, then the disk failed."""
     trouble = Trouble(("open",))
-    office = Office(
+    office = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
     )
     trouble.gate.clear()
@@ -154,13 +154,13 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
 def test_a_want_of_handles_costs_no_block(tmp_path: Path, error: int) -> None:
     """It says nothing about the files: they are neither bad nor quarantined."""
-    office = Office(FakeEngine(), load(tmp_path / "kv"))
+    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     reply = office.converse(1, turns=3)
     office.close()
     trouble = Trouble(("open",))
-    again = Office(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    again = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     trouble.error = error
-    assert again.ask(reply.turn.tokens).reused == 0
+    assert again.ask(reply.turn.tokens.ids).reused == 0
     trouble.error = None
     again.flush()
     assert again.tier.counts.corrupt_blocks == 0

@@ -13,7 +13,7 @@ from subprocess import DEVNULL
 
 import pytest
 
-from tests.stress.office import Office, load
+from tests.stress.office import StorageHarness, load
 from tests.support.fake import FakeEngine
 
 MB = 1 << 20
@@ -52,8 +52,8 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def office_on(disk: Path, **more: int) -> Office:
-    return Office(FakeEngine(), load(disk / "kv", **more))
+def office_on(disk: Path, **more: int) -> StorageHarness:
+    return StorageHarness(FakeEngine(), load(disk / "kv", **more))
 
 
 def test_a_full_disk_is_one_warning_and_is_used_again_when_there_is_room(mount: Mount) -> None:
@@ -72,7 +72,7 @@ def test_a_full_disk_is_one_warning_and_is_used_again_when_there_is_room(mount: 
     assert len(office.warnings) == 1
     assert "full" in office.warnings[0]
     other.unlink()
-    office.memory.tick()
+    office.storage.tick()
     for seed in range(12, 15):
         office.converse(seed)
     office.flush()
@@ -89,12 +89,12 @@ def test_however_often_a_full_disk_is_tried_it_is_one_warning(mount: Mount) -> N
     office.flush()
     fill(disk)
     for seed in range(2, 8):
-        office.memory.tick()
+        office.storage.tick()
         office.flush()
         office.ask([*first.turn.tokens, seed])
         office.converse(seed)
         office.flush()
-    assert [note.level for note in office.notes] == ["warning"]
+    assert [note.level for note in office.log_lines] == ["warning"]
     office.close()
 
 

@@ -20,7 +20,7 @@ from rekindle.kvcache.entries import Entry
 from rekindle.protocol.requests import Names
 from rekindle.tokens import pack
 from tests.support.fake import FakeEngine, NumberTokenizer
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
 FLIPS = 120
@@ -40,24 +40,24 @@ class WordTokenizer(NumberTokenizer):
 ENCODER = Encoder(WordTokenizer(), None)
 
 
-def open_desk(folder: Path | None) -> Desk:
-    return Desk(FakeEngine(), folder=folder, encoder=ENCODER, resident_tokens=0)
+def open_desk(folder: Path | None) -> RuntimeHarness:
+    return RuntimeHarness(FakeEngine(), folder=folder, encoder=ENCODER, idle_tokens=0)
 
 
-def ask(desk: Desk, text: str, session: str | None = None) -> Reply:
+def ask(harness: RuntimeHarness, text: str, session: str | None = None) -> Reply:
     """Ask in words, as clients do: what is remembered of them decides the tokens."""
 
     def recall(escaped: bytes) -> KnownPrefix | None:
-        entry = desk.entries.recall(desk.root(), escaped)
+        entry = harness.entries.recall(harness.namespace(), escaped)
         return KnownPrefix(entry.text, entry.tokens) if entry else None
 
-    return desk.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
+    return harness.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
 
 
-def converse(desk: Desk, session: str, turns: int) -> str:
+def converse(harness: RuntimeHarness, session: str, turns: int) -> str:
     text = f"{len(session)} {QUESTION}"
     for turn in range(turns):
-        text += ask(desk, text, session).text + f"{turn + 10} "
+        text += ask(harness, text, session).text + f"{turn + 10} "
     return text
 
 
@@ -84,29 +84,29 @@ class Wreck:
 
     def serves(self) -> dict[str, Entry]:
         """Both conversations go on rightly; the names that are still known."""
-        desk = open_desk(self.folder)
+        harness = open_desk(self.folder)
         named = {
             name: entry
             for kind, name in (EARLY, LATE)
-            if (entry := desk.entries.by_name(desk.root(), (kind, name)))
+            if (entry := harness.entries.by_name(harness.namespace(), (kind, name)))
         }
         for session, text in self.texts.items():
-            assert ask(desk, text, session).tokens == self.cold[session]
-        desk.close()
+            assert ask(harness, text, session).tokens == self.cold[session]
+        harness.close()
         return named
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("wreck")
-    desk = open_desk(folder / "live")
-    assert desk.disk is not None
-    early = converse(desk, "early", 3)
-    desk.disk.back_up()
-    late = converse(desk, "late", 2)
-    desk.flush()
+    harness = open_desk(folder / "live")
+    assert harness.disk is not None
+    early = converse(harness, "early", 3)
+    harness.disk.back_up()
+    late = converse(harness, "late", 2)
+    harness.flush()
     shutil.copytree(folder / "live", folder / "kv")  # as a killed process leaves it
-    desk.close()
+    harness.close()
     texts = {"early": early, "late": late}
     cold = {session: ask(open_desk(None), text).tokens for session, text in texts.items()}
     wreck = Wreck(folder / "kv", texts, cold)
@@ -180,9 +180,9 @@ def test_without_index_and_backup_blocks_are_found_by_their_headers(
     spoil(wreck.index)
     spoil(wreck.index.with_name("index.db.bak"))
     assert wreck.serves() == {}
-    desk = open_desk(wreck.folder)
-    assert ask(desk, wreck.texts["early"]).reused > len(QUESTION.split())
-    desk.close()
+    harness = open_desk(wreck.folder)
+    assert ask(harness, wreck.texts["early"]).reused > len(QUESTION.split())
+    harness.close()
 
 
 @pytest.mark.parametrize("name", ["index.db", "index.db-wal"])

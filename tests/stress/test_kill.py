@@ -11,7 +11,7 @@ from tests.stress.aftermath import PLENTY_BYTES, index_agrees_with_files, promis
 from tests.stress.diary import Diary, Promises
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
-from tests.support.harness import Desk
+from tests.support.harness import RuntimeHarness
 
 ROUNDS = 54
 SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
@@ -55,12 +55,12 @@ def test_what_was_acknowledged_survives_an_end_in_front_of_any_system_call(tmp_p
 def test_an_end_between_a_better_block_and_its_row_leaves_nothing_to_mend(tmp_path: Path) -> None:
     """An exact block took the place of one that was not: the index is the older of the two."""
     tokens = list(range(100, 140))
-    desk = Desk(FakeEngine(), folder=tmp_path / "live", resident_tokens=0)
-    desk.ask(tokens)
-    desk.flush()
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path / "live", idle_tokens=0)
+    harness.ask(tokens)
+    harness.flush()
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
-    desk.ask(tokens, exact=True)
-    desk.close()
+    harness.ask(tokens, exact=True)
+    harness.close()
     replaced = 0
     for old in (tmp_path / "killed").glob("*/blocks/*"):
         new = tmp_path / "live" / old.relative_to(tmp_path / "killed")
@@ -68,8 +68,8 @@ def test_an_end_between_a_better_block_and_its_row_leaves_nothing_to_mend(tmp_pa
         shutil.copyfile(new, old)
     assert replaced
     index_agrees_with_files(tmp_path / "killed")
-    again = Desk(FakeEngine(), folder=tmp_path / "killed")
-    assert again.ask(tokens).tokens == Desk(FakeEngine()).ask(tokens).tokens
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path / "killed")
+    assert again.ask(tokens).tokens == RuntimeHarness(FakeEngine()).ask(tokens).tokens
     again.close()
 
 

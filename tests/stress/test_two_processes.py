@@ -19,7 +19,7 @@ from tests.stress.aftermath import (
     promises_are_kept,
 )
 from tests.stress.diary import Diary
-from tests.stress.office import Office, load
+from tests.stress.office import StorageHarness, load
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
 from tests.support.server import running
@@ -28,8 +28,8 @@ from tests.support.tiny import write_llama
 WRITING_S = 3.0
 
 
-def office(folder: Path) -> Office:
-    return Office(FakeEngine(), load(folder))
+def office(folder: Path) -> StorageHarness:
+    return StorageHarness(FakeEngine(), load(folder))
 
 
 def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class Order:
 class Load:
     """Conversations that share beginnings, some named, some pinned, some deleted again."""
 
-    def __init__(self, desk: WitnessedDesk, chance: random.Random) -> None:
-        self._desk = desk
+    def __init__(self, harness: WitnessedDesk, chance: random.Random) -> None:
+        self._desk = harness
         self._chance = chance
         self._talks: list[tuple[bytes, list[int]]] = []
         self._keys: list[tuple[bytes, str]] = []
@@ -89,8 +89,7 @@ class Load:
         return [self._chance.randrange(10, 900) for _ in range(count)]
 
     def _change(self, salt: bytes, key: str) -> None:
-        root = self._desk.root(salt)
-        entry = self._desk.entries.by_key(root, key)
+        entry = self._desk.entries.by_key(self._desk.namespace(salt), key)
         if entry is None:
             return
         if entry.pinned:
@@ -99,7 +98,7 @@ class Load:
         if self._chance.random() < 0.3:
             op = DeleteEntry(key)
         with contextlib.suppress(NoRoomForPins):
-            self._desk.queries.answer(op, root, admin=False)
+            self._desk.administer(op, salt=salt)
 
 
 def ending_calls(count: int) -> Calls:
@@ -122,15 +121,15 @@ def work(order: Order, ready: int) -> None:
     """In the child: write until the end comes from outside."""
     diary = Diary(Path(order.diary))
     try:
-        desk = WitnessedDesk(
+        harness = WitnessedDesk(
             FakeEngine(),
             diary=diary,
             calls=ending_calls(order.exit_at_call) if order.exit_at_call else None,
             folder=Path(order.folder),
             disk_bytes=order.disk_bytes,
-            resident_tokens=0,
+            idle_tokens=0,
         )
-        load = Load(desk, random.Random(order.seed))
+        load = Load(harness, random.Random(order.seed))
         os.write(ready, b"!")
         while True:
             load.step()

@@ -7,13 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rekindle.chat.encode import Encoder
-from rekindle.chat.template import ChatTemplate
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.runtime.input_processor import Intake
-from rekindle.runtime.output_format import OutputFormat
 from tests.support.conversations import CHATML_CONTROL, Letters
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 from tests.support.scripted import ScriptedEngine
 
 Message = dict[str, Any]
@@ -50,21 +46,10 @@ class Agent:
         can_truncate: bool = True,
     ) -> None:
         """The first of `ends` is the one that a reply ends with when nothing else is said."""
-        self.letters = Letters(control, ends)
-        self.engine = ScriptedEngine(can_truncate=can_truncate)
-        vocabulary: Any = self.letters
-        self.template = ChatTemplate(template, bos_token=bos, eos_token=ends[0])
-        encoder = Encoder(self.letters, self.template)
-        self.output_format = OutputFormat(vocabulary, template)
-        self.desk = Desk(
-            self.engine,
-            encoder=encoder,
-            tokenizer=vocabulary,
-            end_tokens=self.output_format.end_tokens,
-        )
-        self.intake = Intake(
-            self.engine.abilities, vocabulary, encoder, self.desk.entries, b"", self.output_format
-        )
+        self.letters = Letters(control, ends, bos=bos)
+        self.engine = ScriptedEngine(can_truncate=can_truncate, chat_template=template)
+        self.engine.tokenizer = self.letters
+        self.harness = RuntimeHarness(self.engine)
         self._end = ends[0]
         self._tools = list(tools)
         self._ids = itertools.count(1000)
@@ -84,14 +69,14 @@ class Agent:
             max_tokens=None,
             **{"tools": self._tools, **ask},
         )
-        reply = self.desk.take(self.intake.turn(request))
-        self.desk.run(reply)
+        reply = self.harness.take(self.harness.pipeline.encode(request))
+        self.harness.run(reply)
         self.replies.append(reply)
         return reply
 
     def go_on(self, reply: Reply, change: Change, *results: str) -> None:
         """The client sends a reply back in its own way, with what its calls returned."""
-        message = change(reply.turn.message)
+        message = change(reply.message)
         self.history.append(message)
         for call, result in zip(message["tool_calls"], results, strict=True):
             answer = {"tool_call_id": call["id"], "content": result}

@@ -1,22 +1,13 @@
-"""Requests, replies and memory without an engine: what is said comes out of the test's hand."""
+"""Conversations whose replies a test writes by hand, encoded and remembered by a real runtime."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle.chat.encode import Encoder
-from rekindle.chat.template import ChatTemplate
-from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.entries import Entries
-from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.disk import DiskTier
-from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.events import (
     ArgumentsDelta,
     CacheReport,
@@ -28,11 +19,10 @@ from rekindle.protocol.events import (
 )
 from rekindle.protocol.message import new_call_id
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.runtime.input_processor import Intake
-from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Turn
 from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
 
 MERGES = [b'{"', b'": "', b'", "', b'"}', b"assistant", b"user", b"tool", b"The ", b"\n\n", b"ing"]
 CHATML_CONTROL = ("<|im_start|>", "<|im_end|>")
@@ -50,11 +40,13 @@ class Letters:
     add_bos = False
     longest_bytes = 16
 
-    def __init__(self, control: Sequence[str], ends: Sequence[str]) -> None:
+    def __init__(self, control: Sequence[str], ends: Sequence[str], *, bos: str = "") -> None:
         self._pieces = [bytes([value]) for value in range(256)] + MERGES
         self.control_texts = {text: len(self._pieces) + n for n, text in enumerate(control)}
         self._controls = {token: text for text, token in self.control_texts.items()}
         self.end_tokens = frozenset(self.control_texts[text] for text in ends)
+        self.bos = self.control_texts.get(bos)
+        self.eos = self.control_texts[ends[0]]
         self.size = len(self._pieces) + len(control)
         self._split = re.compile("(" + "|".join(map(re.escape, control)) + ")")
         merges = sorted(MERGES, key=len, reverse=True)
@@ -89,8 +81,9 @@ class Letters:
         return b"".join(self.piece(token, special=True) for token in tokens).decode()
 
 
-class Office:
-    """One runtime's intake and names; a folder makes it remember across restarts."""
+class Conversations(RuntimeHarness):
+    """Nothing is computed: turns are encoded and found, and what they write is given. A folder
+    makes it remember across restarts."""
 
     def __init__(
         self,
@@ -101,37 +94,20 @@ class Office:
         folder: Path | None = None,
     ) -> None:
         self.letters = Letters(control, ends)
-        encoder = Encoder(self.letters, ChatTemplate(template))
-        capabilities = FakeEngine(context_tokens=1 << 20).capabilities
-        self._disk = None
-        if folder:
-            opened = open_folder(folder, capabilities.kv_layout.fingerprint, limit_bytes=1 << 30)
-            self._disk = DiskTier(opened, lambda _event: None)
-        store = Store(block_tokens=8, tiers=[RamTier(0)])
-        self.entries = Entries(store, Clock(), self._disk.journal if self._disk else None)
-        if self._disk:
-            self.entries.load(self._disk.folder.index_db.entries())
-        vocabulary: Any = self.letters
-        self.intake = Intake(capabilities, vocabulary, encoder, self.entries, b"secret")
-        self.names = Sessions(self.entries, store, encoder, lambda _line: None)
-        self._ids = itertools.count(1)
+        engine = FakeEngine(context_tokens=1 << 20, chat_template=template)
+        engine.tokenizer = self.letters
+        super().__init__(engine, ram_bytes=0, folder=folder)
 
-    def close(self) -> None:
-        if self._disk:
-            self._disk.close()
-
-    def ask(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:
+    def begin(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:
         """A request on its way to the engine."""
-        ask = GenerateRequest(
+        request = GenerateRequest(
             turn=next(self._ids),
             messages=json.loads(json.dumps(messages)),
             sampling=SamplingParams(),
             max_tokens=None,
             **fields,
         )
-        turn = self.intake.turn(ask)
-        self.names.meet(turn)
-        return turn
+        return self.pipeline.find(self.pipeline.encode(request))
 
     def answer(
         self,
@@ -145,20 +121,19 @@ class Office:
     ) -> dict[str, Any]:
         """What the model writes, what it is taken apart into, and the message as delivered; what
         is cut off was sampled, too, but nobody has seen it."""
-        sampled = self.letters.sampled(raw + cut_off)
-        turn.buffer.extend(sampled)
-        turn._raw.append(raw)
+        turn.tokens.extend(self.letters.sampled(raw + cut_off))
+        turn.output._raw.append(raw)
+        message = turn.output.message
         if thought:
-            turn.reply.add(ReasoningDelta(thought))
-        turn.reply.add(TextDelta(raw if said is None else said))
+            message.add(ReasoningDelta(thought))
+        message.add(TextDelta(raw if said is None else said))
         for number, (name, arguments) in enumerate(calls):
-            turn.reply.add(ToolCallStart(number, name, new_call_id()))
-            turn.reply.add(ArgumentsDelta(number, arguments))
-        kept = len(turn.tokens)
-        report = CacheReport("miss", Reason.NOT_CACHED, 0, kept, None)
-        self.names.remember(turn, Finished(turn.id, "stop", 0, 0, 0.0, report))
-        return turn.message
+            message.add(ToolCallStart(number, name, new_call_id()))
+            message.add(ArgumentsDelta(number, arguments))
+        report = CacheReport("miss", Reason.NOT_CACHED, 0, len(turn.tokens), None)
+        self.sessions.remember(turn, Finished(turn.id, "stop", 0, 0, 0.0, report))
+        return message.as_dict()
 
     def fresh(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Tokens:
         """The prompt of a server that remembers nothing."""
-        return self.ask(messages, exact=True, **fields).prompt.tokens
+        return self.begin(messages, exact=True, **fields).encoded.prompt.tokens

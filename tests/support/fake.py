@@ -23,6 +23,7 @@ from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
+from rekindle.tokens import Tokenizer
 
 CELL_BYTES = 16
 CHECKPOINT_BYTES = 40
@@ -104,7 +105,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()
-        self.tokenizer = NumberTokenizer()
+        self.tokenizer: Tokenizer = NumberTokenizer()
         self._empty()
 
     def _empty(self) -> None:

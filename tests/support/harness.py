@@ -10,14 +10,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rekindle.kvcache.tiers.base import TierEvent
-
 from rekindle.chat.encode import Prompt
 from rekindle.engine.base import Engine
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
@@ -68,6 +67,11 @@ class Reply:
     @property
     def tokens(self) -> list[int]:
         return self.turn.tokens.ids[self.turn.prompt_tokens :]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as its client has it."""
+        return self.turn.output.message.as_dict()
 
     @property
     def reused(self) -> int:

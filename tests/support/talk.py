@@ -13,7 +13,7 @@ from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.engine.base import Engine, EngineOptions, Sequence
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from tests.support.harness import Desk, Reply
+from tests.support.harness import Reply, RuntimeHarness
 
 Observe = Callable[[Sequence, np.ndarray[Any, Any]], None]
 
@@ -43,7 +43,7 @@ class Answered:
 
 
 class Talker:
-    """A desk on a model; `forget` makes it as cold as on its first day."""
+    """A harness on a model; `forget` makes it as cold as on its first day."""
 
     def __init__(
         self,
@@ -65,13 +65,7 @@ class Talker:
 
     def forget(self, **limits: Any) -> None:
         self.engine.reset()
-        self.desk = Desk(
-            self.engine,
-            parallel=self._parallel,
-            tokenizer=self.engine.tokenizer,
-            end_tokens=self.engine.tokenizer.end_tokens,
-            **limits,
-        )
+        self.harness = RuntimeHarness(self.engine, parallel=self._parallel, **limits)
 
     def prompt(self, messages: list[dict[str, str]]) -> Prompt:
         return self.encoder.chat(messages, template_kwargs={})
@@ -84,7 +78,7 @@ class Talker:
             recorded.append(logits.copy())
 
         self.engine.observe = observe
-        reply = self.desk.ask(prompt, **ask)
+        reply = self.harness.ask(prompt, **ask)
         self.engine.observe = None
         return Answered(reply, recorded)
 

@@ -88,9 +88,9 @@ class Admin:
     def _at_once(self, op: AdminOp, view: View) -> AdminResult:
         match op:
             case ListEntries():
-                return EntryList([self._info(entry) for entry in self._entries.of(view)])
+                return EntryList([self.info(entry) for entry in self._entries.of(view)])
             case ShowEntry(key):
-                return self._info(self._find(view, key))
+                return self.info(self._find(view, key))
             case GetStats():
                 return self._stats(view)
             case DeleteEntry(key):
@@ -142,7 +142,7 @@ class Admin:
                 self._store.write_chain(entry.block)
         elif not pinned:
             self._entries.unpin(entry)
-        return self._info(entry)
+        return self.info(entry)
 
     def _index(self, op: IndexPrompt, namespace: bytes, encoded: EncodedPrompt) -> EntryInfo:
         """An entry that knows its tokens before any of them is computed."""
@@ -163,7 +163,7 @@ class Admin:
         )
         if entry is None:
             raise BadRequest("the prompt is too long to be remembered", param="messages")
-        return self._info(entry)
+        return self.info(entry)
 
     def _flush(self, view: View, key: str, reply: Reply) -> None:
         """Reply when the entry is stored as safely as this server can."""
@@ -172,10 +172,10 @@ class Admin:
             raise CacheKeyNotFound
         self._kv.offload_all()
         if entry.block is None or not entry.durable:
-            reply(self._info(entry))
+            reply(self.info(entry))
             return
         self._store.write_chain(entry.block)
-        self._store.flush(lambda: reply(self._info(entry)))
+        self._store.flush(lambda: reply(self.info(entry)))
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Admin:
             diverged_at=named.diverged_at,
         )
 
-    def _info(self, entry: Entry) -> EntryInfo:
+    def info(self, entry: Entry) -> EntryInfo:
         blocks, ends = list(chain(entry.block)), list(self._kv.ends(entry))
         left_s = entry.expires_in_s(self._clock)
         count = len(entry.tokens)
@@ -235,7 +235,7 @@ class Admin:
         )
 
     def _stats(self, view: View) -> Stats:
-        entries = [self._info(entry) for entry in self._entries.of(view)]
+        entries = [self.info(entry) for entry in self._entries.of(view)]
         blocks = [block for block in self._store if view in (None, block.namespace)]
         turns: Counter[Status] = Counter()
         for namespace, counts in self._pipeline.statuses.items():

@@ -91,7 +91,7 @@ def test_half_a_character_that_a_model_wrote_does_not_end_the_conversation(argum
     encoder = Encoder(Vocabulary(), ChatTemplate(HERMES))
     messages = [parsed(message) for message in talk(arguments)]
     prompt = encoder.chat(messages, tools=TOOLS, template_kwargs={})
-    assert "\ufffd" in prompt.marked.decode(errors="ignore")
+    assert "\ufffd" in prompt.escaped.decode(errors="ignore")
 
 
 @pytest.mark.parametrize("arguments", ['{"path": "/room', "[1, 2]", "null", "not JSON"])
