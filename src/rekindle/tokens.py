@@ -201,7 +201,7 @@ class TokenBuffer:
         shared = common_prefix(self._packed, other._packed)
         for each in (self, other):
             if each.media:
-                shared = min(shared, Tokens(b"", each.media).whole_media(shared))
+                shared = Tokens(b"", each.media).whole_media(shared)
         return shared
 
 

@@ -1,10 +1,11 @@
-"""What a runtime remembers, opened, tended and closed: store, entries, and the disk below them."""
+"""What a runtime remembers, opened and closed: store, entries, and the tiers below them."""
 
 from __future__ import annotations
 
 import secrets
 import sqlite3
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.engine.base import Abilities
@@ -34,6 +35,35 @@ BACKUP_TICKS = 10  # ticks between two copies of the index
 Log = Callable[[LogLine], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """The memory that was granted, shared out."""
+
+    ram_bytes: int
+    queue_bytes: int  # blocks that wait to be written
+    entries_bytes: int
+
+    @classmethod
+    def of(cls, load: LoadModel, folder: Folder | None) -> _Budgets:
+        share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
+        queue_bytes = min(MOST_QUEUE_BYTES, share) if folder else 0
+        entries_bytes = max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
+        if folder:
+            most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
+            entries_bytes = min(entries_bytes, most)
+        return cls(max(load.ram_bytes - queue_bytes, 0), queue_bytes, entries_bytes)
+
+
+def _open_disk(folder: Folder, load: LoadModel, budgets: _Budgets, on_event: OnEvent) -> DiskTier:
+    return DiskTier(
+        folder,
+        on_event,
+        floor_bytes=load.disk_floor_bytes,
+        queue_bytes=budgets.queue_bytes,
+        entries_bytes=budgets.entries_bytes,
+    )
+
+
 class Memory:
     """Owned by the engine's thread; `on_event` brings it what other threads report."""
 
@@ -53,32 +83,13 @@ class Memory:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.trouble = "off"  # why there is no disk tier
         folder = self._open_folder(load, abilities) if load.disk_bytes else None
-        share = max(LEAST_QUEUE_BYTES, load.ram_bytes // QUEUE_SHARE)
-        queue = min(MOST_QUEUE_BYTES, share) if folder else 0
-        entries_bytes = max(load.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
-        if folder:
-            most = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
-            entries_bytes = min(entries_bytes, most)
-        self.disk = (
-            DiskTier(
-                folder,
-                on_event,
-                floor_bytes=load.disk_floor_bytes,
-                queue_bytes=queue,
-                entries_bytes=entries_bytes,
-            )
-            if folder
-            else None
-        )
-        tiers: list[Tier] = [RamTier(max(load.ram_bytes - queue, 0))]
+        budgets = _Budgets.of(load, folder)
+        self.disk = _open_disk(folder, load, budgets, on_event) if folder else None
+        tiers: list[Tier] = [RamTier(budgets.ram_bytes)]  # the fastest first
         tiers += [self.disk] if self.disk else []
         self.store = Store(block_tokens=abilities.block_tokens, tiers=tiers)
-        self.entries = Entries(
-            self.store,
-            self.clock,
-            self.disk.journal if self.disk else None,
-            limit_bytes=entries_bytes,
-        )
+        journal = self.disk.journal if self.disk else None
+        self.entries = Entries(self.store, self.clock, journal, limit_bytes=budgets.entries_bytes)
         entries = folder.index_db.entries() if folder else []
         self.store.load()  # from here on the writer uses the index
         self.entries.load(entries)
