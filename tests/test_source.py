@@ -24,6 +24,7 @@ BEHIND_PROTOCOL = (*PARTS, "runtime")  # the process of one model
 ALLOWED = {
     # `rekindle cache check` verifies a cache folder on disk, without any server.
     ("cli/cache.py", "rekindle.kvcache.disk.check"),
+    ("cli/cache.py", "rekindle.kvcache.disk.secret"),
 }
 
 #: Folders of tests that are about the whole program, or help the others.

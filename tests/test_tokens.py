@@ -100,3 +100,10 @@ def test_a_buffer_keeps_the_pictures_it_began_with() -> None:
     buffer.append(7)
     assert [each.digest for each in buffer.all().media] == [DIGEST]
     assert buffer.first(3).media == ()
+
+
+def test_buffers_compare_as_tokens_do() -> None:
+    picture = Tokens.of([1, 2]) + Tokens.of_media(DIGEST, 9, 3)
+    cut = TokenBuffer(Tokens(picture.packed[: 4 * 7]))
+    assert TokenBuffer(picture).common_prefix(cut) == cut.common_prefix(TokenBuffer(picture)) == 2
+    assert TokenBuffer(picture).common_prefix(TokenBuffer(picture)) == 11

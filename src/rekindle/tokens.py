@@ -121,11 +121,16 @@ class Tokens:
 
     def __getitem__(self, span: slice) -> Tokens:
         """A part of them; a picture that is cut leaves its ids, and is no picture any more."""
-        start, stop, step = span.indices(len(self))
-        if step != 1:
+        if span.step not in (None, 1):
             raise ValueError("tokens are cut in one piece")
-        packed = self.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-        return Tokens(packed, self._media_within(start, stop) if self.media else ())
+        first, last = span.start, span.stop
+        packed = self.packed[
+            first and first * TOKEN_BYTES : None if last is None else last * TOKEN_BYTES
+        ]
+        if not self.media:
+            return Tokens(packed)
+        start, stop, _ = span.indices(len(self))
+        return Tokens(packed, self._media_within(start, stop))
 
     def _media_within(self, start: int, stop: int) -> tuple[Media, ...]:
         inside = (each for each in self.media if start <= each.start and each.stop <= stop)
@@ -199,7 +204,7 @@ class TokenBuffer:
         shared = common_prefix(self._packed, other._packed)
         for each in (self, other):
             if each.media:
-                shared = min(shared, Tokens(b"", each.media).whole_media(shared))
+                shared = Tokens(b"", each.media).whole_media(shared)
         return shared
 
 

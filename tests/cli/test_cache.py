@@ -329,7 +329,9 @@ def test_a_check_tells_what_it_found_by_its_exit_status(
     asked: list[tuple[Path, bool]] = []
     found = (Finding("bad_file", "abcd", "A block's file is bad: [x]."),) if bad else ()
 
-    def verify(folder: Path, *, repair: bool, progress: Any) -> list[FolderReport]:
+    def verify(
+        folder: Path, *, repair: bool, secret: bytes | None, progress: Any
+    ) -> list[FolderReport]:
         asked.append((folder, repair))
         progress(1, 2)
         return [FolderReport(folder / "m", blocks=7, findings=found),

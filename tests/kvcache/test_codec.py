@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
+from hashlib import sha256
 from itertools import accumulate
 
 import pytest
@@ -239,3 +240,10 @@ def test_a_pickle_is_only_bytes() -> None:
     record = Record(RECORD.namespace, RECORD.parent, Tokens.of([1]), canary, exact=False)
     assert decode(encode(record, SECRET), SECRET).blob == canary
     assert not Canary.sang
+
+
+def test_a_record_is_written_as_every_version_before_wrote_it() -> None:
+    tokens, state = Tokens.of(range(64)), b"state" * 100
+    record = Record(b"r" * KEY_BYTES, b"p" * KEY_BYTES, tokens, state, exact=True, resumable=True)
+    digest = sha256(encode(record, SECRET)).hexdigest()
+    assert digest == "edd1b490ce2cf336c693be5ab7490da95041f84d8ec95c436c5c56e7ff072f5c"

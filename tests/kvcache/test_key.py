@@ -96,3 +96,11 @@ def test_a_run_can_grow_after_it_was_compared() -> None:
     assert growing.common_prefix(other) == 2
     growing.append(3)
     assert growing.common_prefix(other) == 3
+
+
+def test_keys_are_those_of_every_version_before() -> None:
+    """Files are named by them: another key would be a cache that finds nothing."""
+    key = chain_key(b"p" * KEY_BYTES, Tokens.of(range(64)))
+    assert key.hex() == "c989996303914045c9e63156668ecc3d7274ab7891e460c1732686edb87e17f2"
+    root = namespace(b"weights", b"tenant", 64, b"secret")
+    assert root.hex() == "7e35487d2908f81be9ff580db408c47b918bb8554bae445b48489bec33510557"

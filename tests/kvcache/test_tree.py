@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.kvcache.key import chain_key
-from rekindle.kvcache.tree import Match
+from rekindle.kvcache.tree import Index, Match
 from rekindle.tokens import Tokens
 
 from .naive import (
@@ -175,3 +175,27 @@ def test_leaves_go_before_their_parents() -> None:
     tree = grown([(1, 2, 3)], 2)
     with pytest.raises(AssertionError, match="leaves go first"):
         tree.remove((1, 2))
+
+
+def test_a_match_holds_a_picture_whole_or_not_at_all() -> None:
+    """State in the middle of a picture, as a cancelled prefill leaves it, is of no use."""
+    picture = Tokens.of_media(b"a picture", 6, 6)
+    prompt = Tokens.of([1, 2, 3]) + picture + Tokens.of([4])
+    index = Index(4)
+    first = index.add(ROOT, None, prompt[:4], 1, exact=False)
+    second = index.add(ROOT, first, prompt[4:8], 1, exact=False, resumable=True)
+    assert index.match(ROOT, prompt) == Match((first,), 3, diverged=False)
+    assert list(index.checkpoints(ROOT, prompt)) == []
+    last = index.add(ROOT, second, prompt[8:], 1, exact=False, resumable=True)
+    assert index.match(ROOT, prompt) == Match((first, second, last), 10, diverged=False)
+    assert list(index.checkpoints(ROOT, prompt)) == [last]
+
+
+def test_another_picture_in_the_same_place_is_another_prefix() -> None:
+    index = Index(4)
+    for digest in (b"a picture", b"another one"):
+        prompt = Tokens.of([1, 2]) + Tokens.of_media(digest, 4, 4)
+        assert index.match(ROOT, prompt).tokens in (0, 2)
+        first = index.add(ROOT, None, prompt[:4], 1, exact=False)
+        index.add(ROOT, first, prompt[4:], 1, exact=False)
+        assert index.match(ROOT, prompt).tokens == 6

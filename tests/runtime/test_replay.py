@@ -500,7 +500,7 @@ def test_a_reply_made_twice_is_known_by_the_ids_of_both() -> None:
     one, other = called(office), called(office)
     assert len(office.entries) == 1
     for turn in (one, other):
-        assert one.tokens == other.tokens
+        assert one.tokens.ids == other.tokens.ids
         message = resorted(turn.output.message.as_dict())
         history = [{"role": "system", "content": "Now told otherwise."}, USER, message]
         assert office.begin([*history, result(message)], tools=TOOLS).encoded.normalised == [

@@ -130,7 +130,7 @@ def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path)
 def test_the_policy_says_what_is_written_behind_a_turn(
     tmp_path: Path, policy: str, named: bool, written: bool
 ) -> None:
-    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0, policy=policy)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0, cache_write=policy)
     harness.ask(FIRST, names=Names(session_id="s") if named else None)
     harness.flush()
     assert any(block.stored for block in harness.store) is written

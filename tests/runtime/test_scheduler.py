@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rekindle.errors import ContextTooLong
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
-from tests.support.fake import FakeEngine
+from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import RuntimeHarness
 
 PROMPT = list(range(100, 160))
@@ -16,6 +16,14 @@ PROMPT = list(range(100, 160))
 
 def cold(tokens: list[int], *, can_truncate: bool = True, **ask: object) -> list[int]:
     return RuntimeHarness(FakeEngine(can_truncate=can_truncate)).ask(tokens, **ask).tokens
+
+
+def ending_with(token: int) -> FakeEngine:
+    """An engine whose model ends its turns with this token."""
+    engine, tokenizer = FakeEngine(), NumberTokenizer()
+    tokenizer.end_tokens = frozenset({token})
+    engine.tokenizer = tokenizer
+    return engine
 
 
 def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
@@ -29,7 +37,7 @@ def test_a_turn_ends_in_exactly_one_terminal_event() -> None:
 
 def test_the_end_token_ends_a_turn_and_is_not_text() -> None:
     said = cold(PROMPT, max_tokens=6)
-    harness = RuntimeHarness(FakeEngine(), end_tokens=frozenset({said[3]}))
+    harness = RuntimeHarness(ending_with(said[3]))
     reply = harness.ask(PROMPT, max_tokens=6)
     assert reply.tokens == said[:3]
     assert reply.finished.reason == "stop"
@@ -37,7 +45,7 @@ def test_the_end_token_ends_a_turn_and_is_not_text() -> None:
 
 def test_ignoring_the_end_goes_on_to_the_limit() -> None:
     said = cold(PROMPT, max_tokens=6)
-    harness = RuntimeHarness(FakeEngine(), end_tokens=frozenset({said[3]}))
+    harness = RuntimeHarness(ending_with(said[3]))
     assert harness.ask(PROMPT, max_tokens=6, ignore_eos=True).tokens == said
 
 

@@ -51,7 +51,7 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
 
 def finds_her_own(office: StorageHarness) -> None:
     [pinned] = (entry for entry in office.entries.of(office.namespace(ALICE)) if entry.pinned)
-    assert pinned.tokens == len(PROMISED)
+    assert len(pinned.tokens) == len(PROMISED)
     assert office.ask([*PROMISED, 7], salt=ALICE).reused == len(PROMISED)
     assert office.ask([*USUAL, 7], salt=ALICE).reused == len(USUAL)
 

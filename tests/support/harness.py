@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rekindle.chat.encode import Prompt
+from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.engine.base import Engine
 from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
@@ -202,6 +203,7 @@ class RuntimeHarness:
                 prompt=prompt,
                 namespace=processor.shared_namespace if is_shared else processor.namespace(salt),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
+                hashes=ConversationHashes(asked.messages, asked.tools) if asked.messages else None,
             )
         )
 

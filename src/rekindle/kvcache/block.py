@@ -171,6 +171,8 @@ class Handles:
     def along(self, tokens: Tokens) -> list[PrefixHandle]:
         """Those that would go through a child with these tokens: it holds all of their next ones,
         or is a tail that these begin with."""
+        if not self._handles:
+            return []
         packed = tokens.packed
         found = [self._handles[serial][0] for serial in self._beginning_with(packed)]
         for stop in range(TOKEN_BYTES, len(packed), TOKEN_BYTES):
@@ -195,7 +197,7 @@ NO_HANDLES = Handles()  # of nearly every block; never added to
 
 def chain(block: Block | None) -> Iterator[Block]:
     """This block and those above it, the root left out."""
-    while block is not None and not block.is_root:
+    while block is not None and block.parent is not None:
         yield block
         block = block.parent
 

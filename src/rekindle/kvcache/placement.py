@@ -167,8 +167,15 @@ class Placement:
 
     def _needed_bytes(self, tier: Tier, last: Block | None) -> int:
         """What `last` and the blocks above it take of a tier and of none below."""
-        copies = (each.copies for each in chain(last) if not self._is_below(tier, each))
-        return sum(held[tier.name].size_bytes for held in copies if tier.name in held)
+        name, under = tier.name, self._names_under[tier.name]
+        total_bytes = 0
+        for each in chain(last):
+            copies = each.copies
+            if not under.isdisjoint(copies):
+                break  # and so are those above it: tiers below are closed under parents
+            if name in copies:
+                total_bytes += copies[name].size_bytes
+        return total_bytes
 
     def _give_up(self, tier: Tier, block: Block, last: Block | None) -> None:
         """Move a block out of a tier: down, or up where it is anyway, or out of the store."""

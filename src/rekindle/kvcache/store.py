@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rekindle.kvcache.block import Block, BlockKind, PrefixHandle, WriteBack, below, chain
+from rekindle.kvcache.block import Block, BlockKind, PrefixHandle, WriteBack, chain
 from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.loading import load_tiers
 from rekindle.kvcache.placement import Placement
 from rekindle.kvcache.tier_events import TierEvents
 from rekindle.kvcache.tiered import StoreCounts, TieredTree
-from rekindle.kvcache.tiers.base import Blob, Fetch, StoredBlock, Tier, TierEvent
+from rekindle.kvcache.tiers.base import Blob, Fetch, Tier, TierEvent
 from rekindle.kvcache.tree import Index, Match
 from rekindle.tokens import Tokens
 
@@ -174,28 +175,7 @@ class Store:
 
     def release(self, handle: PrefixHandle) -> int:
         """Forget a conversation's end and all state that is no other's; the bytes freed."""
-        block, top = handle.block, None
-        self.detach(handle)
-        while block is not None and not block.is_root and not _is_wanted(block, top):
-            block, top = block.parent, block
-        gone = below(top) if top else []
-        for each in gone:
-            self._tree.remove(each)
-        if block is not None:
-            gone += self._clear_along(block, handle.tokens)
-        return sum(each.size_bytes for each in gone)
-
-    def _clear_along(self, node: Block, tokens: Tokens) -> list[Block]:
-        """Remove what lies under a block along a conversation that is gone, unless another goes
-        through it."""
-        gone = []
-        for child in self._index.along(node, tokens):
-            longer = self._index.longer(node.key, child.tokens)
-            if not any(each.handles for other in (child, *longer) for each in below(other)):
-                gone += below(child)
-                for each in below(child):
-                    self._tree.remove(each)
-        return gone
+        return self._tree.release(handle)
 
     def lasting_bytes(
         self, handles: Iterable[PrefixHandle], token_bytes: int, checkpoint_bytes: int = 0
@@ -227,41 +207,9 @@ class Store:
 
     def load(self) -> None:
         """Take in what the tiers held when they were opened; what cannot be right is removed."""
-        for tier in self.tiers:
-            for found in tier.stored():
-                self._load(tier, found)
+        load_tiers(self._tree)
         for tier in self.tiers:
             self._placement.make_room(tier, 0)  # the budget may have become smaller
-
-    def _load(self, tier: Tier, found: StoredBlock) -> None:
-        above = None if found.parent == found.namespace else self._index.get(found.parent)
-        block = self._index.get(found.key)
-        if not self._is_sound(tier, found, above) or (block and tier.holds(block)):
-            tier.discard(found.key)
-            return
-        if block is None:
-            size_bytes, exact, resumable = found.kind
-            block = self._index.add(
-                found.namespace, above, found.tokens, size_bytes, exact=exact, resumable=resumable
-            )
-            block.write_back = WriteBack.SOON
-        block.kind = block.kind.weaker(found.kind)
-        tier.adopt(block, found.kind)
-        self._tree.cover(block)
-
-    def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
-        fits_in = (
-            above is not None
-            and tier.holds(above)
-            and self._index.is_full(above)
-            and above.namespace == found.namespace
-        )
-        return (
-            (found.parent == found.namespace or fits_in)
-            and self._index.could_hold(found.tokens)
-            and found.kind.size_bytes >= 0
-            and chain_key(found.parent, found.tokens) == found.key
-        )
 
     def write_chain(self, block: Block) -> None:
         """Have a conversation written whole, its tail too."""
@@ -317,9 +265,3 @@ def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
     """Whether a block like this adds something to the known one, and takes nothing from it."""
     adds = exact > known.exact or resumable > known.resumable
     return adds and exact >= known.exact and resumable >= known.resumable
-
-
-def _is_wanted(block: Block, known: Block | None) -> bool:
-    """Whether a conversation ends in this block or below it; in its child `known` none does."""
-    others = (child for child in block.children.values() if child is not known)
-    return bool(block.handles) or any(each.handles for child in others for each in below(child))

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rekindle.kvcache.block import Block, below
+from rekindle.kvcache.block import Block, PrefixHandle, below
 from rekindle.kvcache.tiers.base import Blob, Tier
 from rekindle.kvcache.tree import Index
+from rekindle.tokens import Tokens
 
 
 @dataclass(slots=True)
@@ -79,6 +80,31 @@ class TieredTree:
             if each not in kept:
                 self.remove(each)
 
+    def release(self, handle: PrefixHandle) -> int:
+        """Forget a conversation's end and all state that is no other's; the bytes freed."""
+        block, top = handle.block, None
+        self.index.lift(handle)
+        while block is not None and not block.is_root and not _is_wanted(block, top):
+            block, top = block.parent, block
+        gone = below(top) if top else []
+        for each in gone:
+            self.remove(each)
+        if block is not None:
+            gone += self._clear_along(block, handle.tokens)
+        return sum(each.size_bytes for each in gone)
+
+    def _clear_along(self, node: Block, tokens: Tokens) -> list[Block]:
+        """Remove what lies under a block along a conversation that is gone, unless another goes
+        through it."""
+        gone = []
+        for child in self.index.along(node, tokens):
+            longer = self.index.longer(node.key, child.tokens)
+            if not any(each.handles for other in (child, *longer) for each in below(other)):
+                gone += below(child)
+                for each in below(child):
+                    self.remove(each)
+        return gone
+
     # -- taking in -----------------------------------------------------------------------------
 
     def cover(self, block: Block) -> None:
@@ -103,3 +129,9 @@ class TieredTree:
             beside += [handle for other in longer for handle in other.handles]
         for handle in (*above.handles.along(block.tokens), *beside):
             self.index.place(handle, above)
+
+
+def _is_wanted(block: Block, known: Block | None) -> bool:
+    """Whether a conversation ends in this block or below it; in its child `known` none does."""
+    others = (child for child in block.children.values() if child is not known)
+    return bool(block.handles) or any(each.handles for child in others for each in below(child))

@@ -44,6 +44,7 @@ class ReplyOutput:
         self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
         self._raw: list[str] = []  # all that the model wrote, markers included
         self._logprobs = LogprobBuffer()
+        self._is_call_cut = False  # by a stop string
         self._is_enough = False  # a client that takes one call at a time has it
 
     @property
@@ -88,20 +89,16 @@ class ReplyOutput:
         if self._parser is not None:
             parts += self._delivered(self._parser.finish())
         self.finish_reason = reason
-        if reason == "stop" and self.message.tool_calls and not self._ends_inside_call:
+        if reason == "stop" and self.message.tool_calls and not self._is_call_cut:
             self.finish_reason = "tool_calls"
         return parts
 
     def _break_off(self, reason: FinishReason) -> list[Part]:
         """The model has not ended its reply itself."""
         self.is_broken_off = bool(self.message.tool_calls) or self._is_reasoning
-        return self.finish(reason)
-
-    @property
-    def _ends_inside_call(self) -> bool:
-        """Whether a stop string cut a call."""
         ended = self._parser.ended_calls if self._parser else 0
-        return self._text.stopped and ended < len(self.message.tool_calls)
+        self._is_call_cut = self._text.stopped and ended < len(self.message.tool_calls)
+        return self.finish(reason)
 
     @property
     def _is_reasoning(self) -> bool:
