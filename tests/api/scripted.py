@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from msgspec import structs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.config import Config
@@ -159,7 +160,7 @@ class ScriptedRuntime(RuntimeClient):
 
     def submit(self, request: GenerateRequest, on_event: OnEvent) -> int:
         script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
-        self.requests.append(request)
+        self.requests.append(structs.replace(request, received_s=None))
         if isinstance(script[0], ServerError):
             raise script[0]
         self.open_turns += 1

@@ -5,43 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rekindle.errors import ConfigError
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
-from rekindle.runtime.storage import Memory
+from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.storage import Storage, open_storage
 from tests.support.fake import FakeEngine
 
 SECRET = bytes(range(32))
 
 
-def opened(cache_dir: Path, log: list[LogLine], **more: Any) -> Memory:
-    load = LoadModel(
-        path="",
-        parallel=1,
-        context_tokens=None,
-        kv_fraction=0.5,
-        threads=1,
-        gpu_layers=None,
-        ram_bytes=1 << 26,
-        disk_bytes=1 << 26,
-        cache_dir=str(cache_dir),
-        **more,
-    )
-    return Memory(load, FakeEngine().abilities, lambda _event: None, log.append)
+def opened(cache_dir: Path, log: list[LogLine], **more: Any) -> Storage:
+    settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
+    load = LoadModel(path="", settings=settings)
+    return open_storage(load, FakeEngine().capabilities, lambda _event: None, log.append)
 
 
 def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:
-    memory = opened(tmp_path, [])
-    assert [tier.name for tier in memory.store.tiers] == ["ram", "disk"]
-    memory.close()
+    storage = opened(tmp_path, [])
+    assert [tier.name for tier in storage.store.tiers] == ["ram", "disk"]
+    storage.close()
 
 
 def test_a_configured_secret_is_that_of_every_cache_folder(tmp_path: Path) -> None:
     file, log = tmp_path / "key", list[LogLine]()
     file.write_text(SECRET.hex() + "\n")
     for name in ("one", "two"):
-        memory = opened(tmp_path / name, log, cache_secret_file=str(file))
-        assert memory.secret == SECRET
-        memory.close()
+        storage = opened(tmp_path / name, log, cache_secret_file=file)
+        assert storage.secret == SECRET
+        storage.close()
     assert log == []
 
 
@@ -52,10 +46,21 @@ def test_without_one_each_cache_folder_has_its_own(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_secret_that_cannot_be_used_costs_the_disk_and_is_explained(tmp_path: Path) -> None:
-    log = list[LogLine]()
-    memory = opened(tmp_path, log, cache_secret_file=str(tmp_path / "missing"))
-    assert [tier.name for tier in memory.store.tiers] == ["ram"]
-    assert memory.trouble == "failing"
-    assert "missing" in log[0].text
-    memory.close()
+def test_a_configured_secret_is_used_without_a_disk_too(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(SECRET)
+    settings = RuntimeSettings(disk_cache=0, cache_secret_file=file)
+    load = LoadModel(path="", settings=settings)
+    storage = open_storage(load, FakeEngine().capabilities, lambda _event: None, print)
+    assert storage.secret == SECRET
+    storage.close()
+
+
+@pytest.mark.parametrize("content", [None, b"short", b"x" * 64])
+def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """Going on with another one would quietly share nothing."""
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="key"):
+        opened(tmp_path / "kv", [], cache_secret_file=file)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,13 +255,14 @@ def test_a_damaged_file_is_an_error_that_says_so(model: Path, kind: str, tmp_pat
     ],
 )
 def test_an_unknown_format_is_refused_before_a_model_is_loaded(
-    formats: dict[str, str], refusal: str, tmp_path: Path
+    formats: dict[str, Any], refusal: str, tmp_path: Path
 ) -> None:
     """The model's file does not exist, which loading it would complain about."""
-    settings = structs.replace(load(tmp_path / "missing.gguf"), **formats)
+    order = load(tmp_path / "missing.gguf")
+    order = structs.replace(order, settings=replace(order.settings, **formats))
 
     async def scene() -> None:
-        runtime = RuntimeClient("tiny", settings, queue=1)
+        runtime = RuntimeClient("tiny", order, queue=1)
         with pytest.raises(ModelError, match=refusal):
             await runtime.start()
         await runtime.stop()
@@ -334,26 +336,3 @@ def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(mode
     assert last.error.code == "context_length_exceeded"
     assert last.error.param == "prompt"
     assert "at least" in last.error.message
-
-
-@pytest.mark.parametrize(
-    ("settings", "known"),
-    [
-        (RuntimeSettings(tool_format="hermess"), "hermes,"),
-        (RuntimeSettings(reasoning_format="thinks"), "think,"),
-    ],
-)
-def test_an_unknown_format_is_refused_before_the_model_is_loaded(
-    settings: RuntimeSettings, known: str
-) -> None:
-    """The file is missing, and that is not what the error is about."""
-
-    async def story() -> None:
-        runtime = RuntimeClient("m", LoadModel(path="missing.gguf", settings=settings), queue=1)
-        with pytest.raises(ModelError) as refused:
-            await runtime.start()
-        await runtime.stop()
-        unknown = settings.tool_format if known == "hermes," else settings.reasoning_format
-        assert all(word in str(refused.value) for word in ("auto", known, repr(unknown)))
-
-    asyncio.run(story())

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.chat.encode import Encoder
-from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.requests import Names
@@ -37,21 +35,15 @@ class WordTokenizer(NumberTokenizer):
         return [int(word) if word.isdecimal() else 9 for word in text.split()]
 
 
-ENCODER = Encoder(WordTokenizer(), None)
-
-
-def open_desk(folder: Path | None) -> RuntimeHarness:
-    return RuntimeHarness(FakeEngine(), folder=folder, encoder=ENCODER, idle_tokens=0)
+def open_harness(folder: Path | None) -> RuntimeHarness:
+    engine = FakeEngine()
+    engine.tokenizer = WordTokenizer()
+    return RuntimeHarness(engine, folder=folder, idle_tokens=0)
 
 
 def ask(harness: RuntimeHarness, text: str, session: str | None = None) -> Reply:
     """Ask in words, as clients do: what is remembered of them decides the tokens."""
-
-    def recall(escaped: bytes) -> KnownPrefix | None:
-        entry = harness.entries.recall(harness.namespace(), escaped)
-        return KnownPrefix(entry.text, entry.tokens) if entry else None
-
-    return harness.ask(ENCODER.text(text, recall=recall), names=Names(session_id=session))
+    return harness.ask_text(text, names=Names(session_id=session))
 
 
 def converse(harness: RuntimeHarness, session: str, turns: int) -> str:
@@ -84,7 +76,7 @@ class Wreck:
 
     def serves(self) -> dict[str, Entry]:
         """Both conversations go on rightly; the names that are still known."""
-        harness = open_desk(self.folder)
+        harness = open_harness(self.folder)
         named = {
             name: entry
             for kind, name in (EARLY, LATE)
@@ -99,7 +91,7 @@ class Wreck:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("wreck")
-    harness = open_desk(folder / "live")
+    harness = open_harness(folder / "live")
     assert harness.disk is not None
     early = converse(harness, "early", 3)
     harness.disk.back_up()
@@ -108,7 +100,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     shutil.copytree(folder / "live", folder / "kv")  # as a killed process leaves it
     harness.close()
     texts = {"early": early, "late": late}
-    cold = {session: ask(open_desk(None), text).tokens for session, text in texts.items()}
+    cold = {session: ask(open_harness(None), text).tokens for session, text in texts.items()}
     wreck = Wreck(folder / "kv", texts, cold)
     assert wreck.log.stat().st_size > 4096
     return wreck
@@ -180,7 +172,7 @@ def test_without_index_and_backup_blocks_are_found_by_their_headers(
     spoil(wreck.index)
     spoil(wreck.index.with_name("index.db.bak"))
     assert wreck.serves() == {}
-    harness = open_desk(wreck.folder)
+    harness = open_harness(wreck.folder)
     assert ask(harness, wreck.texts["early"]).reused > len(QUESTION.split())
     harness.close()
 
@@ -215,7 +207,7 @@ def test_an_index_cut_anywhere_makes_no_answer_wrong(
 
 def test_an_entry_with_other_tokens_than_its_text_is_not_believed(wreck: Wreck) -> None:
     """SQLite has no checksums: what it gives back may not be what it was given."""
-    open_desk(wreck.folder).close()  # the log becomes part of the index
+    open_harness(wreck.folder).close()  # the log becomes part of the index
     tokens = pack([len("early"), *range(100, 128)])
     raw = wreck.index.read_bytes()
     spoilt = raw.replace(tokens, pack([len("early"), 999, *range(101, 128)]))

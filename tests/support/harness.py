@@ -237,6 +237,15 @@ class RuntimeHarness:
         self.run(reply)
         return reply
 
+    def ask_text(self, text: str, **request: Any) -> Reply:
+        """A completion of a text, encoded as the runtime does it."""
+        asked = GenerateRequest(
+            turn=next(self._ids), prompt=text, **{"sampling": GREEDY, "max_tokens": 8, **request}
+        )
+        reply = self.take(self.pipeline.encode(asked))
+        self.run(reply)
+        return reply
+
     def cancel(self, reply: Reply) -> None:
         self.scheduler.cancel(reply.turn.id)
 
