@@ -10,6 +10,8 @@ from rekindle.kvcache.tiered import TieredTree
 from rekindle.kvcache.tiers.base import Blob, Tier
 from rekindle.tokens import Tokens
 
+Needed = tuple[Block | None, ...]  # what room may not be made with
+
 
 class Placement:
     """Moves copies of blocks between tiers. A tier below the first is closed under parents, so
@@ -77,18 +79,18 @@ class Placement:
             if block.write_back > WriteBack.NEVER and self._tree.knows(block):
                 self.write_down(block)
 
-    def _write(self, tier: Tier, block: Block, last: Block | None = None) -> bool:
+    def _write(self, tier: Tier, block: Block, *needed: Block | None) -> bool:
         """Have a block written, after those above it that are not; False: it cannot be. Room for
-        it is not made at the cost of `last`."""
+        it is not made at the cost of what is needed."""
         if not tier.takes_writes:
             return False
         missing = list(takewhile(lambda each: not tier.holds(each), chain(block)))
         for each in reversed(missing):
-            state_bytes = each.size_bytes
             is_unwanted = each.write_back is WriteBack.NEVER and each is not block
             if is_unwanted or self._tree.get(each) is None:
                 return False
-            if not self.make_room(tier, tier.cost(each.tokens, state_bytes), last):
+            cost = tier.cost(each.tokens, each.size_bytes)
+            if not self.make_room(tier, cost, each.parent, *needed):
                 return False
             blob = self._tree.get(each)  # making room may have taken it
             if blob is None:
@@ -147,39 +149,40 @@ class Placement:
 
     # -- making room ---------------------------------------------------------------------------
 
-    def make_room(self, tier: Tier, cost: int, last: Block | None = None) -> bool:
-        """Empty a tier of leaves: not of what `last` rests on unless a tier below has it, not of
-        pins, and of none when that would not do."""
+    def make_room(self, tier: Tier, cost: int, *needed: Block | None) -> bool:
+        """Empty a tier of leaves: not of pins, not of what is needed, unless it is the first and a
+        tier below has it, and of none when that would not do."""
         if tier.fits(cost):
             return True
-        if last is not None:
-            self._demote(tier, last, last)  # then what it rests on may leave, too
-        if not tier.could_fit(cost + self._needed_bytes(tier, last)):
+        kept_bytes = self._kept_bytes(needed) if tier is self._first else 0
+        if not tier.could_fit(cost + kept_bytes):
             return False
-        spared = _Spared(self, tier, last)
+        spared = _Spared(self, tier, needed)
         while not tier.fits(cost):
             key = tier.lowest(spared)
             block = self._index.get(key) if key is not None else None
             if block is None:  # all that is left is pinned, or needed
                 return False
-            self._give_up(tier, block, last)
+            self._give_up(tier, block, needed)
         return True
 
-    def _needed_bytes(self, tier: Tier, last: Block | None) -> int:
-        """What `last` and the blocks above it take of a tier and of none below."""
-        name, under = tier.name, self._names_under[tier.name]
+    def _kept_bytes(self, needed: Needed) -> int:
+        """What needed blocks and those above them take of the first tier, unless a tier below has
+        them or takes them now."""
         total_bytes = 0
-        for each in chain(last):
-            copies = each.copies
-            if not under.isdisjoint(copies):
-                break  # and so are those above it: tiers below are closed under parents
-            if name in copies:
-                total_bytes += copies[name].size_bytes
+        for block in needed:
+            if block is not None:
+                self._demote(self._first, block, needed)
+            for each in chain(block):
+                if self._is_below(self._first, each):
+                    break  # and so are those above it: tiers below are closed under parents
+                if copy := each.copies.get(self._first.name):
+                    total_bytes += copy.size_bytes
         return total_bytes
 
-    def _give_up(self, tier: Tier, block: Block, last: Block | None) -> None:
+    def _give_up(self, tier: Tier, block: Block, needed: Needed) -> None:
         """Move a block out of a tier: down, or up where it is anyway, or out of the store."""
-        if self._demote(tier, block, last):
+        if self._demote(tier, block, needed):
             tier.remove(block)
         elif len(block.copies) > 1:
             tier.remove(block)
@@ -188,7 +191,7 @@ class Placement:
         else:
             self._tree.evict(block)
 
-    def _demote(self, tier: Tier, block: Block, last: Block | None) -> bool:
+    def _demote(self, tier: Tier, block: Block, needed: Needed) -> bool:
         """Whether a tier below has the block, or takes it now; not one whose queue is full, for
         what waits to be written takes memory too."""
         if self._is_below(tier, block):
@@ -196,32 +199,35 @@ class Placement:
         if block.write_back is WriteBack.NEVER:
             return False
         under = self._under[tier.name]
-        return any(each.has_queue_room and self._write(each, block, last) for each in under)
+        return any(each.has_queue_room and self._write(each, block, *needed) for each in under)
 
     def _is_below(self, tier: Tier, block: Block) -> bool:
         return not self._names_under[tier.name].isdisjoint(block.copies)
 
-    def may_go(self, tier: Tier, block: Block, last: Block | None) -> bool:
-        """Whether a tier may let go of a block to make room. Of what a tier below has, always, if
-        it is surely there or not pinned; else not of what is pinned or added to, and below the
-        first tier of nothing that others depend on."""
+    def may_go(self, tier: Tier, block: Block, needed: Needed) -> bool:
+        """Whether a tier may let go of a block to make room. Below the first tier not of what is
+        needed there. Of what a tier below has, if it is surely there or not pinned; else not of
+        what is pinned or needed, and below the first tier of nothing that others depend on."""
+        is_needed = any(block is each for each in needed)
+        if is_needed and tier is not self._first:
+            return False
         below = self._names_under[tier.name]
         copies = [copy for name, copy in block.copies.items() if name in below]
         if any(copy.written for copy in copies) or (copies and not block.is_pinned):
             return True
-        needed = block is last or block.is_pinned
-        return not needed and (tier is self._first or not block.children)
+        has_dependents = tier is not self._first and bool(block.children)
+        return not (is_needed or block.is_pinned or has_dependents)
 
 
 class _Spared:
     """What a tier may not let go of now."""
 
-    def __init__(self, placement: Placement, tier: Tier, last: Block | None) -> None:
+    def __init__(self, placement: Placement, tier: Tier, needed: Needed) -> None:
         self._placement = placement
         self._tier = tier
-        self._last = last
+        self._needed = needed
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
         block = self._placement._index.get(key)
-        return block is None or not self._placement.may_go(self._tier, block, self._last)
+        return block is None or not self._placement.may_go(self._tier, block, self._needed)
