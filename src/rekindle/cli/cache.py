@@ -127,7 +127,7 @@ def check(
     from rekindle.kvcache.disk.secret import read_secret_file
 
     settings = load_config({"cache_dir": cache_dir}, file=config)
-    folder, secret_file = settings.cache_dir, getattr(settings, "cache_secret_file", None)
+    folder, secret_file = settings.cache_dir, settings.cache_secret_file
     secret = read_secret_file(Path(secret_file)) if secret_file else None
     try:
         with progress_bar("checking", Console(stderr=True)) as on_progress:
