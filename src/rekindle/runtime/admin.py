@@ -37,6 +37,7 @@ from rekindle.protocol.events import Reason, Status
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.pipeline import Pipeline
+from rekindle.runtime.planner import Planner
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.scheduler import Scheduler
@@ -56,6 +57,7 @@ class Admin:
         input_processor: InputProcessor,
         sessions: Sessions,
         kv: KvManager,
+        planner: Planner,
         pipeline: Pipeline,
         scheduler: Scheduler,
     ) -> None:
@@ -66,6 +68,7 @@ class Admin:
         self._input_processor = input_processor
         self._sessions = sessions
         self._kv = kv
+        self._planner = planner
         self._pipeline = pipeline
         self._scheduler = scheduler
 
@@ -189,8 +192,8 @@ class Admin:
         prompt = encoded.prompt
         named = compare(entry, prompt, encoded.hashes)
         usable = prompt.tokens[:-1]
-        match = self._kv.match(namespace, usable)
-        reusable = min(self._kv.reusable_tokens(namespace, usable), named.common_tokens)
+        match = self._planner.match(namespace, usable)
+        reusable = min(self._planner.reusable_tokens(namespace, usable), named.common_tokens)
         verdict = judge(
             Evidence(
                 prompt_tokens=len(prompt.tokens),
@@ -199,7 +202,7 @@ class Admin:
                 matched_tokens=match.tokens,
                 diverged=match.diverged,
                 changed=changed_at(prompt, match.tokens),
-                can_truncate=self._kv.can_truncate,
+                can_truncate=self._planner.can_truncate,
                 named=named,
             )
         )
@@ -212,7 +215,7 @@ class Admin:
         )
 
     def info(self, entry: Entry) -> EntryInfo:
-        blocks, ends = list(chain(entry.block)), list(self._kv.ends(entry))
+        blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
         left_s = entry.expires_in_s(self._clock)
         count = len(entry.tokens)
         stored = (block.stop for block in ends if block.stored)

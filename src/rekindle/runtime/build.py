@@ -18,6 +18,7 @@ from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output_format import OutputFormat
 from rekindle.runtime.pipeline import Pipeline
+from rekindle.runtime.planner import Planner
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Storage
@@ -59,17 +60,13 @@ def build(
     settings, capabilities = storage.settings, engine.capabilities
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
-    tool_format, reasoning_format = formats(settings)
-    if tool_format is None and template is not None and not template.shows_tools:
-        tool_format = DEFAULT_TOOL_FORMAT  # in which we ask for calls where the template does not
-    output_format = OutputFormat(
-        engine.tokenizer,
-        engine.chat_template,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-    )
     input_processor = InputProcessor(
-        capabilities, engine.tokenizer, encoder, storage.entries, storage.secret, output_format
+        capabilities,
+        engine.tokenizer,
+        encoder,
+        storage.entries,
+        storage.secret,
+        _output_format(engine, settings, template),
     )
     sessions = Sessions(
         storage.entries,
@@ -78,23 +75,31 @@ def build(
         lambda text: log(LogLine("info", text)),
         policy=settings.cache_write,
         key_ttl_s=settings.key_ttl,
-        token_bytes=capabilities.kv_layout.token_bytes,
-        checkpoint_bytes=capabilities.kv_layout.checkpoint_bytes,
+        kv_layout=capabilities.kv_layout,
     )
+    planner = Planner(capabilities, storage.store, input_processor.shared_namespace)
     if idle_tokens is None:
-        on_gpu = capabilities.device == "gpu"
-        idle_tokens = capabilities.pool_tokens if on_gpu else CPU_IDLE_TOKENS
-    kv = KvManager(
-        engine,
-        storage.store,
-        idle_tokens=idle_tokens,
-        shared_namespace=input_processor.shared_namespace,
-    )
+        idle_tokens = capabilities.pool_tokens if capabilities.device == "gpu" else CPU_IDLE_TOKENS
+    kv = KvManager(engine, storage.store, planner, idle_tokens=idle_tokens)
     storage.entries.on_remove = kv.forget
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
-    admin = Admin(storage, input_processor, sessions, kv, pipeline, scheduler)
+    admin = Admin(storage, input_processor, sessions, kv, planner, pipeline, scheduler)
     return Runtime(engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin)
+
+
+def _output_format(
+    engine: Engine, settings: RuntimeSettings, template: ChatTemplate | None
+) -> OutputFormat:
+    tool_format, reasoning_format = formats(settings)
+    if tool_format is None and template is not None and not template.shows_tools:
+        tool_format = DEFAULT_TOOL_FORMAT  # in which we ask for calls where the template does not
+    return OutputFormat(
+        engine.tokenizer,
+        engine.chat_template,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
+    )
 
 
 def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:

@@ -40,8 +40,8 @@ from rekindle.protocol.frames import (
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
-from rekindle.runtime.stopwatch import Stopwatch
 from rekindle.runtime.storage import open_storage
+from rekindle.runtime.turn import Stopwatch
 
 ENCODER_THREADS = 2
 TICK_S = 60.0

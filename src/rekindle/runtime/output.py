@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from rekindle.chat.detokenize import Detokenizer
 from rekindle.engine.sampling import Sampled
@@ -17,7 +18,6 @@ from rekindle.protocol.events import (
 )
 from rekindle.protocol.message import AssistantMessage, new_call_id
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.logprobs import LogprobBuffer
 from rekindle.runtime.output_format import ReplyDecoding
 from rekindle.tokens import Tokenizer
 
@@ -144,3 +144,48 @@ class ReplyOutput:
         if self._takes_calls or not self.message.tool_calls:
             return False
         return not isinstance(part, ArgumentsDelta)
+
+
+class LogprobBuffer:
+    """Log probabilities of sampled tokens, until it is known which of them are part of the text: a
+    token may turn out to be reasoning, part of a call, or a marker."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenLogprob] = []
+        self._after_marker = 0  # of those that wait, the first after a marker
+
+    def add(self, log: TokenLogprob, *, marker: bool) -> None:
+        self._waiting.append(log)
+        if marker:
+            self._after_marker = len(self._waiting)
+
+    def drop(self) -> None:
+        """None of them is part of the text."""
+        self._take(len(self._waiting))
+
+    def all(self) -> list[TokenLogprob]:
+        return self._take(len(self._waiting))
+
+    def of(self, text: str) -> list[TokenLogprob]:
+        """Those that wrote this text; those before it are dropped, those after it wait."""
+        first = self._first(text)
+        pieces = [log.piece for log in self._waiting[first:]]
+        written = text.encode(errors="replace")
+        at = b"".join(pieces).find(written)
+        if at < 0:  # broken bytes were replaced
+            return self.all()[first:]
+        starts = list(accumulate(map(len, pieces), initial=0))
+        before = sum(end <= at for end in starts[1:])
+        reached = sum(start < at + len(written) for start in starts[:-1])
+        return self._take(first + reached)[first + before :]
+
+    def _first(self, text: str) -> int:
+        """A marker that is text after all is as good as any other text."""
+        at = self._after_marker
+        is_text = at > 0 and self._waiting[at - 1].piece in text.encode(errors="replace")
+        return 0 if is_text else at
+
+    def _take(self, count: int) -> list[TokenLogprob]:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._after_marker = max(0, self._after_marker - count)
+        return taken

@@ -19,15 +19,16 @@ from enum import Enum
 
 from rekindle.engine.base import Engine
 from rekindle.engine.sampling import Sampled
+from rekindle.errors import ContextTooLong
 from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager, Placed
+from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedRequest
 from rekindle.runtime.sessions import Sessions
-from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.turn import Stopwatch, Turn
 
 
 class Start(Enum):
@@ -53,14 +54,16 @@ class Pipeline:
         return self._input_processor.encode(request)
 
     def find(self, encoded: EncodedRequest, stopwatch: Stopwatch | None = None) -> Turn:
-        """The turn, beside the entry that a name in the request stands for."""
-        return Turn(
-            encoded,
-            self._sessions.find(encoded),
-            tokenizer=self._engine.tokenizer,
-            context_tokens=self._engine.capabilities.context_tokens,
-            stopwatch=stopwatch,
-        )
+        """The turn, beside the entry that a name in the request stands for. Raises ContextTooLong
+        or NoRoomForPins."""
+        request, prompt_tokens = encoded.request, len(encoded.prompt.tokens)
+        context_tokens = self._engine.capabilities.context_tokens
+        room = context_tokens - prompt_tokens
+        if room <= 0:
+            raise ContextTooLong(str(prompt_tokens), context_tokens, param=request.source)
+        most = room if request.max_tokens is None else min(request.max_tokens, room)
+        output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
+        return Turn(encoded, self._sessions.find(encoded), output, stopwatch or Stopwatch())
 
     def start(self, turn: Turn, running: list[Turn]) -> Start:
         """Plan as late as possible, fetch, place. What is computed is then up to the scheduler."""
@@ -110,7 +113,7 @@ class Pipeline:
                 reuse=turn.request.reuse,
                 exact=turn.request.exact,
                 can_truncate=self._engine.capabilities.can_truncate,
-                problem=turn.lookup.problem or (Reason.CORRUPT if turn.damaged else None),
+                problem=turn.lookup.problem or (Reason.CORRUPT if turn.is_damaged else None),
                 named=named,
             )
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import EntryHashes
+from rekindle.engine.base import KvLayout
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
@@ -57,8 +58,7 @@ class Sessions:
         *,
         policy: WritePolicy,
         key_ttl_s: float | None,
-        token_bytes: int,
-        checkpoint_bytes: int,
+        kv_layout: KvLayout,
     ) -> None:
         self._entries = entries
         self._store = store
@@ -66,8 +66,7 @@ class Sessions:
         self._log = log
         self._policy = policy
         self._key_ttl_s = key_ttl_s
-        self._token_bytes = token_bytes
-        self._checkpoint_bytes = checkpoint_bytes
+        self._kv_layout = kv_layout
         self._last_auto: dict[bytes, int] = {}  # the last number given, by namespace
 
     # -- before a turn -------------------------------------------------------------------------
@@ -128,7 +127,9 @@ class Sessions:
         limit = self._store.pin_limit_bytes
         for entries, most in ((pinned, limit), (own, limit // len(tenants))):
             needed = self._store.lasting_bytes(
-                [*entries, candidate], self._token_bytes, self._checkpoint_bytes
+                [*entries, candidate],
+                self._kv_layout.token_bytes,
+                self._kv_layout.checkpoint_bytes,
             )
             if needed > most or not self._entries.has_room:
                 raise NoRoomForPins(

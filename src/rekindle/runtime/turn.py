@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from rekindle.engine.base import Sampler, Sequence
 from rekindle.engine.sampling import Sampled
-from rekindle.errors import ContextTooLong, ServerError
+from rekindle.errors import ServerError
 from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tiers.base import Fetch
-from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished
+from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Stages
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
-from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.tokens import TokenBuffer, Tokenizer, Tokens
+from rekindle.tokens import TokenBuffer, Tokens
+
+Stage = Literal["front", "encode", "queue", "plan", "restore", "compute"]
+
+
+class Stopwatch:
+    """Each lap adds the time since the last one to a stage, so stages add up to the whole.
+
+    The clock is the machine's monotonic one, which front and runtime share.
+    """
+
+    def __init__(self, received_s: float | None = None) -> None:
+        self.stages = Stages()
+        self._last_s = time.monotonic() if received_s is None else received_s
+
+    def lap(self, stage: Stage) -> None:
+        now_s = time.monotonic()
+        setattr(self.stages, stage, getattr(self.stages, stage) + now_s - self._last_s)
+        self._last_s = now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +62,19 @@ class Turn:
     """
 
     def __init__(
-        self,
-        encoded: EncodedRequest,
-        lookup: Lookup,
-        *,
-        tokenizer: Tokenizer,
-        context_tokens: int,
-        stopwatch: Stopwatch | None = None,
+        self, encoded: EncodedRequest, lookup: Lookup, output: ReplyOutput, stopwatch: Stopwatch
     ) -> None:
-        prompt_tokens = len(encoded.prompt.tokens)
-        if prompt_tokens >= context_tokens:
-            source = encoded.request.source
-            raise ContextTooLong(str(prompt_tokens), context_tokens, param=source)
-        room, asked = context_tokens - prompt_tokens, encoded.request.max_tokens
         self.encoded = encoded
         self.lookup = lookup
+        self.output = output
+        self.stopwatch = stopwatch
         self.id = encoded.request.turn
         self.request = encoded.request
         self.namespace = encoded.namespace
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
-        self.output = ReplyOutput(
-            encoded.request,
-            encoded.decoding,
-            tokenizer,
-            most=room if asked is None else min(asked, room),
-        )
-        self.stopwatch = stopwatch or Stopwatch()
         self.report: CacheReport | None = None  # from its first start on
-        self.damaged = False  # state that it wanted to reuse was corrupt
+        self.is_damaged = False  # state that it wanted to reuse was corrupt
         # In the engine.
         self.sequence: Sequence | None = None
         self.sampler: Sampler | None = None

@@ -1,0 +1,109 @@
+"""One step's work: the next token of every reply, and a slice of the prompts being read."""
+
+from __future__ import annotations
+
+import math
+
+from rekindle.engine.base import Capabilities, Work
+from rekindle.runtime.turn import Turn
+
+ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+LEAST_SLICE_TOKENS = 64
+UNKNOWN_SLICE_TOKENS = 256  # before the first slice has shown how fast the machine is
+QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
+
+Batch = list[tuple[Turn, Work]]
+
+
+class Batcher:
+    """Composes batches of the turns that run; prompts take turns by quanta of a few slices."""
+
+    def __init__(self, capabilities: Capabilities, parallel: int) -> None:
+        self._step_tokens = capabilities.step_tokens
+        self._slice = SliceSize(capabilities.batch_tokens - parallel)
+
+    def learn(self, batch: Batch, took_s: float) -> int:
+        """Learn from a step how large the next slices may be; how many rows it had."""
+        rows = sum(len(work.tokens) for _, work in batch)
+        self._slice.learn(rows, took_s)
+        return rows
+
+    def has_room(self, running: list[Turn]) -> bool:
+        """Whether the next batch has rows left for another prompt."""
+        prefilling = _prefilling(running)
+        pending = sum(turn.pending_tokens for turn in prefilling)
+        slice_tokens = self._slice_tokens(running)
+        return pending < slice_tokens or self._has_had_quantum(prefilling[0], running)
+
+    def compose(self, running: list[Turn]) -> Batch:
+        batch = [
+            (turn, _work(turn, [turn.tokens.ids[-1]]))
+            for turn in running
+            if turn.pending_tokens == 1
+        ]
+        if len(batch) < len(running):
+            batch += self._compose_prefill(running)
+        return batch
+
+    def _compose_prefill(self, running: list[Turn]) -> Batch:
+        prefilling = _prefilling(running)
+        pending = sum(turn.pending_tokens for turn in prefilling)
+        room = self._even_slice(pending, self._slice_tokens(running))
+        batch = []
+        for turn in prefilling:
+            if room <= 0:
+                break
+            tokens = turn.next_tokens(room, self._step_tokens)
+            batch.append((turn, _work(turn, tokens)))
+            room -= len(tokens)
+        return batch
+
+    @staticmethod
+    def _even_slice(pending: int, slice_tokens: int) -> int:
+        """As many slices as it takes anyway, but of one size: a short last one is a slow one."""
+        slices = max(1, math.ceil(pending / slice_tokens))
+        return math.ceil(pending / slices)
+
+    def rotate(self, running: list[Turn]) -> None:
+        """Put a prompt that has had its quantum behind the others."""
+        prefilling = _prefilling(running) if len(running) > 1 else []
+        if len(prefilling) > 1 and self._has_had_quantum(prefilling[0], running):
+            prefilling[0].slice_tokens = 0
+            running.remove(prefilling[0])
+            running.append(prefilling[0])
+
+    def _has_had_quantum(self, turn: Turn, running: list[Turn]) -> bool:
+        return turn.slice_tokens >= QUANTUM_SLICES * self._slice_tokens(running)
+
+    def _slice_tokens(self, running: list[Turn]) -> int:
+        decoding = any(turn.pending_tokens == 1 for turn in running)
+        return self._slice.tokens(SHARED_S if decoding else ALONE_S)
+
+
+def _prefilling(running: list[Turn]) -> list[Turn]:
+    return [turn for turn in running if turn.pending_tokens > 1]
+
+
+def _work(turn: Turn, tokens: list[int]) -> Work:
+    assert turn.sequence is not None
+    is_last = len(tokens) == turn.pending_tokens
+    return Work(turn.sequence, tokens, turn.sampler if is_last else None)
+
+
+class SliceSize:
+    """How many prompt tokens one step may take, learnt from how fast they go."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tokens_per_s = 0.0
+
+    def learn(self, rows: int, took_s: float) -> None:
+        if rows >= LEAST_SLICE_TOKENS and took_s > 0:
+            speed = rows / took_s
+            self._tokens_per_s = 0.7 * (self._tokens_per_s or speed) + 0.3 * speed
+
+    def tokens(self, allowed_s: float) -> int:
+        if not self._tokens_per_s:
+            return min(UNKNOWN_SLICE_TOKENS, self._most)
+        wished = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
+        return min(max(wished, LEAST_SLICE_TOKENS), self._most)
