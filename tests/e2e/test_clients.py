@@ -183,6 +183,11 @@ def test_curl_gets_the_same_answer_twice_and_pays_once(server: Server) -> None:
     prompt = second["usage"]["prompt_tokens"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == prompt - 1
     assert second["usage"]["prompt_eval_time"] > 0
+    stages = second["usage"]["first_token_time"]
+    assert list(stages) == ["front", "encode", "queue", "plan", "restore", "compute"]
+    assert all(spent >= 0 for spent in stages.values())
+    assert stages["encode"] > 0
+    assert stages["compute"] > 0
 
 
 def test_questions_asked_at_once_about_one_document_compute_it_once(

@@ -163,7 +163,8 @@ def likeness(answer: httpx.Response) -> tuple[int, Json]:
     body = answer.json()
     for name in ("id", "created", "choices"):
         body.pop(name, None)
-    body.get("usage", {}).pop("prompt_eval_time", None)
+    for name in ("prompt_eval_time", "first_token_time"):
+        body.get("usage", {}).pop(name, None)
     return answer.status_code, body
 
 

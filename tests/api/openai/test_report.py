@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rekindle.protocol.events import CacheReport, Divergence, Reason
+from rekindle.protocol.events import CacheReport, Divergence, Finished, Reason, Stages
 from tests.api.cache.entries import entry, holding
 from tests.api.scripted import Front, ScriptedRuntime, chunks, events, finished, reply
 
@@ -152,3 +153,36 @@ def test_other_models_are_asked_about_nothing_else() -> None:
     answer = Front(runtime_reporting(EDITED), other).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "turn_changed"
     assert other.admin_requests == []
+
+
+# -- the time to the first token -----------------------------------------------------------------
+
+STAGES = Stages(front=0.001, encode=0.002, queue=0.0, plan=0.003, restore=0.004, compute=0.5)
+
+
+def timed() -> Finished:
+    return structs.replace(finished(), stages=STAGES, first_token_at_s=0.0)
+
+
+def test_usage_tells_where_the_time_to_the_first_token_went() -> None:
+    told = Front(ScriptedRuntime(reply("x", end=timed()))).chat().json()["usage"]
+    assert told["first_token_time"] == {
+        "front": 0.001,
+        "encode": 0.002,
+        "queue": 0.0,
+        "plan": 0.003,
+        "restore": 0.004,
+        "compute": 0.5,
+    }
+
+
+def test_a_stream_tells_when_the_first_byte_followed() -> None:
+    front = Front(ScriptedRuntime(reply("x", end=timed())))
+    answer = front.chat(stream=True, stream_options={"include_usage": True})
+    usage = chunks(answer)[-1]["usage"]
+    assert usage["first_token_time"]["first_byte"] > 0  # on a clock that began before
+    assert usage["first_token_time"]["compute"] == 0.5
+
+
+def test_a_turn_without_stages_has_none_in_its_usage() -> None:
+    assert "first_token_time" not in Front(ScriptedRuntime(reply("x"))).chat().json()["usage"]
