@@ -15,10 +15,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from rekindle.chat.content import Message
 from rekindle.chat.messages import (
     REASONING_FIELDS,
     SYSTEM_ROLES,
+    Message,
     call_values,
     canonical,
     content_text,
@@ -163,7 +163,7 @@ class ConversationHashes:
 def _forms(message: Message) -> tuple[bytes, bytes]:
     """What is hashed of a message: for its segment, and for the keys of replies."""
     calls = call_values(message)
-    text, called = content_text(message, "\n").strip(), canonical(calls).decode()
+    text, called = content_text(message.get("content")).strip(), canonical(calls).decode()
     said = canonical([message.get("role"), text, called])
     return canonical(_hashed_fields(message, calls)), said
 
@@ -185,7 +185,7 @@ def _hashed_fields(message: Message, calls: list[list[Any]]) -> dict[str, Any]:
 def _outline_fields(message: Message) -> Iterator[bytes]:
     """Role, length and both ends of a message; of an assistant message its end alone, because
     clients remove the reasoning, which changes its length and beginning."""
-    role, text = str(message.get("role", "")), content_text(message, "")
+    role, text = str(message.get("role", "")), content_text(message.get("content"), separator="")
     yield _utf8(role)
     if role != "assistant":
         yield str(len(text)).encode()

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rekindle.chat.content import Message
-from rekindle.chat.messages import SYSTEM_ROLES
+from rekindle.chat.messages import SYSTEM_ROLES, Message
 
 TOOL_ORDER = "tools"  # the name of this change in reports
 
