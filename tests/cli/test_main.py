@@ -21,7 +21,7 @@ from rekindle.cli.chat import Conversation
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
 from rekindle.protocol.requests import LoadModel
-from rekindle.server import keyfile, launch
+from rekindle.server import auth, launch
 from rekindle.server.auth import Keys
 
 COMMANDS = ("serve", "pull", "chat", "bench", "key")
@@ -268,7 +268,7 @@ def test_a_new_key_is_shown_once_with_its_line() -> None:
     name, digest = line.split()
     assert key.startswith("rk-")
     assert len(key) >= 3 + 43  # 256 bits in base64
-    assert (name, digest) == ("bob", f"blake3:{keyfile.digest_of(key).hex()}")
+    assert (name, digest) == ("bob", f"blake3:{auth.key_digest(key).hex()}")
     assert shown("key", "bob").splitlines()[-2] != key
 
 
@@ -278,7 +278,7 @@ def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
     root = shown("key", "root", "--file", "keys", "--admin").strip()
     assert file.stat().st_mode & 0o777 == 0o600
     assert bob not in file.read_text()
-    keys = Keys(file=keyfile.KeyFile(file))
+    keys = Keys(file=auth.KeyFile(file))
     assert keys.caller(f"Bearer {bob}").admin is False
     assert keys.caller(f"Bearer {root}").admin is True
 
@@ -383,14 +383,14 @@ def test_a_format_that_is_named_reaches_the_runtime(
         loads.append(load)
         raise RekindleError("far enough")
 
-    async def open_service() -> None:
+    async def open_models() -> None:
         config, console = Config(**settings), Console(file=io.StringIO())
-        async with launch.open_service(config, {"m": Path("m.gguf")}, console):
+        async with launch.open_models(config, {"m": Path("m.gguf")}, console):
             pass
 
     monkeypatch.setattr(launch, "RuntimeClient", stop_here)
     with pytest.raises(RekindleError, match="far enough"):
-        asyncio.run(open_service())
+        asyncio.run(open_models())
     [sent] = (load.settings for load in loads)
     assert (sent.tool_format, sent.reasoning_format) == formats
 

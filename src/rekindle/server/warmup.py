@@ -14,7 +14,7 @@ from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from rekindle.server.presets import described_tools
+from rekindle.server.models import described_tools
 from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.config import Preset
 from rekindle.errors import ConfigError
-from rekindle.server.presets import described_tools
+from rekindle.server.models import described_tools
 
 FUNCTION = {"name": "f", "parameters": {}}
 
