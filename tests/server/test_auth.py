@@ -88,7 +88,7 @@ def test_a_file_without_keys_opens_nothing(tmp_path: Path) -> None:
 
 def test_comments_blank_lines_and_roles_are_read(tmp_path: Path) -> None:
     lines = (
-        "# the house",
+        "# the staff",
         "",
         f"  {key_line('bob', 'bobs', admin=False)}   # until May",
         key_line("root", "roots", admin=True),

@@ -73,7 +73,7 @@ class Normalised(NamedTuple):
 
 
 def normalise(messages: Sequence[Message], tools: Sequence[Any] | None) -> Normalised:
-    """The request without known volatile headers, its tools in one order."""
+    """The request without known volatile headers, its tools in a fixed order."""
     kept, changes = without_headers(messages)
     if not kept:  # a request has at least one message, if only a header
         kept, changes = list(messages), []

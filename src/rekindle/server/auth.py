@@ -26,6 +26,7 @@ log = logging.getLogger("rekindle.keys")
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 CALLER = "rekindle.caller"  # the key under which a request's scope holds it
+OPEN_SALT = b""  # of callers without a key: an open server, presets, the Python API
 CHECK_EVERY_S = 1.0
 KEY_BYTES = 32
 ADMIN = "admin"
@@ -134,7 +135,7 @@ class Keys:
     def caller(self, authorization: str | None) -> Caller:
         """Who holds the presented key; raises Unauthorized when it is not known."""
         if self.is_open:
-            return Caller(b"", admin=True)
+            return Caller(OPEN_SALT, admin=True)
         scheme, _, key = (authorization or "").partition(" ")
         presented = key_digest(key.strip())
         known = [*self._given, *(self._file.keys() if self._file else ())]

@@ -23,12 +23,11 @@ from rekindle.config import Config, load_config
 from rekindle.errors import BadRequest, ConfigError
 from rekindle.protocol.events import Delta, TextDelta
 from rekindle.server import launch
-from rekindle.server.auth import Keys
+from rekindle.server.auth import OPEN_SALT, Keys
 from rekindle.server.models import ServedModels
 from rekindle.server.turns import Turns
 
 DTYPES = ("auto", "bf16", "f16")
-OPEN_SALT = b""  # the program that runs the server needs no key
 
 T = TypeVar("T")
 Texts = SimpleQueue[str | None]  # pieces of a reply; None: there are no more
@@ -122,7 +121,7 @@ class Engine:
     def start_server(self, port: int = 8000, background: bool = False) -> None:
         """Serve HTTP, on 127.0.0.1 unless the config names a host.
 
-        In the foreground it blocks until a signal says stop, as `rekindle serve` does. In the
+        In the foreground it blocks until a signal stops it, as `rekindle serve` does. In the
         background it returns at once, and `chat` and the server share model and cache.
         """
         config = replace(self._config, port=port)

@@ -35,7 +35,7 @@ DRAIN_S = 10  # for streams in flight to finish after a request to stop
 
 
 def serve(config: Config, console: Console) -> None:
-    """Run until a signal says stop."""
+    """Run until a signal stops it."""
     check_settings(config)
     logging.basicConfig(
         level=config.log_level.upper(),

@@ -64,7 +64,7 @@ class Reading:
 async def show_metrics(request: Request) -> Response:
     """Figures of the whole server in Prometheus' text format; with API keys, for admins alone."""
     if not caller_of(request).admin:
-        raise Forbidden("Metrics are of the whole server: ask with an admin key.")
+        raise Forbidden("Metrics are of the whole server: send an admin key.")
     models = models_of(request)
     client = AdminClient.of(request)
     readings = await asyncio.gather(*(_read(client, runtime) for runtime in models.runtimes))

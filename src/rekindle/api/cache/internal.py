@@ -1,6 +1,6 @@
 """/v1/internal/model/kv_cache: the sessions that one model keeps, by their ids.
 
-Always the caller's own, even for the admin: an id does not say whose it is, so an admin's
+Always the caller's own, even for the admin: an id does not contain its owner, so an admin's
 `remove_cache` would remove every tenant's session 7. Across tenants there are cache keys.
 """
 

@@ -77,7 +77,7 @@ class TemplateCapabilities:
     def _with_content(
         self, messages: Sequence[Message], tools: Tools | None
     ) -> tuple[list[Message], list[Any] | None]:
-        # Without tools None, not an empty list: templates ask `tools is not none`.
+        # Without tools None, not an empty list: templates test `tools is not none`.
         return [self._content.adapt(each) for each in messages], list(tools) if tools else None
 
     @cached_property

@@ -16,7 +16,7 @@ from rekindle.chat.tools.parameters import Tools
 from rekindle.chat.tools.plain import PlainTextParser
 from rekindle.errors import ModelError
 
-DEFAULT_TOOL_FORMAT = "hermes"  # also how models without tool support are asked to write calls
+DEFAULT_TOOL_FORMAT = "hermes"  # also what the tool fallback describes
 NO_REASONING = "none"
 
 
@@ -44,7 +44,7 @@ class ReplyFormat:
         return self.tools.end_markers
 
     def parser(self, tools: Tools, *, calls: bool, opened: bool) -> ReplyParser:
-        """A parser for one reply; without `calls`, it only tells reasoning from text."""
+        """A parser for one reply; without `calls`, it only separates reasoning from text."""
         context = ReplyContext(tools, calls, opened)
         if self.tools.reasoning is not None:
             return self.tools.parser(context)
