@@ -96,7 +96,7 @@ class Preset(_Section):
     model: str | None = None  # None: the first that is served
     provider: str | None = None  # read by other programs that share the file
     system_prompt: str = Field(min_length=1)
-    # As OpenAI describes tools; `server.presets` checks them by the rules that requests obey.
+    # As OpenAI describes tools; `server.models` checks them by the rules that requests obey.
     tools: Annotated[list[dict[str, Any]], BeforeValidator(_expand_names)] = []
     shared: bool = False  # for the holders of every key
     cache: PresetCache = PresetCache()

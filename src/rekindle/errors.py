@@ -1,7 +1,7 @@
 """Every error Rekindle raises on purpose, split by whose fault it is.
 
-`server.app` alone turns a ServerError into JSON, `server.sse` into an error event once bytes were
-sent, and the command line into one sentence.
+`server.app` alone turns a ServerError into JSON, `server.responses` into an error event once bytes
+were sent, and the command line into one sentence.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from rekindle.protocol.events import (
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
+from rekindle.server.models import ServedModels
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
-from rekindle.server.service import Service
 
 PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -241,10 +241,10 @@ class Front:
 
     def app(self) -> ASGIApp:
         @asynccontextmanager
-        async def open_service() -> AsyncIterator[Service]:
-            yield Service(self.config, [*self.runtimes])
+        async def open_models() -> AsyncIterator[ServedModels]:
+            yield ServedModels(self.config, [*self.runtimes])
 
-        return build_app(self.config, open_service)
+        return build_app(self.config, open_models)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return asyncio.run(self._request(method, path, options))

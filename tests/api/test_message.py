@@ -93,8 +93,8 @@ def test_what_litellm_makes_of_a_conversation_is_understood() -> None:
 
 @pytest.mark.parametrize("nothing", [None, []])
 def test_a_reply_without_calls_does_not_look_like_one_that_called(nothing: Any) -> None:
-    said = {"role": "assistant", "content": "Hello"}
-    assert seen({**said, "tool_calls": nothing}) == [said]
+    reply = {"role": "assistant", "content": "Hello"}
+    assert seen({**reply, "tool_calls": nothing}) == [reply]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_a_message_that_is_none_says_what_it_takes(message: dict[str, Any], sent
 
 
 def test_the_older_role_of_a_result_is_told_the_newer() -> None:
-    said = refusal({"role": "function", "name": "add", "content": "2"})
-    assert "role 'function'" in said
-    assert "role 'tool'" in said
+    message = refusal({"role": "function", "name": "add", "content": "2"})
+    assert "role 'function'" in message
+    assert "role 'tool'" in message
 
 
 def test_arguments_are_bounded_in_depth() -> None:

@@ -175,7 +175,7 @@ OTHER = {"type": "function", "function": {"name": "get_news"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "expected"),
     [
         ({"tool_choice": "required"}, "needs `tools`"),
         ({"tool_choice": "required", "tools": []}, "needs `tools`"),
@@ -185,11 +185,11 @@ OTHER = {"type": "function", "function": {"name": "get_news"}}
     ],
 )
 def test_a_choice_among_tools_that_are_not_there_is_refused(
-    fields: dict[str, Any], said: str
+    fields: dict[str, Any], expected: str
 ) -> None:
     answer = Front().chat(**fields)
     assert answer.status_code == 400
-    assert said in error(answer)["message"]
+    assert expected in error(answer)["message"]
     assert error(answer)["param"] == "tool_choice"
 
 

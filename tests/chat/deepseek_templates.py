@@ -60,7 +60,7 @@ DEEPSEEK_R1 = DEEPSEEK_V3.replace(
     "{%- elif message.role == 'assistant' and message.tool_calls %}",
 )
 
-# DeepSeek V3.1: neither type nor fence; a thought that is over stands before every first reply.
+# DeepSeek V3.1: neither type nor fence; closed reasoning stands before every first reply.
 DEEPSEEK_V31 = _wide(
     _DEEPSEEK_TOLD
     + """\

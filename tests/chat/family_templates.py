@@ -54,7 +54,7 @@ QWEN3_CODER = (
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
-# Qwen 3.5: the same after a thought, which the prompt opens and a later user's message takes away.
+# Qwen 3.5: the same after reasoning, which the prompt opens and a later user's message takes away.
 QWEN35 = (
     _QWEN_TOLD
     + """\
@@ -87,11 +87,11 @@ QWEN35 = (
 # Llama 3.1 to 3.3: tools in the first user's message, one call at a time, results as JSON.
 LLAMA3 = """\
 {{- bos_token }}
-{%- set told = messages[0].content | trim if messages[0].role == 'system' else '' %}
+{%- set system = messages[0].content | trim if messages[0].role == 'system' else '' %}
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
 {{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
 {%- if tools %}{{- 'Environment: ipython\n' }}{%- endif %}
-{{- told + '<|eot_id|>' }}
+{{- system + '<|eot_id|>' }}
 {%- if tools %}
     {{- '<|start_header_id|>user<|end_header_id|>\n\n' }}
     {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name' }}
@@ -128,10 +128,10 @@ LFM25 = """\
     {%- elif value is mapping %}{{- value | tojson }}
     {%- else %}{{- value | string }}{%- endif %}
 {%- endmacro %}
-{%- set told = messages[0].content if messages[0].role == 'system' else '' %}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
-{%- if tools %}{%- set told = told + '\n\nList of tools: ' + tools | tojson %}{%- endif %}
-{%- if told %}{{- '<|im_start|>system\n' + told + '<|im_end|>\n' }}{%- endif %}
+{%- if tools %}{%- set system = system + '\n\nList of tools: ' + tools | tojson %}{%- endif %}
+{%- if system %}{{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}{%- endif %}
 {%- for message in rest %}
     {{- '<|im_start|>' + message.role + '\n' }}
     {%- if message.content is string %}{{- message.content }}
@@ -152,16 +152,16 @@ LFM25 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
-# The first LFM2 tells of tools and shows no calls: a history's have to be said in the reply.
+# The first LFM2 shows tools but no calls: those of a history are written into the reply's text.
 LFM2 = """\
 {{- bos_token }}
-{%- set told = messages[0].content if messages[0].role == 'system' else '' %}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
 {%- if tools %}
-    {%- set told = told + '\nList of tools: <|tool_list_start|>' + tools | tojson %}
-    {%- set told = told + '<|tool_list_end|>' %}
+    {%- set system = system + '\nList of tools: <|tool_list_start|>' + tools | tojson %}
+    {%- set system = system + '<|tool_list_end|>' %}
 {%- endif %}
-{%- if told %}{{- '<|im_start|>system\n' + told + '<|im_end|>\n' }}{%- endif %}
+{%- if system %}{{- '<|im_start|>system\n' + system + '<|im_end|>\n' }}{%- endif %}
 {%- for message in rest %}
     {{- '<|im_start|>' + message.role + '\n' }}
     {%- set content = message.content %}

@@ -62,7 +62,7 @@ FUNCTION_GEMMA = (
 {%- endif %}"""
 )
 
-# Gemma 4: the same in other words; a call finds its results, and shows what was thought before it.
+# Gemma 4: the same in other words; a call finds its results, and shows the reasoning before it.
 GEMMA_4 = (
     _GEMMA_VALUE.replace("<escape>", '<|"|>')
     + """\
@@ -88,9 +88,9 @@ GEMMA_4 = (
         {%- endif %}
         {%- set ns.role = message.role %}
         {%- set ns.before = '' %}
-        {%- set thought = message.reasoning_content %}
-        {%- if thought and loop.index0 > ns.last and message.tool_calls %}
-            {{- '<|channel>thought\n' + thought + '\n<channel|>' }}
+        {%- set reasoning = message.reasoning_content %}
+        {%- if reasoning and loop.index0 > ns.last and message.tool_calls %}
+            {{- '<|channel>thought\n' + reasoning + '\n<channel|>' }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
             {{- '<|tool_call>call:' + call.function.name + shown(call.function.arguments) }}
@@ -116,7 +116,7 @@ GEMMA_4 = (
 {%- if add_generation_prompt and not ns.before %}{{- '<|turn>model\n' }}{%- endif %}"""
 )
 
-# The larger of them are told that there is no thought, which no history shows.
+# The prompt of the larger ones contains empty reasoning, which no history shows.
 GEMMA_4_LARGE = GEMMA_4.replace(
     "{{- '<|turn>model\n' }}{%- endif %}",
     """{{- '<|turn>model\n' }}
@@ -128,15 +128,15 @@ GEMMA_4_LARGE = GEMMA_4.replace(
 GEMMA_3 = """\
 {{- bos_token }}
 {%- set rest = messages[1:] if messages[0].role == 'system' else messages %}
-{%- set told = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
 {%- if tools %}
-    {%- set told = told + 'To call a function, wrap the call in ```tool_code```. What it returns' %}
-    {%- set told = told + ' is wrapped in ```tool_output```. These there are:\n' %}
-    {%- set told = told + tools | tojson + '\n\n' %}
+    {%- set system = system + 'To call a function, wrap the call in ```tool_code```. What it' %}
+    {%- set system = system + ' returns is wrapped in ```tool_output```. These there are:\n' %}
+    {%- set system = system + tools | tojson + '\n\n' %}
 {%- endif %}
 {%- for message in rest %}
     {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' }}
-    {%- if loop.first %}{{- told }}{%- endif %}
+    {%- if loop.first %}{{- system }}{%- endif %}
     {%- if message.role == 'tool' %}{{- '```tool_output\n' + message.content | trim + '\n```' }}
     {%- else %}{{- (message.content or '') | trim }}{%- endif %}
     {%- if message.tool_calls %}

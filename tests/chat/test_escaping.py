@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.chat.escaping import (
+    PRIVATE,
     ControlTexts,
     Escaper,
+    Placeholders,
     Span,
     escape,
     escape_prefix,
     spans_from,
     unescape,
 )
-from rekindle.chat.placeholders import PRIVATE
 from rekindle.errors import BadRequest
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
@@ -142,3 +143,24 @@ def strings(value: object) -> list[str]:
         return [text for item in value.items() for part in item for text in strings(part)]
     assert isinstance(value, list)
     return [text for item in value for text in strings(item)]
+
+
+def test_a_placeholder_a_template_cut_short_leaves_only_the_text() -> None:
+    placeholders = Placeholders()
+    whole = placeholders.of(7)
+    assert list(placeholders.split(f"a{whole}b")) == ["a", 7, "b"]
+    assert "".join(map(str, placeholders.split(f"a{whole[:17]}"))).startswith("a")
+
+
+@given(st.text(alphabet="a" + PRIVATE, max_size=40), st.integers(0, 2**32 - 1))
+def test_numbers_come_back_and_private_characters_of_users_stay_text(
+    text: str, number: int
+) -> None:
+    placeholders = Placeholders()
+    found = list(placeholders.split(text + placeholders.of(number) + text))
+    assert found == [text, number, text]
+
+
+def test_placeholders_of_another_conversation_are_only_text() -> None:
+    other = Placeholders().of(1)
+    assert list(Placeholders().split(other)) == [other]

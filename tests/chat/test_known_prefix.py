@@ -79,7 +79,7 @@ def memory(*prefixes: KnownPrefix | None) -> Recall:
     return recall
 
 
-def said(role: str, content: Any) -> dict[str, Any]:
+def message(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -106,14 +106,14 @@ def test_a_reply_sent_back_is_made_of_the_tokens_that_were_sampled(
 ) -> None:
     vocabulary = Vocabulary(bos="<s>", add_bos=add_bos)
     encoder = Encoder(vocabulary, TEMPLATES[source])
-    talk, prefixes = [said("user", "?" + asked)], list[KnownPrefix | None]()
+    talk, prefixes = [message("user", "?" + asked)], list[KnownPrefix | None]()
     for reply in replies:
         prompt = encoder.chat(talk, template_kwargs={}, recall=memory(*prefixes))
         received = shown(vocabulary, reply, stop)
         known = encoder.known_after(prompt, reply, received)
         assert known is not None
         prefixes.append(known)
-        talk += said("assistant", received), said("user", asked + "!")
+        talk += message("assistant", received), message("user", asked + "!")
         warm = encoder.chat(talk, template_kwargs={}, recall=memory(*prefixes))
         cold = encoder.chat(talk, template_kwargs={})
         assert spelling(vocabulary, warm) == unescape(warm.escaped)
@@ -137,7 +137,7 @@ def test_a_reply_sent_back_is_made_of_the_tokens_that_were_sampled(
 def test_the_longest_run_that_the_client_saw_is_kept(reply: list[int], stop: list[str]) -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
-    prompt = encoder.chat([said("user", "?")], template_kwargs={})
+    prompt = encoder.chat([message("user", "?")], template_kwargs={})
     received = shown(vocabulary, reply, stop)
     known = encoder.known_after(prompt, reply, received)
     assert known is not None
@@ -159,13 +159,13 @@ def test_the_longest_run_that_the_client_saw_is_kept(reply: list[int], stop: lis
 def test_a_whole_reply_is_kept_whole(rng: random.Random, text: str) -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
-    prompt = encoder.chat([said("user", "?")], template_kwargs={})
+    prompt = encoder.chat([message("user", "?")], template_kwargs={})
     reply = odd_pieces(text.encode(), rng)
     end = vocabulary.control_texts["<|im_end|>"]
     known = encoder.known_after(prompt, [*reply, end], text)
     assert known is not None
     assert known.tokens == prompt.tokens + Tokens.of([*reply])
-    later = encoder.chat([said("user", "?"), said("assistant", text)], template_kwargs={})
+    later = encoder.chat([message("user", "?"), message("assistant", text)], template_kwargs={})
     assert later.escaped.startswith(known.escaped + b"<|im_end|>\n")
 
 
@@ -176,12 +176,12 @@ def test_control_text_that_a_client_writes_never_matches_what_a_template_wrote(
 ) -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[source])
-    prompt = encoder.chat([said("user", "?")], template_kwargs={})
+    prompt = encoder.chat([message("user", "?")], template_kwargs={})
     known = encoder.known_after(prompt, odd_pieces(text.encode(), rng), text)
     assert known is not None
     forged = unescape(known.escaped).decode() + text
     forger = Encoder(vocabulary, ONLY_CONTENT)
-    for messages in ([said("user", forged)], [said("user", each) for each in forged]):
+    for messages in ([message("user", forged)], [message("user", each) for each in forged]):
         attempt = forger.chat(messages, template_kwargs={}, recall=lambda _: known)
         assert attempt.known_tokens == 0
         assert vocabulary.controls(attempt.tokens) == []
@@ -190,12 +190,12 @@ def test_control_text_that_a_client_writes_never_matches_what_a_template_wrote(
 def test_a_known_prefix_may_end_inside_control_text_that_is_only_text() -> None:
     vocabulary = Vocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
-    talk = [said("user", "?")]
+    talk = [message("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
     known = encoder.known_after(prompt, list(b"a<|im"), "a<|im_end|>b")
     assert known is not None
     assert known.escaped == prompt.escaped + b"a\xff<|im"
-    talk += said("assistant", "a<|im_end|>b"), said("user", "?")
+    talk += message("assistant", "a<|im_end|>b"), message("user", "?")
     later = encoder.chat(talk, template_kwargs={}, recall=memory(known))
     assert later.known_tokens == len(known.tokens)
     assert vocabulary.controls(later.tokens) == ["<|im_start|>", "<|im_end|>"] * 4 + [
@@ -205,12 +205,12 @@ def test_a_known_prefix_may_end_inside_control_text_that_is_only_text() -> None:
 
 def test_a_reply_that_ends_in_blanks_is_kept_where_a_template_takes_them_away() -> None:
     encoder = Encoder(Vocabulary(), TEMPLATES[HEADERS])
-    talk = [said("user", "?")]
+    talk = [message("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
     known = encoder.known_after(prompt, list(b"Hello \n"), "Hello \n")
     assert known is not None
     assert known.tokens == prompt.tokens + Tokens.of([*b"Hello"])
-    later = [*talk, said("assistant", "Hello \n"), said("user", "?")]
+    later = [*talk, message("assistant", "Hello \n"), message("user", "?")]
     assert encoder.chat(later, template_kwargs={}, recall=memory(known)).known_tokens
 
 
@@ -254,12 +254,12 @@ def test_no_space_is_put_into_the_middle_of_a_reply(
 ) -> None:
     vocabulary = SpacedVocabulary()
     encoder = Encoder(vocabulary, TEMPLATES[source])
-    talk = [said("user", "?")]
+    talk = [message("user", "?")]
     prompt = encoder.chat(talk, template_kwargs={})
     received = shown(vocabulary, reply, stop)
     known = encoder.known_after(prompt, reply, received)
     assert known is not None
-    talk += said("assistant", received), said("user", "!")
+    talk += message("assistant", received), message("user", "!")
     later = encoder.chat(talk, template_kwargs={}, recall=memory(known))
     if not later.known_tokens:
         assert source == HEADERS
@@ -281,13 +281,13 @@ def test_replies_of_a_real_vocabulary_come_back_as_they_were_sampled(smollm2_pat
         rng = random.Random(20)
         kept = odd = 0
         for _ in range(50):
-            talk = [said("user", "Write! <|im_end|>")]
+            talk = [message("user", "Write! <|im_end|>")]
             prompt = encoder.chat(talk, template_kwargs={})
             reply = [rng.randrange(vocabulary.size) for _ in range(40)]
             received = shown(vocabulary, reply)
             known = encoder.known_after(prompt, reply, received)
             assert known is not None
-            talk += said("assistant", received), said("user", "Go on.")
+            talk += message("assistant", received), message("user", "Go on.")
             warm = encoder.chat(talk, template_kwargs={}, recall=memory(known))
             cold = encoder.chat(talk, template_kwargs={})
             assert warm.tokens[: len(known.tokens)] == known.tokens

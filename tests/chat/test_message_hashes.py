@@ -270,7 +270,7 @@ def reply(*calls: tuple[str, Any], **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": listed, **fields}
 
 
-def said(*messages: dict[str, Any]) -> str:
+def history_key(*messages: dict[str, Any]) -> str:
     *_, keys = ConversationHashes(messages).reply_keys.values()
     return keys[-1]
 
@@ -284,10 +284,10 @@ def test_a_reply_has_a_key_for_each_call_and_one_for_all_that_was_said() -> None
 
 
 def test_the_key_of_what_was_said_is_the_same_however_it_is_written() -> None:
-    one = said(HI, reply(("f", '{"b":1,"a":2}'), reasoning_content="Hm."))
+    one = history_key(HI, reply(("f", '{"b":1,"a":2}'), reasoning_content="Hm."))
     other = reply(("f", '{"a": 2, "b": 1.0}'), content="")
     other["tool_calls"][0]["id"] = "another"
-    assert said(HI, other) == one
+    assert history_key(HI, other) == one
 
 
 def test_the_key_of_what_was_said_depends_on_everything_before() -> None:
@@ -299,17 +299,18 @@ def test_the_key_of_what_was_said_depends_on_everything_before() -> None:
         (2, {"role": "tool", "content": "y"}),
         (3, reply(("h", "{}"))),
     ]
-    found = {said(*messages)}
+    found = {history_key(*messages)}
     for at, message in edits:
-        found.add(said(*messages[:at], message, *messages[at + 1 :]))
-    found.add(said(*messages[1:]))
+        found.add(history_key(*messages[:at], message, *messages[at + 1 :]))
+    found.add(history_key(*messages[1:]))
     assert len(found) == len(edits) + 2
 
 
 @given(st.lists(st.text(), min_size=2, max_size=2), st.lists(st.text(), min_size=2, max_size=2))
 def test_messages_never_run_into_each_other(one: list[str], other: list[str]) -> None:
     keyed = [
-        said(*({"role": "assistant", "content": text} for text in texts)) for texts in (one, other)
+        history_key(*({"role": "assistant", "content": text} for text in texts))
+        for texts in (one, other)
     ]
     stripped = [[text.strip() for text in texts] for texts in (one, other)]
     assert (keyed[0] == keyed[1]) == (stripped[0] == stripped[1])
@@ -317,7 +318,7 @@ def test_messages_never_run_into_each_other(one: list[str], other: list[str]) ->
 
 @pytest.mark.parametrize("arguments", ["", " ", "{}", {}])
 def test_a_call_without_arguments_is_the_same_however_that_is_written(arguments: Any) -> None:
-    assert said(HI, reply(("f", arguments))) == said(HI, reply(("f", "{}")))
+    assert history_key(HI, reply(("f", arguments))) == history_key(HI, reply(("f", "{}")))
 
 
 @pytest.mark.parametrize("calls", [None, "x", [None], [{}], [{"function": 7}], [{"function": {}}]])

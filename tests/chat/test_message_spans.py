@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.content import Message
 from rekindle.chat.message_spans import (
     MessageSpan,
     TokenEdges,
     find_messages,
     token_offsets,
 )
+from rekindle.chat.messages import Message
 from rekindle.errors import TemplateFailed
 
 TALK: list[dict[str, Any]] = [

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.messages import call_values, canonical, content_text, reasoning_text
+from rekindle.chat.messages import (
+    call_values,
+    canonical,
+    content_text,
+    reasoning_text,
+    with_parsed_arguments,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +24,7 @@ from rekindle.chat.messages import call_values, canonical, content_text, reasoni
     ],
 )
 def test_content_of_any_form_has_a_text(content: Any, text: str) -> None:
-    assert content_text({"content": content}, "|") == text
+    assert content_text(content, "|") == text
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
@@ -38,3 +44,42 @@ def test_arguments_have_one_value_however_they_are_written() -> None:
 def test_the_canonical_form_ignores_the_order_of_keys_and_is_ascii() -> None:
     assert canonical({"b": "\ud800é", "a": 1}) == canonical({"a": 1, "b": "\ud800é"})
     assert canonical({"b": "é"}) == b'{"b":"\\u00e9"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("hi", "hi"),
+        ("", ""),
+        (None, ""),
+        (7, ""),
+        ([], ""),
+        ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo"),
+        ([{"type": "image_url"}, {"type": "text", "text": "one"}, "two", {"text": 1}], "one"),
+    ],
+)
+def test_the_text_of_any_content_is_found(content: object, text: str) -> None:
+    assert content_text(content) == text
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("arguments", ["{not json", '{"a": NaN}', '{"a": 1e999}', "[1]", "7"])
+def test_what_is_no_object_stays_the_string_it_was(arguments: str) -> None:
+    message = with_parsed_arguments(calling(arguments))
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_what_is_nested_too_deep_stays_a_string() -> None:
+    for depth in (60, 100_000):
+        arguments = '{"a":' + "[" * depth + "]" * depth + "}"
+        message = with_parsed_arguments(calling(arguments))
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_whole_character_in_two_escapes_is_one() -> None:
+    message = with_parsed_arguments(calling('{"a": "\\ud83d\\ude00"}'))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "😀"}

@@ -152,7 +152,7 @@ def test_keywords_have_a_fixed_order_at_any_depth() -> None:
 
 
 def test_properties_stay_as_their_author_has_them() -> None:
-    """A model fills arguments in the order of the schema: a thought first, then the answer."""
+    """A model fills arguments in the order of the schema: reasoning first, then the answer."""
     schema = {"type": "object", "properties": {"thought": {}, "answer": {}, "type": {}}}
     [after] = ordered_tools([tool("f", schema)])
     assert list(after["function"]["parameters"]["properties"]) == ["thought", "answer", "type"]

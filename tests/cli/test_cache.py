@@ -1,4 +1,4 @@
-"""`rekindle cache`: what it asks a server, what it shows a person, what it says when it cannot."""
+"""`rekindle cache`: its requests, its tables, and its errors."""
 
 from __future__ import annotations
 
@@ -110,15 +110,15 @@ def test_keys_that_begin_alike_are_written_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age_s", "said"),
+    ("age_s", "expected"),
     [(0, "0 s ago"), (59, "59 s ago"), (61, "1 min ago"), (7300, "2 h ago"), (86400, "1 day ago"),
      (3 * 86400, "3 days ago"), (-5, "0 s ago")],
 )  # fmt: skip
 def test_ages_are_told_in_the_largest_unit(
-    monkeypatch: pytest.MonkeyPatch, age_s: float, said: str
+    monkeypatch: pytest.MonkeyPatch, age_s: float, expected: str
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
-    assert views.ago(1_000_000.0 - age_s) == said
+    assert views.ago(1_000_000.0 - age_s) == expected
 
 
 def test_what_has_expired_says_so() -> None:
@@ -237,9 +237,9 @@ def test_a_server_that_is_not_there_is_one_sentence_that_says_how_to_start_it(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert "`rekindle serve`" in said
-    assert len(said.strip().splitlines()) == 1
+    message = capsys.readouterr().err
+    assert "`rekindle serve`" in message
+    assert len(message.strip().splitlines()) == 1
 
 
 def test_json_is_what_the_server_said(serve: Callable[[Answer], None]) -> None:

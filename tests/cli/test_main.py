@@ -1,4 +1,4 @@
-"""The command line: help that tells everything, errors that are one sentence."""
+"""The command line: help that covers everything, errors that are one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rekindle.cli.chat import Conversation
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
 from rekindle.protocol.requests import LoadModel
-from rekindle.server import keyfile, launch
+from rekindle.server import auth, launch
 from rekindle.server.auth import Keys
 
 COMMANDS = ("serve", "pull", "chat", "bench", "key")
@@ -60,10 +60,10 @@ def failure(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("error: ")
-    assert len(said.splitlines()) == 1
-    return said
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error: ")
+    assert len(message.splitlines()) == 1
+    return message
 
 
 def flags_of(*path: str) -> list[str]:
@@ -186,9 +186,9 @@ def test_flags_win_over_the_environment_and_the_file(
 def test_serve_refuses_a_public_address_without_a_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
-    said = failure(monkeypatch, capsys, "serve", "--host", host)
-    assert "--api-key" in said
-    assert "--no-auth" in said
+    message = failure(monkeypatch, capsys, "serve", "--host", host)
+    assert "--api-key" in message
+    assert "--no-auth" in message
 
 
 def test_an_empty_key_does_not_open_a_public_address(
@@ -202,7 +202,7 @@ def test_an_empty_key_does_not_open_a_public_address(
 
 
 @pytest.fixture
-def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def bound_hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Hosts that a server was about to listen on."""
     opened: list[str] = []
 
@@ -218,24 +218,24 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_any_kind_of_key_opens_a_public_address(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    doors: list[str],
+    bound_hosts: list[str],
     kind: str,
 ) -> None:
     Path("keys").touch(mode=0o600)
     assert "far enough" in failure(monkeypatch, capsys, "serve", "--host", "0.0.0.0", kind, "keys")
-    assert doors == ["0.0.0.0"]
+    assert bound_hosts == ["0.0.0.0"]
 
 
 def test_a_missing_file_of_keys_is_known_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], doors: list[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bound_hosts: list[str]
 ) -> None:
-    said = failure(monkeypatch, capsys, "serve", "--api-keys-file", "nowhere")
-    assert "cannot read the keys in nowhere" in said
-    assert doors == []
+    message = failure(monkeypatch, capsys, "serve", "--api-keys-file", "nowhere")
+    assert "cannot read the keys in nowhere" in message
+    assert bound_hosts == []
 
 
 @pytest.mark.parametrize(
-    ("project", "flags", "said"),
+    ("project", "flags", "expected"),
     [
         ("model: other", (), "project a wants the model other, which is not served"),
         ("cache: {warm_on_startup: true}", ("--api-key", "k"), "`shared: true`"),
@@ -252,15 +252,15 @@ def test_a_missing_file_of_keys_is_known_at_once(
 def test_a_project_that_cannot_be_is_refused_before_anything_slow(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    doors: list[str],
+    bound_hosts: list[str],
     project: str,
     flags: tuple[str, ...],
-    said: str,
+    expected: str,
 ) -> None:
     text = f"projects:\n  a:\n    system_prompt: x\n    {project}\n"
     Path("rekindle.yaml").write_text(text)
-    assert said in failure(monkeypatch, capsys, "serve", *flags)
-    assert bool(doors) == (said == "far enough")
+    assert expected in failure(monkeypatch, capsys, "serve", *flags)
+    assert bool(bound_hosts) == (expected == "far enough")
 
 
 def test_a_new_key_is_shown_once_with_its_line() -> None:
@@ -268,7 +268,7 @@ def test_a_new_key_is_shown_once_with_its_line() -> None:
     name, digest = line.split()
     assert key.startswith("rk-")
     assert len(key) >= 3 + 43  # 256 bits in base64
-    assert (name, digest) == ("bob", f"blake3:{keyfile.digest_of(key).hex()}")
+    assert (name, digest) == ("bob", f"blake3:{auth.key_digest(key).hex()}")
     assert shown("key", "bob").splitlines()[-2] != key
 
 
@@ -278,13 +278,13 @@ def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
     root = shown("key", "root", "--file", "keys", "--admin").strip()
     assert file.stat().st_mode & 0o777 == 0o600
     assert bob not in file.read_text()
-    keys = Keys(file=keyfile.KeyFile(file))
+    keys = Keys(file=auth.KeyFile(file))
     assert keys.caller(f"Bearer {bob}").admin is False
     assert keys.caller(f"Bearer {root}").admin is True
 
 
 def test_a_new_key_does_not_join_a_line_without_an_end() -> None:
-    Path("keys").write_text("# keys of the house")
+    Path("keys").write_text("# keys of the staff")
     shown("key", "bob", "--file", "keys")
     assert len(Path("keys").read_text().splitlines()) == 2
 
@@ -306,8 +306,8 @@ def test_a_taken_port_is_known_before_anything_slow(
     monkeypatch.setattr(rekindle.server.launch, "pull", never)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        said = failure(monkeypatch, capsys, "serve", "--port", port)
-    assert f"cannot listen on 127.0.0.1 port {port}" in said
+        message = failure(monkeypatch, capsys, "serve", "--port", port)
+    assert f"cannot listen on 127.0.0.1 port {port}" in message
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_two_files_of_one_name_are_refused(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.gguf").touch()
     arguments = ("--model", "a/same.gguf", "--model", "b/same.gguf")
-    said = failure(monkeypatch, capsys, "serve", "--port", "0", *arguments)
-    assert "would both be called same" in said
+    message = failure(monkeypatch, capsys, "serve", "--port", "0", *arguments)
+    assert "would both be called same" in message
 
 
 @pytest.mark.parametrize(
@@ -383,14 +383,14 @@ def test_a_format_that_is_named_reaches_the_runtime(
         loads.append(load)
         raise RekindleError("far enough")
 
-    async def open_service() -> None:
+    async def open_models() -> None:
         config, console = Config(**settings), Console(file=io.StringIO())
-        async with launch.open_service(config, {"m": Path("m.gguf")}, console):
+        async with launch.open_models(config, {"m": Path("m.gguf")}, console):
             pass
 
     monkeypatch.setattr(launch, "RuntimeClient", stop_here)
     with pytest.raises(RekindleError, match="far enough"):
-        asyncio.run(open_service())
+        asyncio.run(open_models())
     [sent] = (load.settings for load in loads)
     assert (sent.tool_format, sent.reasoning_format) == formats
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.server import keyfile
+from rekindle.server import auth
 from tests.contract.engines import write_wide_llama
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
@@ -38,8 +38,8 @@ class House:
     keys: Path
 
     def new_key(self, name: str, *, admin: bool = False) -> str:
-        key = keyfile.new_key()
-        keyfile.append(self.keys, keyfile.line_for(name, key, admin=admin))
+        key = auth.new_key()
+        auth.append_key_line(self.keys, auth.key_line(name, key, admin=admin))
         return key
 
     def cache(self, key: str, *arguments: str) -> Any:
@@ -66,7 +66,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("house")
     settings, keys = folder / "rekindle.yaml", folder / "keys"
     settings.write_text(PROJECT)
-    keyfile.append(keys, "# keys of the house")
+    auth.append_key_line(keys, "# keys of the house")
     flags = ("--threads", "1", "--fp8-kvcache", "--api-keys-file", str(keys),
              "--config", str(settings), "--cache-dir", str(folder / "kv"))  # fmt: skip
     with running(write_wide_llama(folder / "wide.gguf"), folder, *flags) as server:
@@ -90,7 +90,7 @@ def test_the_log_says_of_what_the_cells_are(house: House) -> None:
 
 def test_a_project_is_warm_for_the_first_who_comes(house: House, root: str) -> None:
     key = house.new_key("first")
-    time.sleep(keyfile.CHECK_EVERY_S)
+    time.sleep(auth.CHECK_EVERY_S)
     answer = house.ask(key).json()
     assert answer["x_cache"]["reused_tokens"] >= 64
     [prepared] = [each for each in house.cache(root, "ls")["entries"] if each["pinned"]]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.server import keyfile
+from rekindle.server import auth
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 
@@ -55,7 +55,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("house")
     settings = folder / "rekindle.yaml"
     settings.write_text(PROJECTS)
-    keyfile.append(folder / "keys", "# keys that come and go")
+    auth.append_key_line(folder / "keys", "# keys that come and go")
     flags = ["--threads", "1", "--config", str(settings), "--api-keys-file", str(folder / "keys"),
              "--admin-key", ROOT]  # fmt: skip
     for key in (ANNA, BERT, CARL):
@@ -235,15 +235,15 @@ def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
 
 def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(house: House) -> None:
     before = house.keys.read_text()
-    key = keyfile.new_key()
+    key = auth.new_key()
     with house.client(key) as client:
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
-        keyfile.append(house.keys, keyfile.line_for("dora", key, admin=False))
-        time.sleep(keyfile.CHECK_EVERY_S)
+        auth.append_key_line(house.keys, auth.key_line("dora", key, admin=False))
+        time.sleep(auth.CHECK_EVERY_S)
         told = chat(client, conversation("Hello, I am new."), return_cache_key=True)
         assert told["x_cache"]["new_cache_key"]
         house.keys.write_text(before)
-        time.sleep(keyfile.CHECK_EVERY_S)
+        time.sleep(auth.CHECK_EVERY_S)
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
 
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.server import keyfile
+from rekindle.server import auth
 from tests.support import tiny
 from tests.support.server import Server, running
 
@@ -39,7 +39,7 @@ ENTRY = {"cache_key", "model", "segments", "token_count", "tier", "size_bytes", 
 @pytest.fixture(scope="module")
 def keys() -> list[str]:
     """Each names a tenant that has nothing cached."""
-    return [keyfile.new_key() for _ in range(40)]
+    return [auth.new_key() for _ in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def server(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
     settings = folder / "rekindle.yaml"
     settings.write_text(SETTINGS)
     for number, key in enumerate(keys):
-        keyfile.append(folder / "keys", keyfile.line_for(f"tenant-{number}", key, admin=False))
+        auth.append_key_line(folder / "keys", auth.key_line(f"tenant-{number}", key, admin=False))
     flags = ("--model", str(showing), "--threads", "1", "--config", str(settings),
              "--api-keys-file", str(folder / "keys"))  # fmt: skip
     with running(plain, folder, *flags) as started:

@@ -161,7 +161,7 @@ THINKS = f"<think>\n{THOUGHT}\n</think>\n\n"
 
 def thought_and_called(office: Conversations, history: list[Message]) -> Turn:
     turn = office.begin(history, tools=TOOLS)
-    office.answer(turn, THINKS + RAW, "", thought=f"\n{THOUGHT}\n", calls=[("weather", SAMPLED)])
+    office.answer(turn, THINKS + RAW, "", reasoning=f"\n{THOUGHT}\n", calls=[("weather", SAMPLED)])
     return turn
 
 
@@ -212,7 +212,7 @@ def test_reasoning_that_the_template_drops_stays_dropped() -> None:
 def test_a_plain_reply_is_not_given_back_reasoning_that_the_client_left_out() -> None:
     office = Conversations(THINKING)
     turn = office.begin([USER])
-    message = office.answer(turn, THINKS + "Rain.", "Rain.", thought=THOUGHT)
+    message = office.answer(turn, THINKS + "Rain.", "Rain.", reasoning=THOUGHT)
     history = [USER, without_reasoning(message), {"role": "user", "content": "?"}]
     later = office.begin(history)
     assert later.encoded.normalised == []
@@ -283,7 +283,7 @@ def test_a_call_in_channels_comes_back_with_its_analysis(
     office = harmony()
     first = office.begin([USER], tools=TOOLS)
     message = office.answer(
-        first, ANALYSIS + CALLING, "", thought="Weather needed.", calls=[("weather", SAMPLED)]
+        first, ANALYSIS + CALLING, "", reasoning="Weather needed.", calls=[("weather", SAMPLED)]
     )
     turn = office.begin([USER, change(message), result(message)], tools=TOOLS)
     assert taken(turn, first)
@@ -302,7 +302,7 @@ def test_a_reply_that_its_own_template_refuses_is_served_as_it_was_sent() -> Non
     )
     turn = office.begin([USER], tools=TOOLS)
     raw = THINKS + "Wait.\n" + RAW
-    message = office.answer(turn, raw, "Wait.", thought=THOUGHT, calls=[("weather", SAMPLED)])
+    message = office.answer(turn, raw, "Wait.", reasoning=THOUGHT, calls=[("weather", SAMPLED)])
     later = office.begin([USER, without_reasoning(message), result(message)], tools=TOOLS)
     assert later.encoded.normalised == []
     assert "Wait." in office.letters.spelled(later.encoded.prompt.tokens)
@@ -463,7 +463,7 @@ def test_what_a_stop_string_cut_off_does_not_come_back() -> None:
     office = Conversations(THINKING)
     turn = office.begin([USER], tools=TOOLS, stop=["Observation:"])
     raw = THINKS + "Look."
-    message = office.answer(turn, raw, "Look.", thought=THOUGHT, cut_off=" Observation:")
+    message = office.answer(turn, raw, "Look.", reasoning=THOUGHT, cut_off=" Observation:")
     later = office.begin([USER, message], tools=TOOLS)
     spelled = office.letters.spelled(later.encoded.prompt.tokens)
     assert raw + "<|im_end|>" in spelled

@@ -12,8 +12,7 @@ import pytest
 
 from rekindle.config import load_config
 from rekindle.errors import ConfigError, Unauthorized
-from rekindle.server.auth import Keys
-from rekindle.server.keyfile import CHECK_EVERY_S, KeyFile, digest_of, line_for
+from rekindle.server.auth import CHECK_EVERY_S, KeyFile, Keys, key_digest, key_line
 
 
 class Clock:
@@ -31,7 +30,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return write(tmp_path / "keys", line_for("bob", "bobs", admin=False))
+    return write(tmp_path / "keys", key_line("bob", "bobs", admin=False))
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -64,7 +63,7 @@ def test_a_caller_is_known_by_its_key_wherever_the_key_is_written(path: Path) ->
     """The salt is the key's own: state stays reachable when a key moves into the file."""
     given, filed = Keys(["bobs"]), Keys(file=KeyFile(path))
     assert given.caller("Bearer bobs") == filed.caller("Bearer bobs")
-    assert given.caller("Bearer bobs").salt == digest_of("bobs")
+    assert given.caller("Bearer bobs").salt == key_digest("bobs")
 
 
 def test_a_key_that_is_also_an_admins_is_an_admins() -> None:
@@ -89,10 +88,10 @@ def test_a_file_without_keys_opens_nothing(tmp_path: Path) -> None:
 
 def test_comments_blank_lines_and_roles_are_read(tmp_path: Path) -> None:
     lines = (
-        "# the house",
+        "# the staff",
         "",
-        f"  {line_for('bob', 'bobs', admin=False)}   # until May",
-        line_for("root", "roots", admin=True),
+        f"  {key_line('bob', 'bobs', admin=False)}   # until May",
+        key_line("root", "roots", admin=True),
     )
     keys = Keys(file=KeyFile(write(tmp_path / "keys", *lines)))
     assert not keys.caller("Bearer bobs").admin
@@ -137,7 +136,7 @@ def test_a_file_that_others_may_read_is_warned_about(
 
 def test_a_changed_file_takes_effect_within_a_second(path: Path, clock: Clock) -> None:
     keys = Keys(file=KeyFile(path, clock))
-    write(path, line_for("eve", "eves-key", admin=False), line_for("x", "y", admin=False))
+    write(path, key_line("eve", "eves-key", admin=False), key_line("x", "y", admin=False))
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (True, False)
     clock.now += CHECK_EVERY_S
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (False, True)
@@ -147,7 +146,7 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_seen(
     path: Path, tmp_path: Path, clock: Clock
 ) -> None:
     keys = Keys(file=KeyFile(path, clock))
-    other = write(tmp_path / "new", line_for("eve", "eves", admin=False))
+    other = write(tmp_path / "new", key_line("eve", "eves", admin=False))
     stamp = path.stat()
     os.utime(other, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert other.stat().st_size == stamp.st_size
@@ -179,12 +178,12 @@ def test_a_file_that_turned_bad_keeps_the_keys_and_complains_once(
     if gone:
         path.unlink()
     else:
-        write(path, line_for("eve", "eves", admin=False), "nonsense here too")
+        write(path, key_line("eve", "eves", admin=False), "nonsense here too")
     for _ in range(3):
         clock.now += CHECK_EVERY_S
         assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, False)
     [complaint] = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert ("line 2" in complaint.getMessage()) != gone
-    write(path, good, line_for("eve", "eves", admin=False))
+    write(path, good, key_line("eve", "eves", admin=False))
     clock.now += CHECK_EVERY_S
     assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, True)

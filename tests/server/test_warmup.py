@@ -33,7 +33,7 @@ ENTRY = EntryInfo(
 )  # fmt: skip
 
 
-def settled(op: AdminOp) -> AdminResult:
+def flushed(op: AdminOp) -> AdminResult:
     assert op == Flush("abc")
     return ENTRY
 
@@ -45,7 +45,7 @@ def prepare(runtime: ScriptedRuntime, *names: str) -> None:
 
 
 def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
-    runtime = ScriptedRuntime(READY, answers=settled)
+    runtime = ScriptedRuntime(READY, answers=flushed)
     prepare(runtime, "a")
     ask = runtime.requested
     assert ask.messages == [{"role": "system", "content": "You are an analyst."}]
@@ -61,7 +61,7 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
 
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
-    runtime = ScriptedRuntime(READY, answers=settled)
+    runtime = ScriptedRuntime(READY, answers=flushed)
     presets = {"a": Preset.model_validate(PROJECT)}
     quiet = Console(file=io.StringIO())
     asyncio.run(warm(presets, lambda _name: runtime, quiet, exact=True, normalise=normalise))
@@ -69,7 +69,7 @@ def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None
 
 
 def test_a_project_that_does_not_want_it_is_left_alone() -> None:
-    runtime = ScriptedRuntime(READY, answers=settled)
+    runtime = ScriptedRuntime(READY, answers=flushed)
     presets = {"a": Preset(system_prompt="x")}
     asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
     assert runtime.requests == []
@@ -86,7 +86,7 @@ def test_a_failure_is_a_warning_that_names_the_project(
     caplog: pytest.LogCaptureFixture, script: list[Step]
 ) -> None:
     caplog.set_level(logging.INFO, "rekindle")
-    runtime = ScriptedRuntime(script, READY, answers=settled)
+    runtime = ScriptedRuntime(script, READY, answers=flushed)
     prepare(runtime, "first", "second")
     warning, success = [record.getMessage() for record in caplog.records]
     assert "first" in warning

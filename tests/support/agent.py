@@ -45,7 +45,7 @@ class Agent:
         tools: Sequence[Message] = (),
         can_truncate: bool = True,
     ) -> None:
-        """The first of `ends` is the one that a reply ends with when nothing else is said."""
+        """The first of `ends` is the one that a reply ends with when none is given."""
         self.letters = Letters(control, ends, bos=bos)
         self.engine = ScriptedEngine(can_truncate=can_truncate, chat_template=template)
         self.engine.tokenizer = self.letters

@@ -113,20 +113,20 @@ class Conversations(RuntimeHarness):
         self,
         turn: Turn,
         raw: str,
-        said: str | None = None,
+        text: str | None = None,
         *,
-        thought: str = "",
+        reasoning: str = "",
         calls: Sequence[tuple[str, str]] = (),
         cut_off: str = "",
     ) -> dict[str, Any]:
-        """What the model writes, what it is taken apart into, and the message as delivered; what
-        is cut off was sampled, too, but nobody has seen it."""
+        """End the turn with `raw` as its sampled text, parsed into the other arguments; returns the
+        assistant message. What is cut off was sampled too, but was not sent."""
         turn.tokens.extend(self.letters.sampled(raw + cut_off))
         turn.output._raw.append(raw)
         message = turn.output.message
-        if thought:
-            message.add(ReasoningDelta(thought))
-        message.add(TextDelta(raw if said is None else said))
+        if reasoning:
+            message.add(ReasoningDelta(reasoning))
+        message.add(TextDelta(raw if text is None else text))
         for number, (name, arguments) in enumerate(calls):
             message.add(ToolCallStart(number, name, new_call_id()))
             message.add(ArgumentsDelta(number, arguments))

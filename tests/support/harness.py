@@ -160,7 +160,7 @@ class RuntimeHarness:
     # -- the disk ------------------------------------------------------------------------------
 
     def take_events(self, *, wait: bool = False) -> None:
-        """Take in what the tiers did; at least one thing when told to wait."""
+        """Take in what the tiers did; at least one event when it waits."""
         with contextlib.suppress(Empty):
             while True:
                 self.storage.on_event(

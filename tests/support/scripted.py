@@ -1,4 +1,4 @@
-"""A fake engine that says what it is told to, so that real replies pass through a real runtime."""
+"""A fake engine that samples a given text, so that real replies pass through a real runtime."""
 
 from __future__ import annotations
 

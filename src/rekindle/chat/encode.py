@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rekindle.chat.content import Message
 from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
@@ -28,6 +27,7 @@ from rekindle.chat.known_prefix import (
     tokens_after,
 )
 from rekindle.chat.message_spans import MessageSpan, TokenEdges, find_messages, token_offsets
+from rekindle.chat.messages import Message
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import Tokenizer, Tokens

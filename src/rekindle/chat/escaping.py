@@ -7,19 +7,28 @@ token, or could become one, but is only text) between two bytes that UTF-8 never
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from rekindle.chat.placeholders import Placeholders
 from rekindle.errors import BadRequest
+from rekindle.protocol.nesting import depth_exceeds
 from rekindle.tokens import common_length
 
 DEPTH_LIMIT = 100
 OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal; UTF-8 has neither
 DELIMITER = re.compile(b"([\xff\xfe])")
 CHARACTER_BYTES = 4  # of UTF-8, at most
+
+# Every character is private-use: no filter of case or whitespace changes a placeholder.
+DIGITS = "0123456789abcdef"
+PRIVATE = "".join(map(chr, range(0xF0000, 0xF0010)))
+WIDTH = 8
+NUMBER = re.compile(f"[{PRIVATE}]{{{WIDTH}}}")
+TO_PRIVATE = str.maketrans(DIGITS, PRIVATE)
+FROM_PRIVATE = str.maketrans(PRIVATE, DIGITS)
 
 
 class Span(NamedTuple):
@@ -77,6 +86,26 @@ class ControlTexts:
         return ""
 
 
+class Placeholders:
+    """Numbers as opaque text; a random prefix that no user can guess sets them apart."""
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(8).translate(TO_PRIVATE)
+
+    def of(self, number: int) -> str:
+        return self._prefix + f"{number:0{WIDTH}x}".translate(TO_PRIVATE)
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The text and the numbers in it, in order; a truncated placeholder is left out."""
+        first, *rest = text.split(self._prefix)
+        yield first
+        for piece in rest:
+            if number := NUMBER.match(piece):
+                yield int(number[0].translate(FROM_PRIVATE), 16)
+                piece = piece[WIDTH:]
+            yield piece
+
+
 class Escaper:
     """Hides the literals of one conversation from its template, and puts them back as text."""
 
@@ -85,19 +114,11 @@ class Escaper:
         self._placeholders = Placeholders()
         self._literals: list[str] = []
 
-    def hide(self, value: Any, depth: int = 0) -> Any:
+    def hide(self, value: Any) -> Any:
         """A copy of `value`, a placeholder for each literal in every string of it."""
-        if depth > DEPTH_LIMIT:
+        if depth_exceeds(value, DEPTH_LIMIT + 1):  # the value itself is not nested
             raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
-        if isinstance(value, str):
-            return self._hide_text(value)
-        if isinstance(value, Mapping):
-            return {
-                self.hide(key, depth): self.hide(item, depth + 1) for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.hide(item, depth + 1) for item in value]
-        return value
+        return self._hidden(value)
 
     def spans(self, rendered: str) -> list[Span]:
         """The rendered text with its literals back in place; one span when there are none."""
@@ -111,6 +132,15 @@ class Escaper:
 
     def restore(self, rendered: str) -> str:
         return "".join(span.text for span in self.spans(rendered))
+
+    def _hidden(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, Mapping):
+            return {self._hidden(key): self._hidden(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._hidden(item) for item in value]
+        return value
 
     def _hide_text(self, text: str) -> str:
         return "".join(

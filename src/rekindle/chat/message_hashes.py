@@ -1,6 +1,6 @@
 """Every hash of a conversation, made in one walk over its messages.
 
-Segments say in a report which part of a conversation changed, reply keys find assistant messages
+Segments name in a report the part of a conversation changed, reply keys find assistant messages
 that are remembered, and the fingerprint names conversations whose client gives them no name. All
 three only propose or explain; what is reused is decided by comparing tokens. They are stored with
 entries on disk, so their values must not change from one version to the next.
@@ -15,10 +15,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from rekindle.chat.content import Message
 from rekindle.chat.messages import (
     REASONING_FIELDS,
     SYSTEM_ROLES,
+    Message,
     call_values,
     canonical,
     content_text,
@@ -99,9 +99,9 @@ class ConversationHashes:
     def after(self, reply: Message) -> EntryHashes:
         """Those of the conversation with one more assistant message."""
         last, history, outline = self._turn.copy(), self._history.copy(), self._outline.copy()
-        segment, said = _forms(reply)
+        segment, history_part = _forms(reply)
         last.add(segment)
-        history.add(said)
+        history.add(history_part)
         for field in _outline_fields(reply):
             outline.add(field)
         turns = [turn[-1] for turn in self._turns[:-1]]
@@ -133,8 +133,8 @@ class ConversationHashes:
         return *((kind, hash) for kind, hash in found if hash), *(("turn", turn) for turn in turns)
 
     def _add(self, index: int, message: Message) -> None:
-        segment, said = _forms(message)
-        self._history.add(said)
+        segment, history_part = _forms(message)
+        self._history.add(history_part)
         if message.get("role") == "assistant":
             keys = (*_call_keys(message), HISTORY_KEY + self._history.hexdigest())
             self.reply_keys[index] = keys
@@ -163,13 +163,13 @@ class ConversationHashes:
 def _forms(message: Message) -> tuple[bytes, bytes]:
     """What is hashed of a message: for its segment, and for the keys of replies."""
     calls = call_values(message)
-    text, called = content_text(message, "\n").strip(), canonical(calls).decode()
-    said = canonical([message.get("role"), text, called])
-    return canonical(_hashed_fields(message, calls)), said
+    text, called = content_text(message.get("content")).strip(), canonical(calls).decode()
+    history_part = canonical([message.get("role"), text, called])
+    return canonical(_hashed_fields(message, calls)), history_part
 
 
 def _hashed_fields(message: Message, calls: list[list[Any]]) -> dict[str, Any]:
-    """The fields that say something: clients add empty ones, and write calls in their own way."""
+    """The fields with a value: clients add empty ones, and write calls in their own way."""
     fields = {
         field: value
         for field, value in message.items()
@@ -185,7 +185,7 @@ def _hashed_fields(message: Message, calls: list[list[Any]]) -> dict[str, Any]:
 def _outline_fields(message: Message) -> Iterator[bytes]:
     """Role, length and both ends of a message; of an assistant message its end alone, because
     clients remove the reasoning, which changes its length and beginning."""
-    role, text = str(message.get("role", "")), content_text(message, "")
+    role, text = str(message.get("role", "")), content_text(message.get("content"), separator="")
     yield _utf8(role)
     if role != "assistant":
         yield str(len(text)).encode()
@@ -216,4 +216,4 @@ def _is_system(message: Message) -> bool:
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")  # half a character is refused later, with a reason
+    return text.encode(errors="surrogatepass")  # a lone surrogate is refused later, with a reason

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rekindle.chat.content import Message
-from rekindle.chat.placeholders import Placeholders
+from rekindle.chat.escaping import Placeholders
+from rekindle.chat.messages import Message
 from rekindle.errors import TemplateFailed
 
 Render = Callable[[Sequence[Message]], str]

@@ -1,30 +1,45 @@
-"""What a message says, in whichever of its forms a client sends it."""
+"""Accessors of chat messages, whatever form a client sends them in.
+
+OpenAI lets content be a string, a list of parts or nothing, reasoning has several field names, and
+the arguments of tool calls are JSON in a string.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from rekindle.chat.arguments import parse
-from rekindle.chat.content import Message
+from rekindle.chat.tools.json_value import clean
+from rekindle.protocol.nesting import depth_exceeds
 
-SYSTEM_ROLES = ("system", "developer")
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+Message = Mapping[str, Any]
+
+DEVELOPER = "developer"
+SYSTEM_ROLES = ("system", DEVELOPER)
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # first match wins
+
+ARGUMENT_DEPTH_LIMIT = 50  # deeper arguments stay strings
+SURROGATE_ESCAPE = "\\ud"  # how the escape of a surrogate begins
 
 
-def content_text(message: Message, separator: str) -> str:
-    """The text of a message's content: a string, or the text parts of a list."""
-    content = message.get("content")
+def content_text(content: Any, separator: str = "\n") -> str:
+    """The text of a message's content: a string, or the joined text parts of a list."""
     if isinstance(content, list):
         texts = (part.get("text") for part in content if isinstance(part, Mapping))
         return separator.join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""
 
 
+def reasoning(message: Message) -> Any:
+    """The first reasoning field that is not empty, as it was sent; None when there is none."""
+    return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+
+
 def reasoning_text(message: Message) -> str:
-    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), "")
-    return reasoning.strip() if isinstance(reasoning, str) else ""
+    text = reasoning(message)
+    return text.strip() if isinstance(text, str) else ""
 
 
 def tool_calls(message: Message) -> Sequence[Any]:
@@ -58,11 +73,63 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def dump_json(value: Any) -> str:
+    """JSON as models write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value that comes out of its text and back the same; ValueError for anything else."""
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if depth_exceeds(value, ARGUMENT_DEPTH_LIMIT):
+        raise ValueError("it is nested too deep")
+    return _without_surrogates(value) if SURROGATE_ESCAPE in text.lower() else value
+
+
+def as_object(arguments: Any) -> Any:
+    """The object that a string holds, which is empty for an empty string; otherwise unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        value = parse_json(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def with_parsed_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as objects; what is no JSON object stays.
+
+    To be done before the text of control tokens is escaped: JSON may spell it with escapes.
+    """
+    return with_arguments(message, as_object)
+
+
+def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of each of its calls converted."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_converted(call, convert) for call in calls]}
+
+
+def _converted(call: Any, convert: Callable[[Any], Any]) -> Any:
+    function = called_function(call)
+    if "arguments" not in function:
+        return call
+    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+
 def _argument_value(arguments: Any) -> Any:
     """A list of the JSON value; an object for what is not JSON, so that it differs from any."""
     if isinstance(arguments, str):
         try:
-            arguments = parse(arguments if arguments.strip() else "{}")
+            arguments = parse_json(arguments if arguments.strip() else "{}")
         except ValueError:
             return {"text": arguments}
     return [_with_whole_numbers(arguments)]
@@ -75,3 +142,23 @@ def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _with_whole_numbers(each) for name, each in value.items()}
     return [_with_whole_numbers(each) for each in value] if isinstance(value, list) else value
+
+
+def _without_surrogates(value: Any) -> Any:
+    """The value with lone surrogates replaced: no prompt can hold one."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {clean(name): _without_surrogates(each) for name, each in value.items()}
+    return [_without_surrogates(each) for each in value] if isinstance(value, list) else value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rekindle.chat.content import Message
-from rekindle.chat.messages import SYSTEM_ROLES
+from rekindle.chat.messages import SYSTEM_ROLES, Message
 
 TOOL_ORDER = "tools"  # the name of this change in reports
 
@@ -74,7 +73,7 @@ class Normalised(NamedTuple):
 
 
 def normalise(messages: Sequence[Message], tools: Sequence[Any] | None) -> Normalised:
-    """The request without known volatile headers, its tools in one order."""
+    """The request without known volatile headers, its tools in a fixed order."""
     kept, changes = without_headers(messages)
     if not kept:  # a request has at least one message, if only a header
         kept, changes = list(messages), []

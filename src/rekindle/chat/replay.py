@@ -1,7 +1,7 @@
 """Recognising an assistant message that a client sends back, and undoing what the client changed.
 
 A client parses the calls of a message and writes them again in another order, with other blanks,
-and leaves the reasoning out. The message says the same; its bytes are different.
+and leaves the reasoning out. Its meaning is the same; its bytes are different.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from rekindle.chat.arguments import parse
-from rekindle.chat.content import Message
 from rekindle.chat.escaping import CLOSE, OPEN, unescape
 from rekindle.chat.messages import (
+    Message,
     call_arguments,
     call_name,
     call_values,
     called_function,
     canonical,
     content_text,
+    parse_json,
     reasoning_text,
     tool_calls,
 )
@@ -30,9 +30,9 @@ ARGUMENTS_RESTORED, REASONING_RESTORED = "arguments", "reasoning"
 
 
 def same_message(sent: Message, original: Message) -> bool:
-    """Whether both say the same; the one that was sent may leave the reasoning out."""
+    """Whether both have the same content and calls; the sent one may leave the reasoning out."""
     reasoning = reasoning_text(sent)
-    return _said(sent) == _said(original) and reasoning in ("", reasoning_text(original))
+    return _compared(sent) == _compared(original) and reasoning in ("", reasoning_text(original))
 
 
 def restored(
@@ -82,12 +82,12 @@ class EndMarkers:
         return next((match.start() for match in found), None)
 
 
-def _said(message: Message) -> tuple[Any, str, bytes]:
+def _compared(message: Message) -> tuple[Any, str, bytes]:
     return message.get("role"), _text(message), canonical(call_values(message))
 
 
 def _text(message: Message) -> str:
-    return content_text(message, "\n").strip()
+    return content_text(message.get("content")).strip()
 
 
 def _printed_arguments(call: Any) -> str:
@@ -95,7 +95,7 @@ def _printed_arguments(call: Any) -> str:
     arguments = call_arguments(call)
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = parse(arguments or "{}")
+            arguments = parse_json(arguments or "{}")
     return json.dumps(arguments)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Template
 
 from rekindle.chat.capabilities.template import TemplateCapabilities
-from rekindle.chat.content import Message
+from rekindle.chat.messages import Message
 from rekindle.chat.sandbox import Sandbox
 from rekindle.errors import BadRequest, TemplateFailed
 

@@ -43,7 +43,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Serve models, fetch them, talk to them, measure them."""
@@ -131,14 +132,14 @@ def key(
     admin: Annotated[bool, typer.Option("--admin", help="Let it see every cache")] = False,
 ) -> None:
     """Make an API key. It is shown once; the file holds its digest alone."""
-    from rekindle.server import keyfile
+    from rekindle.server import auth
 
-    secret = keyfile.new_key()
-    line = keyfile.line_for(name, secret, admin=admin)
+    secret = auth.new_key()
+    line = auth.key_line(name, secret, admin=admin)
     if file is None:
         console.print("The key, then its line for the file of --api-keys-file:")
     else:
-        keyfile.append(file, line)
+        auth.append_key_line(file, line)
     typer.echo(secret)
     if file is None:
         typer.echo(line)

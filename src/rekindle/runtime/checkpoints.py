@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 
 from rekindle.chat.encode import Prompt
+from rekindle.chat.messages import SYSTEM_ROLES
 from rekindle.engine.base import Capabilities
 
 LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096
-SYSTEM_ROLES = ("system", "developer")
 
 
 class Checkpoints:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from rekindle.chat.arguments import parsed
 from rekindle.chat.encode import Encoder, Prompt
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.messages import with_parsed_arguments
 from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
@@ -118,7 +118,7 @@ class InputProcessor:
         """What every conversation that begins with these messages begins with."""
         self._check_size(messages, "messages")
         prompt = self._encoder.prefix(
-            [parsed(message) for message in messages],
+            [with_parsed_arguments(message) for message in messages],
             tools=without_strict(tools),
             template_kwargs=kwargs,
         )
@@ -129,7 +129,7 @@ class InputProcessor:
     ) -> EncodedPrompt:
         """A conversation's prompt; with the tokens remembered in the namespace `known`."""
         self._check_size(messages, "messages")
-        sent = [parsed(message) for message in messages]
+        sent = [with_parsed_arguments(message) for message in messages]
         # Long conversations are hashed here, on an encoder thread, not between two engine steps.
         hashes = ConversationHashes(messages, tools)
         encode = partial(self._encoder.chat, tools=without_strict(tools), template_kwargs=kwargs)

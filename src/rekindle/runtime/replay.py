@@ -11,11 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rekindle.chat.arguments import parsed
-from rekindle.chat.content import Message
 from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.chat.messages import canonical
+from rekindle.chat.messages import Message, canonical, with_parsed_arguments
 from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
 from rekindle.kvcache.entries import Entries, Entry
 from rekindle.kvcache.replies import Reply
@@ -66,7 +64,7 @@ class History:
                 # After another history, the reasoning may quote what is no longer there.
                 follows = self._follows_same_history(index, reply)
                 message, changed = restored(sent, original, reasoning=follows)
-                messages[index] = parsed(message)
+                messages[index] = with_parsed_arguments(message)
                 changes.update(dict.fromkeys(changed))
         return messages, sorted(changes)
 

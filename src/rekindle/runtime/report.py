@@ -8,10 +8,10 @@ from typing import NamedTuple
 from rekindle.chat.diff import first_difference
 from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.messages import SYSTEM_ROLES
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
 
-SYSTEM_ROLES = ("system", "developer")
 NO_NAME = (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED)  # the key stands for nothing
 
 

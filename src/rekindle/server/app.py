@@ -21,8 +21,8 @@ from rekindle.errors import NotFound, ServerError
 from rekindle.server import metrics
 from rekindle.server.auth import Keys
 from rekindle.server.middleware import RequestMiddleware
+from rekindle.server.models import ServedModels
 from rekindle.server.responses import ErrorBody, ErrorResponse
-from rekindle.server.service import Service
 from rekindle.server.turns import ClientGone
 from rekindle.version import __version__
 
@@ -30,7 +30,7 @@ log = logging.getLogger("rekindle.api")
 
 CLIENT_CLOSED_REQUEST = 499
 
-OpenService = Callable[[], AbstractAsyncContextManager[Service]]
+OpenModels = Callable[[], AbstractAsyncContextManager[ServedModels]]
 
 
 # An endpoint is served by being listed here. Statistics come before entries: any other path under
@@ -39,12 +39,12 @@ ENDPOINTS = (chat, completions, embeddings, models, prepare, stats, routes, inte
 
 
 def build_app(
-    config: Config, open_service: OpenService, keys: Keys | None = None
+    config: Config, open_models: OpenModels, keys: Keys | None = None
 ) -> RequestMiddleware:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with open_service() as service:
-            yield {"service": service}
+        async with open_models() as models:
+            yield {"models": models}
 
     app = FastAPI(
         title="Rekindle",

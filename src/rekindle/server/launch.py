@@ -1,4 +1,4 @@
-"""A running server: models pulled and loaded, then HTTP until a signal stops it."""
+"""A running server: settings checked, models loaded, then HTTP until a signal stops it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
-from rekindle.server import served_models
 from rekindle.server.app import build_app
-from rekindle.server.auth import Keys
+from rekindle.server.auth import LOOPBACK, Keys
+from rekindle.server.models import ServedModels, described_tools, preset_models, served_names
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.service import Service
 from rekindle.server.warmup import warm
 
 log = logging.getLogger("rekindle")
@@ -36,8 +35,8 @@ DRAIN_S = 10  # for streams in flight to finish after a request to stop
 
 
 def serve(config: Config, console: Console) -> None:
-    """Run until a signal says stop."""
-    served_models.check_settings(config)
+    """Run until a signal stops it."""
+    check_settings(config)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(message)s",
@@ -46,16 +45,34 @@ def serve(config: Config, console: Console) -> None:
     )
     keys = Keys.of(config)
     with bind(config) as listener:  # before anything slow: a taken port is an error at once
-        models = fetch(config, console)
+        files = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, models, keys, listener, console))
+            runner.run(_serve(config, files, keys, listener, console))
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that contradict each other, before anything is opened or fetched."""
+    keyed = bool(config.api_key or config.admin_key or config.api_keys_file)
+    if config.host not in LOOPBACK and not keyed and not config.no_auth:
+        raise ConfigError(
+            f"listening on {config.host} without an API key would let anybody on the network in: "
+            "give --api-key KEY, or say --no-auth if that is what you want"
+        )
+    preset_models(config)
+    for name, preset in config.projects.items():
+        described_tools(name, preset)
+        if keyed and preset.cache.warm_on_startup and not preset.shared:
+            raise ConfigError(
+                f"project {name} would belong to nobody, because each API key has a cache of its "
+                "own: say `shared: true` in the project to prepare it for all of them"
+            )
 
 
 def fetch(config: Config, console: Console) -> dict[str, Path]:
     """The models' files by served name; those that are missing are pulled."""
     return {
         served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
-        for served, name in served_models.served_names(config).items()
+        for served, name in served_names(config).items()
     }
 
 
@@ -83,46 +100,46 @@ def bind(config: Config) -> socket.socket:
 
 
 async def _serve(
-    config: Config, models: dict[str, Path], keys: Keys, listener: socket.socket, console: Console
+    config: Config, files: dict[str, Path], keys: Keys, listener: socket.socket, console: Console
 ) -> None:
-    async with open_service(config, models, console) as service:
-        server = build_server(config, service, keys)
+    async with open_models(config, files, console) as models:
+        server = build_server(config, models, keys)
         listener.listen(server.config.backlog)
-        _announce(config, service, listener, console)
+        _announce(config, models, listener, console)
         with _signals_ignored():
             await run(server, listener)
 
 
 @asynccontextmanager
-async def open_service(
-    config: Config, models: dict[str, Path], console: Console
-) -> AsyncIterator[Service]:
+async def open_models(
+    config: Config, files: dict[str, Path], console: Console
+) -> AsyncIterator[ServedModels]:
     """The models loaded and the presets prepared; closed on every way out."""
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
-    served = [str(path) for path in models.values()]
+    served = [str(path) for path in files.values()]
     runtimes = [
         RuntimeClient(
             name,
             LoadModel(path=str(path), served=served, settings=config.runtime),
             queue=config.queue,
         )
-        for name, path in models.items()
+        for name, path in files.items()
     ]
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes:
             stack.push_async_callback(runtime.stop)
             await _start(runtime, console)
-        service = Service(config, runtimes)
-        models_of = served_models.preset_models(config)
+        models = ServedModels(config, runtimes)
+        model_names = preset_models(config)
         await warm(
             config.projects,
-            lambda name: service.runtime(models_of[name]),
+            lambda name: models.runtime(model_names[name]),
             console,
             exact=config.exact,
             normalise=config.normalise,
         )
-        yield service
+        yield models
 
 
 class Server(uvicorn.Server):
@@ -135,10 +152,10 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def build_server(config: Config, service: Service, keys: Keys) -> Server:
+def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
     @asynccontextmanager
-    async def already_open() -> AsyncIterator[Service]:
-        yield service
+    async def already_open() -> AsyncIterator[ServedModels]:
+        yield models
 
     return Server(
         uvicorn.Config(
@@ -179,8 +196,10 @@ async def _start(runtime: RuntimeClient, console: Console) -> None:
         await runtime.start(lambda fraction: on_progress(fraction, 1))
 
 
-def _announce(config: Config, service: Service, listener: socket.socket, console: Console) -> None:
-    for runtime in service.runtimes:
+def _announce(
+    config: Config, models: ServedModels, listener: socket.socket, console: Console
+) -> None:
+    for runtime in models.runtimes:
         assert runtime.ready is not None
         context = f"context {runtime.ready.context_tokens} tokens"
         console.print(

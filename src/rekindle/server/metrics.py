@@ -22,8 +22,8 @@ from rekindle.errors import Forbidden, ServerError
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
+from rekindle.server.models import models_of
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.service import Service
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 SCRAPE_S = 5.0  # what a runtime gets to answer; a scraper gives up after ten
@@ -64,10 +64,10 @@ class Reading:
 async def show_metrics(request: Request) -> Response:
     """Figures of the whole server in Prometheus' text format; with API keys, for admins alone."""
     if not caller_of(request).admin:
-        raise Forbidden("Metrics are of the whole server: ask with an admin key.")
-    service: Service = request.state.service
+        raise Forbidden("Metrics are of the whole server: send an admin key.")
+    models = models_of(request)
     client = AdminClient.of(request)
-    readings = await asyncio.gather(*(_read(client, runtime) for runtime in service.runtimes))
+    readings = await asyncio.gather(*(_read(client, runtime) for runtime in models.runtimes))
     return Response(generate_latest(Readings(readings)), media_type=TEXT)
 
 

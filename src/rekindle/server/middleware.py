@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rekindle.errors import BadRequest, ServerError
-from rekindle.server.auth import LOOPBACK, Caller, Keys, set_caller
+from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
 from rekindle.server.responses import ErrorResponse
 
 RECEIVED = "rekindle.received_s"  # in the scope
@@ -18,7 +18,7 @@ MOST_HEADER_BYTES = 64 << 10
 MOST_BODY_BYTES = 64 << 20
 BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
 OPEN_PATHS = {"/health"}
-NOBODY = Caller(b"", admin=False)
+NOBODY = Caller(OPEN_SALT, admin=False)
 
 
 class HeadersTooLarge(BadRequest):

@@ -27,7 +27,7 @@ STOP_S = 120.0  # for a runtime to write its state to disk
 
 OnLoading = Callable[[float], None]
 OnMessage = Callable[[Events | AdminReply | LogLine], None]
-States = asyncio.Queue[ToFront | None]  # of loading; None: the process has hung up
+States = asyncio.Queue[ToFront | None]  # of loading; None: the process has closed its socket
 
 
 class RuntimeProcess:
@@ -43,7 +43,7 @@ class RuntimeProcess:
 
     @classmethod
     async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> RuntimeProcess:
-        """Start the process and tell it what to load."""
+        """Start the process and send it what to load."""
         states: States = asyncio.Queue()
 
         def receive(message: ToFront | None) -> None:
@@ -104,5 +104,5 @@ class RuntimeProcess:
         self.close()
 
     def close(self) -> None:
-        """Hang up; a process that still runs ends by itself."""
+        """Close the socket; a process that still runs ends by itself."""
         self._transport.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+import time
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,16 +13,46 @@ from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.errors import ReportedError, ServerError, Unavailable
-from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
+from rekindle.protocol.events import Delta, Event, Failed, Finished, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.server.prefill_log import PrefillLog
+from rekindle.server.responses import disconnected
 from rekindle.server.runtime_client import RuntimeClient
 
 T = TypeVar("T")
 
+log = logging.getLogger("rekindle.turn")
+
+LOG_EVERY_S = 5.0
+
 
 class ClientGone(Exception):
     """The client disconnected before there was anything to answer."""
+
+
+class PrefillLog:
+    """Logs about every five seconds how far each prompt has come."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_s: dict[int, float] = {}  # by turn: its start, or its last line
+
+    def record(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._last_s[event.turn] = self._clock()
+            case Prefill():
+                self._log(event)
+
+    def _log(self, event: Prefill) -> None:
+        now = self._clock()
+        if now - self._last_s.setdefault(event.turn, now) >= LOG_EVERY_S:
+            self._last_s[event.turn] = now
+            log.info(
+                "turn %d: %d of %d prompt tokens read",
+                event.turn,
+                event.done_tokens,
+                event.prompt_tokens,
+            )
 
 
 class Turns:
@@ -84,7 +116,7 @@ class Turns:
 async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
     """Await the answer; cancel it as soon as the client disconnects."""
     work = asyncio.create_task(answer)
-    disconnect = asyncio.create_task(_disconnected(request))
+    disconnect = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -96,8 +128,3 @@ async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T
         disconnect.cancel()
         work.cancel()
         await asyncio.gather(work, disconnect, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive()).get("type") != "http.disconnect":
-        pass

@@ -14,13 +14,11 @@ from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from rekindle.server.presets import described_tools
+from rekindle.server.auth import OPEN_SALT
+from rekindle.server.models import described_tools
 from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle")
-
-# Callers of an open server have no salt; shared state belongs to every tenant.
-SALT = b""
 
 
 async def warm(
@@ -31,7 +29,7 @@ async def warm(
     exact: bool = False,
     normalise: bool = True,
 ) -> None:
-    """Prepare those that ask for it, one after the other; one that fails is logged and skipped."""
+    """Prepare those with `warm_on_startup` in turn; one that fails is logged and skipped."""
     for name, preset in presets.items():
         if not preset.cache.warm_on_startup:
             continue
@@ -55,7 +53,7 @@ async def _prepare(
                 on_progress(event.done_tokens, event.prompt_tokens)
     finished = _finished(event)
     if (key := finished.cache.new_cache_key) is not None:
-        await runtime.admin(Flush(key), salt=SALT, admin=True)  # shared entries have no owner
+        await runtime.admin(Flush(key), salt=OPEN_SALT, admin=True)  # shared entries have no owner
     return finished.prompt_tokens
 
 
@@ -78,6 +76,6 @@ def _request(name: str, preset: Preset, *, exact: bool, normalise: bool) -> Gene
         max_tokens=1,
         exact=exact,
         normalise=normalise,
-        salt=SALT,
+        salt=OPEN_SALT,
         progress=True,
     )

@@ -1,4 +1,4 @@
-"""Entries and figures as a scripted runtime tells them."""
+"""Entries and figures as a scripted runtime reports them."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
 
 
 def test_several_prompts_may_be_kept_alike() -> None:
-    asks = completed(prompt=["a", "b"], return_cache_key=False, prompt_cache_key="group")
-    assert [request.names for request in asks] == [Names(prompt_cache_key="group")] * 2
+    requests = completed(prompt=["a", "b"], return_cache_key=False, prompt_cache_key="group")
+    assert [request.names for request in requests] == [Names(prompt_cache_key="group")] * 2
 
 
 # The requests of the servers that Rekindle answers like, as their documents have them.

@@ -43,7 +43,7 @@ WEATHER = openai.pydantic_function_tool(GetWeather)
 PLAIN: Any = {"type": "function", "function": {"name": "GetWeather", "parameters": {}}}
 CALLS = calling(("GetWeather", PARIS), ("GetWeather", ROME))
 JSON = reply('{"city": ', '"Paris", ', '"days": 2}')
-THOUGHT: Script = [
+REASONED: Script = [
     Started(0, 10, 0),
     reasoning("Hm, "),
     reasoning("two."),
@@ -102,8 +102,8 @@ def test_streamed_calls_can_be_put_together() -> None:
                 assert call.function is not None
                 if call.id:
                     names[call.index] = f"{call.id} {call.function.name}"
-                said = arguments.get(call.index, "")
-                arguments[call.index] = said + (call.function.arguments or "")
+                before = arguments.get(call.index, "")
+                arguments[call.index] = before + (call.function.arguments or "")
     assert names == {0: "call_0 GetWeather", 1: "call_1 GetWeather"}
     assert arguments == {0: PARIS, 1: ROME}
 
@@ -171,7 +171,7 @@ def test_the_stream_helper_parses_calls_and_a_form_that_was_not_used() -> None:
 
 def test_reasoning_is_put_together_by_the_stream_helper() -> None:
     with (
-        client_of(THOUGHT) as (client, _),
+        client_of(REASONED) as (client, _),
         client.chat.completions.stream(model="default", messages=MESSAGES) as stream,
     ):
         message: Any = stream.get_final_completion().choices[0].message
@@ -227,8 +227,8 @@ def test_langchain_calls_answers_and_goes_on(stream: bool) -> None:
         [call] = first.tool_calls
         assert (call["name"], call["args"]) == ("get_weather", {"city": "Paris", "days": 2})
         answered = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-        said = AIMessage(content=first.content, tool_calls=first.tool_calls)
-        assert bound.invoke([asked, said, answered]).content == "Sunny."
+        called = AIMessage(content=first.content, tool_calls=first.tool_calls)
+        assert bound.invoke([asked, called, answered]).content == "Sunny."
     sent = runtime.requests[1].messages
     assert sent is not None
     assert sent[1]["tool_calls"][0]["function"]["name"] == "get_weather"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.arguments import parsed
 from rekindle.chat.encode import Encoder
+from rekindle.chat.messages import with_parsed_arguments
 from rekindle.chat.template import ChatTemplate
 from tests.chat.templates import PARTS
 from tests.chat.tool_templates import CHANNELS, HERMES, STRINGS, THINKING
@@ -74,7 +74,7 @@ def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
         r'{"a": "<\/s>"}',
     ],
 )
-@pytest.mark.parametrize("form", [dict, parsed])
+@pytest.mark.parametrize("form", [dict, with_parsed_arguments])
 def test_escapes_in_arguments_never_spell_a_control_token(
     source: str, arguments: str, form: Any
 ) -> None:
@@ -89,7 +89,7 @@ def test_escapes_in_arguments_never_spell_a_control_token(
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"\\uD83D": ["\\ud83d"]}'])
 def test_half_a_character_that_a_model_wrote_does_not_end_the_conversation(arguments: str) -> None:
     encoder = Encoder(Vocabulary(), ChatTemplate(HERMES))
-    messages = [parsed(message) for message in talk(arguments)]
+    messages = [with_parsed_arguments(message) for message in talk(arguments)]
     prompt = encoder.chat(messages, tools=TOOLS, template_kwargs={})
     assert "\ufffd" in prompt.escaped.decode(errors="ignore")
 

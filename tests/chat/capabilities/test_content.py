@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.content import Message
+from rekindle.chat.messages import Message
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import TemplateFailed
 from tests.chat.templates import ALTERNATING, CHATML, HEADERS, PARTS

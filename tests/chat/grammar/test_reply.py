@@ -332,7 +332,7 @@ def test_a_call_of_a_strict_tool_follows_it_wherever_it_comes(case: Case) -> Non
     between = {"harmony": "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"}
     before = between.get(case.format, "Wait.")
     if not case.control and case.format in ("llama3-json", "pythonic"):
-        before = ""  # nothing but the beginning tells a call from a text
+        before = ""  # only the beginning distinguishes a call from text
     if case.format == "llama3-json":
         text = "<|python_tag|>" + text.removeprefix("<|python_tag|>")
     assert case.writer.takes(grammar, before + text)

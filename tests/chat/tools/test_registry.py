@@ -99,8 +99,8 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "invented.py").write_text(
-        "from rekindle.chat.tools.base import PlainTextParser\n"
         "from rekindle.chat.tools.format import ToolFormat\n"
+        "from rekindle.chat.tools.plain import PlainTextParser\n"
         "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
     )
     monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])

@@ -1,6 +1,6 @@
 """/v1/internal/model/kv_cache: the sessions that one model keeps, by their ids.
 
-Always the caller's own, even for the admin: an id does not say whose it is, so an admin's
+Always the caller's own, even for the admin: an id does not contain its owner, so an admin's
 `remove_cache` would remove every tenant's session 7. Across tenants there are cache keys.
 """
 
@@ -24,8 +24,8 @@ from rekindle.protocol.admin import (
     RemoveSession,
 )
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import OrjsonRoute
-from rekindle.server.service import ModelNumber, Service
 
 NUMBERED = "kv_cache_session_id"
 KINDS = (NUMBERED, "session_id", "message_id")
@@ -80,8 +80,8 @@ class OldRemoved(BaseModel):
 @router.get("/info")
 async def show_sessions(request: Request, number: ModelNumber = None) -> Sessions:
     """The numbered sessions, sessions and messages whose state is kept, with its size."""
-    service: Service = request.state.service
-    runtime = service.runtime(None, number)
+    models = models_of(request)
+    runtime = models.runtime(None, number)
     listing = await AdminClient.of_tenant(request).request(runtime, ListEntries(), EntryList)
     named = [(info, list(_sessions(info))) for info in listing.entries]
     caches = [session for _, sessions in named for session in sessions]
@@ -98,8 +98,8 @@ async def remove_session(
     body: RemoveRequest, request: Request, number: ModelNumber = None
 ) -> SessionRemoved:
     """Remove the state of one session."""
-    service: Service = request.state.service
-    runtime = service.runtime(None, number)
+    models = models_of(request)
+    runtime = models.runtime(None, number)
     op = RemoveSession(body.session_id)
     removed = await AdminClient.of_tenant(request).request(runtime, op, Removed)
     if not removed.entries:
@@ -120,8 +120,8 @@ async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
 ) -> OldRemoved:
     """Remove state that was not used for so many seconds, unless it is pinned."""
-    service: Service = request.state.service
-    runtime = service.runtime(None, number)
+    models = models_of(request)
+    runtime = models.runtime(None, number)
     removed = await AdminClient.of_tenant(request).request(
         runtime, RemoveOld(body.seconds), Removed
     )

@@ -18,9 +18,9 @@ from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import OrjsonRoute
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.service import ModelNumber, Service
 from rekindle.server.turns import Turns, while_connected
 
 MOST_MESSAGES = 200
@@ -69,15 +69,15 @@ class PrepareRequest(BaseModel):
 @router.post("/v1/cache/prepare")
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
     """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
-    service: Service = request.state.service
-    if not service.config.context_cache:
+    models = models_of(request)
+    if not models.config.context_cache:
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
-    runtime = service.runtime(body.model, number)
+    runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
     if body.warm:
-        work = _warmed(runtime, client, body, service.config)
+        work = _warmed(runtime, client, body, models.config)
     else:
-        work = _indexed(runtime, client, body, service.config)
+        work = _indexed(runtime, client, body, models.config)
     return prepared(await while_connected(request, work), runtime.name)
 
 

@@ -26,8 +26,8 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.server.admin_client import AdminClient, refine_reason
+from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import OrjsonRoute
-from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
 
@@ -66,11 +66,11 @@ class Collected(BaseModel):
 @router.get("/v1/cache", response_model_exclude_unset=True)
 async def list_entries(request: Request, number: ModelNumber = None) -> Listing:
     """The entries of all models, or of the numbered one; most recently used first."""
-    service: Service = request.state.service
+    models = models_of(request)
     client = AdminClient.of(request)
     found = [
         entry_body(info, runtime.name, admin=client.is_admin)
-        for runtime in service.chosen(number)
+        for runtime in models.chosen(number)
         for info in (await client.request(runtime, ListEntries(), EntryList)).entries
     ]
     found.sort(key=lambda entry: entry.last_used, reverse=True)
@@ -82,19 +82,19 @@ async def validate(
     body: ValidateRequest, request: Request, number: ModelNumber = None
 ) -> ValidityBody:
     """Would this key be hit by these messages? Changes nothing."""
-    service: Service = request.state.service
-    runtime = service.runtime(body.model, number)
+    models = models_of(request)
+    runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
     op = Validate(
         cache_key=body.cache_key,
         messages=rendered(body.messages),
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
-        normalise=service.config.normalise,
+        normalise=models.config.normalise,
     )
     result = structs.asdict(await client.request(runtime, op, Validation))
     result["reason"] = await refine_reason(
-        result["reason"], body.cache_key, service.others(runtime), client.salt
+        result["reason"], body.cache_key, models.others(runtime), client.salt
     )
     diverged_at = result.pop("diverged_at")
     if diverged_at is not None:
@@ -105,11 +105,11 @@ async def validate(
 @router.post("/v1/cache/gc")
 async def collect(request: Request, number: ModelNumber = None) -> Collected:
     """Remove now what has expired."""
-    service: Service = request.state.service
+    models = models_of(request)
     client = AdminClient.of(request)
     removed = [
         await client.request(runtime, CollectExpired(), Removed)
-        for runtime in service.chosen(number)
+        for runtime in models.chosen(number)
     ]
     return Collected(
         removed=sum(each.entries for each in removed),
@@ -138,13 +138,13 @@ async def show_entry(key: str, request: Request, number: ModelNumber = None) -> 
 @router.delete("/v1/cache/{key:path}")
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
     """Remove an entry."""
-    service: Service = request.state.service
-    await AdminClient.of(request).find(service.chosen(number), DeleteEntry(key), Removed)
+    models = models_of(request)
+    await AdminClient.of(request).find(models.chosen(number), DeleteEntry(key), Removed)
     return Evicted(status="evicted", cache_key=key)
 
 
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
-    service: Service = request.state.service
+    models = models_of(request)
     client = AdminClient.of(request)
-    runtime, info = await client.find(service.chosen(number), op, EntryInfo)
+    runtime, info = await client.find(models.chosen(number), op, EntryInfo)
     return entry_body(info, runtime.name, admin=client.is_admin)

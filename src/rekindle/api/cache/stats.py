@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.server.admin_client import AdminClient
-from rekindle.server.service import ModelNumber, Service
+from rekindle.server.models import ModelNumber, models_of
 
 SERVER_FIELDS = (
     "ram_limit_bytes",
@@ -59,9 +59,9 @@ class CacheStats(BaseModel):
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
 async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
     """What the cache holds and how often it was hit, over all models or the numbered one."""
-    service: Service = request.state.service
+    models = models_of(request)
     client = AdminClient.of(request)
-    stats = [await client.request(runtime, GetStats(), Stats) for runtime in service.chosen(number)]
+    stats = [await client.request(runtime, GetStats(), Stats) for runtime in models.chosen(number)]
     return total(stats, admin=client.is_admin)
 
 

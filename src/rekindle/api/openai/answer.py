@@ -17,10 +17,16 @@ from rekindle.api.openai.schema import RequestBase
 from rekindle.protocol.events import Delta, Event, Finished, Part, Prefill, Started, ToolCallStart
 from rekindle.protocol.message import AssistantMessage
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.server import sse
 from rekindle.server.admin_client import refine_report
 from rekindle.server.middleware import received_s
-from rekindle.server.responses import JsonResponse
+from rekindle.server.responses import (
+    SSE_DONE,
+    EventStream,
+    JsonResponse,
+    sse_comment,
+    sse_data,
+    sse_event,
+)
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 from rekindle.version import __version__
@@ -120,7 +126,7 @@ class Answer:
         except BaseException:
             turns.close()
             raise
-        return sse.EventStream(self._stream(turns, begun), turns.close)
+        return EventStream(self._stream(turns, begun), turns.close)
 
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]
@@ -159,7 +165,7 @@ class Answer:
     def _progress(self, event: Started | Prefill) -> bytes:
         done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
         if self._body.progress == "comments":
-            return sse.comment(f"prefill {done}/{event.prompt_tokens}")
+            return sse_comment(f"prefill {done}/{event.prompt_tokens}")
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
         return self._chunk([], prefill_progress=progress)
 
@@ -172,14 +178,14 @@ class Answer:
             # In a chunk's format too: OpenAI's Python client yields named events as chunks.
             chunk = {**self._common_fields, "object": self._format.chunk, "choices": []}
             report = x_cache(self._finished(), self._per_prompt)
-            chunks.append(sse.named("x_cache", {**chunk, **report}))
-        return [*chunks, sse.DONE]
+            chunks.append(sse_event("x_cache", {**chunk, **report}))
+        return [*chunks, SSE_DONE]
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         chunk = {**self._common_fields, "object": self._format.chunk, "choices": choices}
         if self._body.includes_usage:
             chunk["usage"] = None
-        return sse.data({**chunk, **more})
+        return sse_data({**chunk, **more})
 
     def _finished(self) -> list[Finished]:
         return [choice.finished for choice in self._choices if choice.finished]

@@ -22,8 +22,8 @@ from rekindle.protocol.events import (
 )
 from rekindle.protocol.message import ToolCall
 from rekindle.server.auth import caller_of
+from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import OrjsonRoute
-from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
 
@@ -33,10 +33,10 @@ async def create_chat_completion(
     body: ChatRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Answer a conversation; everything computed for an equal prefix before is reused."""
-    service: Service = request.state.service
-    runtime = service.runtime(body.model, number)
-    requests = chat_requests(body, service.config, caller_of(request).salt)
-    answer = Answer(runtime, requests, body, ChatFormat(), others=service.others(runtime))
+    models = models_of(request)
+    runtime = models.runtime(body.model, number)
+    requests = chat_requests(body, models.config, caller_of(request).salt)
+    answer = Answer(runtime, requests, body, ChatFormat(), others=models.others(runtime))
     return await answer.respond(request)
 
 

@@ -16,8 +16,8 @@ from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
 from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
 from rekindle.server.auth import caller_of
+from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import OrjsonRoute
-from rekindle.server.service import ModelNumber, Service
 
 router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
 
@@ -29,10 +29,10 @@ async def create_completion(
     """Continue a text, or each of a list of texts."""
     if body.echo:
         raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
-    service: Service = request.state.service
-    runtime = service.runtime(body.model, number)
-    requests = completion_requests(body, service.config, caller_of(request).salt)
-    answer = Answer(runtime, requests, body, CompletionFormat(), others=service.others(runtime))
+    models = models_of(request)
+    runtime = models.runtime(body.model, number)
+    requests = completion_requests(body, models.config, caller_of(request).salt)
+    answer = Answer(runtime, requests, body, CompletionFormat(), others=models.others(runtime))
     return await answer.respond(request)
 
 

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.server.models import models_of
 from rekindle.server.responses import RETRY_SOON, JsonResponse
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.service import Service
 
 router = APIRouter(tags=["models"])
 
@@ -18,9 +18,9 @@ router = APIRouter(tags=["models"])
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The models this server answers with."""
-    service: Service = request.state.service
-    models = [_model(runtime, service) for runtime in service.runtimes]
-    return JsonResponse({"object": "list", "data": models})
+    models = models_of(request)
+    listed = [_model(runtime, models.started_at) for runtime in models.runtimes]
+    return JsonResponse({"object": "list", "data": listed})
 
 
 @router.get("/v1/models/{model:path}")
@@ -28,24 +28,23 @@ async def retrieve_model(model: str, request: Request) -> Response:
     """One of them."""
     if not model:  # a slash at the end of the list's path
         return await list_models(request)
-    service: Service = request.state.service
-    return JsonResponse(_model(service.runtime(model), service))
+    models = models_of(request)
+    return JsonResponse(_model(models.runtime(model), models.started_at))
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 once the default model is loaded, 503 while it is not."""
-    service: Service = request.state.service
-    if service.is_ready():
+    if models_of(request).is_ready():
         return JsonResponse({"status": "ok"})
     return JsonResponse({"status": "unavailable"}, status_code=503, headers=RETRY_SOON)
 
 
-def _model(runtime: RuntimeClient, service: Service) -> dict[str, Any]:
+def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
     return {
         "id": runtime.name,
         "object": "model",
-        "created": service.started_at,
+        "created": created_at,
         "owned_by": "rekindle",
         "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
     }

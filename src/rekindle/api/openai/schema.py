@@ -59,7 +59,7 @@ NOT_FOR_TEXTS = {
     "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
     "response_format": "text completions have no form: use /v1/chat/completions, or remove",
 }
-# Values of such fields that ask for nothing.
+# Values of such fields that request nothing.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),

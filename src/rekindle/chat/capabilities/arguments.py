@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.chat.arguments import as_object, dump, with_arguments
 from rekindle.chat.capabilities.probe import (
     PROBE_TOOL,
     TOOL,
@@ -17,7 +16,7 @@ from rekindle.chat.capabilities.probe import (
     calling,
     result,
 )
-from rekindle.chat.content import Message
+from rekindle.chat.messages import Message, as_object, dump_json, with_arguments
 
 _PRINTED_DICT = "{'key'"  # as Python prints it, which is not JSON
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
@@ -73,4 +72,4 @@ def _as_any_object(arguments: Any) -> Any:
 
 
 def _as_string(arguments: Any) -> Any:
-    return dump(arguments) if isinstance(arguments, Mapping) else arguments
+    return dump_json(arguments) if isinstance(arguments, Mapping) else arguments

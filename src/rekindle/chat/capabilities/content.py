@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rekindle.chat.capabilities.probe import NEEDLE, Render, attempt, shows_needle
-from rekindle.chat.content import Message, content_text
+from rekindle.chat.messages import Message, content_text
 from rekindle.errors import TemplateFailed
 
 _PRINTED_NONE = ("None", "null")  # as Python and as JSON prints it

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rekindle.chat.content import Message
+from rekindle.chat.messages import Message
 from rekindle.errors import TemplateFailed
 
 Tools = Sequence[Any]

@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from rekindle.chat.capabilities.probe import USER, Render, Tools, attempt, calling, result
-from rekindle.chat.content import Message
+from rekindle.chat.messages import Message, call_name, tool_calls
 
 _CALLS = (("needle_one", "call_needle_1"), ("needle_two", "call_needle_2"))  # names and ids
 _ID_CHARACTERS = 9
@@ -93,8 +93,8 @@ def _with_result_names(messages: Sequence[Message]) -> list[Message]:
     names: dict[Any, Any] = {}
     named: list[Message] = []
     for message in messages:
-        for call in message.get("tool_calls") or ():
-            names[call.get("id")] = (call.get("function") or {}).get("name")
+        for call in tool_calls(message):
+            names[call.get("id")] = call_name(call)
         name = names.get(message.get("tool_call_id")) if message.get("role") == "tool" else None
         named.append({**message, "name": name} if name and not message.get("name") else message)
     return named
@@ -121,7 +121,7 @@ def _described(schema: Any) -> Any:
 
 def _with_short_ids(message: Message) -> Message:
     adapted = dict(message)
-    if isinstance(calls := message.get("tool_calls"), list | tuple):
+    if calls := tool_calls(message):
         adapted["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
     if message.get("role") == "tool":
         adapted["tool_call_id"] = _short_id(message.get("tool_call_id"))
@@ -142,8 +142,8 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
     while at < len(messages):
         message = messages[at]
         at += 1
-        calls = message.get("tool_calls")
-        if not isinstance(calls, list | tuple) or len(calls) < 2:
+        calls = tool_calls(message)
+        if len(calls) < 2:
             yield message
             continue
         results = []

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 from rekindle.chat.capabilities import arguments, content, requirements, tool_fallback
 from rekindle.chat.capabilities.arguments import ArgumentForms
-from rekindle.chat.capabilities.field_names import FieldNames
 from rekindle.chat.capabilities.probe import Tools
 from rekindle.chat.capabilities.requirements import ToolRequirements
 from rekindle.chat.capabilities.tool_fallback import ToolFallback, uses_tools
-from rekindle.chat.content import Message
+from rekindle.chat.messages import DEVELOPER, REASONING_FIELDS, Message, reasoning
 
 
 class RenderTemplate(Protocol):
@@ -21,6 +22,29 @@ class RenderTemplate(Protocol):
     def __call__(
         self, messages: Sequence[Message], tools: Tools | None, /, *, add_generation_prompt: bool
     ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """The names of roles and fields that a template's source contains."""
+
+    developer_role: bool
+    reasoning: str | None  # the field it reads a reply's reasoning from
+
+    @classmethod
+    def of(cls, source: str) -> FieldNames:
+        read = (name for name in REASONING_FIELDS if re.search(rf"""[.'"]{name}\b""", source))
+        return cls(developer_role=DEVELOPER in source, reasoning=next(read, None))
+
+    def adapt(self, message: Message) -> Message:
+        if message.get("role") == DEVELOPER and not self.developer_role:
+            return {**message, "role": "system"}
+        sent = reasoning(message)
+        if sent is None or self.reasoning is None or self.reasoning in message:
+            return message
+        if message.get("tool_calls") and message.get("content"):
+            return message  # gpt-oss's template refuses both at once
+        return {**message, self.reasoning: sent}
 
 
 class TemplateCapabilities:
@@ -53,7 +77,7 @@ class TemplateCapabilities:
     def _with_content(
         self, messages: Sequence[Message], tools: Tools | None
     ) -> tuple[list[Message], list[Any] | None]:
-        # Without tools None, not an empty list: templates ask `tools is not none`.
+        # Without tools None, not an empty list: templates test `tools is not none`.
         return [self._content.adapt(each) for each in messages], list(tools) if tools else None
 
     @cached_property

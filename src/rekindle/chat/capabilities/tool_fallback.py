@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rekindle.chat.arguments import dump
 from rekindle.chat.capabilities.arguments import OBJECTS
 from rekindle.chat.capabilities.content import text_only
 from rekindle.chat.capabilities.probe import (
@@ -25,7 +24,7 @@ from rekindle.chat.capabilities.probe import (
     result,
     shows_needle,
 )
-from rekindle.chat.content import Message
+from rekindle.chat.messages import SYSTEM_ROLES, Message, dump_json
 from rekindle.errors import TemplateFailed
 
 _CALL = ("needle_call", "call00001", {"what": "x"})  # not the tool's name, which is shown anyway
@@ -84,9 +83,9 @@ class ToolFallback:
             yield {"role": "user", "content": "\n".join(texts)}
 
     def _with_tools(self, messages: list[Message], tools: Tools) -> list[Message]:
-        instructions = INSTRUCTIONS.format(tools="\n".join(map(dump, tools)))
+        instructions = INSTRUCTIONS.format(tools="\n".join(map(dump_json, tools)))
         if self.takes_system:
-            if messages and messages[0].get("role") in ("system", "developer"):
+            if messages and messages[0].get("role") in SYSTEM_ROLES:
                 first = {**messages[0], "content": f"{_text(messages[0])}\n\n{instructions}"}
                 return [first, *messages[1:]]
             return [{"role": "system", "content": instructions}, *messages]
@@ -129,7 +128,7 @@ def _with_calls_as_text(message: Message) -> Message:
     if not calls:
         return message
     texts = [_text(message)] if message.get("content") else []
-    texts += [_CALL_BEGIN + dump(_function(call)) + _CALL_END for call in calls]
+    texts += [_CALL_BEGIN + dump_json(_function(call)) + _CALL_END for call in calls]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
 

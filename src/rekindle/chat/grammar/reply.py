@@ -35,7 +35,7 @@ class ReplyGrammars:
     ) -> Grammar | None:
         """A reply that has to call, or whose calls have to follow strict schemas.
 
-        None where nothing is asked of the reply. With `answer`, a reply that does not call is JSON
+        None where the reply is not constrained. With `answer`, a reply that does not call is JSON
         of that schema.
         """
         required = use.choice == "required"

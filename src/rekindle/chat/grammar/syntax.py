@@ -21,7 +21,7 @@ class ReplyStart:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What is asked of a reply that may call tools."""
+    """What a reply that may call tools has to match."""
 
     required: bool
     most_calls: int
@@ -49,7 +49,7 @@ class CallSyntax:
     """Calls are written one by one between `trigger` and `close`, or all in one block."""
 
     call: Callable[[Rules, Tool], str]
-    trigger: str = ""  # the text that tells calls from other text
+    trigger: str = ""  # the text that distinguishes calls from other text
     optional_trigger: bool = False  # calls may begin without it
     lead: str = ""  # between the trigger and the first call
     comma: str = ""  # between the calls of a block

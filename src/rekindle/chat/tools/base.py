@@ -30,19 +30,6 @@ class ReplyParser(Protocol):
         """The rest, when no more text comes."""
 
 
-class PlainTextParser:
-    """A reply without calls or reasoning: all of it is text, passed on at once."""
-
-    in_reasoning = False
-    ended_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
-
-
 class TrailingSpace:
     """Holds back the whitespace at the end of a text until more text follows it."""
 

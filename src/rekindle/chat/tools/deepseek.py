@@ -18,7 +18,7 @@ def _marker(text: str) -> str:
     return f"<{_BAR}{text}{_BAR}>"
 
 
-# The small distilled models are not sure of the first marker's spelling.
+# The small distilled models write the first marker in several ways.
 ALL_BEGIN = tuple(map(_marker, ("tool▁calls▁begin", "tool_calls_begin", "tool calls begin")))
 BEGIN, SEPARATOR = _marker("tool▁call▁begin"), _marker("tool▁sep")
 END, ALL_END = _marker("tool▁call▁end"), _marker("tool▁calls▁end")

@@ -108,7 +108,7 @@ def quoted(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The text with halves of characters joined, or replaced: no encoding can carry one alone."""
+    """The text with surrogate pairs joined and lone surrogates replaced: UTF-8 has neither."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

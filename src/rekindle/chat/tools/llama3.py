@@ -71,7 +71,7 @@ FORMATS = (
         parser=lambda reply: Llama3Parser(names(reply.tools)),
         syntax=_syntax,
         template_patterns=(
-            # Llama 4's own template has the pythonic markers and asks for JSON.
+            # Llama 4's own template has the pythonic markers and requests JSON.
             TemplatePattern(50, ('{"name": function name, "parameters":',)),
             TemplatePattern(50, (TAG,)),
         ),

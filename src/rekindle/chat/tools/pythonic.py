@@ -66,7 +66,7 @@ FORMATS = (
         template_patterns=(
             TemplatePattern(60, ("[func_name1(params_name1=",)),
             TemplatePattern(60, ("<|tool_call_start|>",)),
-            TemplatePattern(40, ("<|python_start|>",)),  # unless the template asks for llama3-json
+            TemplatePattern(40, ("<|python_start|>",)),  # unless the template requests llama3-json
         ),
         markers=MARKERS,
     ),

@@ -155,10 +155,10 @@ def test_a_server_in_the_foreground_serves_until_it_is_told_to_stop(model: Path)
         answered = await_health(process, port)
     finally:
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
     assert answered
     assert process.returncode == 0
-    assert said == b"after\n"
+    assert output == b"after\n"
 
 
 def await_health(process: subprocess.Popen[bytes], port: int) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.config import Preset
 from rekindle.errors import ConfigError
-from rekindle.server.presets import described_tools
+from rekindle.server.models import described_tools
 
 FUNCTION = {"name": "f", "parameters": {}}
 
@@ -37,7 +37,7 @@ def test_a_tool_that_contains_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tools", "said"),
+    ("tools", "expected"),
     [
         (["two words"], r"`projects`, `a\.tools\.0\.function\.name`: takes a name"),
         (["f", "f"], "more than one function called 'f'"),
@@ -45,6 +45,6 @@ def test_a_tool_that_contains_itself_is_refused() -> None:
         ([f"f{number}" for number in range(129)], "at most 128"),
     ],
 )
-def test_a_wrong_tool_is_refused_with_its_place(tools: list[Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_tool_is_refused_with_its_place(tools: list[Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         described_tools("a", preset(*tools))

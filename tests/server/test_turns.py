@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from rekindle.protocol.events import Event, Prefill, Started
-from rekindle.server.prefill_log import PrefillLog
+from rekindle.server.turns import PrefillLog
 from tests.api.live import live
 from tests.api.scripted import Front, ScriptedRuntime, Step, delta, finished
 
@@ -106,7 +106,7 @@ def test_each_turn_has_its_own_five_seconds(caplog: pytest.LogCaptureFixture) ->
 def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.server.prefill_log.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("rekindle.server.turns.LOG_EVERY_S", 0.0)
     with caplog.at_level(logging.INFO, "rekindle.turn"):
         Front(ScriptedRuntime(SCRIPT)).chat(stream=stream)
     first, second, last = [record.getMessage() for record in caplog.records]
