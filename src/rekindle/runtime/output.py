@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rekindle.chat.detokenize import Detokenizer
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled
 from rekindle.protocol.events import (
     ArgumentsDelta,
     FinishReason,

@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from rekindle.engine.base import Engine, Work
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Engine, Sampled, Work
 from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
 from rekindle.runtime.kv_manager import KvManager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rekindle.engine.base import Sampler, Sequence
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled, Sampler, Sequence
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tiers.base import Fetch
