@@ -17,12 +17,12 @@ from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
 
 from rekindle.bench import BenchOptions, Results
-from rekindle.bench.article import Article, computed_in
 from rekindle.bench.results import Round
 from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.scenarios import Article, computed_in
 from rekindle.bench.session import SCENARIOS
 
-SETTLE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
+PAUSE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
 
 # Turns at once, ours and theirs: each server's own default, but for agents, who share four, and for
 # eight streams, which need eight: with four, half would only wait.
@@ -93,7 +93,7 @@ class Duel:
 
     async def _alone(self, active: Corner, idle: Corner, scenario: str, seed: str) -> Round:
         """Measure one server, and who else used the processor meanwhile."""
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(PAUSE_S)
         processes = active.server.process_id, idle.server.process_id
         before = read(*processes)
         measured = await active.measure(scenario, seed)
