@@ -18,11 +18,11 @@ $(READY): requirements.lock pyproject.toml
 serve: install          ## serve the default model on http://127.0.0.1:8080
 	$(BIN)/rekindle serve $(ARGS)
 
-test: install           ## the whole test suite, on the real model too
+test: install           ## every test, on the real model too; chance and repetition in their short form
 	$(BIN)/python -m pytest $(ARGS)
 
-stress: install         ## the cache under kills, damage, full disks and floods
-	$(BIN)/python -m pytest tests/stress $(ARGS)
+stress: install         ## the tests with chance or repetition in them, in their long form
+	LONG_TESTS=1 $(BIN)/python -m pytest -m long $(ARGS)
 
 check: install          ## format, lint and types; changes nothing
 	$(BIN)/ruff format --check .

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import orjson
 
-from rekindle.bench import BenchFailed, text
+from rekindle.bench import BenchFailed
+from rekindle.bench.rig import nonce, prose
 
 REPEATS = 5
 TIMEOUT_S = 600
@@ -43,7 +44,7 @@ def _times_s(
 
 
 def _token_ids(http: httpx.Client, chance: Random, tokens: int) -> list[int]:
-    content = f"{text.nonce(chance)}. {text.prose(chance, 2 * tokens)}"
+    content = f"{nonce(chance)}. {prose(chance, 2 * tokens)}"
     response = http.post("/tokenize", json={"content": content}, headers={"Connection": "close"})
     found: list[int] = response.raise_for_status().json()["tokens"]
     return found[:tokens]

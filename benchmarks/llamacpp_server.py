@@ -24,7 +24,7 @@ def parameters(arguments: argparse.Namespace) -> xllamacpp.CommonParams:
     params.port = arguments.port
     params.n_ctx = arguments.context
     params.n_parallel = arguments.slots
-    params.kv_unified = True  # what llama-server chooses unless told; slots share one context
+    params.kv_unified = True  # llama-server's default; slots share one context
     params.cpuparams.n_threads = arguments.threads
     params.cpuparams_batch.n_threads = arguments.threads
     return params

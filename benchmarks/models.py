@@ -16,11 +16,11 @@ CONTEXT_TOKENS = 8192
 # them into messages, llama.cpp leaves tools and calls out. Under a template that shows them both
 # read the same tokens.
 TOOL_TEMPLATE = (
-    "{% set told = tools and messages[0]['role'] == 'system' %}"
-    "{% if tools %}<|im_start|>system\n{% if told %}{{ messages[0]['content'] }}\n\n{% endif %}"
+    "{% set merged = tools and messages[0]['role'] == 'system' %}"
+    "{% if tools %}<|im_start|>system\n{% if merged %}{{ messages[0]['content'] }}\n\n{% endif %}"
     "You may call these functions:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}"
-    "{% for message in messages %}{% if not (told and loop.first) %}"
+    "{% for message in messages %}{% if not (merged and loop.first) %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
     "{\"name\": {{ call['function']['name'] | tojson }}, "

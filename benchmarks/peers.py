@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from duel import Duel
 from models import fitting
+from paired import PairedRun
 from report import print_comparison, save
 from rich.console import Console
 from targets import Comparison
@@ -57,13 +57,13 @@ def main(
 def compare(models: dict[str, Path], repeats: dict[str, int], console: Console) -> Comparison:
     """Run every scenario so many times on both servers."""
 
-    async def fight(duel: Duel) -> Comparison:
+    async def measure(run: PairedRun) -> Comparison:
         for scenario, times in repeats.items():
-            await duel.fight(scenario, times)
-        return duel.comparison()
+            await run.measure(scenario, times)
+        return run.comparison()
 
     with task_bars(console) as progress:
-        return asyncio.run(fight(Duel(models, FOLDER, secrets.token_hex(4), progress)))
+        return asyncio.run(measure(PairedRun(models, FOLDER, secrets.token_hex(4), progress)))
 
 
 if __name__ == "__main__":

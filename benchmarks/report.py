@@ -13,8 +13,7 @@ from rich.table import Table
 from targets import Comparison, Target, reached_by
 
 from rekindle.bench import plot
-from rekindle.bench.figures import FIGURES, Figure
-from rekindle.bench.results import write_json
+from rekindle.bench.results import FIGURES, Figure, write_json
 
 IN_PLACE = Figure("article: first token, context in place", "s")
 BUSY = 0.1  # of a core; above it a round counts as disturbed

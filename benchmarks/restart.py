@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from servers import Setup, rekindle
 
-from rekindle.bench import BenchOptions, text
+from rekindle.bench import BenchOptions
 from rekindle.bench.client import Message, connect
 from rekindle.bench.results import write_json
+from rekindle.bench.rig import nonce, prose
 from rekindle.config import load_config
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
@@ -67,14 +68,14 @@ def main(
 async def _round(setup: Setup) -> tuple[float, float]:
     """Time to first token of a second turn: after a restart, and on an empty cache."""
     chance = Random(secrets.token_hex(8))
-    question = f"{text.nonce(chance)}.\n\n{text.prose(chance, WORDS)}\n\nWhat is this about?"
+    question = f"{nonce(chance)}.\n\n{prose(chance, WORDS)}\n\nWhat is this about?"
     messages: list[Message] = [{"role": "user", "content": question}]
     log = FOLDER / "rekindle.log"
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         with rekindle(setup, log, Path(folder)) as server:
-            said, _ = await _ask(server.url, messages)
+            reply, _ = await _ask(server.url, messages)
         messages += [
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": reply},
             {"role": "user", "content": "Say it in one word."},
         ]
         drop_from_page_cache(Path(folder))

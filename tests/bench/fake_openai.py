@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 TEMPLATE_TOKENS = 4
-MOST_REPLY_TOKENS = 5  # unless told to ignore the end
+MOST_REPLY_TOKENS = 5  # unless it ignores the end of sequence
 
 
 @dataclass(slots=True)
 class FakeOpenAI:
-    """Behaves well unless told otherwise; `bodies` holds every request it was sent."""
+    """Behaves well unless configured otherwise; `bodies` holds every request it was sent."""
 
     takes_ignore_eos: bool = True
     reports_cached_tokens: bool = True

@@ -7,10 +7,17 @@ import httpx
 import orjson
 import pytest
 
-from rekindle.bench.client import Refused, connect
+from rekindle.bench.client import (
+    BenchFailed,
+    Chunk,
+    Recording,
+    Refused,
+    Reply,
+    Usage,
+    connect,
+    parse_line,
+)
 from rekindle.bench.options import BenchOptions
-from rekindle.bench.reply import Reply
-from rekindle.bench.stream import BenchFailed
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -20,6 +27,8 @@ STREAM = (
     b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
     b"data: [DONE]\n\n"
 )
+
+USAGE = Chunk(usage=Usage(prompt_tokens=10, completion_tokens=2, cached_tokens=None))
 
 
 def ask(handler: Handler, model: str | None = "m", api_key: str | None = None) -> Reply:
@@ -79,7 +88,7 @@ def test_a_server_that_lists_no_model_fails_with_advice() -> None:
         (httpx.Response(503), "503: Service Unavailable"),
     ],
 )
-def test_an_error_status_is_told_with_the_servers_words(
+def test_an_error_status_is_reported_with_the_servers_words(
     response: httpx.Response, words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
@@ -92,3 +101,76 @@ def test_a_server_that_is_not_there_fails_with_its_address() -> None:
 
     with pytest.raises(BenchFailed, match=r"http://server/v1/: ConnectError refused"):
         ask(handler)
+
+
+def test_text_of_a_delta_is_the_text_of_the_chunk() -> None:
+    assert parse_line('data: {"choices":[{"delta":{"content":" hi"}}]}') == Chunk(text=" hi")
+
+
+def test_the_opening_role_carries_no_text() -> None:
+    line = 'data: {"choices":[{"delta":{"role":"assistant","content":null}}]}'
+    assert parse_line(line) == Chunk()
+
+
+def test_reasoning_is_kept_apart_from_the_text() -> None:
+    line = 'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}'
+    assert parse_line(line) == Chunk(reasoning="hm")
+
+
+@pytest.mark.parametrize("line", ["", ": ping", "event: message", "data: [DONE]", "data:[DONE]"])
+def test_a_line_without_an_event_gives_no_chunk(line: str) -> None:
+    assert parse_line(line) is None
+
+
+def test_usage_is_read_from_a_chunk_without_choices() -> None:
+    line = (
+        'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
+        '"prompt_tokens_details":{"cached_tokens":7}}}'
+    )
+    assert parse_line(line) == Chunk(usage=Usage(9, 2, 7))
+
+
+def test_cached_tokens_are_unknown_where_the_server_does_not_say() -> None:
+    line = 'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
+    assert parse_line(line) == Chunk(usage=Usage(9, 2, None))
+
+
+def test_an_error_event_fails_with_the_servers_own_words() -> None:
+    with pytest.raises(BenchFailed, match="out of memory"):
+        parse_line('data: {"error":{"message":"out of memory"}}')
+
+
+@pytest.mark.parametrize("data", ["not json", "[]", '{"choices":[3]}', '{"usage":{"total":1}}'])
+def test_an_event_that_is_no_chunk_fails_and_is_shown(data: str) -> None:
+    with pytest.raises(BenchFailed, match="no chunk"):
+        parse_line(f"data: {data}")
+
+
+def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:
+    recording = Recording(sent_s=1.0)
+    recording.take(Chunk(), 2.0)
+    recording.take(Chunk(text="a"), 3.0)
+    recording.take(Chunk(text="b"), 4.0)
+    recording.take(USAGE, 5.0)
+    reply = recording.finish(6.0)
+    assert (reply.text, reply.ttft_s, reply.last_s) == ("ab", 2.0, 4.0)
+
+
+def test_reasoning_starts_the_clock_and_is_no_text() -> None:
+    recording = Recording(sent_s=0.0)
+    recording.take(Chunk(reasoning="hm"), 1.0)
+    recording.take(Chunk(text="a"), 2.0)
+    recording.take(USAGE, 3.0)
+    reply = recording.finish(3.0)
+    assert (reply.text, reply.ttft_s) == ("a", 1.0)
+
+
+def test_a_reply_without_text_is_timed_at_its_end() -> None:
+    recording = Recording(sent_s=0.0)
+    recording.take(USAGE, 1.0)
+    assert recording.finish(2.0).ttft_s == 2.0
+
+
+def test_a_stream_without_usage_fails() -> None:
+    with pytest.raises(BenchFailed, match="without usage"):
+        Recording(sent_s=0.0).finish(1.0)

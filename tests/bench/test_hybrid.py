@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from rekindle.bench import BenchOptions, Results, plot, run
-from rekindle.bench.conversation import Turn
-from rekindle.bench.hybrid import Hybrid, least_for
+from rekindle.bench.rig import Turn
+from rekindle.bench.scenarios import Hybrid, least_for
 from tests.support.server import running
 from tests.support.tiny import write_lfm2
 
 FIRST = Turn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=0)
 NEXT = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=110)
 AGAIN = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=40)
-UNTOLD = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=None)
+UNREPORTED = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=None)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_figures_add_up_what_every_turn_computed() -> None:
     }
 
 
-def test_computed_tokens_are_counted_only_when_they_are_told() -> None:
-    figures = Hybrid((FIRST, UNTOLD), ((FIRST, NEXT),)).figures()
+def test_computed_tokens_are_counted_only_when_they_are_reported() -> None:
+    figures = Hybrid((FIRST, UNREPORTED), ((FIRST, NEXT),)).figures()
     assert figures == {"hybrid_least_tokens": 150}
 
 

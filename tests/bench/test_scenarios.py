@@ -2,18 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.bench.agents import Agents
-from rekindle.bench.article import Article, computed_in
-from rekindle.bench.conversation import Turn
-from rekindle.bench.decode import tokens_per_s
-from rekindle.bench.document import Document
-from rekindle.bench.reply import Reply
-from rekindle.bench.schema import Schema
-from rekindle.bench.stream import BenchFailed, Usage
+from rekindle.bench.client import BenchFailed, Reply, Usage
+from rekindle.bench.rig import Turn
+from rekindle.bench.scenarios import Agents, Article, Document, computed_in, tokens_per_s
+from rekindle.bench.tool_scenarios import Schema
 
 COLD = Turn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
 WARM = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=1508)
-UNTOLD = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=None)
+UNREPORTED = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=None)
 
 
 def streamed(first_s: float, last_s: float, tokens: int) -> Reply:
@@ -25,7 +21,7 @@ def test_turn_two_computed_what_the_server_did_not_report_as_cached() -> None:
 
 
 def test_turn_two_computed_what_it_added_when_the_server_does_not_say() -> None:
-    assert computed_in(COLD, UNTOLD) == 20
+    assert computed_in(COLD, UNREPORTED) == 20
 
 
 def test_an_article_gives_both_ratios() -> None:
@@ -35,9 +31,9 @@ def test_an_article_gives_both_ratios() -> None:
     assert figures["article_turn2_new_tokens"] == 20
 
 
-def test_a_document_counts_computed_tokens_only_when_they_are_told() -> None:
+def test_a_document_counts_computed_tokens_only_when_they_are_reported() -> None:
     assert Document(1.0, (COLD, WARM)).figures()["document_computed_tokens"] == 1522
-    assert "document_computed_tokens" not in Document(1.0, (COLD, UNTOLD)).figures()
+    assert "document_computed_tokens" not in Document(1.0, (COLD, UNREPORTED)).figures()
 
 
 def test_agents_leave_their_cold_round_out_of_the_warm_figures() -> None:

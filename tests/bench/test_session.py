@@ -19,9 +19,8 @@ from rekindle.bench import (
     run,
     save_json,
 )
-from rekindle.bench.article import Article
-from rekindle.bench.document import Document
-from rekindle.bench.figures import FIGURES
+from rekindle.bench.results import FIGURES
+from rekindle.bench.scenarios import Article, Document
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
@@ -156,7 +155,7 @@ def test_a_plot_is_drawn_for_any_choice_of_scenarios(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_plotting_library_is_told_with_the_command_that_brings_it(
+def test_a_missing_plotting_library_is_reported_with_the_command_that_brings_it(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = measure(small(serve(FakeOpenAI()), "decode"))

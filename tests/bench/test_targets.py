@@ -6,10 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from rekindle.bench.article import Article
-from rekindle.bench.conversation import Turn
-from rekindle.bench.decode import Decode
 from rekindle.bench.results import Results
+from rekindle.bench.rig import Turn
+from rekindle.bench.scenarios import Article, Decode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

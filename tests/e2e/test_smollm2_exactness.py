@@ -12,23 +12,25 @@ import pytest
 
 from rekindle.chat.encode import Prompt
 from rekindle.tokens import Tokens
+from tests.support.rounds import rounds
 from tests.support.talk import Answered, Talker
 
-CONVERSATIONS = 30
+CONVERSATIONS = rounds(8, 30)
 REPLY_TOKENS = 6
 # Last bits move a logit of this model by 0.4 to 0.9 (SmolLM2 Q4_1 on a CPU): a choice closer than
 # that may fall the other way when state was computed in other company.
 CLOSE_CALL = 0.9
 
-MANNERS = (
+INSTRUCTIONS = (
     "Answer in one short sentence and never repeat a question. When you do not know, say so "
     "plainly; when a list is asked for, give three items at most; when somebody is sad, be kind "
     "before you are right. "
 )
 SYSTEMS = [
-    MANNERS + "You are a helpful assistant.",
-    MANNERS + "You are a ship's cook who talks about food and the sea, and nothing else at all.",
-    "You are a patient teacher of young children. " + MANNERS,
+    INSTRUCTIONS + "You are a helpful assistant.",
+    INSTRUCTIONS
+    + "You are a ship's cook who talks about food and the sea, and nothing else at all.",
+    "You are a patient teacher of young children. " + INSTRUCTIONS,
 ]
 TOPICS = [
     "the moon", "bread", "trains", "rain", "bees", "copper", "chess", "rivers", "wool", "salt",
@@ -57,17 +59,17 @@ def conversation(seed: int) -> list[dict[str, str]]:
 def play(talker: Talker, seed: int, *, exact: bool) -> list[tuple[Prompt, Answered]]:
     system, *users = conversation(seed)
     messages = [system]
-    said = []
+    turns = []
     for number, user in enumerate(users):
         messages.append(user)
         prompt = talker.prompt(messages)
         answered = talker.answer(prompt, exact=exact, max_tokens=REPLY_TOKENS)
-        said.append((prompt, answered))
+        turns.append((prompt, answered))
         messages.append({"role": "assistant", "content": answered.reply.text})
         if (seed + number) % 3 == 0:  # now and then everything leaves the pool for RAM
             talker.harness.offload()
             talker.harness.kv.make_room(talker.engine.capabilities.pool_tokens)
-    return said
+    return turns
 
 
 @dataclass
@@ -94,7 +96,8 @@ def cold(talker: Talker) -> ColdAnswers:
     return ColdAnswers(talker)
 
 
-def test_exact_mode_is_bit_identical_over_thirty_conversations(
+@pytest.mark.long
+def test_exact_mode_is_bit_identical_over_many_conversations(
     talker: Talker, cold: ColdAnswers
 ) -> None:
     talker.forget()
@@ -105,6 +108,7 @@ def test_exact_mode_is_bit_identical_over_thirty_conversations(
         assert warm.same_bits(cold.get(prompt, exact=True))
 
 
+@pytest.mark.long
 def test_default_mode_gives_the_cold_text_but_for_counted_close_calls(
     talker: Talker, cold: ColdAnswers
 ) -> None:

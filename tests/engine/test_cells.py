@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rekindle.engine.cells import Cells
+from tests.support.rounds import rounds
 
 TOTAL = 1000
 slots = st.integers(0, 4)
@@ -62,8 +64,8 @@ class CellsMachine(RuleBasedStateMachine):
         assert self.cells.free == TOTAL - len(cells)
 
 
-TestCells = CellsMachine.TestCase
-TestCells.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCells = pytest.mark.long(CellsMachine.TestCase)
+TestCells.settings = settings(max_examples=rounds(100, 1000), stateful_step_count=40, deadline=None)
 
 
 def test_a_prefix_that_many_share_counts_once() -> None:

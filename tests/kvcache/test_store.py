@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import count, product
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -14,6 +15,7 @@ from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens, pack
+from tests.support.rounds import rounds
 
 from .measure import allocated_bytes
 from .naive import (
@@ -210,8 +212,8 @@ def starts(path: Ids, beginning: Ids) -> bool:
     return path[: len(beginning)] == beginning
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestStoreMachine = pytest.mark.long(StoreMachine.TestCase)
+TestStoreMachine.settings = settings(max_examples=rounds(80, 800), stateful_step_count=40)
 
 
 def test_a_hundred_chains_on_one_prefix_store_it_once() -> None:

@@ -28,6 +28,7 @@ from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import Tokens, pack
 from tests.support.memory_tier import MemoryTier
+from tests.support.rounds import rounds
 
 from .naive import ROOT, STRANGER, Ids, ends, last_block
 
@@ -404,9 +405,11 @@ class ThreeTiers(Tiers):
 
 
 SETTINGS = settings(
-    max_examples=40, stateful_step_count=40, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+    max_examples=rounds(40, 400),
+    stateful_step_count=40,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
-TestTiers = Tiers.TestCase
+TestTiers = pytest.mark.long(Tiers.TestCase)
 TestTiers.settings = SETTINGS
-TestThreeTiers = ThreeTiers.TestCase
+TestThreeTiers = pytest.mark.long(ThreeTiers.TestCase)
 TestThreeTiers.settings = SETTINGS

@@ -1,6 +1,21 @@
 from __future__ import annotations
 
-from rekindle.models.catalogue import CATALOGUE, DEFAULT_MODEL
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import ModelError
+from rekindle.models.catalogue import (
+    CATALOGUE,
+    DEFAULT_MODEL,
+    SMOLLM2,
+    HubModel,
+    LocalModel,
+    PackagedModel,
+    locate,
+)
+
+MODELS = Path("models")
 
 
 def test_the_default_model_is_in_the_catalogue() -> None:
@@ -17,3 +32,72 @@ def test_every_entry_is_pinned_and_licensed() -> None:
 
 def test_no_two_entries_share_a_file() -> None:
     assert len({model.file_name for model in CATALOGUE.values()}) == len(CATALOGUE)
+
+
+def test_a_catalogue_name_is_kept_in_the_models_folder() -> None:
+    assert locate("smollm2", MODELS) == PackagedModel(SMOLLM2, MODELS / SMOLLM2.file_name)
+
+
+def test_an_existing_file_is_local_whatever_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.touch()
+    assert locate(str(file), MODELS) == LocalModel(file)
+
+
+def test_a_tilde_means_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "mine.gguf").touch()
+    assert locate("~/mine.gguf", MODELS) == LocalModel(tmp_path / "mine.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "repo", "wanted"),
+    [
+        ("org/repo", "org/repo", None),
+        ("org/Repo-1.5_GGUF:Q4_K_M", "org/Repo-1.5_GGUF", "Q4_K_M"),
+        ("org/repo:file.gguf", "org/repo", "file.gguf"),
+        ("org/repo:Q8_0/file-00001-of-00002.gguf", "org/repo", "Q8_0/file-00001-of-00002.gguf"),
+    ],
+)
+def test_a_hub_id_has_a_repository_and_maybe_a_file_or_quantisation(
+    name: str, repo: str, wanted: str | None
+) -> None:
+    assert locate(name, MODELS) == HubModel(repo, wanted, MODELS / "hub" / repo)
+
+
+@pytest.mark.parametrize(
+    "name", ["gone.gguf", "./gone", "../gone", "/gone", "~/gone", "~nobody-here/gone", "a/b/c.gguf"]
+)
+def test_a_path_to_nothing_is_reported_as_a_missing_file(name: str) -> None:
+    with pytest.raises(ModelError, match="no model file"):
+        locate(name, MODELS)
+
+
+def test_a_folder_is_reported_as_a_folder_not_as_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is a folder.*inside"):
+        locate(str(tmp_path), MODELS)
+
+
+@pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
+def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
+    with pytest.raises(ModelError, match=r"Did you mean smollm2\?"):
+        locate(name, MODELS)
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "zebra", "a/b/c", "org/repo:", "org/repo:../up", "\0", "x" * 5000, "org/é"]
+)
+def test_an_unknown_name_is_answered_with_the_accepted_forms(name: str) -> None:
+    with pytest.raises(ModelError, match=r"catalogue name \(smollm2\).*\.gguf file.*org/repo"):
+        locate(name, MODELS)
+
+
+@pytest.mark.parametrize("name", ["../..", "org/..", "./..", "org/repo:a/../../../b"])
+def test_no_name_leads_out_of_the_models_folder(name: str) -> None:
+    try:
+        source = locate(name, MODELS)
+    except ModelError:
+        return
+    assert isinstance(source, HubModel)
+    assert source.folder.resolve().is_relative_to((MODELS / "hub").resolve())

@@ -4,11 +4,12 @@ import random
 import struct
 from pathlib import Path
 
+import gguf
 import pytest
 
 from rekindle.errors import ModelError
-from rekindle.models import header
-from rekindle.models.gguf import check_gguf
+from rekindle.models import gguf as gguf_module
+from rekindle.models.gguf import BLOCKS, check_gguf
 
 from .tiny import write_gguf
 
@@ -117,7 +118,7 @@ def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> Non
 def test_many_long_arrays_are_refused_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "MAX_ITEMS", 40_000)
+    monkeypatch.setattr(gguf_module, "MAX_ITEMS", 40_000)
     empty_strings = field("x", 9, struct.pack("<IQ", 8, 15_000) + bytes(120_000))
     with pytest.raises(ModelError, match="40000 values"):
         check_gguf(gguf_file(tmp_path / "a.gguf", [empty_strings] * 3, [], data_bytes=0))
@@ -172,3 +173,9 @@ def test_a_missing_file_and_a_folder_are_model_errors(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(ModelError, match="no model file"):
             check_gguf(path)
+
+
+def test_every_type_of_the_reference_package_has_its_size() -> None:
+    reference = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    del reference[9]  # Q8_1: the package says 40 bytes, ggml itself 36; files never hold it
+    assert {kind: BLOCKS[kind] for kind in reference} == reference

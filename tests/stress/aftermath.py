@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.disk.folder import open_folder
-from tests.stress.diary import Diary, WitnessedDesk
+from tests.stress.diary import Diary, WitnessedHarness
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -35,7 +35,7 @@ def promises_are_kept(
     folder: Path, diary: Diary, chance: random.Random, *, disk_bytes: int = PLENTY_BYTES
 ) -> None:
     """What stands in the diary is there, and some of it is asked for."""
-    harness = WitnessedDesk(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
+    harness = WitnessedHarness(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
     promises = diary.read()  # opening with a smaller budget may have evicted
     assert promises.blocks.keys() <= {block.key.hex() for block in harness.store if block.stored}
     known = {entry.key: entry.pinned for entry in harness.entries.of(None)}

@@ -1,7 +1,7 @@
 """What a process promised about its disk, written down before it could be broken.
 
 A line is in the file when the call returns, so it outlives a killed process. What is about to be
-taken back is said first: whatever stands unrevoked in the diary has to be found on disk.
+revoked is written first: whatever stands unrevoked in the diary has to be found on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Diary:
     def close(self) -> None:
         os.close(self._handle)
 
-    def say(self, **line: Any) -> None:
+    def write(self, **line: Any) -> None:
         os.write(self._handle, json.dumps(line).encode() + b"\n")
 
     def read(self) -> Promises:
@@ -43,7 +43,7 @@ class Diary:
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
-                self._promises.hear(json.loads(line))
+                self._promises.apply(json.loads(line))
             self._read_bytes = file.tell()
         return self._promises
 
@@ -55,7 +55,7 @@ class Promises:
     pinned: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
 
-    def hear(self, line: dict[str, Any]) -> None:
+    def apply(self, line: dict[str, Any]) -> None:
         match line:
             case {"stored": key, "salt": salt, "tokens": tokens}:
                 self.blocks[key] = (salt.encode(), tokens)
@@ -80,24 +80,24 @@ class WitnessedTier(DiskTier):
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
         if self.holds(block):
-            self.diary.say(removing=block.key.hex())
+            self.diary.write(removing=block.key.hex())
         super().remove(block, quarantine=quarantine)
 
     def journal(self, change: Change) -> None:
         if isinstance(change, DropEntry):
-            self.diary.say(dropping=change.key)
+            self.diary.write(dropping=change.key)
         super().journal(change)
 
 
-class WitnessedDesk(RuntimeHarness):
+class WitnessedHarness(RuntimeHarness):
     """A harness on a folder whose promises stand in a diary."""
 
     def __init__(self, *args: Any, diary: Diary, calls: Calls | None = None, **more: Any) -> None:
         self.diary = diary
         self._calls = calls
         super().__init__(*args, **more)
-        self._told = {block.key for block in self.store}
-        self._told_entries: dict[str, bool] = {}
+        self._written = {block.key for block in self.store}
+        self._written_entries: dict[str, bool] = {}
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
         identity = self.capabilities.kv_layout.fingerprint + b"%d" % self.capabilities.block_tokens
@@ -113,13 +113,13 @@ class WitnessedDesk(RuntimeHarness):
         self.flush()
         salts = {self.namespace(salt): salt for salt in SALTS}
         stored = {block.key: block for block in self.store if block.stored}
-        for key in stored.keys() - self._told:
+        for key in stored.keys() - self._written:
             block = stored[key]
             tokens = [t for each in reversed(list(chain(block))) for t in each.tokens]
-            self.diary.say(stored=key.hex(), salt=salts[block.namespace].decode(), tokens=tokens)
-        self._told = set(stored)
+            self.diary.write(stored=key.hex(), salt=salts[block.namespace].decode(), tokens=tokens)
+        self._written = set(stored)
         pinned = {entry.key: entry.pinned for entry in self.entries.of(None)}
         for name in pinned:
-            if self._told_entries.get(name) is not pinned[name]:
-                self.diary.say(entry=name, pinned=pinned[name])
-        self._told_entries = pinned
+            if self._written_entries.get(name) is not pinned[name]:
+                self.diary.write(entry=name, pinned=pinned[name])
+        self._written_entries = pinned

@@ -12,7 +12,7 @@ import pytest
 from rekindle.protocol.admin import EntryInfo, ShowEntry
 from rekindle.protocol.requests import Names
 from rekindle.runtime.storage import LEAST_QUEUE_BYTES
-from tests.stress.office import StorageHarness, load
+from tests.stress.storage_harness import StorageHarness, load
 from tests.stress.trouble import Trouble
 from tests.support.fake import FakeEngine
 
@@ -27,21 +27,21 @@ def test_any_failing_call_is_one_warning_and_heals(
     tmp_path: Path, kind: str, error: int, state: str
 ) -> None:
     trouble = Trouble((kind,))
-    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     trouble.error = error
     for seed in range(5):
-        office.converse(seed)
-        office.flush()
-    assert office.disk_state == state
-    assert office.stored_blocks == 0
-    assert len(office.warnings) == 1
+        harness.converse(seed)
+        harness.flush()
+    assert harness.disk_state == state
+    assert harness.stored_blocks == 0
+    assert len(harness.warnings) == 1
     trouble.error = None
-    office.storage.tick()
-    office.flush()
-    assert office.disk_state == "ok"
-    assert office.stored_blocks
-    assert [note.level for note in office.log_lines] == ["warning", "info"]
-    office.close()
+    harness.storage.tick()
+    harness.flush()
+    assert harness.disk_state == "ok"
+    assert harness.stored_blocks
+    assert [note.level for note in harness.log_lines] == ["warning", "info"]
+    harness.close()
 
 
 def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twice(
@@ -49,21 +49,21 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twi
 ) -> None:
     """The kernel may have dropped the pages: a second fsync of the handle would lie."""
     trouble = Trouble(("fsync",), error=errno.EIO)
-    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
-    reply = office.ask(range(100, 140), names=Names(return_cache_key=True))
-    office.flush()
-    assert office.stored_blocks == 0
+    harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
+    reply = harness.ask(range(100, 140), names=Names(return_cache_key=True))
+    harness.flush()
+    assert harness.stored_blocks == 0
     key = reply.finished.cache.new_cache_key
     assert key is not None
-    info = office.administer(ShowEntry(key))
+    info = harness.administer(ShowEntry(key))
     assert isinstance(info, EntryInfo)
     assert info.stored_tokens == 0
     trouble.error = None
-    office.storage.tick()
-    office.flush()
-    assert office.stored_blocks
+    harness.storage.tick()
+    harness.flush()
+    assert harness.stored_blocks
     assert most_fsyncs_of_a_file(trouble.log) == 1
-    office.close()
+    harness.close()
     again = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     assert again.ask([*range(100, 140), 7]).finished.cache.tier == "disk"
     again.close()
@@ -83,24 +83,24 @@ def most_fsyncs_of_a_file(log: list[tuple[str, object]]) -> int:
 
 
 def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
-    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
-    first = office.converse(1)
-    office.flush()
+    harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
+    first = harness.converse(1)
+    harness.flush()
     shutil.rmtree(tmp_path / "kv")
     for seed in range(2, 6):
-        office.storage.tick()
-        office.converse(seed)
-        office.flush()
-    assert office.disk_state == "failing"
-    assert len(office.warnings) == 1
-    assert office.ask([*first.turn.tokens, 3]).reused
-    office.close()
+        harness.storage.tick()
+        harness.converse(seed)
+        harness.flush()
+    assert harness.disk_state == "failing"
+    assert len(harness.warnings) == 1
+    assert harness.ask([*first.turn.tokens, 3]).reused
+    harness.close()
 
 
 def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
-    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
-    office.converse(1)
-    office.close()
+    harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
+    harness.converse(1)
+    harness.close()
     again = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     shutil.rmtree(tmp_path / "kv")
     again.converse(1)
@@ -110,22 +110,22 @@ def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
 def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> None:
     """A read that works, or a minute gone by, proves nothing."""
     trouble = Trouble(("writev",))
-    office = StorageHarness(
+    harness = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
     )
-    office.ask(range(100, 120))
-    office.flush()
+    harness.ask(range(100, 120))
+    harness.flush()
     trouble.error = errno.EIO
-    office.converse(1)
-    office.flush()
-    assert office.disk_state == "failing"
+    harness.converse(1)
+    harness.flush()
+    assert harness.disk_state == "failing"
     trouble.gate.clear()  # the next write takes its time to fail
-    office.storage.tick()
-    assert office.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
+    harness.storage.tick()
+    assert harness.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
     trouble.gate.set()
-    office.flush()
-    assert [note.level for note in office.log_lines] == ["warning"]
-    office.close()
+    harness.flush()
+    assert [note.level for note in harness.log_lines] == ["warning"]
+    harness.close()
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
@@ -134,29 +134,29 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
 ) -> None:
     """They had left RAM for the disk, later ones were put under them, then the disk failed."""
     trouble = Trouble(("open",))
-    office = StorageHarness(
+    harness = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
     )
     trouble.gate.clear()
     talks = [[seed, *range(100, 130)] for seed in range(4)]
     for _ in range(3):
-        talks = [[*tokens, *office.ask(tokens).tokens, 7] for tokens in talks]
+        talks = [[*tokens, *harness.ask(tokens).tokens, 7] for tokens in talks]
     trouble.error = error
     trouble.gate.set()
-    office.flush()
+    harness.flush()
     for seed in range(4):
-        office.converse(seed)
-        office.flush()
-    assert office.used_bytes_hold()
-    office.close()
+        harness.converse(seed)
+        harness.flush()
+    assert harness.used_bytes_hold()
+    harness.close()
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
 def test_a_want_of_handles_costs_no_block(tmp_path: Path, error: int) -> None:
     """It says nothing about the files: they are neither bad nor quarantined."""
-    office = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
-    reply = office.converse(1, turns=3)
-    office.close()
+    harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
+    reply = harness.converse(1, turns=3)
+    harness.close()
     trouble = Trouble(("open",))
     again = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     trouble.error = error

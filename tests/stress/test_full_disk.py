@@ -13,7 +13,7 @@ from subprocess import DEVNULL
 
 import pytest
 
-from tests.stress.office import StorageHarness, load
+from tests.stress.storage_harness import StorageHarness, load
 from tests.support.fake import FakeEngine
 
 MB = 1 << 20
@@ -52,60 +52,60 @@ def fill(disk: Path) -> Path:
     return path
 
 
-def office_on(disk: Path, **more: int) -> StorageHarness:
+def open_on(disk: Path, **more: int) -> StorageHarness:
     return StorageHarness(FakeEngine(), load(disk / "kv", **more))
 
 
 def test_a_full_disk_is_one_warning_and_is_used_again_when_there_is_room(mount: Mount) -> None:
     disk = mount(3 * MB)
-    office = office_on(disk)
-    office.converse(1)
-    office.flush()
-    stored = office.stored_blocks
+    harness = open_on(disk)
+    harness.converse(1)
+    harness.flush()
+    stored = harness.stored_blocks
     assert stored
-    assert not office.warnings
+    assert not harness.warnings
     other = fill(disk)
     for seed in range(2, 12):
-        office.converse(seed)
-        office.flush()
-    assert office.disk_state == "full"
-    assert len(office.warnings) == 1
-    assert "full" in office.warnings[0]
+        harness.converse(seed)
+        harness.flush()
+    assert harness.disk_state == "full"
+    assert len(harness.warnings) == 1
+    assert "full" in harness.warnings[0]
     other.unlink()
-    office.storage.tick()
+    harness.storage.tick()
     for seed in range(12, 15):
-        office.converse(seed)
-    office.flush()
-    assert office.disk_state == "ok"
-    assert office.stored_blocks > stored
-    assert len(office.warnings) == 1
-    office.close()
+        harness.converse(seed)
+    harness.flush()
+    assert harness.disk_state == "ok"
+    assert harness.stored_blocks > stored
+    assert len(harness.warnings) == 1
+    harness.close()
 
 
 def test_however_often_a_full_disk_is_tried_it_is_one_warning(mount: Mount) -> None:
     disk = mount(3 * MB)
-    office = office_on(disk)
-    first = office.converse(1)
-    office.flush()
+    harness = open_on(disk)
+    first = harness.converse(1)
+    harness.flush()
     fill(disk)
     for seed in range(2, 8):
-        office.storage.tick()
-        office.flush()
-        office.ask([*first.turn.tokens, seed])
-        office.converse(seed)
-        office.flush()
-    assert [note.level for note in office.log_lines] == ["warning"]
-    office.close()
+        harness.storage.tick()
+        harness.flush()
+        harness.ask([*first.turn.tokens, seed])
+        harness.converse(seed)
+        harness.flush()
+    assert [note.level for note in harness.log_lines] == ["warning"]
+    harness.close()
 
 
 def test_a_disk_that_somebody_else_fills_takes_nothing_from_what_is_stored(mount: Mount) -> None:
     """What lies there was paid for; a restart on the full disk still reads it."""
     disk = mount(3 * MB)
-    office = office_on(disk)
-    reply = office.converse(1, turns=3)
-    office.close()
+    harness = open_on(disk)
+    reply = harness.converse(1, turns=3)
+    harness.close()
     fill(disk)
-    again = office_on(disk)
+    again = open_on(disk)
     assert again.ask([*reply.turn.tokens, 9]).finished.cache.tier == "disk"
     again.converse(2)
     again.close()
@@ -114,34 +114,34 @@ def test_a_disk_that_somebody_else_fills_takes_nothing_from_what_is_stored(mount
 def test_a_disk_full_from_the_start_leaves_ram(mount: Mount) -> None:
     disk = mount(2 * MB)
     fill(disk)
-    office = office_on(disk)
-    assert office.disk is None
-    assert office.disk_state == "failing"
-    assert office.converse(1, turns=3).finished.cache.tier == "ram"
-    assert len(office.warnings) == 1
-    office.close()
+    harness = open_on(disk)
+    assert harness.disk is None
+    assert harness.disk_state == "failing"
+    assert harness.converse(1, turns=3).finished.cache.tier == "ram"
+    assert len(harness.warnings) == 1
+    harness.close()
 
 
 def test_free_space_is_left_to_others_down_to_the_floor(mount: Mount) -> None:
     """The index may take a little of it: it is written whatever happens."""
     disk = mount(6 * MB)
-    office = office_on(disk, disk_floor=3 * MB)
+    harness = open_on(disk, disk_floor=3 * MB)
     for seed in range(150):
-        office.converse(seed, turns=1)
-        office.flush()
+        harness.converse(seed, turns=1)
+        harness.flush()
         assert free_bytes(disk) > 3 * MB - MB // 2
-    assert office.disk_state == "full"
-    assert len(office.warnings) == 1
-    assert office.stored_blocks > 10
-    office.close()
+    assert harness.disk_state == "full"
+    assert len(harness.warnings) == 1
+    assert harness.stored_blocks > 10
+    harness.close()
 
 
 def test_a_read_only_disk_leaves_ram(mount: Mount) -> None:
     disk = mount(4 * MB)
-    office_on(disk).close()
+    open_on(disk).close()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    office = office_on(disk)
-    assert office.disk is None
-    assert len(office.warnings) == 1
-    assert office.converse(1, turns=3).finished.cache.tier == "ram"
-    office.close()
+    harness = open_on(disk)
+    assert harness.disk is None
+    assert len(harness.warnings) == 1
+    assert harness.converse(1, turns=3).finished.cache.tier == "ram"
+    harness.close()

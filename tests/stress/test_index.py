@@ -19,10 +19,11 @@ from rekindle.protocol.requests import Names
 from rekindle.tokens import pack
 from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import Reply, RuntimeHarness
+from tests.support.rounds import rounds
 
 QUESTION = "".join(f"{n} " for n in range(100, 128))
-FLIPS = 120
-CUTS = 25
+FLIPS = rounds(40, 400)
+CUTS = rounds(10, 100)
 EARLY, LATE = ("session_id", "early"), ("session_id", "late")
 
 Spoil = Callable[[Path], None]
@@ -177,6 +178,7 @@ def test_without_index_and_backup_blocks_are_found_by_their_headers(
     harness.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["index.db", "index.db-wal"])
 def test_a_flipped_byte_anywhere_in_the_index_makes_no_answer_wrong(
     original: Wreck, tmp_path: Path, name: str
@@ -192,6 +194,7 @@ def test_a_flipped_byte_anywhere_in_the_index_makes_no_answer_wrong(
         shutil.rmtree(wreck.folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["index.db", "index.db-wal"])
 def test_an_index_cut_anywhere_makes_no_answer_wrong(
     original: Wreck, tmp_path: Path, name: str

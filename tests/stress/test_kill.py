@@ -6,17 +6,22 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
+
 from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
 from tests.stress.aftermath import PLENTY_BYTES, index_agrees_with_files, promises_are_kept
 from tests.stress.diary import Diary, Promises
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
+from tests.support.rounds import rounds
 
-ROUNDS = 54
+ROUNDS = rounds(18, 54)
+FIRST_CALLS = range(1, 19)  # the system calls of the first blocks
 SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
     """The first half of the rounds has room for everything, the second evicts."""
     chance = random.Random(9)
@@ -35,9 +40,12 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
     assert promises.entries
 
 
+@pytest.mark.long
 def test_what_was_acknowledged_survives_an_end_in_front_of_any_system_call(tmp_path: Path) -> None:
     """Most of all between a file's new name and the index that is to know of it."""
     chance = random.Random(10)
+    first = sorted(chance.sample(FIRST_CALLS, rounds(6, len(FIRST_CALLS))))
+    later = [chance.randrange(FIRST_CALLS.stop, 400) for _ in range(rounds(4, 12))]
     orders = [
         Order(
             folder=str(tmp_path / "kv"),
@@ -47,7 +55,7 @@ def test_what_was_acknowledged_survives_an_end_in_front_of_any_system_call(tmp_p
             kill_after_s=0.3,
             exit_at_call=count,
         )
-        for count in (*range(1, 19), *(chance.randrange(19, 400) for _ in range(12)))
+        for count in (*first, *later)
     ]
     assert survive(orders, chance).blocks
 

@@ -45,9 +45,9 @@ class Talk:
             "session_id": "talk",
         }
         with server.client() as client:
-            told = client.post("/v1/chat/completions", json=body)
-        assert told.status_code == httpx.codes.OK, told.text
-        answer: dict[str, Any] = told.json()
+            response = client.post("/v1/chat/completions", json=body)
+        assert response.status_code == httpx.codes.OK, response.text
+        answer: dict[str, Any] = response.json()
         self.answers.append(answer)
         self.messages.append({"role": "assistant", "content": self.text})
         return answer
@@ -169,8 +169,8 @@ def await_another(server: Server, pid: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with server.client() as client:
-            told = client.post("/v1/completions", json=body)
-        if told.is_success and pid not in server.worker_pids():
+            response = client.post("/v1/completions", json=body)
+        if response.is_success and pid not in server.worker_pids():
             return
         time.sleep(0.1)
     raise AssertionError("no runtime has come back")

@@ -19,7 +19,7 @@ from tests.stress.aftermath import (
     promises_are_kept,
 )
 from tests.stress.diary import Diary
-from tests.stress.office import StorageHarness, load
+from tests.stress.storage_harness import StorageHarness, load
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
 from tests.support.server import running
@@ -28,12 +28,12 @@ from tests.support.tiny import write_llama
 WRITING_S = 3.0
 
 
-def office(folder: Path) -> StorageHarness:
+def open_harness(folder: Path) -> StorageHarness:
     return StorageHarness(FakeEngine(), load(folder))
 
 
 def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> None:
-    first, second = office(tmp_path), office(tmp_path)
+    first, second = open_harness(tmp_path), open_harness(tmp_path)
     assert (first.disk_state, second.disk_state) == ("ok", "locked")
     assert not first.warnings
     [warning] = second.warnings
@@ -42,7 +42,7 @@ def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> Non
     reply = first.converse(2, turns=3)
     second.close()
     first.close()
-    third = office(tmp_path)
+    third = open_harness(tmp_path)
     assert third.disk_state == "ok"
     assert third.ask([*reply.turn.tokens, 9]).finished.cache.tier == "disk"
     third.close()
@@ -80,7 +80,7 @@ def visit(home: Path) -> None:
     with pytest.raises(FolderLocked):
         open_folder(home, identity(), limit_bytes=PLENTY_BYTES)
     assert [report.in_use for report in check(home, repair=True)].count(True) == 1
-    neighbour = office(home)  # of another model
+    neighbour = open_harness(home)  # of another model
     assert neighbour.disk_state == "ok"
     neighbour.converse(1)
     neighbour.close()
@@ -90,7 +90,7 @@ def test_two_servers_on_one_folder_both_answer(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf")
     flags = ("--threads", "1", "--cache-dir", str(tmp_path / "kv"), "--disk-floor", "0")
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
-    told = []
+    answers = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     with (
@@ -99,8 +99,8 @@ def test_two_servers_on_one_folder_both_answer(tmp_path: Path) -> None:
     ):
         for server in (one, two, one, two):
             with server.client() as client:
-                told.append(client.post("/v1/chat/completions", json=body).json())
+                answers.append(client.post("/v1/chat/completions", json=body).json())
         assert "Another process is using" not in one.log.read_text()
         assert two.log.read_text().count("Another process is using") == 1
-    assert len({answer["choices"][0]["message"]["content"] for answer in told}) == 1
-    assert [answer["x_cache"]["hit"] for answer in told] == [False, False, True, True]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+    assert [answer["x_cache"]["hit"] for answer in answers] == [False, False, True, True]

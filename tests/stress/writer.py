@@ -21,7 +21,7 @@ from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.disk.files import SYSTEM, Calls
 from rekindle.protocol.admin import AdminOp, DeleteEntry, PinEntry
 from rekindle.protocol.requests import Names
-from tests.stress.diary import SALTS, Diary, WitnessedDesk
+from tests.stress.diary import SALTS, Diary, WitnessedHarness
 from tests.support.fake import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,8 @@ class Order:
 class Load:
     """Conversations that share beginnings, some named, some pinned, some deleted again."""
 
-    def __init__(self, harness: WitnessedDesk, chance: random.Random) -> None:
-        self._desk = harness
+    def __init__(self, harness: WitnessedHarness, chance: random.Random) -> None:
+        self._harness = harness
         self._chance = chance
         self._talks: list[tuple[bytes, list[int]]] = []
         self._keys: list[tuple[bytes, str]] = []
@@ -54,14 +54,14 @@ class Load:
         self._turn()
         what = self._chance.random()
         if what < 0.35:
-            self._desk.acknowledge()
+            self._harness.acknowledge()
         elif what < 0.45 and self._keys:
             self._change(*self._chance.choice(self._keys))
         elif what < 0.50:
-            self._desk.store.write_everything()
+            self._harness.store.write_everything()
         elif what < 0.53:
-            assert self._desk.disk is not None
-            self._desk.disk.back_up()
+            assert self._harness.disk is not None
+            self._harness.disk.back_up()
 
     def _turn(self) -> None:
         salt, tokens = self._pick()
@@ -70,7 +70,7 @@ class Load:
             return_cache_key=self._chance.random() < 0.3,
         )
         exact = self._chance.random() < 0.3
-        reply = self._desk.ask(tokens, salt=salt, names=naming, exact=exact)
+        reply = self._harness.ask(tokens, salt=salt, names=naming, exact=exact)
         if key := reply.finished.cache.new_cache_key:
             self._keys.append((salt, key))
         longer = [*tokens, *reply.tokens, self._chance.randrange(10, 900)]
@@ -89,16 +89,16 @@ class Load:
         return [self._chance.randrange(10, 900) for _ in range(count)]
 
     def _change(self, salt: bytes, key: str) -> None:
-        entry = self._desk.entries.by_key(self._desk.namespace(salt), key)
+        entry = self._harness.entries.by_key(self._harness.namespace(salt), key)
         if entry is None:
             return
         if entry.pinned:
-            self._desk.diary.say(unpinning=key)
+            self._harness.diary.write(unpinning=key)
         op: AdminOp = PinEntry(key, pinned=not entry.pinned)
         if self._chance.random() < 0.3:
             op = DeleteEntry(key)
         with contextlib.suppress(NoRoomForPins):
-            self._desk.administer(op, salt=salt)
+            self._harness.administer(op, salt=salt)
 
 
 def ending_calls(count: int) -> Calls:
@@ -121,7 +121,7 @@ def work(order: Order, ready: int) -> None:
     """In the child: write until the end comes from outside."""
     diary = Diary(Path(order.diary))
     try:
-        harness = WitnessedDesk(
+        harness = WitnessedHarness(
             FakeEngine(),
             diary=diary,
             calls=ending_calls(order.exit_at_call) if order.exit_at_call else None,
@@ -134,7 +134,7 @@ def work(order: Order, ready: int) -> None:
         while True:
             load.step()
     except BaseException:
-        diary.say(error=traceback.format_exc())
+        diary.write(error=traceback.format_exc())
         os._exit(1)
 
 

@@ -13,6 +13,7 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     KvLayout,
+    Sampled,
     Sampler,
     Sequence,
     TokenMask,
@@ -20,7 +21,6 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.sampling import Sampled
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer

@@ -1,24 +1,128 @@
-"""The HTTP client of the bench: one streamed chat completion at a time, or many at once."""
+"""The HTTP client of the bench: streamed chat completions, one at a time or many at once.
+
+Parsing and timekeeping do no I/O and read no clock; `Client` does both for them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import orjson
 
 from rekindle.bench.options import BenchOptions
-from rekindle.bench.reply import Recording, Reply
-from rekindle.bench.stream import BenchFailed, error_message, parse
+from rekindle.errors import RekindleError
 
 Message = dict[str, Any]
 
 # Nothing queues on our side when questions are asked at once; and every request has a connection
 # of its own: llama.cpp's server promises keep-alive after a stream and closes all the same.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+class BenchFailed(RekindleError):
+    """The server did something a measurement cannot go on with; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None  # None: the server does not say
+    first_token_time: Mapping[str, float] = field(default_factory=dict)  # seconds by stage
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Usage:
+        details = raw.get("prompt_tokens_details") or {}
+        stages = raw.get("first_token_time") or {}
+        return cls(
+            raw["prompt_tokens"], raw["completion_tokens"], details.get("cached_tokens"), stages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One event of the stream: new text, reasoning or usage; often only one of them."""
+
+    text: str = ""
+    reasoning: str = ""
+    usage: Usage | None = None
+
+
+def parse_line(line: str) -> Chunk | None:
+    """Return the line's chunk, None for a line without one; raise BenchFailed for an error."""
+    if not line.startswith("data:"):
+        return None
+    data = line.removeprefix("data:").strip()
+    if data == "[DONE]":
+        return None
+    try:
+        return _chunk(orjson.loads(data))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise BenchFailed(f"the server sent an event that is no chunk: {data[:200]}") from error
+
+
+def _chunk(event: Mapping[str, Any]) -> Chunk:
+    if error := event.get("error"):
+        raise BenchFailed(f"the server ended the stream with an error: {error_message(error)}")
+    choices = event.get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
+    usage = event.get("usage")
+    return Chunk(
+        text=delta.get("content") or "",
+        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        usage=Usage.parse(usage) if usage else None,
+    )
+
+
+def error_message(error: Any) -> str:
+    """The sentence inside OpenAI's error shape, or the error as it came."""
+    return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply and the moments at which it came."""
+
+    text: str
+    sent_s: float
+    first_s: float  # when the first token's text arrived
+    last_s: float  # when the last token's text arrived
+    usage: Usage
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.sent_s
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a stream has brought so far; a chunk without text starts no clock."""
+
+    sent_s: float
+    _text: list[str] = field(default_factory=list)
+    _first_s: float | None = None
+    _last_s: float | None = None
+    _usage: Usage | None = None
+
+    def take(self, chunk: Chunk, now_s: float) -> None:
+        if chunk.text or chunk.reasoning:
+            self._first_s = now_s if self._first_s is None else self._first_s
+            self._last_s = now_s
+        self._text.append(chunk.text)
+        self._usage = chunk.usage or self._usage
+
+    def finish(self, now_s: float) -> Reply:
+        """The whole reply; one without any text is timed at its end."""
+        if self._usage is None:
+            raise BenchFailed("the stream ended without usage, so its tokens cannot be counted")
+        first_s = now_s if self._first_s is None else self._first_s
+        last_s = now_s if self._last_s is None else self._last_s
+        return Reply("".join(self._text), self.sent_s, first_s, last_s, self._usage)
 
 
 class Refused(BenchFailed):
@@ -52,7 +156,7 @@ class Client:
             async with self._http.stream("POST", "chat/completions", json=body) as response:
                 await _check(response)
                 async for line in response.aiter_lines():
-                    if chunk := parse(line):
+                    if chunk := parse_line(line):
                         recording.take(chunk, time.perf_counter())
         except httpx.HTTPError as error:
             raise _unreachable(self._http, error) from error

@@ -1,26 +1,95 @@
-"""What a bench found: every round as measured, and one number for each figure."""
+"""What a bench found: every round as measured, one number for each figure, as table and chart."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import orjson
+from rich.console import Console
+from rich.table import Table
 
-from rekindle.bench.agents import Agents
-from rekindle.bench.article import Article
-from rekindle.bench.decode import Decode
-from rekindle.bench.document import Document
-from rekindle.bench.figures import FIGURES
-from rekindle.bench.hybrid import Hybrid
-from rekindle.bench.schema import Schema
-from rekindle.bench.toolloop import ToolLoop
+from rekindle.bench.client import BenchFailed
+from rekindle.bench.scenarios import Agents, Article, Decode, Document, Hybrid
+from rekindle.bench.tool_scenarios import Schema, ToolLoop
 from rekindle.version import __version__
 
 Round = Article | Document | Agents | Decode | Schema | ToolLoop | Hybrid
+Unit = Literal["s", "tokens/s", "tokens", "x"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a report: its name for people, its unit, how repeats become one."""
+
+    label: str
+    unit: Unit
+    reduce: Callable[[Iterable[float]], float] = median
+
+    def show(self, value: float) -> str:
+        match self.unit:
+            case "s" if abs(value) < 0.01:
+                return f"{value * 1000:.2f} ms"
+            case "s":
+                return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+            case "x":
+                return f"{value:.2f}x"
+            case "tokens":
+                return f"{value:.0f}"
+            case "tokens/s":
+                return f"{value:.1f} tokens/s"
+
+
+FIGURES = {
+    "article_turn1_s": Figure("article: first token, turn 1 (cold)", "s"),
+    "article_turn2_s": Figure("article: first token, turn 2", "s"),
+    "article_turn3_s": Figure("article: first token, turn 3", "s"),
+    "article_reference_s": Figure("article: first token, fresh short prompt", "s"),
+    "article_turn1_over_turn2": Figure("article: turn 1 / turn 2", "x"),
+    "article_turn2_over_reference": Figure("article: turn 2 / fresh short prompt", "x"),
+    "article_turn2_new_tokens": Figure("article: tokens added by turn 2", "tokens"),
+    "article_turn2_computed_tokens": Figure("article: tokens computed by turn 2", "tokens"),
+    "warm_front_s": Figure("  turn 2: HTTP, validation, into the runtime", "s"),
+    "warm_encode_s": Figure("  turn 2: render and tokenise", "s"),
+    "warm_queue_s": Figure("  turn 2: wait for its place", "s"),
+    "warm_plan_s": Figure("  turn 2: find and plan reuse", "s"),
+    "warm_restore_s": Figure("  turn 2: fetch and restore state", "s"),
+    "warm_compute_s": Figure("  turn 2: compute new tokens, sample one", "s"),
+    "warm_first_byte_s": Figure("  turn 2: first token to first byte", "s"),
+    "warm_rest_s": Figure("  turn 2: network and this client", "s"),
+    "document_wall_s": Figure("document: all questions answered", "s"),
+    "document_computed_tokens": Figure("document: prompt tokens computed", "tokens"),
+    "agents_cold_s": Figure("agents: first token, cold", "s"),
+    "agents_warm_s": Figure("agents: first token, warm", "s"),
+    "agents_worst_s": Figure("agents: first token, warm, worst", "s", max),
+    "decode_single_tokens_per_s": Figure("decode: one stream", "tokens/s"),
+    "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
+    "schema_tokens_per_s": Figure("schema: one stream", "tokens/s"),
+    "schema_over_free": Figure("schema: a token with a schema / without", "x"),
+    "toolloop_cold_s": Figure("tool loop: first token, cold", "s"),
+    "toolloop_warm_s": Figure("tool loop: first token, warm", "s"),
+    "toolloop_worst_s": Figure("tool loop: first token, warm, worst", "s", max),
+    "toolloop_prompt_tokens": Figure("tool loop: prompt tokens, warm", "tokens"),
+    "toolloop_computed_tokens": Figure("tool loop: prompt tokens computed, warm", "tokens"),
+    "hybrid_computed_tokens": Figure("hybrid: prompt tokens computed", "tokens"),
+    "hybrid_least_tokens": Figure("hybrid: were none computed twice", "tokens"),
+    "hybrid_agents_computed_tokens": Figure("hybrid: computed, two agents by turns", "tokens"),
+}
+
+# What the fresh short prompt is, for whoever reads a table.
+FRESH_NOTE = (
+    "Fresh short prompt: a new prompt of which as many tokens are computed as of turn 2, with next "
+    "to no context before them; less work than turn 2 can ever be."
+)
+
+TITLES: dict[Unit, str] = {
+    "s": "seconds, shorter is better (logarithmic)",
+    "tokens/s": "tokens a second, longer is better",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +131,58 @@ def save_json(results: Results, path: Path) -> None:
 def write_json(content: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+
+
+def print_table(results: Results, console: Console) -> None:
+    """One row a figure, and what a reader must know to read them."""
+    table = Table(title=f"{results.label} · {results.model}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in results.figures().items():
+        table.add_row(FIGURES[name].label, FIGURES[name].show(value))
+    console.print(table)
+    if "article" in results.rounds:
+        console.print(FRESH_NOTE)
+    if not results.ignores_eos:
+        console.print("This server takes no ignore_eos: replies may be shorter than asked for.")
+
+
+def plot(results: Sequence[Results], path: Path) -> None:
+    """Draw waiting times and speeds side by side into an image file, where there are any."""
+    try:
+        from matplotlib.figure import Figure  # not needed to serve or measure, and slow to import
+    except ImportError as error:
+        raise BenchFailed("a plot needs matplotlib: pip install matplotlib") from error
+    panels = {unit: names for unit in TITLES if (names := _measured(results, unit))}
+    if not panels:
+        return
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    heights = [len(names) for names in panels.values()]
+    rows = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (unit, names) in zip(rows, panels.items(), strict=True):
+        axes.set_title(TITLES[unit], loc="left")
+        axes.set_xscale("log" if unit == "s" else "linear")
+        _draw(axes, results, names)
+    rows[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _measured(results: Sequence[Results], unit: Unit) -> list[str]:
+    """The figures of this unit that every server has."""
+    found = [server.figures() for server in results]
+    return [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
+
+
+def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
+    height = 0.8 / len(results)
+    for number, server in enumerate(results):
+        places = [row + number * height for row in range(len(names))]
+        values = [server.figures()[name] for name in names]
+        bars = axes.barh(places, values, height, label=server.label)
+        shown = [FIGURES[name].show(value) for name, value in zip(names, values, strict=True)]
+        axes.bar_label(bars, shown, padding=3)
+    middle = 0.4 - height / 2
+    axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
+    axes.margins(x=0.2)  # room for the last bar's number
+    axes.invert_yaxis()

@@ -8,20 +8,27 @@ from collections.abc import Awaitable, Callable
 from rich.console import Console
 from rich.progress import Progress
 
-from rekindle.bench import agents, article, decode, document, hybrid, schema, toolloop
 from rekindle.bench.options import BenchOptions
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.scenarios import (
+    measure_agents,
+    measure_article,
+    measure_decode,
+    measure_document,
+    measure_hybrid,
+)
+from rekindle.bench.tool_scenarios import measure_schema, measure_toolloop
 from rekindle.models.progress import task_bars
 
 SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
-    "article": article.measure,
-    "document": document.measure,
-    "agents": agents.measure,
-    "decode": decode.measure,
-    "schema": schema.measure,
-    "toolloop": toolloop.measure,
-    "hybrid": hybrid.measure,
+    "article": measure_article,
+    "document": measure_document,
+    "agents": measure_agents,
+    "decode": measure_decode,
+    "schema": measure_schema,
+    "toolloop": measure_toolloop,
+    "hybrid": measure_hybrid,
 }
 
 

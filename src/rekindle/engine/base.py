@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer
 
@@ -96,6 +95,15 @@ class TokenMask(Protocol):
 
     def accept(self, token: int) -> None:
         """Advance by the token that was chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One chosen token, with log probabilities when they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler(Protocol):

@@ -1,13 +1,15 @@
-"""Tells a whole GGUF file from a foreign, damaged or truncated one by its header alone."""
+"""Validates a GGUF file by its header alone: whole, or foreign, damaged or truncated.
+
+Nothing in the file is trusted: every count and length is bounded before it is used.
+"""
 
 from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 from rekindle.errors import ModelError
-from rekindle.models.header import BrokenHeader, HeaderReader
-from rekindle.models.tensor_types import BLOCKS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -22,6 +24,50 @@ MAX_NESTING = 4
 
 UINT32, STRING, ARRAY = 4, 8, 9
 FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+WINDOW_BYTES = 1 << 20
+MAX_HEADER_BYTES = 256 << 20  # ten times the largest seen
+MAX_ITEMS = 4_000_000  # likewise; bounds the seconds that a malicious file can cost
+
+#: How ggml packs each tensor type: elements in a block, and bytes of that block, by ggml's type id.
+#: The gaps are types that ggml has removed.
+BLOCKS: dict[int, tuple[int, int]] = {
+    0: (1, 4),  # F32
+    1: (1, 2),  # F16
+    2: (32, 18),  # Q4_0
+    3: (32, 20),  # Q4_1
+    6: (32, 22),  # Q5_0
+    7: (32, 24),  # Q5_1
+    8: (32, 34),  # Q8_0
+    9: (32, 36),  # Q8_1
+    10: (256, 84),  # Q2_K
+    11: (256, 110),  # Q3_K
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    15: (256, 292),  # Q8_K
+    16: (256, 66),  # IQ2_XXS
+    17: (256, 74),  # IQ2_XS
+    18: (256, 98),  # IQ3_XXS
+    19: (256, 50),  # IQ1_S
+    20: (32, 18),  # IQ4_NL
+    21: (256, 110),  # IQ3_S
+    22: (256, 82),  # IQ2_S
+    23: (256, 136),  # IQ4_XS
+    24: (1, 1),  # I8
+    25: (1, 2),  # I16
+    26: (1, 4),  # I32
+    27: (1, 8),  # I64
+    28: (1, 8),  # F64
+    29: (256, 56),  # IQ1_M
+    30: (1, 2),  # BF16
+    34: (256, 54),  # TQ1_0
+    35: (256, 66),  # TQ2_0
+    39: (32, 17),  # MXFP4
+    40: (64, 36),  # NVFP4
+    41: (128, 18),  # Q1_0
+    42: (64, 18),  # Q2_0
+}
 
 
 def check_gguf(path: Path) -> None:
@@ -124,3 +170,72 @@ def _tensor_bytes(shape: list[int], kind: int) -> int:
     if shape and shape[0] % block_elements:
         raise BrokenHeader("one of its tensors is not made of whole blocks")
     return prod(shape) // block_elements * block_bytes
+
+
+class BrokenHeader(Exception):
+    """The bytes are not a header; the message says why, after "it is not usable:"."""
+
+
+class HeaderReader:
+    """Little-endian fields in order; never reads past the file or the largest header allowed.
+
+    The file is read, not mapped: a file that shrinks under a mapping kills the process.
+    """
+
+    def __init__(self, file: BinaryIO, file_bytes: int) -> None:
+        self.file_bytes = file_bytes
+        self.position = 0
+        self._file = file
+        self._items = 0
+        self._window = b""
+        self._window_start = 0
+
+    def require(self, size_bytes: int) -> None:
+        """Raise BrokenHeader unless the header can hold this many more bytes."""
+        end = self.position + size_bytes
+        if end > self.file_bytes:
+            raise BrokenHeader("it ends inside its own header, so it was cut short or damaged")
+        if end > MAX_HEADER_BYTES:
+            raise BrokenHeader(f"its header claims more than {MAX_HEADER_BYTES >> 20} MiB")
+
+    def count_items(self, count: int) -> None:
+        """Raise BrokenHeader when the header holds more items to pass one by one than allowed."""
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise BrokenHeader(f"its header claims more than {MAX_ITEMS} values")
+
+    def skip(self, size_bytes: int) -> None:
+        self.require(size_bytes)
+        self.position += size_bytes
+
+    def take(self, size_bytes: int) -> bytes:
+        self.require(size_bytes)
+        start = self.position - self._window_start
+        if start + size_bytes > len(self._window):
+            self._load(size_bytes)
+            start = 0
+        self.position += size_bytes
+        return self._window[start : start + size_bytes]
+
+    def u32(self) -> int:
+        return int.from_bytes(self.take(4), "little")
+
+    def u64(self) -> int:
+        return int.from_bytes(self.take(8), "little")
+
+    def string(self, limit_bytes: int) -> bytes:
+        length = self.u64()
+        if length > limit_bytes:
+            raise BrokenHeader(f"it holds a name of {length} bytes")
+        return self.take(length)
+
+    def skip_strings(self, count: int) -> None:
+        for _ in range(count):
+            self.skip(self.u64())
+
+    def _load(self, size_bytes: int) -> None:
+        self._file.seek(self.position)
+        self._window = self._file.read(max(size_bytes, WINDOW_BYTES))
+        self._window_start = self.position
+        if len(self._window) < size_bytes:
+            raise BrokenHeader("it became shorter while it was read")

@@ -24,9 +24,9 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
 
 from rekindle.errors import ModelError
+from rekindle.models.catalogue import HubModel
 from rekindle.models.progress import Progress, task
 from rekindle.models.quant import Chosen, Unclear, choose
-from rekindle.models.source import HubModel
 from rekindle.models.workspace import publish, require_room, workspace
 
 LIST_TIMEOUT_S = 30

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rekindle.errors import ModelError
 from rekindle.models import package
+from rekindle.models.catalogue import HubModel, LocalModel, PackagedModel, locate
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import Progress
 from rekindle.models.quant import split_names
-from rekindle.models.source import HubModel, LocalModel, PackagedModel, locate
 from rekindle.models.workspace import publish, workspace
 from rekindle.protocol.requests import ENGINE_MODULE
 

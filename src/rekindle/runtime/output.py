@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from rekindle.chat.detokenize import Detokenizer
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled
 from rekindle.protocol.events import (
     ArgumentsDelta,
     FinishReason,

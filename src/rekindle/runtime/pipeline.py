@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import Enum
 
-from rekindle.engine.base import Engine
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import ContextTooLong
 from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest

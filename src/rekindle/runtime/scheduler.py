@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rekindle.engine.base import Engine, Work
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Engine, Sampled, Work
 from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
 from rekindle.runtime.batch import Batch, Batcher

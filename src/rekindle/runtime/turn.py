@@ -6,8 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.engine.base import Sampler, Sequence
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled, Sampler, Sequence
 from rekindle.errors import ServerError
 from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tiers.base import Fetch

@@ -10,6 +10,7 @@ from rekindle.chat.reasoning import REASONING_FORMATS
 from rekindle.chat.tools.registry import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES, select
 from tests.chat.tools.parsing import TOOLS, ParsedReply, cut, feed
 from tests.chat.tools.transcripts import REPLIES
+from tests.support.rounds import rounds
 
 SCRAPS = [
     "{", "}", "[", "]", "(", ")", '"', "'", "\\", ":", ",", "=", ";", " ", "\n", "<", ">", "|",
@@ -53,9 +54,10 @@ def parsed(
     return feed(form.parser(TOOLS, calls=True, opened=opened), pieces)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_any_cut_of_any_text_gives_the_same_parts_and_loses_nothing(name: str) -> None:
-    @settings(deadline=None, max_examples=150)  # the machine may be busy
+    @settings(deadline=None, max_examples=rounds(150, 1000))  # the machine may be busy
     @given(
         texts(*select(None, tool_format=name).markers) | slips(name),
         st.lists(st.integers(0, 500), max_size=8),
@@ -70,11 +72,12 @@ def test_any_cut_of_any_text_gives_the_same_parts_and_loses_nothing(name: str) -
     holds()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reasoning", [name for name in REASONING_FORMAT_NAMES if name != "none"])
 def test_any_cut_of_any_reasoning_gives_the_same_parts(reasoning: str) -> None:
     pair = REASONING_FORMATS[reasoning]
 
-    @settings(deadline=None, max_examples=50)
+    @settings(deadline=None, max_examples=rounds(50, 500))
     @given(texts(*pair, "<tool_call>"), st.lists(st.integers(0, 500), max_size=8), st.booleans())
     def holds(text: str, places: list[int], opened: bool) -> None:
         whole = parsed("hermes", [text], reasoning=reasoning, opened=opened)
@@ -84,14 +87,16 @@ def test_any_cut_of_any_reasoning_gives_the_same_parts(reasoning: str) -> None:
     holds()
 
 
-@settings(deadline=None, max_examples=100)
+@pytest.mark.long
+@settings(deadline=None, max_examples=rounds(100, 500))
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[`{"), max_size=40))
 def test_text_without_any_marker_is_said_as_it_is(text: str) -> None:
     for name in TOOL_FORMAT_NAMES:
         assert parsed(name, list(text)).text == text, name
 
 
-@settings(deadline=None, max_examples=100)
+@pytest.mark.long
+@settings(deadline=None, max_examples=rounds(100, 500))
 @given(texts(*select(None, tool_format="harmony").markers))
 def test_harmony_loses_no_text_of_a_message(text: str) -> None:
     """Only markers and headers go; here every text stands in a message of its own."""

@@ -12,9 +12,8 @@ import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
-from rekindle.engine.base import EngineOptions, TokenMask, Work
+from rekindle.engine.base import EngineOptions, Sampled, TokenMask, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
 from tests.support.tiny import write_llama
 

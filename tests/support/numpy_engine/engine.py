@@ -15,6 +15,7 @@ from rekindle.engine.base import (
     EngineOptions,
     KvLayout,
     OnProgress,
+    Sampled,
     Sampler,
     Sequence,
     TokenMask,
@@ -22,7 +23,6 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.sampling import Sampled
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from tests.support.numpy_engine.model import FORMAT, Array, ModelFile, TinyTransformer

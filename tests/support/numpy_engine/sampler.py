@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import TokenMask
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.base import Sampled, TokenMask
 from rekindle.protocol.requests import SamplingParams
 from tests.support.numpy_engine.model import Array
 

@@ -38,7 +38,7 @@ RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws its own seed
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
 TOKEN_CONTROL = 1 << 3
-WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or what cannot be cut alone
+WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what cannot be truncated
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 DEVICE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 

@@ -20,6 +20,7 @@ from rekindle.engine.base import (
     EngineOptions,
     KvLayout,
     OnProgress,
+    Sampled,
     Sampler,
     Sequence,
     TokenMask,
@@ -27,13 +28,16 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.llamacpp.context import Context, LogitsRow, Rows
-from rekindle.engine.llamacpp.exact_contexts import ExactContexts
+from rekindle.engine.llamacpp.context import Context, ExactContexts, LogitsRow, Rows
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sampler import build_sampler
-from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes
-from rekindle.engine.llamacpp.state import StateBytes, measure_state, state_fingerprint
-from rekindle.engine.sampling import Sampled
+from rekindle.engine.llamacpp.sizes import (
+    Sizes,
+    StateBytes,
+    choose_sizes,
+    measure_state,
+    state_fingerprint,
+)
 from rekindle.errors import EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
 
@@ -47,7 +51,9 @@ class LlamaCppEngine:
         self._pool = Context(self._model.library, self._model.native, sizes.pool)
         self._cells = Cells(sizes.pool.cells)
         self._slots = _all_slots(self._pool)
-        self._exact = ExactContexts(self._model, sizes.exact, options.parallel)
+        self._exact = ExactContexts(
+            self._model.library, self._model.native, sizes.exact, options.parallel
+        )
         self._state_bytes = measure_state(self._pool)
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template

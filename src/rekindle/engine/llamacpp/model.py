@@ -7,12 +7,11 @@ from typing import Any
 
 from rekindle.engine.base import EngineOptions, OnProgress
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.kv_types import check_kv_type
-from rekindle.engine.llamacpp.memory import gpu_free_bytes, host_free_bytes
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
 
 ALL_LAYERS = 999
+KV_GROUPS = {"f16": 1, "q8_0": 32}  # how many values share one scale
 
 
 class LlamaModel:
@@ -23,7 +22,7 @@ class LlamaModel:
         self.on_gpu = bool(self.library.llama_supports_gpu_offload())
         self.native = self._load(options, on_progress)
         self.tokenizer = LlamaTokenizer(self.library, self.native)
-        check_kv_type(self.library, self.native, options.kv_type)
+        _check_kv_type(self.library, self.native, options.kv_type)
 
     def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
         params = self.library.llama_model_default_params()
@@ -69,9 +68,32 @@ class LlamaModel:
         recurrent = self.library.llama_model_is_recurrent(self.native)
         return not (recurrent or self.library.llama_model_is_hybrid(self.native))
 
-    def free_bytes(self) -> int:
-        """Memory that is left where the KV cells go."""
-        return gpu_free_bytes(self.library) if self.on_gpu else host_free_bytes()
-
     def close(self) -> None:
         self.library.llama_model_free(self.native)
+
+
+def _check_kv_type(library: Any, model: int, kv_type: str) -> None:
+    """A quantised head is a whole number of groups; llama.cpp would only say that it failed."""
+    group = KV_GROUPS[kv_type]
+    for kind in ("key", "value"):
+        width = _head_width(library, model, kind)
+        if width is not None and width % group:
+            raise ModelError(
+                f"this model cannot have {kv_type} KV cells: its {kind} heads are {width} wide, "
+                f"which is no multiple of {group}; leave --fp8-kvcache out"
+            )
+
+
+def _head_width(library: Any, model: int, kind: str) -> int | None:
+    """As llama.cpp derives it from the model's metadata; None where there are no heads."""
+    if width := _number(library, model, f"attention.{kind}_length"):
+        return width
+    heads = _number(library, model, "attention.head_count")
+    return _number(library, model, "embedding_length") // heads if heads else None
+
+
+def _number(library: Any, model: int, name: str) -> int:
+    """A number of the architecture's own, 0 when the model does not say."""
+    architecture = bindings.metadata(library, model, "general.architecture")
+    value = bindings.metadata(library, model, f"{architecture}.{name}")
+    return int(value) if value.isdecimal() else 0

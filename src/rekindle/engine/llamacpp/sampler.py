@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Sampler, TokenMask
+from rekindle.engine.base import Sampled, Sampler, TokenMask
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import LogitsRow
-from rekindle.engine.sampling import Sampled
 from rekindle.protocol.requests import SamplingParams
 
 WHOLE_REPLY = 1 << 20  # a penalty window no reply outgrows

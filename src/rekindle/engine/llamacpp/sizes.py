@@ -1,17 +1,57 @@
-"""How many tokens the contexts of a model hold: what was asked for, or else what memory allows."""
+"""Sizes of contexts in tokens, as asked for or as memory allows, and of their state in bytes."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from rekindle.engine.base import EngineOptions
+from blake3 import blake3
+
+from rekindle.engine.base import Blob, EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.context import Context, Shape
+from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.state import StateBytes, measure_state
+from rekindle.errors import CorruptBlock
 
 LEAST_CONTEXT_TOKENS = 512
 RESIDENT_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
+STATE_FORMAT = "llama.cpp state, xllamacpp 2026.10.11549, unified, flash attention, "  # + KV type
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """A block of n tokens has fixed + n * each bytes, plus those of its checkpoint if it has one;
+    anything else is not a block of ours."""
+
+    fixed: int
+    each: int
+    checkpoint: int  # 0: state can be truncated anywhere, so there are none
+
+    def split(self, blob: Blob, tokens: int, *, resumable: bool) -> tuple[memoryview, memoryview]:
+        """A block's cells and its checkpoint; sizes are checked before llama.cpp sees a byte."""
+        view = memoryview(blob).cast("B")
+        cells = self.fixed + tokens * self.each
+        if len(view) != cells + resumable * self.checkpoint:
+            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(view)} bytes")
+        return view[:cells], view[cells:]
+
+
+def measure_state(context: Context) -> StateBytes:
+    """Export blocks of one and of two tokens, and forget them."""
+    context.decode([Rows(0, 0, [0, 0], False)])
+    one, two = (len(context.export(0, 0, tokens)) for tokens in (1, 2))
+    checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
+    context.clear()
+    return StateBytes(2 * one - two, two - one, checkpoint)
+
+
+def state_fingerprint(path: Path, kv_type: KvType) -> bytes:
+    """Weights, tokenizer and template are one file: its hash, with the state's layout."""
+    weights = blake3(max_threads=blake3.AUTO).update_mmap(path).digest()
+    return blake3((STATE_FORMAT + kv_type).encode() + weights).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +95,7 @@ def _cells(model: LlamaModel, options: EngineOptions, sequences: int) -> tuple[i
     """Context and pool, in tokens."""
     state = _sample_state(model, options)
     slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
-    budget = int(options.kv_fraction * model.free_bytes()) - slots_bytes
+    budget = int(options.kv_fraction * _free_bytes(model)) - slots_bytes
     affordable = max(budget, 0) // max(state.each, 1)
     most = min(model.trained_tokens, max(affordable, LEAST_CONTEXT_TOKENS))
     context = options.context_tokens or most
@@ -85,3 +125,31 @@ def _shape(
         kv_type=options.kv_type,
         recurrent=not model.can_truncate,
     )
+
+
+def _free_bytes(model: LlamaModel) -> int:
+    """Memory that is left where the KV cells go."""
+    return _gpu_free_bytes(model.library) if model.on_gpu else _host_free_bytes()
+
+
+def _host_free_bytes() -> int:
+    """Memory a new process can have without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Elsewhere only the total is known; half of it is a cautious guess.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _gpu_free_bytes(library: Any) -> int:
+    """Free memory of all GPUs together, after the weights are loaded."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    found = 0
+    for index in range(library.ggml_backend_dev_count()):
+        device = library.ggml_backend_dev_get(index)
+        if library.ggml_backend_dev_type(device) == bindings.DEVICE_GPU:
+            library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            found += free.value
+    return found

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from rekindle.bench import BenchOptions, Results, run
-from rekindle.bench.conversation import Turn
-from rekindle.bench.toolloop import TOOLS, ToolLoop
+from rekindle.bench.rig import Turn
+from rekindle.bench.tool_scenarios import TOOLS, ToolLoop
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
@@ -25,7 +25,7 @@ COLD = Turn(8.0, prompt_tokens=900, completion_tokens=10, cached_tokens=0)
 WARM = Turn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=900)
 SLOW = Turn(0.6, prompt_tokens=1100, completion_tokens=10, cached_tokens=1000)
 FULL, LESS = ToolLoop(((COLD,), (SLOW,))), ToolLoop(((COLD,), (WARM,)))
-UNTOLD = Turn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=None)
+UNREPORTED = Turn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=None)
 
 
 def sent(serve: Serve, fake: FakeOpenAI) -> list[dict[str, Any]]:
@@ -93,11 +93,11 @@ def test_a_comparison_says_so_when_a_server_read_less(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     report, targets = importlib.import_module("report"), importlib.import_module("targets")
     full, less = (Results("a", "m", True, {"toolloop": [loop]}) for loop in (FULL, LESS))
-    for theirs, is_told in ((full, False), (less, True)):
+    for theirs, is_reported in ((full, False), (less, True)):
         output = StringIO()
         comparison = targets.Comparison(full, theirs, [], [])
         report.print_comparison(comparison, Console(file=output, width=200))
-        assert ("prompts differ, 1100 tokens and 1000" in output.getvalue()) == is_told
+        assert ("prompts differ, 1100 tokens and 1000" in output.getvalue()) == is_reported
 
 
 def test_the_cold_round_is_left_out_of_the_warm_figures() -> None:
@@ -111,7 +111,7 @@ def test_the_cold_round_is_left_out_of_the_warm_figures() -> None:
     }
 
 
-def test_computed_tokens_are_counted_only_when_they_are_told() -> None:
-    figures = ToolLoop(((COLD,), (WARM, UNTOLD))).figures()
+def test_computed_tokens_are_counted_only_when_they_are_reported() -> None:
+    figures = ToolLoop(((COLD,), (WARM, UNREPORTED))).figures()
     assert "toolloop_computed_tokens" not in figures
     assert figures["toolloop_prompt_tokens"] == 2000

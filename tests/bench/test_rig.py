@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from rekindle.bench.text import filler, nonce, prose
+from rekindle.bench.rig import filler, nonce, prose
 
 
 def test_the_same_chance_gives_the_same_prose() -> None:

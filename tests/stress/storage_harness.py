@@ -57,7 +57,7 @@ class StorageHarness(RuntimeHarness):
 
     @property
     def disk_state(self) -> str:
-        """As GET /v1/cache/stats tells an admin."""
+        """As GET /v1/cache/stats reports it to an admin."""
         stats = self.administer(GetStats(), admin=True)
         assert isinstance(stats, Stats)
         return stats.disk_state

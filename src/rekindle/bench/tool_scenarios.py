@@ -1,8 +1,4 @@
-"""Scenario: agents in tool loops taking turns, more of them than a server has slots.
-
-Calls and results are scripted: what a small model would call is chance, and every server is to read
-the same histories.
-"""
+"""Scenarios of agents' requests: tool loops, and replies that follow a JSON schema."""
 
 from __future__ import annotations
 
@@ -12,13 +8,38 @@ from typing import Any
 
 import orjson
 
-from rekindle.bench.client import Message
-from rekindle.bench.conversation import Turn
-from rekindle.bench.rig import Rig
+from rekindle.bench.client import Message, Reply
+from rekindle.bench.rig import Rig, Turn, user
+from rekindle.bench.scenarios import tokens_per_s
+
+PAIRS = 3  # of replies, in turns: what disturbs the machine then disturbs both
+
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mood": {"enum": ["good", "bad", "mixed"]},
+        "likes": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 3},
+    },
+    "required": ["name", "age", "mood", "likes"],
+    "additionalProperties": False,
+}
+#: More people than there are tokens to write them with: no reply ends early.
+_SCHEMA = {
+    "type": "object",
+    "properties": {"people": {"type": "array", "items": _PERSON, "minItems": 500}},
+    "required": ["people"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "people", "schema": _SCHEMA, "strict": True},
+}
 
 
 def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
-    properties = {key: {"type": "string", "description": said} for key, said in parameters.items()}
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {
         "type": "function",
@@ -34,7 +55,46 @@ TOOLS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Schema:
+    """What it costs a reply to follow a JSON schema, beside the same prompt without one."""
+
+    free_tokens_per_s: float
+    schema_tokens_per_s: float
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "schema_tokens_per_s": self.schema_tokens_per_s,
+            "schema_over_free": self.free_tokens_per_s / self.schema_tokens_per_s,
+        }
+
+
+async def measure_schema(rig: Rig) -> Schema:
+    """Tokens a second after the first token, with a schema and without."""
+    chat = user(f"{rig.nonce()}: list the people who were there, as JSON.")
+    tokens = rig.options.single_stream_tokens
+    free: list[Reply] = []
+    bound: list[Reply] = []
+    # The prompt and the grammar are put in place first: neither is a token's cost.
+    await rig.client.chat(chat, 2, response_format=RESPONSE_FORMAT)
+    for _ in range(PAIRS):
+        free.append(await rig.full_reply(chat, tokens))
+        bound.append(await rig.client.chat(chat, tokens, response_format=RESPONSE_FORMAT))
+    return Schema(_best_rate(free), _best_rate(bound))
+
+
+def _best_rate(replies: list[Reply]) -> float:
+    """The best of them: a reply is slowed down by what else the machine does, never sped up."""
+    return max(tokens_per_s([reply]) for reply in replies)
+
+
+@dataclass(frozen=True, slots=True)
 class ToolLoop:
+    """Agents in tool loops taking turns, more of them than a server has slots.
+
+    Calls and results are scripted: what a small model would call is chance, and every server is to
+    read the same histories.
+    """
+
     rounds: tuple[tuple[Turn, ...], ...]  # the first is cold
 
     @property
@@ -81,13 +141,13 @@ class Agent:
         ]
 
     async def reply(self) -> Turn:
-        """What it says is timed and forgotten: the script goes on with a call instead."""
+        """Timed, and left out of the history, which goes on with the next scripted call."""
         most = self._rig.options.turn_reply_tokens
         chat = self._rig.client.chat(self._messages, most, tools=TOOLS, tool_choice="none")
         return Turn.of(await chat)
 
 
-async def measure(rig: Rig) -> ToolLoop:
+async def measure_toolloop(rig: Rig) -> ToolLoop:
     """Time to first token of each agent's turn, one agent after the other, round after round."""
     agents = [Agent(rig, number) for number in range(1, rig.options.agents + 1)]
     rounds = [tuple([await agent.reply() for agent in agents])]

@@ -17,12 +17,12 @@ from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
 
 from rekindle.bench import BenchOptions, Results
-from rekindle.bench.article import Article, computed_in
 from rekindle.bench.results import Round
 from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.scenarios import Article, computed_in
 from rekindle.bench.session import SCENARIOS
 
-SETTLE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
+PAUSE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
 
 # Turns at once, ours and theirs: each server's own default, but for agents, who share four, and for
 # eight streams, which need eight: with four, half would only wait.
@@ -33,7 +33,7 @@ THEIR_SLOTS = {**OUR_SLOTS, "article": 4, "document": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Corner:
+class Side:
     """One server with the rig that measures it."""
 
     server: Server
@@ -45,7 +45,7 @@ class Corner:
 
 
 @dataclass(slots=True)
-class Duel:
+class PairedRun:
     """Collects the rounds of both servers, scenario after scenario."""
 
     models: Mapping[str, Path]  # by scenario
@@ -58,7 +58,7 @@ class Duel:
     loads: list[Load] = field(default_factory=list)
     ignores_eos: list[bool] = field(default_factory=list)
 
-    async def fight(self, scenario: str, repeats: int) -> None:
+    async def measure(self, scenario: str, repeats: int) -> None:
         """Start both servers afresh and measure them round by round."""
         task = self.progress.add_task(scenario, total=2 * repeats)
         async with AsyncExitStack() as stack:
@@ -66,22 +66,22 @@ class Duel:
             for number in range(repeats):
                 await self._round(scenario, number, ours, theirs, task)
 
-    async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Corner, Corner]:
+    async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Side, Side]:
         ours = Setup(model=self.models[scenario], slots=OUR_SLOTS[scenario])
         theirs = Setup(model=self.models[scenario], slots=THEIR_SLOTS[scenario])
         servers = (
             stack.enter_context(rekindle(ours, self.folder / "rekindle.log")),
             stack.enter_context(llamacpp(theirs, self.folder / "llamacpp.log")),
         )
-        corners = []
+        sides = []
         for server in servers:
             options = BenchOptions(base_url=server.url, label=server.label)
-            corners.append(Corner(server, await stack.enter_async_context(open_rig(options))))
-        self.ignores_eos = [corner.rig.ignores_eos for corner in corners]
-        return corners[0], corners[1]
+            sides.append(Side(server, await stack.enter_async_context(open_rig(options))))
+        self.ignores_eos = [side.rig.ignores_eos for side in sides]
+        return sides[0], sides[1]
 
     async def _round(
-        self, scenario: str, number: int, ours: Corner, theirs: Corner, task: TaskID
+        self, scenario: str, number: int, ours: Side, theirs: Side, task: TaskID
     ) -> None:
         sides = [(ours, theirs, self.ours), (theirs, ours, self.theirs)]
         for active, idle, rounds in sides if number % 2 == 0 else reversed(sides):
@@ -91,9 +91,9 @@ class Duel:
         if scenario == "article":
             await self._reference(theirs.server)
 
-    async def _alone(self, active: Corner, idle: Corner, scenario: str, seed: str) -> Round:
+    async def _alone(self, active: Side, idle: Side, scenario: str, seed: str) -> Round:
         """Measure one server, and who else used the processor meanwhile."""
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(PAUSE_S)
         processes = active.server.process_id, idle.server.process_id
         before = read(*processes)
         measured = await active.measure(scenario, seed)
