@@ -121,7 +121,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_there_is_something_to_look_at() -> None:
     assert {part for part in PARTS if (SOURCE / part).is_dir()} == set(PARTS)
-    assert "rekindle.kvcache.key" in imported(SOURCE / "kvcache" / "store.py")
+    assert "rekindle.kvcache.block" in imported(SOURCE / "kvcache" / "store.py")
     assert "rekindle.server.app" in imported_modules(SOURCE / "server" / "launch.py")
 
 

@@ -11,10 +11,9 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from rekindle.kvcache.block import Block, PrefixHandle, WriteBack
+from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain_key
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -75,7 +74,7 @@ class Shelf:
 
     def head(self, path: Ids, *, pinned: bool = False) -> PrefixHandle:
         head = PrefixHandle(ROOT, Tokens.of(path), pinned=pinned)
-        self.store.attach(head)
+        self.store.conversations.attach(head)
         return head
 
     def resumes(self, path: Ids) -> list[int]:
@@ -153,7 +152,7 @@ def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
         shelf.put((9, 9, 9, 9))
         shelf.flush()
         shelf.put(LONG[:4], resumable=True)
-        assert shelf.store.tiers[0].used_bytes <= shelf.store.tiers[0].limit_bytes
+        assert shelf.store.tiers[0].budget.used_bytes <= shelf.store.tiers[0].budget.limit_bytes
         shelf.disk.close()
 
 
@@ -166,9 +165,9 @@ def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
     shelf.flush()
     for path in paths:
         shelf.put(path, resumable=True)
-        assert shelf.disk.used_bytes <= shelf.disk.limit_bytes
+        assert shelf.disk.budget.used_bytes <= shelf.disk.budget.limit_bytes
     shelf.flush()
-    assert shelf.disk.used_bytes == shelf.copied_bytes()
+    assert shelf.disk.budget.used_bytes == shelf.copied_bytes()
     shelf.disk.close()
 
 
@@ -209,7 +208,7 @@ def test_deleting_a_conversation_takes_its_checkpoints(shelf: Shelf) -> None:
     shelf.put(other, resumable=True)
     head = shelf.head(LONG)
     shelf.head(other)
-    shelf.store.release(head)
+    shelf.store.conversations.release(head)
     assert {block.stop for block in shelf.store} == {3, 4, 8}
     assert shelf.resumes(LONG) == [4, 3]
     assert shelf.resumes(other) == [8, 4, 3]
@@ -219,7 +218,7 @@ def test_deleting_the_only_conversation_leaves_nothing(shelf: Shelf) -> None:
     for stop in (2, 3, 6, 7, 12):
         shelf.put(LONG[:stop], resumable=True)
     head = shelf.head(LONG[:11])
-    shelf.store.release(head)
+    shelf.store.conversations.release(head)
     assert not len(shelf.store)
 
 
@@ -240,7 +239,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
         shelf.put(LONG[:4], resumable=True, exact=exact)
     assert head.block is shelf.block(LONG)
     assert all(block.stored for block in shelf.store)
-    assert shelf.disk.used_bytes == shelf.copied_bytes()
+    assert shelf.disk.budget.used_bytes == shelf.copied_bytes()
     again = shelf.reopened()
     assert again.fetch(LONG) == [state_of(end, resumable=False) for end in ends(LONG, 4)]
     again.disk.close()

@@ -202,7 +202,7 @@ class KvManager:
         fetched = turn.fetch.sources if turn.fetch else {}
         read = turn.fetch.records if turn.fetch else {}
         names = (fetched[each.key] for each in restored if each.key in read)
-        return self._store.slower(self._store.tiers[0].name, *names)
+        return self._store.tiers.slower(self._store.tiers[0].name, *names)
 
     def _restore_all(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> list[Block]:
         """Restore blocks up to the first that cannot be; the rest is computed."""
@@ -285,7 +285,7 @@ class KvManager:
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of
         them are there."""
-        if self._store.is_congested:
+        if self._store.tiers.is_congested:
             return False  # the writer says when it has caught up
         for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
             if idle.offloaded.tokens < len(idle.tokens):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rekindle.engine.base import Sampler, Sequence
 from rekindle.engine.sampling import Sampled
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished
 from rekindle.runtime.checkpoints import Checkpoints

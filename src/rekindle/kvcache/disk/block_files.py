@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from rekindle.errors import CorruptBlock
+from rekindle.kvcache.block import KEY_BYTES, chain_key
 from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
@@ -21,7 +22,6 @@ from rekindle.kvcache.codec import (
     verify,
 )
 from rekindle.kvcache.disk.files import Files, is_temporary
-from rekindle.kvcache.key import KEY_BYTES, chain_key
 from rekindle.tokens import Tokens
 
 MOST_QUARANTINE = 16  # bad files kept for a look at them
