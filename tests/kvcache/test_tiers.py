@@ -98,10 +98,10 @@ class Tiers(RuleBasedStateMachine):
         return []
 
     def advance(self) -> None:
-        """Let tiers work that do so when they are told to."""
+        """Let tiers work that do so only when asked to."""
 
     def take_in(self, *, wait: bool = False) -> None:
-        """Take in what the tiers did; at least one thing when told to wait."""
+        """Take in what the tiers did; wait for at least one thing if asked to."""
         self.advance()
         with suppress(Empty):
             while True:
@@ -232,7 +232,7 @@ class Tiers(RuleBasedStateMachine):
                 entry = self.entries.by_key(root, key)
                 assert entry is not None
                 if entry.block is None or not entry.block.stored:
-                    del self.pins[key]  # it was never told stored
+                    del self.pins[key]  # it was never reported stored
         self.close()
         self.open()
         assert {block.key for block in self.store} == stored

@@ -81,7 +81,7 @@ class MemoryTier(BaseTier):
 
     def _write(self, write: Write) -> None:
         if self.failure != "ok":
-            self._on_event(WriteFailed(self.name, (write,), self.failure, "it was told to"))
+            self._on_event(WriteFailed(self.name, (write,), self.failure, "a test wants it"))
             return
         self.shelf[write.key] = b"".join(seal(write.record, SECRET))
         self._on_event(Written(self.name, (write,)))

@@ -1,5 +1,4 @@
-"""Conversations and the blocks they end in: where their state begins to be theirs alone, what they
-take, and what may be pinned."""
+"""Conversations and the blocks they end in: what deleting one frees, and what pins take."""
 
 from __future__ import annotations
 
