@@ -15,10 +15,8 @@ from rekindle.kvcache.entry import (
     Draft,
     Entry,
     Name,
-    Reply,
     decode_replies,
     encode_replies,
-    newest_replies,
 )
 from rekindle.kvcache.entry_index import EntryIndex
 from rekindle.kvcache.store import Store
@@ -62,17 +60,14 @@ class Entries:
         return [entry for entry in self.index.of(namespace) if not entry.has_expired(self._clock)]
 
     def by_key(self, namespace: bytes, key: str) -> Entry | None:
-        return self._living(self.index.by_key(namespace, key))
+        return _living(self.index.by_key(namespace, key), self._clock)
 
     def any_by_key(self, namespace: bytes | None, key: str) -> Entry | None:
         """Expired or not."""
         return self.index.by_key(namespace, key)
 
     def by_name(self, namespace: bytes, name: Name) -> Entry | None:
-        return self._living(self.index.by_name(namespace, name))
-
-    def _living(self, entry: Entry | None) -> Entry | None:
-        return None if entry is None or entry.has_expired(self._clock) else entry
+        return _living(self.index.by_name(namespace, name), self._clock)
 
     def has_expired(self, namespace: bytes, key: str) -> bool:
         """Whether this key once named an entry that has outlived its time."""
@@ -101,7 +96,7 @@ class Entries:
                 return None
             self.index.add(entry)
             self._conversations.attach(entry)
-        self._learn(entry, draft.replies if entry.text == draft.text else ())
+        self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
         _update(entry, draft)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
@@ -109,13 +104,6 @@ class Entries:
         self._journal.save(entry)
         self._make_room()
         return entry
-
-    def _learn(self, entry: Entry, new: tuple[Reply, ...]) -> None:
-        """Remember replies of an entry beside those it knows: one conversation may have been
-        delivered more than once, each time with ids of its own."""
-        known = newest_replies((*entry.replies, *new))
-        if known != entry.replies:
-            self.index.set_replies(entry, known)
 
     def _supersede(self, entry: Entry, left_behind: Iterable[Entry | None]) -> None:
         """Forget free entries that this one goes on from, or that have lost their name to it."""
@@ -201,10 +189,14 @@ class Entries:
             entry = _from_row(row, self._clock)
             self.index.add(entry)
             self._conversations.attach(entry)
-            self._learn(entry, decode_replies(row.replies))
+            self.index.add_replies(entry, decode_replies(row.replies))
             for name in row.names:
                 self.index.set_name(entry, name)
         self._make_room()  # the budget may have become smaller
+
+
+def _living(entry: Entry | None, clock: Clock) -> Entry | None:
+    return None if entry is None or entry.has_expired(clock) else entry
 
 
 def _new_entry(draft: Draft, clock: Clock) -> Entry:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Generic, TypeVar
 
-from rekindle.kvcache.entry import Clock, Entry, Name, Reply
+from rekindle.kvcache.entry import Clock, Entry, Name, Reply, newest_replies
 from rekindle.tokens import Tokens, common_bytes
 
 MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
@@ -179,13 +179,18 @@ class EntryIndex:
             del entry.names[oldest], self._by_name[entry.namespace, oldest]
         return before if before is not entry else None
 
-    def set_replies(self, entry: Entry, replies: tuple[Reply, ...]) -> None:
+    def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
+        """Remember replies beside those the entry knows: one conversation may have been delivered
+        more than once, each time with ids of its own."""
+        known = newest_replies((*entry.replies, *new))
+        if known == entry.replies:
+            return
         cost_bytes = entry.cost_bytes
         with self._lock:
             index = self._replies.setdefault(entry.namespace, ReplyIndex())
             index.drop(entry, entry.replies)
-            index.put(entry, replies)
-        entry.replies = replies
+            index.put(entry, known)
+        entry.replies = known
         self._count(entry.namespace, entry.cost_bytes - cost_bytes)
 
     def _count(self, namespace: bytes, more_bytes: int) -> None:
