@@ -15,9 +15,8 @@ import numpy as np
 
 from rekindle.engine.base import Blob, EngineOptions, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.kvcache.block import Block, WriteBack
+from rekindle.kvcache.block import Block, WriteBack, chain_key
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Fetch, TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier

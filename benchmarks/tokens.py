@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import TokenBuffer, Tokens

@@ -27,6 +27,21 @@ ALLOWED = {
     ("cli/cache.py", "rekindle.kvcache.disk.secret"),
 }
 
+#: Files that see tiers through their interface alone.
+TIER_CLIENTS = [
+    *(
+        SOURCE / "kvcache" / f"{name}.py"
+        for name in ("store", "placement", "tier_events", "tiered", "conversations")
+    ),
+    *(SOURCE / "runtime").rglob("*.py"),
+]
+
+#: Files of those that may name a tier, each with its reason.
+MAY_NAME_TIERS = {
+    "runtime/storage.py",  # it composes the tiers
+    "runtime/admin.py",  # it reports the bytes of each tier in a field of its own
+}
+
 #: Folders of tests that are about the whole program, or help the others.
 NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench"}
 
@@ -121,7 +136,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def test_there_is_something_to_look_at() -> None:
     assert {part for part in PARTS if (SOURCE / part).is_dir()} == set(PARTS)
-    assert "rekindle.kvcache.key" in imported(SOURCE / "kvcache" / "store.py")
+    assert "rekindle.kvcache.block" in imported(SOURCE / "kvcache" / "store.py")
     assert "rekindle.server.app" in imported_modules(SOURCE / "server" / "launch.py")
 
 
@@ -238,6 +253,37 @@ def test_no_engine_is_named_outside_the_engines() -> None:
     ]
     assert [line for line in named if not line.startswith("engine/registry.py: ")] == []
     assert len(named) <= 1
+
+
+def tiers_named(path: Path) -> set[str]:
+    """The tiers that a file imports, or names in a string of its own."""
+    tiers = {each.stem for each in (SOURCE / "kvcache" / "tiers").glob("*.py")}
+    tiers -= {"__init__", "base", "budget"}
+    modules = {f"rekindle.kvcache.tiers.{tier}" for tier in tiers}
+    constants = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    found = {module for module in imported(path) if module.startswith(tuple(modules))}
+    return found | (constants & tiers)
+
+
+def test_only_the_composition_knows_which_tiers_there_are() -> None:
+    met = {
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path in TIER_CLIENTS
+        if str(path.relative_to(SOURCE)) not in MAY_NAME_TIERS
+        for name in tiers_named(path)
+    }
+    assert met == set()
+
+
+def test_each_named_tier_would_be_seen() -> None:
+    assert tiers_named(SOURCE / "runtime" / "storage.py") == {
+        f"rekindle.kvcache.tiers.{name}" for name in ("disk.DiskTier", "disk", "ram.RamTier", "ram")
+    }
+    assert tiers_named(SOURCE / "kvcache" / "tiers" / "ram.py") == {"ram"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

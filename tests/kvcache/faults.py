@@ -1,4 +1,4 @@
-"""System calls that keep a record, and fail when they are told to."""
+"""System calls that keep a record, and fail where a test wants it."""
 
 from __future__ import annotations
 

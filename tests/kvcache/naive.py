@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import strategies as st
 
-from rekindle.kvcache import key, store
-from rekindle.kvcache import tree as index
+from rekindle.kvcache import block as blocks
+from rekindle.kvcache import conversations, store, tiered, tree
 from rekindle.kvcache.block import Block
-from rekindle.kvcache.tree import Index
+from rekindle.kvcache.tree import Tree
 from rekindle.tokens import Tokens
 
 Ids = tuple[int, ...]
@@ -59,12 +59,12 @@ def goes_another_way(paths: Collection[Ids], request: Ids) -> bool:
     )
 
 
-class Tree:
-    """An index and the paths of the blocks in it."""
+class PathTree:
+    """A tree and the paths of the blocks in it."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.index = Index(block_tokens)
+        self.tree = Tree(block_tokens)
         self.blocks: dict[Ids, Block] = {}
 
     def add(self, tokens: Ids, exact: Callable[[Ids], bool] = lambda _path: False) -> None:
@@ -72,7 +72,7 @@ class Tree:
             if path not in self.blocks:
                 above = self.blocks.get(parent_of(path, self.block_tokens))
                 tokens_of = Tokens.of(last_block(path, self.block_tokens))
-                block = self.index.add(ROOT, above, tokens_of, 1, exact=exact(path))
+                block = self.tree.add(ROOT, above, tokens_of, 1, exact=exact(path))
                 self.blocks[path] = block
 
     def leaves(self) -> list[Ids]:
@@ -80,18 +80,18 @@ class Tree:
         return sorted(path for path in self.blocks if path not in parents)
 
     def remove(self, path: Ids) -> None:
-        self.index.remove(self.blocks.pop(path))
+        self.tree.remove(self.blocks.pop(path))
 
 
 @contextmanager
 def few_names(names: int) -> Iterator[None]:
     """Let blocks have so many different keys only; with one, all of them collide."""
-    real = key.chain_key
+    real = blocks.chain_key
 
     def stub(parent: bytes, tokens: Tokens) -> bytes:
         return bytes([real(parent, tokens)[0] % names])
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (key, index, store):
+        for module in (blocks, tree, store, tiered, conversations):
             patch.setattr(module, "chain_key", stub)
         yield

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache import codec
+from rekindle.kvcache.block import KEY_BYTES
 from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
@@ -25,7 +26,6 @@ from rekindle.kvcache.codec import (
     seal,
     verify,
 )
-from rekindle.kvcache.key import KEY_BYTES
 from rekindle.tokens import Tokens
 
 SECRET = b"s" * 32

@@ -10,17 +10,17 @@ from rekindle.kvcache.plan import Live, Plan, resolve, resolve_exact
 from rekindle.kvcache.tree import Match
 from rekindle.tokens import Tokens
 
-from .naive import ROOT, Ids, Tree, block_sizes, common, longest, runs
+from .naive import ROOT, Ids, PathTree, block_sizes, common, longest, runs
 
 NOTHING_STORED = Match((), 0, diverged=False)
 many_runs = st.lists(runs, max_size=6)
 
 
-def tree_of(stored: list[Ids], block_tokens: int, exact: set[Ids] | None = None) -> Tree:
-    tree = Tree(block_tokens)
+def tree_of(stored: list[Ids], block_tokens: int, exact: set[Ids] | None = None) -> PathTree:
+    paths = PathTree(block_tokens)
     for run in stored:
-        tree.add(run, exact=lambda path: path in (exact or ()))
-    return tree
+        paths.add(run, exact=lambda path: path in (exact or ()))
+    return paths
 
 
 def check_blocks(blocks: tuple[Block, ...], start: int, stop: int, request: Ids) -> None:
@@ -36,11 +36,11 @@ def check_blocks(blocks: tuple[Block, ...], start: int, stop: int, request: Ids)
 def test_the_longest_prefix_is_reused_wherever_it_is(
     stored: list[Ids], held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    tree = tree_of(stored, block_tokens)
+    paths = tree_of(stored, block_tokens)
     live = [Live(tokens, Tokens.of(tokens)) for tokens in held]
-    match = tree.index.match(ROOT, Tokens.of(request))
+    match = paths.tree.match(ROOT, Tokens.of(request))
     plan = resolve(Tokens.of(request), match, live, block_tokens=block_tokens)
-    in_store, on_device = longest(tree.blocks, request), longest(held, request)
+    in_store, on_device = longest(paths.blocks, request), longest(held, request)
     assert plan.reused_tokens == plan.matched_tokens == max(in_store, on_device) <= len(request)
     assert (plan.share is None) == (plan.shared_tokens == 0)
     if plan.share is not None:
@@ -57,12 +57,12 @@ def test_the_longest_prefix_is_reused_wherever_it_is(
 def test_deciding_changes_nothing(
     stored: list[Ids], held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    tree = tree_of(stored, block_tokens)
+    paths = tree_of(stored, block_tokens)
     live = [Live(number, Tokens.of(tokens)) for number, tokens in enumerate(held)]
-    match = tree.index.match(ROOT, Tokens.of(request))
+    match = paths.tree.match(ROOT, Tokens.of(request))
     first = resolve(Tokens.of(request), match, live, block_tokens=block_tokens)
     assert first == resolve(Tokens.of(request), match, iter(live), block_tokens=block_tokens)
-    assert match == tree.index.match(ROOT, Tokens.of(request))
+    assert match == paths.tree.match(ROOT, Tokens.of(request))
     assert live == [Live(number, Tokens.of(tokens)) for number, tokens in enumerate(held)]
 
 
@@ -80,7 +80,7 @@ def test_a_live_sequence_goes_another_way_when_both_go_on(
 def test_what_the_store_says_of_diverging_is_passed_on(
     stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    match = tree_of(stored, block_tokens).index.match(ROOT, Tokens.of(request))
+    match = tree_of(stored, block_tokens).tree.match(ROOT, Tokens.of(request))
     plan: Plan[object] = resolve(Tokens.of(request), match, [], block_tokens=block_tokens)
     if plan.reused_tokens:
         assert plan.diverged == match.diverged
@@ -88,7 +88,7 @@ def test_what_the_store_says_of_diverging_is_passed_on(
 
 
 def test_the_device_is_preferred_when_the_store_has_no_more() -> None:
-    match = tree_of([(1, 2, 3, 4)], 2).index.match(ROOT, Tokens.of([1, 2, 3, 4]))
+    match = tree_of([(1, 2, 3, 4)], 2).tree.match(ROOT, Tokens.of([1, 2, 3, 4]))
     plan = resolve(
         Tokens.of([1, 2, 3, 4]), match, [Live("here", Tokens.of([1, 2, 3, 4]))], block_tokens=2
     )
@@ -96,7 +96,7 @@ def test_the_device_is_preferred_when_the_store_has_no_more() -> None:
 
 
 def test_a_live_part_of_one_block_is_not_worth_sharing_when_the_block_is_restored() -> None:
-    match = tree_of([(1, 2, 3, 4)], 4).index.match(ROOT, Tokens.of([1, 2, 3, 4]))
+    match = tree_of([(1, 2, 3, 4)], 4).tree.match(ROOT, Tokens.of([1, 2, 3, 4]))
     plan = resolve(
         Tokens.of([1, 2, 3, 4]), match, [Live("here", Tokens.of([1, 2, 3]))], block_tokens=4
     )
@@ -106,7 +106,7 @@ def test_a_live_part_of_one_block_is_not_worth_sharing_when_the_block_is_restore
 
 def test_nothing_is_reused_for_an_empty_prompt() -> None:
     live = [Live("here", Tokens.of([1, 2]))]
-    match = tree_of([(1, 2, 3)], 2).index.match(ROOT, Tokens())
+    match = tree_of([(1, 2, 3)], 2).tree.match(ROOT, Tokens())
     assert resolve(Tokens(), match, live, block_tokens=2) == Plan.nothing()
     assert resolve_exact(match, step_tokens=2) == Plan.nothing()
 
@@ -125,15 +125,17 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
     data: st.DataObject,
 ) -> None:
     step_tokens = block_tokens * blocks_a_step
-    paths = {run[:stop] for run in stored for stop in range(1, len(run) + 1)}
-    decoded = data.draw(st.sets(st.sampled_from(sorted(paths)))) if paths else set()
-    tree = tree_of(stored, block_tokens, paths - decoded)
-    match = tree.index.match(ROOT, Tokens.of(request))
+    ends = {run[:stop] for run in stored for stop in range(1, len(run) + 1)}
+    decoded = data.draw(st.sets(st.sampled_from(sorted(ends)))) if ends else set()
+    paths = tree_of(stored, block_tokens, ends - decoded)
+    match = paths.tree.match(ROOT, Tokens.of(request))
     plan: Plan[object] = resolve_exact(match, step_tokens=step_tokens)
     usable = [
         stop
         for stop in range(0, len(request) + 1, step_tokens)
-        if all(is_exact(tree, request[:end]) for end in range(block_tokens, stop + 1, block_tokens))
+        if all(
+            is_exact(paths, request[:end]) for end in range(block_tokens, stop + 1, block_tokens)
+        )
     ]
     assert plan.reused_tokens == max(usable)
     assert plan.matched_tokens == match.tokens
@@ -147,12 +149,12 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
 
 
 def test_an_exact_block_of_which_only_a_part_matches_is_not_reused() -> None:
-    tree = tree_of([(1, 2, 3, 4)], 2, {(1, 2), (1, 2, 3, 4)})
+    paths = tree_of([(1, 2, 3, 4)], 2, {(1, 2), (1, 2, 3, 4)})
     for request in ((1, 2, 3), (1, 2, 3, 9), (1, 2, 9, 9)):
-        match = tree.index.match(ROOT, Tokens.of(request))
+        match = paths.tree.match(ROOT, Tokens.of(request))
         assert resolve_exact(match, step_tokens=2).reused_tokens == 2
         assert resolve_exact(match, step_tokens=4).reused_tokens == 0
 
 
-def is_exact(tree: Tree, path: Ids) -> bool:
-    return path in tree.blocks and tree.blocks[path].exact
+def is_exact(paths: PathTree, path: Ids) -> bool:
+    return path in paths.blocks and paths.blocks[path].exact

@@ -11,10 +11,9 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from rekindle.kvcache.block import Block, PrefixHandle, WriteBack
+from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain_key
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -39,16 +38,16 @@ def state_of(path: Ids, *, resumable: bool) -> bytes:
     return cells + (pack(path).ljust(CHECKPOINT_BYTES, b"!") if resumable else b"")
 
 
-class Shelf:
+class DiskStore:
     """A store with a disk below it."""
 
     def __init__(
         self, folder: Path, *, ram_bytes: int = PLENTY_BYTES, disk_bytes: int = PLENTY_BYTES
     ) -> None:
         self.folder = folder
-        self.news: SimpleQueue[TierEvent] = SimpleQueue()
+        self.events: SimpleQueue[TierEvent] = SimpleQueue()
         opened = open_folder(folder, b"model", limit_bytes=disk_bytes)
-        self.disk = DiskTier(opened, self.news.put)
+        self.disk = DiskTier(opened, self.events.put)
         self.store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(ram_bytes), self.disk])
         self.store.load()
 
@@ -73,10 +72,10 @@ class Shelf:
             parent = chain_key(parent, packed)
         return kept
 
-    def head(self, path: Ids, *, pinned: bool = False) -> PrefixHandle:
-        head = PrefixHandle(ROOT, Tokens.of(path), pinned=pinned)
-        self.store.attach(head)
-        return head
+    def attach(self, path: Ids, *, pinned: bool = False) -> PrefixHandle:
+        handle = PrefixHandle(ROOT, Tokens.of(path), pinned=pinned)
+        self.store.conversations.attach(handle)
+        return handle
 
     def resumes(self, path: Ids) -> list[int]:
         return [block.stop for block in self.store.checkpoints(ROOT, Tokens.of(path))]
@@ -87,11 +86,11 @@ class Shelf:
             key = chain_key(key, Tokens.of(last_block(end, BLOCK_TOKENS)))
         return next(block for block in self.store if block.key == key)
 
-    def hear(self, *, wait: bool = False) -> None:
+    def take_in(self, *, wait: bool = False) -> None:
         with suppress(Empty):
             while True:
                 self.store.on_event(
-                    self.news.get(timeout=PATIENCE_S) if wait else self.news.get_nowait()
+                    self.events.get(timeout=PATIENCE_S) if wait else self.events.get_nowait()
                 )
                 wait = False
 
@@ -99,7 +98,7 @@ class Shelf:
         done: list[bool] = []
         self.disk.flush(lambda: done.append(True))
         while not done:
-            self.hear(wait=True)
+            self.take_in(wait=True)
 
     @contextmanager
     def failing(self, code: int) -> Iterator[None]:
@@ -118,7 +117,7 @@ class Shelf:
         blocks = self.store.match(ROOT, Tokens.of(path)).blocks
         fetch = self.store.fetch(blocks)
         while fetch is not None and not fetch.done:
-            self.hear(wait=True)
+            self.take_in(wait=True)
         return [bytes(blob) for block in blocks if (blob := self.store.get(block)) is not None]
 
     def copied_bytes(self) -> int:
@@ -126,17 +125,17 @@ class Shelf:
         on_disk = (block for block in self.store if self.disk.holds(block))
         return sum(block.copies[self.disk.name].size_bytes for block in on_disk)
 
-    def reopened(self) -> Shelf:
+    def reopened(self) -> DiskStore:
         self.flush()
         self.disk.close()
-        return Shelf(self.folder)
+        return DiskStore(self.folder)
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    shelf = Shelf(tmp_path)
-    yield shelf
-    shelf.disk.close()
+def cache(tmp_path: Path) -> Iterator[DiskStore]:
+    cache = DiskStore(tmp_path)
+    yield cache
+    cache.disk.close()
 
 
 # -- budgets ---------------------------------------------------------------------------------------
@@ -148,28 +147,28 @@ def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
     """The block itself is the one that RAM would let go of to make room for its checkpoint."""
     room = CHECKPOINT_BYTES + 2 * BLOCK_TOKENS * CELL_BYTES + 2 * OVERHEAD_BYTES
     for spare in range(0, room, 97):
-        shelf = Shelf(tmp_path / str(spare), ram_bytes=room + 500 - spare)
-        shelf.put(LONG[:4])
-        shelf.put((9, 9, 9, 9))
-        shelf.flush()
-        shelf.put(LONG[:4], resumable=True)
-        assert shelf.store.tiers[0].used_bytes <= shelf.store.tiers[0].limit_bytes
-        shelf.disk.close()
+        cache = DiskStore(tmp_path / str(spare), ram_bytes=room + 500 - spare)
+        cache.put(LONG[:4])
+        cache.put((9, 9, 9, 9))
+        cache.flush()
+        cache.put(LONG[:4], resumable=True)
+        assert cache.store.tiers[0].budget.used_bytes <= cache.store.tiers[0].budget.limit_bytes
+        cache.disk.close()
 
 
 def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
     """One that comes to a block on disk makes room like any other, or stays away."""
-    shelf = Shelf(tmp_path, disk_bytes=LEAST_DISK_BYTES + 200_000)
+    cache = DiskStore(tmp_path, disk_bytes=LEAST_DISK_BYTES + 200_000)
     paths = [(first, 1, 2, 3) for first in range(20)]
     for path in paths:
-        shelf.put(path)
-    shelf.flush()
+        cache.put(path)
+    cache.flush()
     for path in paths:
-        shelf.put(path, resumable=True)
-        assert shelf.disk.used_bytes <= shelf.disk.limit_bytes
-    shelf.flush()
-    assert shelf.disk.used_bytes == shelf.copied_bytes()
-    shelf.disk.close()
+        cache.put(path, resumable=True)
+        assert cache.disk.budget.used_bytes <= cache.disk.budget.limit_bytes
+    cache.flush()
+    assert cache.disk.budget.used_bytes == cache.copied_bytes()
+    cache.disk.close()
 
 
 # -- pins and deletion -----------------------------------------------------------------------------
@@ -184,43 +183,43 @@ def test_a_pin_holds_the_checkpoint_beside_longer_blocks(
     """Others go on from what is pinned; then its own checkpoint must not go in their place. That of
     a reply is one token behind its end."""
     room = 3 * CHECKPOINT_BYTES
-    shelf = Shelf(tmp_path, ram_bytes=room)
+    cache = DiskStore(tmp_path, ram_bytes=room)
     if first == "longer":
-        shelf.put(LONG, resumable=True, write_back=WriteBack.NEVER)
-    head = shelf.head(LONG[:end], pinned=True)
-    shelf.put(LONG[: end - behind], resumable=True, write_back=WriteBack.NEVER)
+        cache.put(LONG, resumable=True, write_back=WriteBack.NEVER)
+    handle = cache.attach(LONG[:end], pinned=True)
+    cache.put(LONG[: end - behind], resumable=True, write_back=WriteBack.NEVER)
     if first == "checkpoint":
-        shelf.put(LONG, resumable=True, write_back=WriteBack.NEVER)
+        cache.put(LONG, resumable=True, write_back=WriteBack.NEVER)
     for other in range(20, 40):
-        shelf.put((other, 1, 2, 3), resumable=True, write_back=WriteBack.NEVER)
-    assert head.block is shelf.block(LONG[: end - behind])
-    assert end - behind in shelf.resumes(LONG)
-    shelf.disk.close()
+        cache.put((other, 1, 2, 3), resumable=True, write_back=WriteBack.NEVER)
+    assert handle.block is cache.block(LONG[: end - behind])
+    assert end - behind in cache.resumes(LONG)
+    cache.disk.close()
 
 
-def test_deleting_a_conversation_takes_its_checkpoints(shelf: Shelf) -> None:
+def test_deleting_a_conversation_takes_its_checkpoints(cache: DiskStore) -> None:
     """Not those of what another begins with."""
     other = (*LONG[:4], 90, 91, 92, 93)
-    shelf.put(LONG[:6], resumable=True)
-    shelf.put(LONG[:7], resumable=True)
-    shelf.put(LONG[:3], resumable=True)
-    shelf.put(LONG[:4], resumable=True)
-    shelf.put(LONG, resumable=True)
-    shelf.put(other, resumable=True)
-    head = shelf.head(LONG)
-    shelf.head(other)
-    shelf.store.release(head)
-    assert {block.stop for block in shelf.store} == {3, 4, 8}
-    assert shelf.resumes(LONG) == [4, 3]
-    assert shelf.resumes(other) == [8, 4, 3]
+    cache.put(LONG[:6], resumable=True)
+    cache.put(LONG[:7], resumable=True)
+    cache.put(LONG[:3], resumable=True)
+    cache.put(LONG[:4], resumable=True)
+    cache.put(LONG, resumable=True)
+    cache.put(other, resumable=True)
+    handle = cache.attach(LONG)
+    cache.attach(other)
+    cache.store.conversations.release(handle)
+    assert {block.stop for block in cache.store} == {3, 4, 8}
+    assert cache.resumes(LONG) == [4, 3]
+    assert cache.resumes(other) == [8, 4, 3]
 
 
-def test_deleting_the_only_conversation_leaves_nothing(shelf: Shelf) -> None:
+def test_deleting_the_only_conversation_leaves_nothing(cache: DiskStore) -> None:
     for stop in (2, 3, 6, 7, 12):
-        shelf.put(LONG[:stop], resumable=True)
-    head = shelf.head(LONG[:11])
-    shelf.store.release(head)
-    assert not len(shelf.store)
+        cache.put(LONG[:stop], resumable=True)
+    handle = cache.attach(LONG[:11])
+    cache.store.conversations.release(handle)
+    assert not len(cache.store)
 
 
 # -- the disk --------------------------------------------------------------------------------------
@@ -229,33 +228,33 @@ def test_deleting_the_only_conversation_leaves_nothing(shelf: Shelf) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
-    shelf: Shelf, code: int, exact: bool
+    cache: DiskStore, code: int, exact: bool
 ) -> None:
     """The file that the block had stands, and so does everything that rests on it."""
-    head = shelf.head(LONG, pinned=True)
-    shelf.put(LONG)
-    shelf.store.write_everything()
-    shelf.flush()
-    with shelf.failing(code):
-        shelf.put(LONG[:4], resumable=True, exact=exact)
-    assert head.block is shelf.block(LONG)
-    assert all(block.stored for block in shelf.store)
-    assert shelf.disk.used_bytes == shelf.copied_bytes()
-    again = shelf.reopened()
+    handle = cache.attach(LONG, pinned=True)
+    cache.put(LONG)
+    cache.store.write_everything()
+    cache.flush()
+    with cache.failing(code):
+        cache.put(LONG[:4], resumable=True, exact=exact)
+    assert handle.block is cache.block(LONG)
+    assert all(block.stored for block in cache.store)
+    assert cache.disk.budget.used_bytes == cache.copied_bytes()
+    again = cache.reopened()
     assert again.fetch(LONG) == [state_of(end, resumable=False) for end in ends(LONG, 4)]
     again.disk.close()
 
 
 def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_says(
-    shelf: Shelf,
+    cache: DiskStore,
 ) -> None:
-    shelf.put(LONG)
-    shelf.store.write_everything()
-    shelf.flush()
-    with shelf.failing(errno.EIO):
-        shelf.put(LONG[:4], resumable=True)
-    block = shelf.block(LONG[:4])
-    held = shelf.store.get(block)
+    cache.put(LONG)
+    cache.store.write_everything()
+    cache.flush()
+    with cache.failing(errno.EIO):
+        cache.put(LONG[:4], resumable=True)
+    block = cache.block(LONG[:4])
+    held = cache.store.get(block)
     assert held is not None
     assert bytes(held) == state_of(LONG[:4], resumable=block.resumable)
     assert block.size_bytes == len(held)
@@ -264,25 +263,25 @@ def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_s
 def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt(
     tmp_path: Path,
 ) -> None:
-    shelf = Shelf(tmp_path)
-    shelf.put(LONG)
-    shelf = shelf.reopened()
-    blocks = shelf.store.match(ROOT, Tokens.of(LONG)).blocks
+    cache = DiskStore(tmp_path)
+    cache.put(LONG)
+    cache = cache.reopened()
+    blocks = cache.store.match(ROOT, Tokens.of(LONG)).blocks
     with pytest.MonkeyPatch.context() as patch:
-        read = shelf.disk.folder.block_files.read
+        read = cache.disk.folder.block_files.read
         order: list[tuple[bytes, int]] = []
 
         def later(key: bytes, size_bytes: int) -> Record:
             order.append((key, size_bytes))
             raise OSError(errno.EMFILE, "no handles")
 
-        patch.setattr(shelf.disk.folder.block_files, "read", later)
-        fetch = shelf.store.fetch(blocks)
+        patch.setattr(cache.disk.folder.block_files, "read", later)
+        fetch = cache.store.fetch(blocks)
         assert fetch is not None
-        told = shelf.news.get(timeout=PATIENCE_S)
+        event = cache.events.get(timeout=PATIENCE_S)
     before = {key: read(key, size) for key, size in order}
-    shelf.put(LONG[:4], resumable=True)
-    shelf.flush()
+    cache.put(LONG[:4], resumable=True)
+    cache.flush()
     for key, size in order:  # what the readers find that come before the rename, and after it
         try:
             read(key, size)
@@ -290,13 +289,13 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
         except Exception as error:
             fetch.bad[key] = str(error)
     assert fetch.bad
-    shelf.store.on_event(told)
+    cache.store.on_event(event)
     assert not fetch.bad
-    assert shelf.disk.counts.corrupt_blocks == 0
-    assert len(shelf.store) == 3
+    assert cache.disk.counts.corrupt_blocks == 0
+    assert len(cache.store) == 3
     fetch.records[blocks[0].key] = before[blocks[0].key]  # it was read just before
     fetch.pending = 1
-    shelf.store.on_event(told)
+    cache.store.on_event(event)
     assert blocks[0].key not in fetch.records
-    assert len(shelf.store) == 3
-    shelf.disk.close()
+    assert len(cache.store) == 3
+    cache.disk.close()

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rekindle.kvcache import key as keys
-from rekindle.kvcache.block import Block
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache import block as blocks
+from rekindle.kvcache.block import Block, chain_key
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens, pack
@@ -38,7 +37,7 @@ PLENTY_BYTES = 1 << 20
 def name(path: Ids) -> bytes:
     key = ROOT
     for end in ends(path, BLOCK_TOKENS):
-        key = keys.chain_key(key, Tokens.of(last_block(end, BLOCK_TOKENS)))
+        key = blocks.chain_key(key, Tokens.of(last_block(end, BLOCK_TOKENS)))
     return key
 
 
@@ -130,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
     def could_fit(self, path: Ids, blob: bytes) -> bool:
         """Whether the chain up to this block is within the budget by itself."""
         chain = [(end, self.kept[end].blob) for end in ends(path, BLOCK_TOKENS)[:-1]]
-        return cost(*chain, (path, blob)) <= self.store.tiers[0].limit_bytes
+        return cost(*chain, (path, blob)) <= self.store.tiers[0].budget.limit_bytes
 
     @rule(data=st.data(), tail=runs)
     def put_without_a_full_parent(self, data: st.DataObject, tail: Ids) -> None:
@@ -184,7 +183,8 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_budget_holds(self) -> None:
         blobs = [(path, kept.blob) for path, kept in self.kept.items()]
-        assert cost(*blobs) == self.store.tiers[0].used_bytes <= self.store.tiers[0].limit_bytes
+        budget = self.store.tiers[0].budget
+        assert cost(*blobs) == budget.used_bytes <= budget.limit_bytes
 
     @invariant()
     def no_tail_is_kept_beside_a_block_that_covers_it(self) -> None:
@@ -259,9 +259,9 @@ def test_a_block_replaced_by_a_bigger_one_is_paid_for() -> None:
         assert put(store, (token,) * 3, bytes(10))
     assert put(store, (2, 2, 2), bytes(11), exact=True)
     assert len(store) == 2
-    assert store.tiers[0].used_bytes <= store.tiers[0].limit_bytes
+    assert store.tiers[0].budget.used_bytes <= store.tiers[0].budget.limit_bytes
     assert store.counts.evicted_blocks == 1
-    assert not put(store, (1, 1, 1), bytes(store.tiers[0].limit_bytes), exact=True)
+    assert not put(store, (1, 1, 1), bytes(store.tiers[0].budget.limit_bytes), exact=True)
     assert len(store) == 2
 
 
@@ -338,7 +338,7 @@ def test_a_block_that_can_never_fit_evicts_nothing() -> None:
     store = room_for(4)
     for path in ((1, 1, 1), (1, 1, 1, 2, 2, 2), (3, 3, 3)):
         assert put(store, path, bytes(10))
-    assert not put(store, (1, 1, 1, 2, 2, 2, 4), bytes(store.tiers[0].limit_bytes // 2))
+    assert not put(store, (1, 1, 1, 2, 2, 2, 4), bytes(store.tiers[0].budget.limit_bytes // 2))
     assert len(store) == 3
     assert store.counts == StoreCounts(stored_blocks=3, stored_bytes=30, refused_blocks=1)
 
@@ -369,7 +369,7 @@ def test_a_very_long_chain_can_be_dropped() -> None:
         assert store.put(ROOT, parent, Tokens.of([token]), b"", exact=False)
         parent = chain_key(parent, Tokens.of([token]))
     store.drop(store.match(ROOT, Tokens.of([0])).blocks[0])
-    assert len(store) == store.tiers[0].used_bytes == 0
+    assert len(store) == store.tiers[0].budget.used_bytes == 0
 
 
 def test_what_was_evicted_can_be_stored_again() -> None:

@@ -16,12 +16,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rekindle.kvcache.block import Block, WriteBack, chain
-from rekindle.kvcache.clock import Clock
+from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, Record, parse_header
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier, TierEvent, TierState
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -100,10 +99,10 @@ class Tiers(RuleBasedStateMachine):
         return []
 
     def advance(self) -> None:
-        """Let tiers work that do so when they are told to."""
+        """Let tiers work that do so only when asked to."""
 
     def take_in(self, *, wait: bool = False) -> None:
-        """Take in what the tiers did; at least one thing when told to wait."""
+        """Take in what the tiers did; wait for at least one thing if asked to."""
         self.advance()
         with suppress(Empty):
             while True:
@@ -114,7 +113,7 @@ class Tiers(RuleBasedStateMachine):
 
     def flush(self) -> None:
         done: list[bool] = []
-        self.store.flush(lambda: done.append(True))
+        self.store.tiers.flush(lambda: done.append(True))
         while not done:
             self.take_in(wait=True)
 
@@ -213,7 +212,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(root=roots, path=runs)
     def delete(self, root: bytes, path: Ids) -> None:
-        entry = self.entries.recall(root, root[:1] + bytes(path))
+        entry = self.entries.index.recall(root, root[:1] + bytes(path))
         if entry is not None and not entry.pinned:
             self.entries.remove(entry)
 
@@ -234,7 +233,7 @@ class Tiers(RuleBasedStateMachine):
                 entry = self.entries.by_key(root, key)
                 assert entry is not None
                 if entry.block is None or not entry.block.stored:
-                    del self.pins[key]  # it was never told stored
+                    del self.pins[key]  # it was never reported stored
         self.close()
         self.open()
         assert {block.key for block in self.store} == stored
@@ -291,7 +290,8 @@ class Tiers(RuleBasedStateMachine):
             return
         for tier in self.store.tiers:
             copies = [block.copies[tier.name] for block in self.store if tier.holds(block)]
-            assert tier.used_bytes == sum(copy.size_bytes for copy in copies) <= tier.limit_bytes
+            used_bytes = sum(copy.size_bytes for copy in copies)
+            assert tier.budget.used_bytes == used_bytes <= tier.budget.limit_bytes
 
     @invariant()
     def every_block_is_somewhere(self) -> None:

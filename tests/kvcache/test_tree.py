@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.key import chain_key
-from rekindle.kvcache.tree import Index, Match
+from rekindle.kvcache.block import chain_key
+from rekindle.kvcache.tree import Match, Tree, shorter
 from rekindle.tokens import Tokens
 
 from .naive import (
     ROOT,
     STRANGER,
     Ids,
-    Tree,
+    PathTree,
     block_sizes,
     common,
     few_names,
@@ -24,22 +24,22 @@ from .naive import (
 many_runs = st.lists(runs, max_size=8)
 
 
-def grown(stored: list[Ids], block_tokens: int) -> Tree:
-    tree = Tree(block_tokens)
+def grown(stored: list[Ids], block_tokens: int) -> PathTree:
+    paths = PathTree(block_tokens)
     for run in stored:
-        tree.add(run)
-    return tree
+        paths.add(run)
+    return paths
 
 
-def check_match(tree: Tree, request: Ids) -> None:
+def check_match(paths: PathTree, request: Ids) -> None:
     """What is found is the longest there is, in blocks that follow each other from the start."""
-    match = tree.index.match(ROOT, Tokens.of(request))
-    assert match.tokens == longest(tree.blocks, request)
-    assert match.diverged == goes_another_way(tree.blocks, request)
+    match = paths.tree.match(ROOT, Tokens.of(request))
+    assert match.tokens == longest(paths.blocks, request)
+    assert match.diverged == goes_another_way(paths.blocks, request)
     stop = 0
     for block in match.blocks:
         assert block.start == stop < match.tokens
-        assert block in tree.blocks.values()
+        assert block in paths.blocks.values()
         stop = block.stop
     held = [token for block in match.blocks for token in block.tokens]
     assert held[: match.tokens] == list(request[: match.tokens])
@@ -57,12 +57,12 @@ def test_the_longest_common_prefix_is_found(
 def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
     stored: list[Ids], block_tokens: int, request: Ids, data: st.DataObject
 ) -> None:
-    tree = grown(stored, block_tokens)
-    for _ in range(data.draw(st.integers(0, len(tree.blocks)))):
-        tree.remove(data.draw(st.sampled_from(tree.leaves())))
-    check_match(tree, request)
-    assert set(tree.index) == set(tree.blocks.values())
-    assert len(tree.index) == len(tree.blocks)
+    paths = grown(stored, block_tokens)
+    for _ in range(data.draw(st.integers(0, len(paths.blocks)))):
+        paths.remove(data.draw(st.sampled_from(paths.leaves())))
+    check_match(paths, request)
+    assert set(paths.tree) == set(paths.blocks.values())
+    assert len(paths.tree) == len(paths.blocks)
 
 
 @pytest.mark.parametrize(
@@ -83,62 +83,62 @@ def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
 def test_a_match_diverges_where_store_and_request_both_go_on(
     request_tokens: Ids, tokens: int, diverged: bool
 ) -> None:
-    match = grown([(1, 2, 3, 4, 5, 6)], 4).index.match(ROOT, Tokens.of(request_tokens))
+    match = grown([(1, 2, 3, 4, 5, 6)], 4).tree.match(ROOT, Tokens.of(request_tokens))
     assert (match.tokens, match.diverged) == (tokens, diverged)
 
 
 def test_a_tail_that_ends_does_not_hide_a_longer_one_that_goes_another_way() -> None:
-    tree = grown([(1, 2), (1, 2, 3)], 4)
-    assert tree.index.match(ROOT, Tokens.of([1, 2, 0])).diverged
-    assert tree.index.match(ROOT, Tokens.of([1, 2, 9])).diverged
+    paths = grown([(1, 2), (1, 2, 3)], 4)
+    assert paths.tree.match(ROOT, Tokens.of([1, 2, 0])).diverged
+    assert paths.tree.match(ROOT, Tokens.of([1, 2, 9])).diverged
 
 
 @given(many_runs, block_sizes, runs)
 def test_nothing_is_found_under_another_root(
     stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
-    index = grown(stored, block_tokens).index
-    assert index.match(STRANGER, Tokens.of(request)) == Match((), 0, diverged=False)
+    tree = grown(stored, block_tokens).tree
+    assert tree.match(STRANGER, Tokens.of(request)) == Match((), 0, diverged=False)
 
 
 @given(many_runs, block_sizes)
 def test_a_match_changes_nothing(stored: list[Ids], block_tokens: int) -> None:
-    tree = grown(stored, block_tokens)
-    before = list(tree.index)
-    first = [tree.index.match(ROOT, Tokens.of(run)) for run in stored]
-    assert first == [tree.index.match(ROOT, Tokens.of(run)) for run in stored]
-    assert list(tree.index) == before
+    paths = grown(stored, block_tokens)
+    before = list(paths.tree)
+    first = [paths.tree.match(ROOT, Tokens.of(run)) for run in stored]
+    assert first == [paths.tree.match(ROOT, Tokens.of(run)) for run in stored]
+    assert list(paths.tree) == before
 
 
 @given(many_runs, block_sizes)
 def test_a_block_is_named_by_the_chain_above_it(stored: list[Ids], block_tokens: int) -> None:
-    tree = grown(stored, block_tokens)
-    for block in tree.index:
+    paths = grown(stored, block_tokens)
+    for block in paths.tree:
         assert block.parent is not None
         assert block.key == chain_key(block.parent.key, block.tokens)
-        assert tree.index.get(block.key) is block
+        assert paths.tree.get(block.key) is block
 
 
 @given(many_runs, block_sizes)
 def test_siblings_that_begin_alike_know_each_other(stored: list[Ids], block_tokens: int) -> None:
-    tree = grown(stored, block_tokens)
-    for block in tree.index:
+    paths = grown(stored, block_tokens)
+    for block in paths.tree:
         assert block.parent is not None
         siblings = [each for each in block.parent.children.values() if each is not block]
-        shorter = {each for each in siblings if block.tokens.startswith(each.tokens)}
+        covered = {each for each in siblings if block.tokens.startswith(each.tokens)}
         longer = {each for each in siblings if each.tokens.startswith(block.tokens)}
-        assert set(tree.index.shorter(block)) == shorter
-        assert set(tree.index.longer(block.parent.key, block.tokens)) == longer
+        assert set(shorter(block)) == covered
+        assert set(paths.tree.longer(block.parent.key, block.tokens)) == longer
 
 
 @given(many_runs, block_sizes, runs)
 def test_a_tail_not_stored_yet_knows_what_covers_it(
     stored: list[Ids], block_tokens: int, tail: Ids
 ) -> None:
-    tree = grown(stored, block_tokens)
-    covering = {path for path in tree.blocks if tail == path[: len(tail)] != path}
-    wanted = {tree.blocks[path] for path in covering if len(path) <= block_tokens}
-    assert set(tree.index.longer(ROOT, Tokens.of(tail))) == wanted
+    paths = grown(stored, block_tokens)
+    covering = {path for path in paths.blocks if tail == path[: len(tail)] != path}
+    wanted = {paths.blocks[path] for path in covering if len(path) <= block_tokens}
+    assert set(paths.tree.longer(ROOT, Tokens.of(tail))) == wanted
 
 
 @given(many_runs, block_sizes, st.lists(runs, max_size=3), st.sampled_from([1, 3, 8]), st.data())
@@ -150,52 +150,52 @@ def test_colliding_keys_never_give_wrong_tokens(
     data: st.DataObject,
 ) -> None:
     with few_names(names):
-        tree = grown(stored, block_tokens)
+        paths = grown(stored, block_tokens)
         for request in (*requests, *stored):
-            check_match(tree, request)
-        for block in tree.blocks.values():
-            for covered in tree.index.shorter(block):
+            check_match(paths, request)
+        for block in paths.blocks.values():
+            for covered in shorter(block):
                 assert common(covered.tokens.ids(), block.tokens.ids()) == len(covered.tokens)
-        while tree.blocks:
-            tree.remove(data.draw(st.sampled_from(tree.leaves())))
+        while paths.blocks:
+            paths.remove(data.draw(st.sampled_from(paths.leaves())))
             for request in requests:
-                check_match(tree, request)
-        assert len(tree.index) == 0
+                check_match(paths, request)
+        assert len(paths.tree) == 0
 
 
 def test_a_root_without_blocks_is_forgotten() -> None:
-    tree = grown([(1, 2), (3,)], 4)
-    for path in tree.leaves():
-        tree.remove(path)
-    assert not tree.index.match(ROOT, Tokens.of([7])).diverged
-    assert list(tree.index.longer(ROOT, Tokens())) == []
+    paths = grown([(1, 2), (3,)], 4)
+    for path in paths.leaves():
+        paths.remove(path)
+    assert not paths.tree.match(ROOT, Tokens.of([7])).diverged
+    assert list(paths.tree.longer(ROOT, Tokens())) == []
 
 
 def test_leaves_go_before_their_parents() -> None:
-    tree = grown([(1, 2, 3)], 2)
+    paths = grown([(1, 2, 3)], 2)
     with pytest.raises(AssertionError, match="leaves go first"):
-        tree.remove((1, 2))
+        paths.remove((1, 2))
 
 
 def test_a_match_holds_a_picture_whole_or_not_at_all() -> None:
     """State in the middle of a picture, as a cancelled prefill leaves it, is of no use."""
     picture = Tokens.of_media(b"a picture", 6, 6)
     prompt = Tokens.of([1, 2, 3]) + picture + Tokens.of([4])
-    index = Index(4)
-    first = index.add(ROOT, None, prompt[:4], 1, exact=False)
-    second = index.add(ROOT, first, prompt[4:8], 1, exact=False, resumable=True)
-    assert index.match(ROOT, prompt) == Match((first,), 3, diverged=False)
-    assert list(index.checkpoints(ROOT, prompt)) == []
-    last = index.add(ROOT, second, prompt[8:], 1, exact=False, resumable=True)
-    assert index.match(ROOT, prompt) == Match((first, second, last), 10, diverged=False)
-    assert list(index.checkpoints(ROOT, prompt)) == [last]
+    tree = Tree(4)
+    first = tree.add(ROOT, None, prompt[:4], 1, exact=False)
+    second = tree.add(ROOT, first, prompt[4:8], 1, exact=False, resumable=True)
+    assert tree.match(ROOT, prompt) == Match((first,), 3, diverged=False)
+    assert list(tree.checkpoints(ROOT, prompt)) == []
+    last = tree.add(ROOT, second, prompt[8:], 1, exact=False, resumable=True)
+    assert tree.match(ROOT, prompt) == Match((first, second, last), 10, diverged=False)
+    assert list(tree.checkpoints(ROOT, prompt)) == [last]
 
 
 def test_another_picture_in_the_same_place_is_another_prefix() -> None:
-    index = Index(4)
+    tree = Tree(4)
     for digest in (b"a picture", b"another one"):
         prompt = Tokens.of([1, 2]) + Tokens.of_media(digest, 4, 4)
-        assert index.match(ROOT, prompt).tokens in (0, 2)
-        first = index.add(ROOT, None, prompt[:4], 1, exact=False)
-        index.add(ROOT, first, prompt[4:], 1, exact=False)
-        assert index.match(ROOT, prompt).tokens == 6
+        assert tree.match(ROOT, prompt).tokens in (0, 2)
+        first = tree.add(ROOT, None, prompt[:4], 1, exact=False)
+        tree.add(ROOT, first, prompt[4:], 1, exact=False)
+        assert tree.match(ROOT, prompt).tokens == 6

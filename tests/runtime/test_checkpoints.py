@@ -135,7 +135,7 @@ def test_checkpoints_stay_within_the_budget() -> None:
     for number in range(30):
         harness.ask([number, *range(100, 300)])
         harness.offload()
-        assert harness.store.tiers[0].used_bytes <= 30_000
+        assert harness.store.tiers[0].budget.used_bytes <= 30_000
 
 
 def test_a_prepared_prompt_is_resumed_at_its_very_end() -> None:
@@ -209,10 +209,10 @@ def test_a_store_that_was_full_for_a_while_is_given_no_block_in_a_wrong_place() 
     turn = harness.submit(said(long, ("system", 0, 20), ("user", 22, 180)), max_tokens=4)
     ram = harness.store.tiers[0]
     assert isinstance(ram, RamTier)
-    limit, ram.limit_bytes = ram.limit_bytes, 0
+    limit, ram.budget.limit_bytes = ram.budget.limit_bytes, 0
     while turn.turn.held_tokens < 22:
         harness.scheduler.step()
-    ram.limit_bytes = limit
+    ram.budget.limit_bytes = limit
     other = harness.submit([*long[:30], 1, 2, 3], max_tokens=1, exact=True)
     harness.run(other, turn)
     harness.offload()

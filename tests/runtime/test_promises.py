@@ -6,8 +6,9 @@ from pathlib import Path
 
 from rekindle.chat.encode import Prompt
 from rekindle.errors import NoRoomForPins
-from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.entries import MOST_NAMES, Draft, Entries
+from rekindle.kvcache.entries import Draft, Entries
+from rekindle.kvcache.entry import Clock
+from rekindle.kvcache.entry_index import MOST_NAMES
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt

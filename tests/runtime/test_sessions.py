@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.chat.encode import Prompt
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
-from rekindle.kvcache.clock import Clock
+from rekindle.kvcache.entry import Clock
 from rekindle.protocol.admin import (
     DeleteEntry,
     EntryInfo,
@@ -308,7 +308,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
     removed = harness.administer(RemoveSession("s"))
     assert isinstance(removed, Removed)
     assert removed.entries == 1
-    assert len(harness.store) == harness.store.tiers[0].used_bytes == 0
+    assert len(harness.store) == harness.store.tiers[0].budget.used_bytes == 0
     assert harness.ask(PROMPT).reused == 0
 
 

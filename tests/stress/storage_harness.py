@@ -68,8 +68,10 @@ class StorageHarness(RuntimeHarness):
 
     def used_bytes_hold(self) -> bool:
         """Whether RAM and disk are within their budgets, as they count themselves."""
-        ram = self.store.tiers[0].used_bytes <= self.store.tiers[0].limit_bytes
-        return ram and (self.disk is None or self.disk.used_bytes <= self.disk.limit_bytes)
+        ram = self.store.tiers[0].budget.used_bytes <= self.store.tiers[0].budget.limit_bytes
+        return ram and (
+            self.disk is None or self.disk.budget.used_bytes <= self.disk.budget.limit_bytes
+        )
 
     def converse(self, seed: int, turns: int = 2) -> Reply:
         """A conversation of its own whose every answer is the cold one."""

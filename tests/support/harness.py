@@ -13,9 +13,9 @@ from typing import Any
 from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.engine.base import Engine
-from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
+from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -171,7 +171,7 @@ class RuntimeHarness:
     def flush(self) -> None:
         """Wait until all that was put is on disk."""
         done: list[bool] = []
-        self.store.flush(lambda: done.append(True))
+        self.store.tiers.flush(lambda: done.append(True))
         while not done:
             self.take_events(wait=True)
 

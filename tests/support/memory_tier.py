@@ -9,17 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from rekindle.errors import CorruptBlock
-from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.block import Block, BlockKind, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES, Record, parse_header, seal, verify
-from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tiers.base import (
+    BaseTier,
     Blob,
     Fetch,
     Fetched,
     Flushed,
     OnEvent,
     StoredBlock,
-    TierBudget,
     TierState,
     Write,
     WriteFailed,
@@ -31,7 +30,7 @@ OVERHEAD_BYTES = 200
 SECRET = b"m" * 32
 
 
-class MemoryTier(TierBudget):
+class MemoryTier(BaseTier):
     """`shelf` is what outlives a restart: sealed blocks by their keys, in the order they came."""
 
     def __init__(
@@ -45,7 +44,6 @@ class MemoryTier(TierBudget):
         super().__init__("memory", limit_bytes, persistent=True)
         self.shelf = {} if shelf is None else shelf
         self.failure: TierState = "ok"  # what the next writes end in
-        self.pending_bytes = 0
         self._on_event = on_event
         self._queue_bytes = queue_bytes
         self._pending: dict[bytes, Write] = {}
@@ -70,9 +68,9 @@ class MemoryTier(TierBudget):
         assert block.parent.is_root or self.holds(block.parent), "parents are put first"
         cost = self.cost(block.tokens, len(blob))
         if self.holds(block):
-            self._count(block, cost)
+            self.budget.resize(block, cost)
         else:
-            self._enter(block, cost, None)
+            self.budget.enter(block, cost, None)
         record = Record(
             block.namespace, block.parent.key, block.tokens, blob, block.exact, block.resumable
         )
@@ -83,16 +81,16 @@ class MemoryTier(TierBudget):
 
     def _write(self, write: Write) -> None:
         if self.failure != "ok":
-            self._on_event(WriteFailed(self.name, (write,), self.failure, "a failure of the test"))
+            self._on_event(WriteFailed(self.name, (write,), self.failure, "a test wants it"))
             return
         self.shelf[write.key] = b"".join(seal(write.record, SECRET))
         self._on_event(Written(self.name, (write,)))
 
     def resize(self, block: Block, kind: BlockKind) -> None:
-        self._count(block, self.cost(block.tokens, kind.size_bytes))
+        self.budget.resize(block, self.cost(block.tokens, kind.size_bytes))
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self._leave(block):
+        if self.budget.leave(block):
             self._forget_pending(block.key)
             self.discard(block.key)
 
@@ -155,7 +153,7 @@ class MemoryTier(TierBudget):
             yield StoredBlock(key, header.parent, header.namespace, Tokens(packed), kind)
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
-        self._enter(block, self.cost(block.tokens, kind.size_bytes), kind)
+        self.budget.enter(block, self.cost(block.tokens, kind.size_bytes), kind)
 
     def close(self) -> None:
         self.advance()

@@ -1,7 +1,8 @@
-"""Blocks in their tree, the copies that tiers hold of them, and the conversations that end in them.
+"""Blocks: their keys, the copies that tiers hold of them, and the conversations that end in them.
 
-A block knows the conversations that end in it and a conversation the block it ends in, so both are
-in this file.
+A key is a hash over everything up to the end of its block; the chain begins in a namespace. A block
+knows the conversations that end in it and a conversation the block it ends in, so both are in this
+file.
 """
 
 from __future__ import annotations
@@ -13,13 +14,37 @@ from enum import IntEnum
 from itertools import count
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from rekindle.tokens import TOKEN_BYTES, Tokens
+
+KEY_BYTES = 32
+
+
+def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes = b"") -> bytes:
+    """The parent of every chain whose states may stand in for each other. Without the server's
+    secret nobody can tell whose it is."""
+    parts = (b"namespace", secret, fingerprint, salt, block_tokens.to_bytes(4, "big"))
+    return blake3(b"".join(map(_framed, parts))).digest()
+
+
+def chain_key(parent: bytes, tokens: Tokens) -> bytes:
+    """The key of the block that holds these tokens after everything `parent` stands for."""
+    return blake3(_BLOCK + _framed(parent) + _framed(tokens.packed)).digest()
+
+
+def _framed(part: bytes) -> bytes:
+    """With its length before it: ("ab", "c") and ("a", "bc") never meet."""
+    return len(part).to_bytes(8, "big") + part
+
+
+_BLOCK = _framed(b"block")
 
 
 class WriteBack(IntEnum):
     """When a block is written to the tiers below the first."""
 
-    NEVER = 0  # it lives and dies in memory
+    NEVER = 0  # it stays in memory only
     LATE = 1  # when memory runs out, or the server stops
     SOON = 2  # behind the turn that computed it
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from rekindle.errors import CorruptBlock
+from rekindle.kvcache.block import KEY_BYTES
 from rekindle.kvcache.disk.files import Buffer
-from rekindle.kvcache.key import KEY_BYTES
 from rekindle.tokens import TOKEN_BYTES, Tokens
 
 MAGIC = b"RKB1"

@@ -5,17 +5,94 @@ It knows its tokens, the rendered text that they stand for, its replies and its 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
 from rekindle.kvcache.block import PrefixHandle
-from rekindle.kvcache.clock import Clock
-from rekindle.kvcache.replies import Reply
 from rekindle.tokens import Tokens
 
 Name = tuple[str, str]  # kind and name
 Segments = tuple[tuple[str, str], ...]
 
 OVERHEAD_BYTES = 2048  # of an entry beside its tokens, its text and its replies
+MOST_REPLIES = 256  # of one conversation: the newest
+MOST_REPLY_BYTES = 1 << 20  # that they take together
+REPLY_OVERHEAD_BYTES = 64  # of a reply beside its message and its keys
+
+
+class Clock:
+    """Two clocks: one that never jumps, for lifetimes; one on the wall, for people and restarts."""
+
+    def steady_s(self) -> float:
+        """Seconds that only go forward, and mean nothing after a restart."""
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        """Seconds since 1970, as far as this machine knows."""
+        return time.time()
+
+
+class Reply(Struct, frozen=True, array_like=True):
+    """One reply in a conversation. What it does not know any more is zero.
+
+    The first `prompt_bytes` of its text and its first `prompt_tokens` are the prompt it was
+    sampled after. With the reply they are the first `end_tokens`, and, when it is nothing but text,
+    the first `end_bytes`.
+    """
+
+    keys: tuple[str, ...]
+    message: bytes  # as JSON; empty when it is nothing but text
+    prompt_bytes: int = 0
+    prompt_tokens: int = 0
+    end_tokens: int = 0
+    end_bytes: int = 0
+
+    @property
+    def cost_bytes(self) -> int:
+        return len(self.message) + sum(map(len, self.keys)) + REPLY_OVERHEAD_BYTES
+
+    def kept(self, common_bytes: int, common_tokens: int) -> Reply | None:
+        """What is true of it in a conversation that shares so much; None: nothing is."""
+        if self.prompt_bytes > common_bytes or self.prompt_tokens > common_tokens:
+            return Reply(self.keys, self.message) if self.message else None
+        if self.end_bytes > common_bytes or self.end_tokens > common_tokens:
+            return replace(self, end_tokens=0, end_bytes=0)
+        return self
+
+
+_reply_encoder = msgspec.msgpack.Encoder()
+_reply_decoder = msgspec.msgpack.Decoder(tuple[Reply, ...])
+
+
+def encode_replies(replies: tuple[Reply, ...]) -> bytes:
+    return _reply_encoder.encode(replies) if replies else b""
+
+
+def decode_replies(raw: bytes) -> tuple[Reply, ...]:
+    """The replies; none when the bytes are not what we wrote."""
+    try:
+        return _reply_decoder.decode(raw) if raw else ()
+    except msgspec.MsgspecError:
+        return ()
+
+
+def newest_replies(replies: Iterable[Reply]) -> tuple[Reply, ...]:
+    """As many of these as one conversation may keep; they come oldest first, and stay so."""
+    return tuple(reversed(list(_within_bounds(dict.fromkeys(replies)))))
+
+
+def _within_bounds(replies: dict[Reply, None]) -> Iterator[Reply]:
+    left = MOST_REPLY_BYTES
+    for reply in list(reversed(replies))[:MOST_REPLIES]:
+        left -= reply.cost_bytes
+        if left < 0:
+            return
+        yield reply
 
 
 class Entry(PrefixHandle):
@@ -70,11 +147,25 @@ class Entry(PrefixHandle):
         """Its first so many token ids."""
         return self.tokens[:count].ids()
 
+    def use(self, clock: Clock) -> None:
+        """Its time begins again."""
+        self.used_s = clock.steady_s()
+        self.last_used_at = clock.wall_s()
+
     def expires_in_s(self, clock: Clock) -> float | None:
-        """The time it has left; None: it has no end, as nothing has that is pinned."""
+        """The time it has left; None: it does not expire, as nothing does that is pinned."""
         if self.ttl_s is None or self.pinned:
             return None
         return self.used_s + self.ttl_s - clock.steady_s()
+
+    def has_expired(self, clock: Clock) -> bool:
+        left = self.expires_in_s(clock)
+        return left is not None and left <= 0
+
+    def expires_at(self, clock: Clock) -> float | None:
+        """When that is on the wall clock."""
+        left = self.expires_in_s(clock)
+        return None if left is None else clock.wall_s() + left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,12 @@ class Placement:
     written late goes down one tier when memory runs out.
     """
 
-    def __init__(self, tree: TieredTree) -> None:
-        self._tree = tree
-        self._index = tree.index
-        self._first, *self._lower = tree.tiers
+    def __init__(self, tiered: TieredTree) -> None:
+        self._tiered = tiered
+        self._tree = tiered.tree
+        self._first, *self._lower = tiered.tiers
         self._under = {
-            tier.name: tree.tiers[level:] for level, tier in enumerate(tree.tiers, start=1)
+            tier.name: tiered.tiers[level:] for level, tier in enumerate(tiered.tiers, start=1)
         }
         self._names_under = {
             name: frozenset(tier.name for tier in tiers) for name, tiers in self._under.items()
@@ -47,7 +47,7 @@ class Placement:
     def _plan(self, block: Block) -> None:
         """Have a block written soon if it is to be. Tails wait in any case: the next turn makes a
         longer one of most of them."""
-        if block.write_back is WriteBack.SOON and self._index.is_full(block):
+        if block.write_back is WriteBack.SOON and self._tree.is_full(block):
             for tier in self._lower:
                 if not tier.holds(block) and tier.takes_writes:
                     self._dirty[tier.name].append(block)
@@ -58,14 +58,14 @@ class Placement:
             dirty = self._dirty[tier.name]
             while dirty and tier.takes_writes and tier.has_queue_room:
                 block = dirty.popleft()
-                if self._tree.knows(block):
+                if self._tiered.knows(block):
                     self._write(tier, block)
 
     def plan_again(self) -> None:
         """Have written what a tier that had failed has missed."""
         for dirty in self._dirty.values():
             dirty.clear()
-        for block in self._index:
+        for block in self._tree:
             self._plan(block)
         self.feed()
 
@@ -75,8 +75,8 @@ class Placement:
 
     def write_everything(self) -> None:
         """Have all written that may be; the order of the index is parents first."""
-        for block in list(self._index):
-            if block.write_back > WriteBack.NEVER and self._tree.knows(block):
+        for block in list(self._tree):
+            if block.write_back > WriteBack.NEVER and self._tiered.knows(block):
                 self.write_down(block)
 
     def _write(self, tier: Tier, block: Block, *needed: Block | None) -> bool:
@@ -87,12 +87,12 @@ class Placement:
         missing = list(takewhile(lambda each: not tier.holds(each), chain(block)))
         for each in reversed(missing):
             is_unwanted = each.write_back is WriteBack.NEVER and each is not block
-            if is_unwanted or self._tree.get(each) is None:
+            if is_unwanted or self._tiered.get(each) is None:
                 return False
             cost = tier.cost(each.tokens, each.size_bytes)
             if not self.make_room(tier, cost, each.parent, *needed):
                 return False
-            blob = self._tree.get(each)  # making room may have taken it
+            blob = self._tiered.get(each)  # making room may have taken it
             if blob is None:
                 return False
             tier.put(each, blob)
@@ -152,15 +152,15 @@ class Placement:
     def make_room(self, tier: Tier, cost: int, *needed: Block | None) -> bool:
         """Empty a tier of leaves: not of pins, not of what is needed, unless it is the first and a
         tier below has it, and of none when that would not do."""
-        if tier.fits(cost):
+        if tier.budget.fits(cost):
             return True
         kept_bytes = self._kept_bytes(needed) if tier is self._first else 0
-        if not tier.could_fit(cost + kept_bytes):
+        if not tier.budget.could_fit(cost + kept_bytes):
             return False
         spared = _Spared(self, tier, needed)
-        while not tier.fits(cost):
-            key = tier.lowest(spared)
-            block = self._index.get(key) if key is not None else None
+        while not tier.budget.fits(cost):
+            key = tier.budget.lowest(spared)
+            block = self._tree.get(key) if key is not None else None
             if block is None:  # all that is left is pinned, or needed
                 return False
             self._give_up(tier, block, needed)
@@ -189,7 +189,7 @@ class Placement:
             if not any(each.holds(block) for each in self._lower):
                 block.write_back = WriteBack.NEVER  # or it would come straight back
         else:
-            self._tree.evict(block)
+            self._tiered.evict(block)
 
     def _demote(self, tier: Tier, block: Block, needed: Needed) -> bool:
         """Whether a tier below has the block, or takes it now; not one whose queue is full, for
@@ -229,5 +229,5 @@ class _Spared:
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        block = self._placement._index.get(key)
+        block = self._placement._tree.get(key)
         return block is None or not self._placement.may_go(self._tier, block, self._needed)

@@ -21,12 +21,12 @@ from rekindle.kvcache.tiers.base import (
 class TierEvents:
     """Called by the engine's thread, with what the threads of the tiers reported."""
 
-    def __init__(self, tree: TieredTree, placement: Placement) -> None:
-        self._tree = tree
-        self._index = tree.index
+    def __init__(self, tiered: TieredTree, placement: Placement) -> None:
+        self._tiered = tiered
+        self._tree = tiered.tree
         self._placement = placement
-        self._first = tree.tiers[0]
-        self._tiers = {tier.name: tier for tier in tree.tiers}
+        self._first = tiered.tiers[0]
+        self._tiers = {tier.name: tier for tier in tiered.tiers}
 
     def on_event(self, event: TierEvent) -> None:
         match event:
@@ -46,20 +46,20 @@ class TierEvents:
     def _on_written(self, event: Written) -> None:
         tier = self._tiers[event.tier]
         for write in event.writes:  # of one that was overtaken since, too
-            copy = block.copies.get(tier.name) if (block := self._index.get(write.key)) else None
+            copy = block.copies.get(tier.name) if (block := self._tree.get(write.key)) else None
             if copy is not None and copy.written is not None:
                 copy.written = write.kind
         for write in tier.complete(event):
-            if block := self._index.get(write.key):
+            if block := self._tree.get(write.key):
                 block.copies[tier.name].written = write.kind
-                self._tree.cover(block)
+                self._tiered.cover(block)
         self._placement.feed()
 
     def _on_write_failed(self, event: WriteFailed) -> None:
         """These are not in the tier, so nothing below them is reachable there either."""
         tier = self._tiers[event.tier]
         for write in tier.complete(event):
-            if block := self._index.get(write.key):
+            if block := self._tree.get(write.key):
                 self._undo(tier, block, write, is_there=event.is_there)
         tier.fail(event)
         self._placement.make_room(tier, 0)
@@ -72,9 +72,9 @@ class TierEvents:
             self._fall_back(tier, block, write.kind if is_there else copy.written)
             return
         blob = write.record.blob
-        if self._first.fits(self._first.cost(block.tokens, len(blob))):
+        if self._first.budget.fits(self._first.cost(block.tokens, len(blob))):
             self._placement.promote(block, blob)  # it may have left too early
-        self._tree.leave(tier, block)
+        self._tiered.leave(tier, block)
 
     def _fall_back(self, tier: Tier, block: Block, kind: BlockKind) -> None:
         """A copy is again what it was: the one before stands, or the new one does and the tier will
@@ -95,7 +95,7 @@ class TierEvents:
             block, tier = fetch.blocks[key], self._tiers[fetch.sources[key]]
             if self._is_there(tier, block) and block.kind == fetch.kinds[key]:
                 tier.counts.corrupt_blocks += 1
-                self._tree.leave(tier, block, quarantine=True)
+                self._tiered.leave(tier, block, quarantine=True)
             else:
                 del fetch.bad[key]  # it left while it was read: no fault of its copy
 
@@ -117,4 +117,4 @@ class TierEvents:
 
     def _is_there(self, tier: Tier, block: Block) -> bool:
         """Whether a tier's copy is the block's, now and for good."""
-        return self._tree.knows(block) and tier.holds(block) and tier.get(block) is None
+        return self._tiered.knows(block) and tier.holds(block) and tier.get(block) is None

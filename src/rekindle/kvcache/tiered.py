@@ -1,15 +1,66 @@
-"""The tree of blocks and the tiers that hold copies of them, kept in step."""
+"""The tiers in order, and the tree of blocks that they hold copies of, kept in step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rekindle.kvcache.block import Block, PrefixHandle, below
-from rekindle.kvcache.tiers.base import Blob, Tier
-from rekindle.kvcache.tree import Index
-from rekindle.tokens import Tokens
+from rekindle.kvcache.block import Block, WriteBack, below, chain_key
+from rekindle.kvcache.tiers.base import Blob, StoredBlock, Tier
+from rekindle.kvcache.tree import Tree, shorter
+
+
+class Tiers(tuple[Tier, ...]):
+    """The tiers of a store, the fastest first."""
+
+    __slots__ = ()
+
+    def get(self, block: Block) -> Blob | None:
+        """The block's state if a tier has it at hand."""
+        for tier in self:
+            if (blob := tier.get(block)) is not None:
+                # A copy may be of a better kind than the block: what comes after is left off.
+                return blob if len(blob) == block.size_bytes else blob[: block.size_bytes]
+        return None
+
+    def source(self, block: Block) -> Tier:
+        """The fastest tier to have a block from; what is at hand counts as in the first."""
+        if self.get(block) is not None:
+            return self[0]
+        return next(tier for tier in self if tier.holds(block))
+
+    def slowest(self, blocks: Iterable[Block]) -> str | None:
+        """Where the one that takes longest to have is."""
+        return self.slower(*(self.source(block).name for block in blocks))
+
+    def slower(self, *names: str) -> str | None:
+        """The slowest of these tiers; None: none was named."""
+        return next((tier.name for tier in reversed(self) if tier.name in names), None)
+
+    def held_bytes(self, namespace: bytes | None) -> dict[str, int]:
+        """What a tenant holds of each tier, or all of them together."""
+        if namespace is None:
+            return {tier.name: tier.budget.used_bytes for tier in self}
+        return {tier.name: tier.budget.held_bytes(namespace) for tier in self}
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether a tier has as much waiting to be written as it may."""
+        return not all(tier.has_queue_room for tier in self)
+
+    def flush(self, then: Callable[[], None]) -> None:
+        """Call back on this thread when all that was written before is done or has failed."""
+        waiting = len(self)
+
+        def flushed() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                then()
+
+        for tier in self:
+            tier.flush(flushed)
 
 
 @dataclass(slots=True)
@@ -26,23 +77,17 @@ class StoreCounts:
 class TieredTree:
     """A block is in the tree as long as one tier holds a copy of it."""
 
-    def __init__(self, index: Index, tiers: Sequence[Tier]) -> None:
-        self.index = index
-        self.tiers = tuple(tiers)  # the fastest first
+    def __init__(self, tree: Tree, tiers: Iterable[Tier]) -> None:
+        self.tree = tree
+        self.tiers = Tiers(tiers)
         self.counts = StoreCounts()
 
     def knows(self, block: Block) -> bool:
-        return self.index.get(block.key) is block
+        return self.tree.get(block.key) is block
 
     def get(self, block: Block) -> Blob | None:
         """The block's state if a tier has it at hand."""
-        if not self.knows(block):
-            return None
-        for tier in self.tiers:
-            if (blob := tier.get(block)) is not None:
-                # A copy may be of a better kind than the block: what comes after is left off.
-                return blob if len(blob) == block.size_bytes else blob[: block.size_bytes]
-        return None
+        return self.tiers.get(block) if self.knows(block) else None
 
     # -- letting go ----------------------------------------------------------------------------
 
@@ -52,9 +97,9 @@ class TieredTree:
         assert above is not None
         for tier in self.tiers:
             tier.remove(block)
-        self.index.remove(block)
+        self.tree.remove(block)
         for handle in block.handles:  # they end above now, or in a sibling that holds their tokens
-            self.index.place(handle, above)
+            self.tree.place(handle, above)
 
     def drop(self, block: Block) -> None:
         """Forget a block that turned out bad, and everything that was computed on top of it."""
@@ -80,38 +125,21 @@ class TieredTree:
             if each not in kept:
                 self.remove(each)
 
-    def release(self, handle: PrefixHandle) -> int:
-        """Forget a conversation's end and all state that is no other's; the bytes freed."""
-        block, top = handle.block, None
-        self.index.lift(handle)
-        while block is not None and not block.is_root and not _is_wanted(block, top):
-            block, top = block.parent, block
-        gone = below(top) if top else []
-        for each in gone:
-            self.remove(each)
-        if block is not None:
-            gone += self._clear_along(block, handle.tokens)
-        return sum(each.size_bytes for each in gone)
-
-    def _clear_along(self, node: Block, tokens: Tokens) -> list[Block]:
-        """Remove what lies under a block along a conversation that is gone, unless another goes
-        through it."""
-        gone = []
-        for child in self.index.along(node, tokens):
-            longer = self.index.longer(node.key, child.tokens)
-            if not any(each.handles for other in (child, *longer) for each in below(other)):
-                gone += below(child)
-                for each in below(child):
-                    self.remove(each)
-        return gone
-
     # -- taking in -----------------------------------------------------------------------------
+
+    def put(self, block: Block, blob: Blob, tiers: Iterable[Tier]) -> None:
+        """Have these tiers take a copy; there is room for it."""
+        for tier in tiers:
+            tier.put(block, blob)
+        self.counts.stored_blocks += 1
+        self.counts.stored_bytes += len(blob)
+        self.cover(block)
 
     def cover(self, block: Block) -> None:
         """Let go of the tails that a block covers; of a persistent one, not before the block is
         stored, and never of a pinned one, which was promised, or of one with a checkpoint. Then let
         the conversations that go through the block end there."""
-        for covered in self.index.shorter(block):
+        for covered in shorter(block):
             replaced = (block.exact or not covered.exact) and not covered.resumable
             needed = covered.is_persistent and not block.stored
             if replaced and not needed and not covered.is_pinned:
@@ -123,15 +151,49 @@ class TieredTree:
         one that a longer block holds may end in it, if it has its checkpoint."""
         above = block.parent
         assert above is not None
-        beside = [handle for tail in self.index.shorter(block) for handle in tail.handles]
+        beside = [handle for tail in shorter(block) for handle in tail.handles]
         if block.resumable:
-            longer = self.index.longer(above.key, block.tokens)
+            longer = self.tree.longer(above.key, block.tokens)
             beside += [handle for other in longer for handle in other.handles]
         for handle in (*above.handles.along(block.tokens), *beside):
-            self.index.place(handle, above)
+            self.tree.place(handle, above)
 
+    # -- after a restart -----------------------------------------------------------------------
 
-def _is_wanted(block: Block, known: Block | None) -> bool:
-    """Whether a conversation ends in this block or below it; in its child `known` none does."""
-    others = (child for child in block.children.values() if child is not known)
-    return bool(block.handles) or any(each.handles for child in others for each in below(child))
+    def load(self) -> None:
+        """Take in what each tier lists, parents first; what cannot be right is removed from it."""
+        for tier in self.tiers:
+            for found in tier.stored():
+                above = None if found.parent == found.namespace else self.tree.get(found.parent)
+                if self._is_sound(tier, found, above):
+                    self._adopt(tier, found, above)
+                else:
+                    tier.discard(found.key)
+
+    def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
+        known = self.tree.get(found.key)
+        fits_in = (
+            above is not None
+            and tier.holds(above)
+            and self.tree.is_full(above)
+            and above.namespace == found.namespace
+        )
+        return (
+            (found.parent == found.namespace or fits_in)
+            and (known is None or not tier.holds(known))
+            and self.tree.could_hold(found.tokens)
+            and found.kind.size_bytes >= 0
+            and chain_key(found.parent, found.tokens) == found.key
+        )
+
+    def _adopt(self, tier: Tier, found: StoredBlock, above: Block | None) -> None:
+        block = self.tree.get(found.key)
+        if block is None:
+            size_bytes, exact, resumable = found.kind
+            block = self.tree.add(
+                found.namespace, above, found.tokens, size_bytes, exact=exact, resumable=resumable
+            )
+            block.write_back = WriteBack.SOON
+        block.kind = block.kind.weaker(found.kind)
+        tier.adopt(block, found.kind)
+        self.cover(block)

@@ -1,4 +1,4 @@
-"""Where is this prefix? A tree of blocks, each under the block before it."""
+"""The tree that finds stored prefixes: each block is under the block before it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.block import NO_HANDLES, Block, Handles, PrefixHandle
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.block import NO_HANDLES, Block, Handles, PrefixHandle, chain_key
 from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
 
 
@@ -20,10 +19,11 @@ class Match:
     diverged: bool  # the store goes on where the request goes another way
 
 
-class Index:
+class Tree:
     """Finds blocks by the tokens they hold; decides nothing about lifetimes."""
 
     def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[bytes, Block] = {}
         self._blocks: dict[bytes, Block] = {}
@@ -45,11 +45,6 @@ class Index:
         """Whether others may follow it; nothing is ever found after a tail."""
         return len(block.tokens.packed) == self._block_bytes
 
-    def split(self, tokens: Tokens) -> list[Tokens]:
-        """A run of tokens, block by block."""
-        size = self._block_bytes // TOKEN_BYTES
-        return [tokens[at : at + size] for at in range(0, len(tokens), size)]
-
     def could_hold(self, tokens: Tokens) -> bool:
         """Whether these are the tokens of a full block or a tail."""
         size = len(tokens.packed)
@@ -69,22 +64,8 @@ class Index:
                 break
             found.append(child)
             node, offset = child, offset + len(chunk)
-        match = self._match_part(node, found, chunk, offset // TOKEN_BYTES)
+        match = _match_part(node, found, chunk, offset // TOKEN_BYTES)
         return _with_whole_media(match, tokens) if tokens.media else match
-
-    @staticmethod
-    def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
-        """The child sharing most with the chunk: in sorted order it is a neighbour of it."""
-        at = bisect_left(node.order, chunk)
-        near = node.order[max(at - 1, 0) : at + 1]
-        shared = [common_prefix(packed, chunk) for packed in near]
-        most = max(shared, default=0)
-        best = [packed for packed, count in zip(near, shared, strict=True) if count == most]
-        cut = most * TOKEN_BYTES
-        diverged = len(chunk) > cut and any(len(packed) > cut for packed in best)
-        if most:
-            found.append(node.children[best[-1]])  # of two that serve, the longer
-        return Match(tuple(found), tokens + most, diverged)
 
     def checkpoints(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
         """Blocks with a checkpoint from which these tokens go on, the longest prefix first; none in
@@ -193,12 +174,6 @@ class Index:
         if known and not root.children and not root.handles:
             del self._roots[root.key]
 
-    def shorter(self, block: Block) -> list[Block]:
-        """Siblings whose tokens are the beginning of this block's: it covers them."""
-        above = block.parent
-        assert above is not None
-        return list(_beginnings(above, block.tokens.packed))
-
     def along(self, node: Block, tokens: Tokens) -> list[Block]:
         """Children that hold the next of these tokens, more of them or fewer; the longest first."""
         chunk = self._next(node, tokens.packed)
@@ -219,6 +194,20 @@ class Index:
         return _longer(above, tokens.packed) if above is not None else iter(())
 
 
+def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
+    """The child sharing most with the chunk: in sorted order it is a neighbour of it."""
+    at = bisect_left(node.order, chunk)
+    near = node.order[max(at - 1, 0) : at + 1]
+    shared = [common_prefix(packed, chunk) for packed in near]
+    most = max(shared, default=0)
+    best = [packed for packed, count in zip(near, shared, strict=True) if count == most]
+    cut = most * TOKEN_BYTES
+    diverged = len(chunk) > cut and any(len(packed) > cut for packed in best)
+    if most:
+        found.append(node.children[best[-1]])  # of two that serve, the longer
+    return Match(tuple(found), tokens + most, diverged)
+
+
 def _with_whole_media(match: Match, tokens: Tokens) -> Match:
     """The match up to the picture that it would cut: state in the middle of one is of no use."""
     most = tokens.whole_media(match.tokens)
@@ -226,6 +215,13 @@ def _with_whole_media(match: Match, tokens: Tokens) -> Match:
         return match
     blocks = tuple(block for block in match.blocks if block.start < most)
     return Match(blocks, most, match.diverged)
+
+
+def shorter(block: Block) -> list[Block]:
+    """Siblings whose tokens are the beginning of this block's: it covers them."""
+    above = block.parent
+    assert above is not None
+    return list(_beginnings(above, block.tokens.packed))
 
 
 def _longer(above: Block, packed: bytes) -> Iterator[Block]:

@@ -178,7 +178,7 @@ class Admin:
             reply(self.info(entry))
             return
         self._store.write_chain(entry.block)
-        self._store.flush(lambda: reply(self.info(entry)))
+        self._store.tiers.flush(lambda: reply(self.info(entry)))
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Admin:
             cache_key=entry.key,
             segments=[Segment(*segment) for segment in entry.segments],
             token_count=count,
-            tier=self._store.slowest_tier(blocks),
+            tier=self._store.tiers.slowest(blocks),
             size_bytes=sum(block.size_bytes for block in blocks),
             held_tokens=min(max((block.stop for block in ends), default=0), count),
             stored_tokens=min(max(stored, default=0), count),
@@ -244,7 +244,7 @@ class Admin:
         for namespace, counts in self._pipeline.statuses.items():
             if view in (None, namespace):
                 turns += counts
-        held = self._store.held_bytes(view)
+        held = self._store.tiers.held_bytes(view)
         stats = Stats(
             entries=len(entries),
             pinned_entries=sum(entry.pinned for entry in entries),

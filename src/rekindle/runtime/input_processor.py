@@ -16,8 +16,8 @@ from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
+from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries import Entries
-from rekindle.kvcache.key import namespace
 from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
@@ -47,7 +47,7 @@ class InputProcessor:
         self._capabilities = capabilities
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._entries = entries
+        self._entries = entries.index
         self._secret = secret
         self._output_format = output_format
 

@@ -157,7 +157,7 @@ class KvManager:
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of
         them are there."""
-        if self._store.is_congested:
+        if self._store.tiers.is_congested:
             return False  # the writer says when it has caught up
         for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
             if idle.offloaded.tokens < len(idle.tokens):

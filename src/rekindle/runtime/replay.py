@@ -15,8 +15,8 @@ from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import Message, canonical, with_parsed_arguments
 from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
-from rekindle.kvcache.entries import Entries, Entry
-from rekindle.kvcache.replies import Reply
+from rekindle.kvcache.entry import Entry, Reply
+from rekindle.kvcache.entry_index import EntryIndex
 from rekindle.runtime.turn import Turn
 from rekindle.tokens import Tokens, common_bytes
 
@@ -28,7 +28,7 @@ class History:
 
     def __init__(
         self,
-        entries: Entries,
+        entries: EntryIndex,
         namespace: bytes,
         messages: Sequence[Message] = (),
         hashes: ConversationHashes | None = None,
@@ -149,7 +149,7 @@ class _Overlap:
 
 
 def replies_after(
-    entries: Entries,
+    entries: EntryIndex,
     turn: Turn,
     text: bytes,
     tokens: Tokens,

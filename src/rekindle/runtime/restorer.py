@@ -66,7 +66,7 @@ class Restorer:
         fetched = turn.fetch.sources if turn.fetch else {}
         read = turn.fetch.records if turn.fetch else {}
         names = (fetched[each.key] for each in restored if each.key in read)
-        return self._store.slower(self._store.tiers[0].name, *names)
+        return self._store.tiers.slower(self._store.tiers[0].name, *names)
 
     def _blob(self, block: Block, turn: Turn) -> Blob | None:
         blob = self._store.get(block)

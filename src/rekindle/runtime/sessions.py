@@ -124,9 +124,9 @@ class Sessions:
         pinned = [entry for entry in living if entry.pinned]
         own = [entry for entry in pinned if entry.namespace == candidate.namespace]
         tenants = {candidate.namespace, *(entry.namespace for entry in living)}
-        limit = self._store.pin_limit_bytes
+        limit = self._store.conversations.pin_limit_bytes
         for entries, most in ((pinned, limit), (own, limit // len(tenants))):
-            needed = self._store.lasting_bytes(
+            needed = self._store.conversations.lasting_bytes(
                 [*entries, candidate],
                 self._kv_layout.token_bytes,
                 self._kv_layout.checkpoint_bytes,
@@ -182,7 +182,7 @@ class Sessions:
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
         end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
         replies, before = replies_after(
-            self._entries,
+            self._entries.index,
             turn,
             end.text,
             end.tokens,

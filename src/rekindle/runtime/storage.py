@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rekindle.engine.base import Capabilities
 from rekindle.errors import FolderLocked, RekindleError
-from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk.folder import Folder, open_folder
 from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
+from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, Written
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -93,10 +93,10 @@ class Storage:
 
     def add_totals(self, stats: Stats) -> None:
         """Figures of the whole runtime, for an admin."""
-        stats.ram_limit_bytes = self.store.tiers[0].limit_bytes
+        stats.ram_limit_bytes = self.store.tiers[0].budget.limit_bytes
         stats.disk_state = self._no_disk_reason
         if disk := self.disk:
-            stats.disk_limit_bytes = disk.limit_bytes
+            stats.disk_limit_bytes = disk.budget.limit_bytes
             stats.disk_state = disk.state
             stats.disk_queued_bytes = disk.pending_bytes
             stats.disk_written_bytes = disk.counts.written_bytes

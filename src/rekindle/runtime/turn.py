@@ -8,7 +8,7 @@ from typing import Literal
 
 from rekindle.engine.base import Sampled, Sampler, Sequence
 from rekindle.errors import ServerError
-from rekindle.kvcache.key import chain_key
+from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Stages
 from rekindle.runtime.checkpoints import Checkpoints

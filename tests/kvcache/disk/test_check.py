@@ -69,9 +69,9 @@ def test_progress_counts_the_files_of_all_models(home: Path) -> None:
     other = reopen(home, b"other")
     other.block_files.write(chain(2, seed=1))
     other.close()
-    told: list[tuple[int, int]] = []
-    check(home, repair=False, progress=lambda done, total: told.append((done, total)))
-    assert told == [(done, 7) for done in range(1, 8)]
+    reported: list[tuple[int, int]] = []
+    check(home, repair=False, progress=lambda done, total: reported.append((done, total)))
+    assert reported == [(done, 7) for done in range(1, 8)]
 
 
 def test_a_folder_in_use_is_left_alone(home: Path) -> None:

@@ -35,7 +35,7 @@ def files(path: Path) -> Iterator[Files]:
 
 
 def content(files: Files, name: str) -> bytes:
-    _, size = files.head(name, 0)
+    _, size = files.read_start(name, 0)
     read = bytearray(size)
     files.read_into(name, [read], size)
     return bytes(read)
@@ -46,8 +46,8 @@ def test_what_was_written_is_read_back_into_separate_buffers(files: Files) -> No
     one, other = bytearray(4), bytearray(2)
     files.read_into("a", [one, other], 6)
     assert (bytes(one), bytes(other)) == (b"1234", b"56")
-    assert files.head("a", 3) == (b"123", 6)
-    assert files.head("a", 100) == (b"123456", 6)
+    assert files.read_start("a", 3) == (b"123", 6)
+    assert files.read_start("a", 100) == (b"123456", 6)
 
 
 def test_only_the_owner_may_look(files: Files, path: Path) -> None:
@@ -118,7 +118,7 @@ def test_whatever_fails_nothing_is_torn_and_the_old_content_stays(
         files.write_all([(name, [value]) for name, value in OLD.items()])
         files.close()
         raised = write_new(path, faults)
-        assert (raised is not None) == faults.fired, "a failure is told, never swallowed"
+        assert (raised is not None) == faults.fired, "a failure is raised, never swallowed"
         left = [each.name for each in path.iterdir() if each.name.endswith(".tmp")]
         assert left == [], "a failed write cleans up after itself"
         assert_each_is_whole(path)
@@ -199,7 +199,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(path: Path) -> None:
     with pytest.raises(CorruptBlock, match="shorter"):
         files.read_into("a", [bytearray(3)], 3)
     with pytest.raises(CorruptBlock, match="shorter"):
-        files.head("a", 3)
+        files.read_start("a", 3)
     files.close()
 
 
@@ -222,10 +222,10 @@ def test_folders_pipes_links_and_sockets_are_never_read(files: Files, path: Path
         listener.bind("socket")
         for name in ("folder", "pipe"):
             with pytest.raises(CorruptBlock, match="not a regular file"):
-                files.head(name, 3)
+                files.read_start(name, 3)
         for name in ("link", "socket"):
             with pytest.raises(OSError, match=r"."):
-                files.head(name, 3)
+                files.read_start(name, 3)
     assert files.sizes() == {"real": 3}
     assert files.names() == ["folder", "link", "pipe", "real", "socket"]
 
@@ -235,7 +235,7 @@ def test_an_unreadable_file_is_an_error(files: Files, path: Path) -> None:
     files.write("a", [b"xyz"])
     (path / "a").chmod(0)
     with pytest.raises(PermissionError):
-        files.head("a", 1)
+        files.read_start("a", 1)
 
 
 PATHS = ["", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b", "./a", "a/"]
@@ -245,7 +245,7 @@ PATHS = ["", ".", "..", "a/b", "/etc/passwd", "../a", "a\0b", "./a", "a/"]
 def test_a_path_is_not_a_name(files: Files, name: str) -> None:
     for act in (
         lambda: files.write(name, [b"x"]),
-        lambda: files.head(name, 1),
+        lambda: files.read_start(name, 1),
         lambda: files.unlink(name),
         lambda: files.discard(name),
         lambda: files.move(name, files, "a"),

@@ -25,7 +25,7 @@ ROWS = [row_of(record) for record in RECORDS]
 ENTRY = entry("a", pinned=True, names=(("session_id", "x"),))
 
 
-class House:
+class CacheFolder:
     """A model's folder, closed; `open` brings it back."""
 
     def __init__(self, home: Path) -> None:
@@ -52,15 +52,15 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    made = House(tmp_path / "cache")
+def cache(tmp_path: Path) -> Iterator[CacheFolder]:
+    made = CacheFolder(tmp_path / "cache")
     yield made
     made.close()
 
 
-def assert_settled(house: House, rows: list[BlockRow]) -> None:
+def assert_consistent(cache: CacheFolder, rows: list[BlockRow]) -> None:
     """Index and files say the same, and there is nothing left to do."""
-    folder = house.open()
+    folder = cache.open()
     assert folder.recovery == Recovery()
     assert {row.key: row for row in folder.index_db.blocks()} == {row.key: row for row in rows}
     assert folder.block_files.sizes() == {row.key: row.size_bytes for row in rows}
@@ -72,69 +72,69 @@ def assert_settled(house: House, rows: list[BlockRow]) -> None:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_takes_what_hangs_on_it_along(house: House) -> None:
-    house.file(RECORDS[3]).unlink()
-    assert house.open().recovery == Recovery(lost=3, removed=2)
-    assert_settled(house, ROWS[:3])
+def test_a_missing_file_takes_what_hangs_on_it_along(cache: CacheFolder) -> None:
+    cache.file(RECORDS[3]).unlink()
+    assert cache.open().recovery == Recovery(lost=3, removed=2)
+    assert_consistent(cache, ROWS[:3])
 
 
-def test_a_truncated_file_is_quarantine(house: House) -> None:
-    with house.file(RECORDS[5]).open("r+b") as file:
+def test_a_truncated_file_is_quarantined(cache: CacheFolder) -> None:
+    with cache.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
-    assert house.open().recovery == Recovery(lost=1, quarantined=1)
-    assert len(list((house.path / "aside").iterdir())) == 1
-    assert_settled(house, ROWS[:5])
+    assert cache.open().recovery == Recovery(lost=1, quarantined=1)
+    assert len(list((cache.path / "aside").iterdir())) == 1
+    assert_consistent(cache, ROWS[:5])
 
 
-def test_a_folder_in_place_of_a_file_is_quarantine(house: House) -> None:
-    house.file(RECORDS[5]).unlink()
-    house.file(RECORDS[5]).mkdir()
-    assert house.open().recovery == Recovery(lost=1, quarantined=1)
-    assert_settled(house, ROWS[:5])
+def test_a_folder_in_place_of_a_file_is_quarantined(cache: CacheFolder) -> None:
+    cache.file(RECORDS[5]).unlink()
+    cache.file(RECORDS[5]).mkdir()
+    assert cache.open().recovery == Recovery(lost=1, quarantined=1)
+    assert_consistent(cache, ROWS[:5])
 
 
-def test_files_without_rows_are_adopted(house: House) -> None:
-    house.open().index_db.commit([DropBlock(row.key) for row in ROWS[2:]])
-    assert house.open().recovery == Recovery(adopted=4)
-    assert_settled(house, ROWS)
+def test_files_without_rows_are_adopted(cache: CacheFolder) -> None:
+    cache.open().index_db.commit([DropBlock(row.key) for row in ROWS[2:]])
+    assert cache.open().recovery == Recovery(adopted=4)
+    assert_consistent(cache, ROWS)
 
 
-def test_an_adopted_parent_comes_before_its_children(house: House) -> None:
-    house.open().index_db.commit([DropBlock(ROWS[1].key)])
-    folder = house.open()
+def test_an_adopted_parent_comes_before_its_children(cache: CacheFolder) -> None:
+    cache.open().index_db.commit([DropBlock(ROWS[1].key)])
+    folder = cache.open()
     assert folder.recovery == Recovery(adopted=1)
     assert folder.index_db.blocks() == ROWS
-    assert_settled(house, ROWS)
+    assert_consistent(cache, ROWS)
 
 
-def test_a_file_without_a_row_and_without_a_parent_is_removed(house: House) -> None:
+def test_a_file_without_a_row_and_without_a_parent_is_removed(cache: CacheFolder) -> None:
     stranger = chain(3, seed=8)[2]
-    house.open().block_files.write([stranger])
-    assert house.open().recovery == Recovery(removed=1)
-    assert_settled(house, ROWS)
+    cache.open().block_files.write([stranger])
+    assert cache.open().recovery == Recovery(removed=1)
+    assert_consistent(cache, ROWS)
 
 
-def test_a_file_that_was_replaced_before_its_row_is_kept(house: House) -> None:
+def test_a_file_that_was_replaced_before_its_row_is_kept(cache: CacheFolder) -> None:
     larger = replace(RECORDS[2], blob=bytes(500), exact=True)
-    house.open().block_files.write([larger])
-    folder = house.open()
+    cache.open().block_files.write([larger])
+    folder = cache.open()
     assert folder.recovery == Recovery(adopted=1)
     assert folder.index_db.blocks() == [*ROWS[:2], row_of(larger), *ROWS[3:]]
     assert folder.block_files.read(key_of(larger), size_of(larger)) == larger
 
 
-def test_a_row_that_its_own_key_contradicts_is_not_believed(house: House) -> None:
-    house.open().index_db.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
-    assert house.open().recovery == Recovery(adopted=1)
-    assert_settled(house, ROWS)
+def test_a_row_that_its_own_key_contradicts_is_not_believed(cache: CacheFolder) -> None:
+    cache.open().index_db.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
+    assert cache.open().recovery == Recovery(adopted=1)
+    assert_consistent(cache, ROWS)
 
 
-def test_unfinished_writes_are_swept_and_strangers_left_alone(house: House) -> None:
-    (house.path / "blocks" / f".{'a' * 64}.tmp").touch()
-    (house.path / "blocks" / "notes.txt").touch()
-    assert house.open().block_files.foreign() == ["notes.txt"]
-    assert house.open().block_files.unfinished() == []
-    assert_settled(house, ROWS)
+def test_unfinished_writes_are_swept_and_strangers_left_alone(cache: CacheFolder) -> None:
+    (cache.path / "blocks" / f".{'a' * 64}.tmp").touch()
+    (cache.path / "blocks" / "notes.txt").touch()
+    assert cache.open().block_files.foreign() == ["notes.txt"]
+    assert cache.open().block_files.unfinished() == []
+    assert_consistent(cache, ROWS)
 
 
 # -- the index -----------------------------------------------------------------------------------
@@ -174,118 +174,124 @@ RUINS = [_remove, _empty, _zero, _cut, _garbage, _folder, _link]
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_a_lost_index_is_rebuilt_from_the_files(house: House, ruin: Callable[[Path], None]) -> None:
-    ruin(house.index)
-    folder = house.open()
+def test_a_lost_index_is_rebuilt_from_the_files(
+    cache: CacheFolder, ruin: Callable[[Path], None]
+) -> None:
+    ruin(cache.index)
+    folder = cache.open()
     assert folder.recovery == Recovery(adopted=6, rebuilt=True)
     assert folder.index_db.entries() == []
-    assert_settled(house, ROWS)
-    assert (house.path / "index.db.damaged").is_symlink() == (ruin is _link)
+    assert_consistent(cache, ROWS)
+    assert (cache.path / "index.db.damaged").is_symlink() == (ruin is _link)
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_entries_come_back_from_the_backup(house: House, ruin: Callable[[Path], None]) -> None:
-    folder = house.open()
+def test_entries_come_back_from_the_backup(
+    cache: CacheFolder, ruin: Callable[[Path], None]
+) -> None:
+    folder = cache.open()
     folder.index_db.commit([DropBlock(row.key) for row in ROWS[4:]])
     folder.index_db.backup()
-    house.close()
-    ruin(house.index)
-    folder = house.open()
+    cache.close()
+    ruin(cache.index)
+    folder = cache.open()
     assert folder.recovery == Recovery(adopted=2, rebuilt=True, restored_from_backup=True)
     assert folder.index_db.entries() == [ENTRY]
-    assert_settled(house, ROWS)
+    assert_consistent(cache, ROWS)
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_a_ruined_backup_is_no_worse_than_none(house: House, ruin: Callable[[Path], None]) -> None:
-    house.open().index_db.backup()
-    house.close()
-    ruin(house.index)
-    ruin(house.path / "index.db.bak")
+def test_a_ruined_backup_is_no_worse_than_none(
+    cache: CacheFolder, ruin: Callable[[Path], None]
+) -> None:
+    cache.open().index_db.backup()
+    cache.close()
+    ruin(cache.index)
+    ruin(cache.path / "index.db.bak")
     if ruin is _link:  # its target is the index that was moved there first
-        _zero(house.path / "elsewhere")
-    assert house.open().recovery == Recovery(adopted=6, rebuilt=True)
-    assert_settled(house, ROWS)
+        _zero(cache.path / "elsewhere")
+    assert cache.open().recovery == Recovery(adopted=6, rebuilt=True)
+    assert_consistent(cache, ROWS)
 
 
 @pytest.mark.parametrize("ruin", RUINS)
 def test_a_ruined_log_loses_no_blocks_and_nothing_that_was_backed_up(
-    house: House, ruin: Callable[[Path], None], tmp_path: Path
+    cache: CacheFolder, ruin: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    folder = house.open()
+    folder = cache.open()
     folder.index_db.backup()
     more = chain(3, seed=5)
     folder.block_files.write(more)
     folder.index_db.commit([PutBlock(row_of(record)) for record in more])
-    shutil.copytree(house.path, tmp_path / "crashed")  # with the log, as a crash leaves it
-    house.close()
-    shutil.rmtree(house.path)
-    shutil.copytree(tmp_path / "crashed", house.path)
-    ruin(house.path / "index.db-wal")
-    assert house.open().index_db.entries() == [ENTRY]
-    assert_settled(house, [*ROWS, *map(row_of, more)])
+    shutil.copytree(cache.path, tmp_path / "crashed")  # with the log, as a crash leaves it
+    cache.close()
+    shutil.rmtree(cache.path)
+    shutil.copytree(tmp_path / "crashed", cache.path)
+    ruin(cache.path / "index.db-wal")
+    assert cache.open().index_db.entries() == [ENTRY]
+    assert_consistent(cache, [*ROWS, *map(row_of, more)])
 
 
-def test_an_old_log_is_never_played_into_another_index(house: House, tmp_path: Path) -> None:
-    folder = house.open()
+def test_an_old_log_is_never_played_into_another_index(cache: CacheFolder, tmp_path: Path) -> None:
+    folder = cache.open()
     folder.index_db.backup()
     folder.index_db.commit([PutEntry(entry(f"e{n}")) for n in range(20)])
-    shutil.copyfile(house.path / "index.db-wal", tmp_path / "log")
-    house.close()
-    house.index.unlink()
-    shutil.copyfile(tmp_path / "log", house.path / "index.db-wal")
-    assert house.open().index_db.entries() == [ENTRY]
-    assert house.open().index_db.problems() == []
+    shutil.copyfile(cache.path / "index.db-wal", tmp_path / "log")
+    cache.close()
+    cache.index.unlink()
+    shutil.copyfile(tmp_path / "log", cache.path / "index.db-wal")
+    assert cache.open().index_db.entries() == [ENTRY]
+    assert cache.open().index_db.problems() == []
 
 
-def test_any_flipped_byte_of_the_index_leaves_a_folder_that_opens(house: House) -> None:
-    whole = house.index.read_bytes()
+def test_any_flipped_byte_of_the_index_leaves_a_folder_that_opens(cache: CacheFolder) -> None:
+    whole = cache.index.read_bytes()
     chance = random.Random(2)
     for _ in range(60):
-        house.close()
-        house.index.write_bytes(whole)
-        flip(house.index, chance.randrange(len(whole)), 1 << chance.randrange(8))
-        folder = house.open()
+        cache.close()
+        cache.index.write_bytes(whole)
+        flip(cache.index, chance.randrange(len(whole)), 1 << chance.randrange(8))
+        folder = cache.open()
         for row in folder.index_db.blocks():
             record = folder.block_files.read(row.key, row.size_bytes)
             assert (record.parent, record.tokens.packed) == (row.parent, row.packed)
 
 
-def test_one_damaged_index_is_kept_for_a_look(house: House) -> None:
+def test_one_damaged_index_is_kept_for_a_look(cache: CacheFolder) -> None:
     for content in (b"first", b"second"):
-        house.close()
-        house.index.write_bytes(content)
-        house.open()
-    assert (house.path / "index.db.damaged").read_bytes() == b"second"
+        cache.close()
+        cache.index.write_bytes(content)
+        cache.open()
+    assert (cache.path / "index.db.damaged").read_bytes() == b"second"
 
 
-def test_a_damaged_index_makes_way_for_one_that_is_a_folder(house: House) -> None:
-    house.index.write_bytes(b"first")
+def test_a_damaged_index_makes_way_for_one_that_is_a_folder(cache: CacheFolder) -> None:
+    cache.index.write_bytes(b"first")
     for _ in range(2):
-        house.open()
-        house.close()
-        _folder(house.index)
-    assert house.open().recovery == Recovery(adopted=6, rebuilt=True)
-    assert (house.path / "index.db.damaged").is_dir()
+        cache.open()
+        cache.close()
+        _folder(cache.index)
+    assert cache.open().recovery == Recovery(adopted=6, rebuilt=True)
+    assert (cache.path / "index.db.damaged").is_dir()
 
 
-def test_an_entry_that_makes_no_sense_brings_the_backup_back(house: House) -> None:
-    house.open().index_db.backup()
-    house.close()
-    with closing(sqlite3.connect(house.index, isolation_level=None)) as db:
+def test_an_entry_that_makes_no_sense_brings_the_backup_back(cache: CacheFolder) -> None:
+    cache.open().index_db.backup()
+    cache.close()
+    with closing(sqlite3.connect(cache.index, isolation_level=None)) as db:
         db.execute("UPDATE entries SET segments = 'no json'")
-    assert house.open().recovery == Recovery(rebuilt=True, restored_from_backup=True)
-    assert house.open().index_db.entries() == [ENTRY]
+    assert cache.open().recovery == Recovery(rebuilt=True, restored_from_backup=True)
+    assert cache.open().index_db.entries() == [ENTRY]
 
 
-def test_an_index_of_another_version_is_rebuilt(house: House) -> None:
-    with closing(sqlite3.connect(house.index, isolation_level=None)) as db:
+def test_an_index_of_another_version_is_rebuilt(cache: CacheFolder) -> None:
+    with closing(sqlite3.connect(cache.index, isolation_level=None)) as db:
         db.execute("UPDATE meta SET value = '999' WHERE key = 'schema'")
-    assert house.open().recovery == Recovery(adopted=6, rebuilt=True)
+    assert cache.open().recovery == Recovery(adopted=6, rebuilt=True)
 
 
 def test_a_want_of_handles_does_not_cost_the_index(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(index_db: IndexDb) -> list[BlockRow]:
         raise sqlite3.OperationalError("unable to open database file")
@@ -293,9 +299,9 @@ def test_a_want_of_handles_does_not_cost_the_index(
     with monkeypatch.context() as patched:
         patched.setattr(IndexDb, "blocks", fail)
         with pytest.raises(sqlite3.OperationalError):
-            house.open()
-    assert not (house.path / "index.db.damaged").exists()
-    assert house.open().index_db.entries() == [ENTRY]
+            cache.open()
+    assert not (cache.path / "index.db.damaged").exists()
+    assert cache.open().index_db.entries() == [ENTRY]
 
 
 # -- the comparison ------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.block import Block, BlockKind, chain_key
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.key import chain_key
 from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
@@ -108,7 +107,7 @@ def disk(folder: Path, limit_bytes: int) -> Place:
     events: SimpleQueue[TierEvent] = SimpleQueue()
     opened = open_folder(folder, b"model", limit_bytes=1 << 30)
     tier = DiskTier(opened, events.put)
-    tier.limit_bytes = limit_bytes
+    tier.budget.limit_bytes = limit_bytes
     codes: dict[TierState, int] = {"full": errno.ENOSPC, "failing": errno.EIO}
 
     @contextmanager
@@ -189,7 +188,7 @@ def test_a_better_state_takes_the_place_of_the_one_before(place: Place) -> None:
     assert bytes(place.tier.get(block) or b"") == BETTER
     assert place.state_of(block) == BETTER
     assert block.copies[place.tier.name].written == block.kind
-    assert place.tier.used_bytes == place.tier.cost(block.tokens, len(BETTER))
+    assert place.tier.budget.used_bytes == place.tier.cost(block.tokens, len(BETTER))
 
 
 def test_a_state_put_twice_before_it_is_written_is_the_second(place: Place) -> None:
@@ -211,7 +210,7 @@ def test_what_was_removed_is_gone_whether_it_was_written_or_not(place: Place) ->
         assert not place.tier.holds(block)
         assert place.tier.get(block) is None
     place.flush()
-    assert (place.tier.used_bytes, place.tier.pending_bytes) == (0, 0)
+    assert (place.tier.budget.used_bytes, place.tier.pending_bytes) == (0, 0)
     assert not one.copies
     assert not other.copies
 
@@ -222,7 +221,7 @@ def test_removing_what_is_not_there_changes_nothing(place: Place) -> None:
     place.tier.put(block, STATE)
     place.tier.remove(block)
     place.tier.remove(block)
-    assert place.tier.used_bytes == 0
+    assert place.tier.budget.used_bytes == 0
 
 
 def test_a_block_that_was_removed_and_put_again_is_there(place: Place) -> None:
@@ -240,8 +239,8 @@ def test_every_copy_is_counted_once_and_for_its_tenant(place: Place) -> None:
     place.tier.put(mine, STATE)
     cost = place.tier.cost(mine.tokens, len(STATE))
     assert mine.copies[place.tier.name].size_bytes == cost
-    assert place.tier.held_bytes(NAMESPACE) == place.tier.held_bytes(STRANGER) == cost
-    assert place.tier.used_bytes == 2 * cost
+    assert place.tier.budget.held_bytes(NAMESPACE) == place.tier.budget.held_bytes(STRANGER) == cost
+    assert place.tier.budget.used_bytes == 2 * cost
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -252,11 +251,11 @@ def test_a_cost_fits_as_long_as_the_limit_is_kept(
     cost = measured.cost(Tokens.of([1]), len(STATE))
     measured.close()
     place = kind(tmp_path / "two", 2 * cost)
-    assert place.tier.could_fit(2 * cost)
-    assert not place.tier.could_fit(2 * cost + 1)
+    assert place.tier.budget.could_fit(2 * cost)
+    assert not place.tier.budget.could_fit(2 * cost + 1)
     place.tier.put(child(root(), 1), STATE)
-    assert place.tier.fits(cost)
-    assert not place.tier.fits(cost + 1)
+    assert place.tier.budget.fits(cost)
+    assert not place.tier.budget.fits(cost + 1)
     place.tier.close()
 
 
@@ -266,13 +265,13 @@ def test_the_least_used_leaf_makes_room_and_stays_until_it_is_removed(place: Pla
     leaf, often = child(parent, 2), child(above, 3)
     for block in (parent, leaf, often):
         place.tier.put(block, STATE)
-    place.tier.use(often)
-    assert place.tier.lowest(()) == leaf.key
-    assert place.tier.lowest({leaf.key}) == often.key
-    assert place.tier.lowest({leaf.key, often.key}) is None  # a parent stays with its child
+    place.tier.budget.use(often)
+    assert place.tier.budget.lowest(()) == leaf.key
+    assert place.tier.budget.lowest({leaf.key}) == often.key
+    assert place.tier.budget.lowest({leaf.key, often.key}) is None  # a parent stays with its child
     assert place.tier.holds(leaf)
     place.tier.remove(leaf)
-    assert place.tier.lowest({often.key}) == parent.key
+    assert place.tier.budget.lowest({often.key}) == parent.key
 
 
 def test_a_flush_is_reported_after_everything_before_it(lower: Place) -> None:
@@ -340,10 +339,10 @@ def test_after_a_failure_it_takes_less_or_nothing_until_it_is_tried_again(
     lower.tier.fail(event)
     assert lower.tier.state == state
     assert lower.tier.takes_writes == (state == "full")
-    assert state == "failing" or not lower.tier.fits(0)
+    assert state == "failing" or not lower.tier.budget.fits(0)
     lower.tier.retry()
     assert (lower.tier.state, lower.tier.takes_writes) == ("ok", True)
-    assert lower.tier.fits(lower.tier.cost(second.tokens, len(STATE)))
+    assert lower.tier.budget.fits(lower.tier.cost(second.tokens, len(STATE)))
     assert lower.state_of(first) == STATE
 
 
@@ -360,7 +359,7 @@ def test_a_failed_replacement_leaves_what_was_there(lower: Place) -> None:
     assert block.copies[lower.tier.name].written == before
     block.kind = before
     lower.tier.resize(block, before)
-    assert lower.tier.used_bytes == lower.tier.cost(block.tokens, len(STATE))
+    assert lower.tier.budget.used_bytes == lower.tier.cost(block.tokens, len(STATE))
     assert lower.state_of(block) == STATE
 
 
@@ -399,12 +398,12 @@ def test_what_was_written_is_listed_parents_first_when_it_is_opened_again(
     assert [each.tokens.ids() for each in found] == [[1], [2], [3]]
     assert found[1].parent == parent.key
     assert {each.kind for each in found} == {block.kind}
-    assert again.tier.used_bytes == 0
+    assert again.tier.budget.used_bytes == 0
     again.tier.discard(unwanted.key)
     fresh = child(root(), 1)
     again.tier.adopt(fresh, found[0].kind)
     assert again.tier.holds(fresh)
-    assert again.tier.used_bytes == again.tier.cost(fresh.tokens, len(STATE))
+    assert again.tier.budget.used_bytes == again.tier.cost(fresh.tokens, len(STATE))
     assert again.state_of(fresh) == STATE
     again.flush()
     assert [each.key for each in again.tier.stored()] == [parent.key, block.key]

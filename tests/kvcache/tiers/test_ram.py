@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.block import Block
-from rekindle.kvcache.key import chain_key, namespace
+from rekindle.kvcache.block import Block, chain_key, namespace
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens
@@ -46,7 +45,9 @@ def test_the_budget_holds_and_every_byte_is_counted_once(
         else:
             with pytest.raises(MemoryError):
                 tier.put(blocks[name], blob)
-        assert tier.used_bytes == tier.held_bytes(b"r" * 32) == cost(held) <= limit_bytes
+        assert (
+            tier.budget.used_bytes == tier.budget.held_bytes(b"r" * 32) == cost(held) <= limit_bytes
+        )
         for name in (1, 2, 3, 4):
             assert tier.get(blocks[name]) == held.get(name)
 
@@ -80,9 +81,9 @@ def test_the_cost_of_a_block_covers_the_memory_it_takes(fill: Callable[[Store, i
     def fill_and_use() -> None:
         fill(store, 1000)
         for _ in range(3):
-            store.use(list(store._index))
+            store.use(list(store))
 
     taken = allocated_bytes(fill_and_use)
     assert len(store) == 1000
-    assert store.tiers[0].used_bytes == 1000 * cost_bytes(Tokens.of([0] * 16), 100)
-    assert taken <= store.tiers[0].used_bytes <= 2 * taken
+    assert store.tiers[0].budget.used_bytes == 1000 * cost_bytes(Tokens.of([0] * 16), 100)
+    assert taken <= store.tiers[0].budget.used_bytes <= 2 * taken

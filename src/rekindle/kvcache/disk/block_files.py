@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from rekindle.errors import CorruptBlock
+from rekindle.kvcache.block import KEY_BYTES, chain_key
 from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
@@ -21,7 +22,6 @@ from rekindle.kvcache.codec import (
     verify,
 )
 from rekindle.kvcache.disk.files import Files, is_temporary
-from rekindle.kvcache.key import KEY_BYTES, chain_key
 from rekindle.tokens import Tokens
 
 MOST_QUARANTINE = 16  # bad files kept for a look at them
@@ -55,19 +55,19 @@ class BlockFiles:
         """
         with _blamed_on_the_file():
             header = self._header(key, size_bytes)
-            head, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
+            raw, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
             packed = bytearray(header.packed_bytes)
             # Not a bytearray: filling that with zeros first takes as long as reading.
             blob = np.empty(header.blob_bytes, np.uint8).data
-            self._files.read_into(_name(key), (head, packed, blob, mac), size_bytes)
-        record = verify(head, packed, blob, mac, self._secret)
+            self._files.read_into(_name(key), (raw, packed, blob, mac), size_bytes)
+        record = verify(raw, packed, blob, mac, self._secret)
         if chain_key(record.parent, record.tokens) != key:
             raise CorruptBlock("it is another block than its name says")
         return record
 
     def _header(self, key: bytes, size_bytes: int) -> Header:
         """The header of a file whose size is the one expected and the one it claims."""
-        raw, found_bytes = self._files.head(_name(key), HEADER_BYTES)
+        raw, found_bytes = self._files.read_start(_name(key), HEADER_BYTES)
         if found_bytes != size_bytes:
             raise CorruptBlock(f"its file has {found_bytes} bytes instead of {size_bytes}")
         header = parse_header(raw)
@@ -81,9 +81,9 @@ class BlockFiles:
         Good enough to rebuild an index, which is believed no further: `read` verifies the rest.
         """
         with _blamed_on_the_file():
-            _, size_bytes = self._files.head(_name(key), 0)
+            _, size_bytes = self._files.read_start(_name(key), 0)
             header = self._header(key, size_bytes)
-            raw, _ = self._files.head(_name(key), HEADER_BYTES + header.packed_bytes)
+            raw, _ = self._files.read_start(_name(key), HEADER_BYTES + header.packed_bytes)
         tokens = Tokens(raw[HEADER_BYTES:])
         is_whole = len(tokens.packed) == header.packed_bytes
         if not is_whole or chain_key(header.parent, tokens) != key:

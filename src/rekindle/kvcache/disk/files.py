@@ -161,13 +161,13 @@ class Files:
             if _transfer(self._calls.readv, handle, buffers) != size:
                 raise CorruptBlock("its file became shorter while it was read")
 
-    def head(self, name: str, count: int) -> tuple[bytes, int]:
+    def read_start(self, name: str, count: int) -> tuple[bytes, int]:
         """The first bytes of a file, as many as it has of these, and its size."""
         with self._reading(name) as (handle, size_bytes):
-            head = bytearray(min(count, size_bytes))
-            if _transfer(self._calls.readv, handle, [head]) != len(head):
+            start = bytearray(min(count, size_bytes))
+            if _transfer(self._calls.readv, handle, [start]) != len(start):
                 raise CorruptBlock("its file became shorter while it was read")
-            return bytes(head), size_bytes
+            return bytes(start), size_bytes
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[tuple[int, int]]:

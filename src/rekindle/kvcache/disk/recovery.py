@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.errors import CorruptBlock, IndexDamaged
+from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.index_db import (
     BACKUP,
@@ -22,7 +23,6 @@ from rekindle.kvcache.disk.index_db import (
     beside,
     publish,
 )
-from rekindle.kvcache.key import chain_key
 from rekindle.tokens import Tokens
 
 DAMAGED = ".damaged"

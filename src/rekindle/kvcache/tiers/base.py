@@ -7,13 +7,13 @@ engine takes events in, and never waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rekindle.kvcache.block import Block, BlockKind, Copy
+from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record
-from rekindle.kvcache.policy import Shares
+from rekindle.kvcache.tiers.budget import TierBudget
 from rekindle.tokens import Tokens
 
 Blob = bytes | bytearray | memoryview
@@ -131,49 +131,17 @@ class Tier(Protocol):
     """Called by the engine's thread only. A tier below the first is closed under parents: whoever
     puts a block there has put its parent before, and removes it after."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    persistent: bool  # what it holds outlives the process
+    budget: TierBudget
+    state: TierState
+    counts: TierCounts
+    pending_bytes: int  # state that waits in memory to be written
 
-    @property
-    def persistent(self) -> bool:
-        """Whether what it holds outlives the process."""
-
-    @property
-    def limit_bytes(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    @property
-    def state(self) -> TierState: ...
-
-    @property
-    def counts(self) -> TierCounts: ...
-
-    @property
-    def pending_bytes(self) -> int:
-        """State that waits in memory to be written."""
-
-    # -- its budget ----------------------------------------------------------------------------
+    # -- its blocks ----------------------------------------------------------------------------
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the budget."""
-
-    def fits(self, cost: int) -> bool: ...
-
-    def could_fit(self, cost: int) -> bool:
-        """Whether so much would fit if nothing else were here."""
-
-    def held_bytes(self, namespace: bytes) -> int:
-        """What one tenant holds."""
-
-    def use(self, block: Block) -> None:
-        """Count a use, which keeps the block longer."""
-
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        """The key of the block to make room with; it stays until it is removed."""
-
-    # -- its blocks ----------------------------------------------------------------------------
 
     def holds(self, block: Block) -> bool:
         """Whether it has a copy, or will have one when it is written."""
@@ -194,7 +162,7 @@ class Tier(Protocol):
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
         """Start reading what is not at hand; `Fetched` follows."""
 
-    # -- what became of it ---------------------------------------------------------------------
+    # -- its writes ----------------------------------------------------------------------------
 
     @property
     def takes_writes(self) -> bool: ...
@@ -231,81 +199,29 @@ class Tier(Protocol):
         """Finish what was asked for."""
 
 
-class TierBudget:
-    """The accounting that tiers have in common: copies of blocks appear and vanish here alone."""
+class BaseTier:
+    """What tiers have in common: a name, a budget, and how they take failures."""
 
     def __init__(self, name: str, limit_bytes: int, *, persistent: bool) -> None:
         self.name = name
         self.persistent = persistent
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+        self.budget = TierBudget(name, limit_bytes, persistent=persistent)
         self.state: TierState = "ok"
         self.counts = TierCounts()
-        self._full_bytes: int | None = None  # all it takes while its medium is full
-        self._shares = Shares()
+        self.pending_bytes = 0
 
     def holds(self, block: Block) -> bool:
         return self.name in block.copies
-
-    def held_bytes(self, namespace: bytes) -> int:
-        return self._shares.held_bytes(namespace)
-
-    def fits(self, cost: int) -> bool:
-        return self.used_bytes + cost <= self._most_bytes
-
-    def could_fit(self, cost: int) -> bool:
-        return cost <= self._most_bytes
-
-    @property
-    def _most_bytes(self) -> int:
-        most = self._full_bytes
-        return self.limit_bytes if most is None else min(self.limit_bytes, most)
-
-    def use(self, block: Block) -> None:
-        self._shares.use(block.namespace, block.key)
-
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        return self._shares.lowest(spared)
-
-    def _enter(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
-        """Count a new copy. Of a chain, any part may come first."""
-        above = block.parent
-        parent = above.key if above is not None and self.holds(above) else None
-        self._shares.enter(block.namespace, block.key, parent, size_bytes)
-        for child in block.children.values():
-            if self.holds(child):
-                self._shares.adopt(block.namespace, block.key, child.key)
-        block.copies[self.name] = Copy(size_bytes, self.persistent, written)
-        self.used_bytes += size_bytes
-
-    def _count(self, block: Block, size_bytes: int) -> None:
-        """Count a copy that is here as what it takes now."""
-        copy = block.copies[self.name]
-        more_bytes = size_bytes - copy.size_bytes
-        self._shares.resize(block.namespace, more_bytes)
-        self.used_bytes += more_bytes
-        copy.size_bytes = size_bytes
-
-    def _leave(self, block: Block) -> bool:
-        """Stop counting a copy; False: there is none."""
-        copy = block.copies.pop(self.name, None)
-        if copy is None:
-            return False
-        self.used_bytes -= copy.size_bytes
-        self._shares.leave(block.namespace, block.key, copy.size_bytes)
-        return True
-
-    def fail(self, event: WriteFailed) -> None:
-        self.state = event.state
-        if event.state == "full":
-            most_bytes = min(self._most_bytes, self.used_bytes)
-            shortfall_bytes = sum(write.size_bytes for write in event.writes)
-            self._full_bytes = max(most_bytes - shortfall_bytes, 0)
 
     @property
     def takes_writes(self) -> bool:
         return self.state != "failing"
 
+    def fail(self, event: WriteFailed) -> None:
+        self.state = event.state
+        if event.state == "full":
+            self.budget.shrink(sum(write.size_bytes for write in event.writes))
+
     def retry(self) -> None:
-        self._full_bytes = None
+        self.budget.restore_limit()
         self.state = "ok"

@@ -15,13 +15,13 @@ from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
 from rekindle.kvcache.tiers.base import (
+    BaseTier,
     Blob,
     Fetch,
     Fetched,
     Flushed,
     OnEvent,
     StoredBlock,
-    TierBudget,
     Write,
     WriteFailed,
     Written,
@@ -45,7 +45,7 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + packed_bytes)
 
 
-class DiskTier(TierBudget):
+class DiskTier(BaseTier):
     """Called by the engine's thread only, but for what the writer and the readers do inside."""
 
     def __init__(
@@ -66,7 +66,6 @@ class DiskTier(TierBudget):
         self._queue_bytes = queue_bytes
         self._on_event = on_event
         self._pending: dict[bytes, Write] = {}  # asked for, not yet done
-        self.pending_bytes = 0
         self._writer = Writer(folder, NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
 
@@ -86,7 +85,7 @@ class DiskTier(TierBudget):
             yield StoredBlock(row.key, row.parent, row.namespace, Tokens(row.packed), kind)
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
-        self._enter(block, cost_bytes(block.tokens, kind.size_bytes), kind)
+        self.budget.enter(block, cost_bytes(block.tokens, kind.size_bytes), kind)
 
     def discard(self, key: bytes) -> None:
         self._writer.put(Remove(key, quarantine=False))
@@ -98,9 +97,9 @@ class DiskTier(TierBudget):
         assert block.parent is not None
         cost = cost_bytes(block.tokens, len(blob))
         if self.holds(block):
-            self._count(block, cost)
+            self.budget.resize(block, cost)
         else:
-            self._enter(block, cost, None)
+            self.budget.enter(block, cost, None)
         record = Record(
             block.namespace, block.parent.key, block.tokens, blob, block.exact, block.resumable
         )
@@ -111,10 +110,10 @@ class DiskTier(TierBudget):
         self._writer.put(write)
 
     def resize(self, block: Block, kind: BlockKind) -> None:
-        self._count(block, cost_bytes(block.tokens, kind.size_bytes))
+        self.budget.resize(block, cost_bytes(block.tokens, kind.size_bytes))
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self._leave(block):
+        if self.budget.leave(block):
             self._forget_pending(block.key)
             self._writer.put(Remove(block.key, quarantine))
 

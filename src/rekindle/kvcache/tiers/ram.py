@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.tiers.base import (
+    BaseTier,
     Blob,
     Fetch,
     StoredBlock,
-    TierBudget,
     Write,
     WriteFailed,
     Written,
@@ -26,14 +26,16 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
     return state_bytes + len(tokens.packed) + OVERHEAD_BYTES
 
 
-class RamTier(TierBudget):
+class RamTier(BaseTier):
     """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__("ram", limit_bytes, persistent=False)
         self._blobs: dict[bytes, Blob] = {}
-        self.pending_bytes = 0
-        self.has_queue_room = True
+
+    @property
+    def has_queue_room(self) -> bool:
+        return True  # nothing waits
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return cost_bytes(tokens, state_bytes)
@@ -44,17 +46,17 @@ class RamTier(TierBudget):
     def put(self, block: Block, blob: Blob) -> None:
         cost = cost_bytes(block.tokens, len(blob))
         held = block.copies.get(self.name)
-        if not self.fits(cost - (held.size_bytes if held else 0)):
+        if not self.budget.fits(cost - (held.size_bytes if held else 0)):
             raise MemoryError("make room before putting")
         if held:
-            self._count(block, cost)
+            self.budget.resize(block, cost)
             held.written = block.kind
         else:
-            self._enter(block, cost, block.kind)
+            self.budget.enter(block, cost, block.kind)
         self._blobs[block.key] = blob
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self._leave(block):
+        if self.budget.leave(block):
             del self._blobs[block.key]
 
     def resize(self, block: Block, kind: BlockKind) -> None:

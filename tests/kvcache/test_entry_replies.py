@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.clock import Clock
 from rekindle.kvcache.disk import index_rows as rows
 from rekindle.kvcache.disk.index_db import Change, IndexDb, PutEntry
 from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.replies import (
-    MOST_BYTES,
+from rekindle.kvcache.entry import (
     MOST_REPLIES,
-    Replies,
+    MOST_REPLY_BYTES,
+    Clock,
     Reply,
-    decode,
-    encode,
-    newest,
+    decode_replies,
+    encode_replies,
+    newest_replies,
 )
+from rekindle.kvcache.entry_index import ReplyIndex
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import Tokens
@@ -58,24 +58,24 @@ replies = st.builds(
 
 @given(st.lists(replies).map(tuple))
 def test_replies_come_back_as_they_were(known: tuple[Reply, ...]) -> None:
-    assert decode(encode(known)) == known
+    assert decode_replies(encode_replies(known)) == known
 
 
 @given(st.binary())
 def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
-    assert all(isinstance(each, Reply) for each in decode(raw))
+    assert all(isinstance(each, Reply) for each in decode_replies(raw))
 
 
 def test_the_newest_stay_within_bounds() -> None:
     many = [reply(number) for number in range(2 * MOST_REPLIES)]
-    assert newest(many) == tuple(many[-MOST_REPLIES:])
-    large = [reply(number, MOST_BYTES // 3) for number in range(5)]
-    assert newest(large) == tuple(large[-2:])
-    assert newest([reply(0, MOST_BYTES)]) == ()
+    assert newest_replies(many) == tuple(many[-MOST_REPLIES:])
+    large = [reply(number, MOST_REPLY_BYTES // 3) for number in range(5)]
+    assert newest_replies(large) == tuple(large[-2:])
+    assert newest_replies([reply(0, MOST_REPLY_BYTES)]) == ()
 
 
 def test_a_reply_is_found_for_as_long_as_anybody_knows_it() -> None:
-    known: Replies[str] = Replies()
+    known: ReplyIndex[str] = ReplyIndex()
     known.put("old", [reply(1), reply(2)])
     known.put("new", [reply(1)])
     assert known.find("call:1") == [("new", reply(1)), ("old", reply(1))]
@@ -118,16 +118,16 @@ def test_a_head_that_is_delivered_twice_knows_both_deliveries() -> None:
     one = known.remember(draft(1, 2, replies=(reply(1),)))
     other = known.remember(draft(1, 2, replies=(reply(2),)))
     assert one is other is not None
-    assert known.replies(ROOT, "call:1") == [(one, reply(1))]
-    assert known.replies(ROOT, "call:2") == [(one, reply(2))]
-    assert known.replies(b"s" * 32, "call:1") == []
+    assert known.index.replies(ROOT, "call:1") == [(one, reply(1))]
+    assert known.index.replies(ROOT, "call:2") == [(one, reply(2))]
+    assert known.index.replies(b"s" * 32, "call:1") == []
 
 
 def test_replies_of_another_text_are_not_mixed_in() -> None:
     known = entries()
     known.remember(draft(1, 2, text=b"one", replies=(reply(1),)))
     known.remember(draft(1, 2, text=b"two", replies=(reply(2),)))
-    assert known.replies(ROOT, "call:2") == []
+    assert known.index.replies(ROOT, "call:2") == []
 
 
 def test_forgetting_an_entry_forgets_its_replies_and_what_they_cost() -> None:
@@ -138,9 +138,9 @@ def test_forgetting_an_entry_forgets_its_replies_and_what_they_cost() -> None:
         assert entry.cost_bytes > 1009
         known.remember(draft(number, replies=(reply(100 + number),)))
         known.forget(entry)
-    assert not known.knows_replies(ROOT)
-    assert known._used_bytes == 0
-    assert not known._held_bytes
+    assert not known.index.knows_replies(ROOT)
+    assert known.index.used_bytes == 0
+    assert not known.index.held_bytes
 
 
 def test_replies_count_against_the_bounds_of_entries() -> None:
@@ -172,10 +172,10 @@ def test_entries_come_back_with_their_replies() -> None:
     assert isinstance(change, PutEntry)
     again = entries()
     again.load([change.row])
-    [(entry, found)] = again.replies(ROOT, "said:2")
+    [(entry, found)] = again.index.replies(ROOT, "said:2")
     assert found == reply(2)
     assert (entry.text_tokens, len(entry.tokens), entry.first(2)) == (2, 3, [1, 2])
-    assert again._used_bytes == entry.cost_bytes == known._used_bytes
+    assert again.index.used_bytes == entry.cost_bytes == known.index.used_bytes
 
 
 # -- the index on disk ---------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.key import KEY_BYTES, chain_key, namespace
+from rekindle.kvcache.block import KEY_BYTES, chain_key, namespace
 from rekindle.tokens import TokenBuffer, Tokens, common_prefix, pack
 
 from .naive import common

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.texts import Texts
+from rekindle.kvcache.entry_index import TextIndex
 
 #: Few letters, so that texts begin with each other all the time; marks are bytes like any other.
 texts = st.lists(st.sampled_from(b"ab\xff"), max_size=6).map(bytes)
@@ -11,7 +11,7 @@ texts = st.lists(st.sampled_from(b"ab\xff"), max_size=6).map(bytes)
 
 @given(st.lists(texts, max_size=30), texts)
 def test_the_longest_stored_beginning_is_found(stored: list[bytes], request: bytes) -> None:
-    remembered: Texts[bytes] = Texts()
+    remembered: TextIndex[bytes] = TextIndex()
     for text in stored:
         remembered.put(text, text)
     expected = max((t for t in stored if request.startswith(t)), key=len, default=None)
@@ -23,7 +23,7 @@ def test_the_longest_stored_beginning_is_found(stored: list[bytes], request: byt
 def test_what_was_dropped_is_not_found_and_the_rest_is(
     steps: list[tuple[bytes, bool]], request: bytes
 ) -> None:
-    remembered: Texts[bytes] = Texts()
+    remembered: TextIndex[bytes] = TextIndex()
     kept: dict[bytes, bytes] = {}
     for text, keep in steps:
         if keep:
@@ -36,7 +36,7 @@ def test_what_was_dropped_is_not_found_and_the_rest_is(
 
 
 def test_of_two_equal_texts_the_later_stays_though_the_earlier_is_dropped() -> None:
-    remembered: Texts[list[int]] = Texts()
+    remembered: TextIndex[list[int]] = TextIndex()
     first, second = [1], [2]
     remembered.put(b"text", first)
     remembered.put(b"text", second)

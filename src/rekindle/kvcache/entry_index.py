@@ -1,0 +1,200 @@
+"""Finding entries: by key, by name, by their tokens, by their text, by a reply."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from itertools import islice
+from typing import Generic, TypeVar
+
+from rekindle.kvcache.entry import Clock, Entry, Name, Reply, newest_replies
+from rekindle.tokens import Tokens, common_bytes
+
+MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
+MOST_FOUND = 8  # conversations that are looked at for one reply's key
+
+T = TypeVar("T")
+
+
+class TextIndex(Generic[T]):
+    """Values by text, sorted; of two equal texts the later value stays."""
+
+    def __init__(self) -> None:
+        self._order: list[bytes] = []
+        self._values: dict[bytes, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def put(self, text: bytes, value: T) -> None:
+        if text not in self._values:
+            insort(self._order, text)
+        self._values[text] = value
+
+    def drop(self, text: bytes, value: T) -> None:
+        """Forget the text, unless it has another value by now."""
+        if self._values.get(text) is value:
+            del self._values[text]
+            self._order.pop(bisect_left(self._order, text))
+
+    def longest(self, text: bytes) -> T | None:
+        """The value of the longest stored text that `text` begins with.
+
+        The greatest text not above it either is that prefix, or shows how long one can be at most.
+        """
+        while at := bisect_right(self._order, text):
+            nearest = self._order[at - 1]
+            if text.startswith(nearest):
+                return self._values[nearest]
+            text = text[: common_bytes(nearest, text)]
+        return None
+
+
+class ReplyIndex(Generic[T]):
+    """Who knows a reply, by each of its keys."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[T, Reply]] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def put(self, owner: T, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            for key in reply.keys:
+                known = self._known.setdefault(key, {})
+                known.pop(owner, None)  # put again, it is the newest
+                known[owner] = reply
+
+    def drop(self, owner: T, replies: Iterable[Reply]) -> None:
+        for key in {key for reply in replies for key in reply.keys}:
+            known = self._known.get(key, {})
+            known.pop(owner, None)
+            if not known:
+                self._known.pop(key, None)
+
+    def find(self, key: str) -> list[tuple[T, Reply]]:
+        """The newest first."""
+        known = self._known.get(key, {})
+        return [(owner, known[owner]) for owner in islice(reversed(known), MOST_FOUND)]
+
+
+class EntryIndex:
+    """All entries, expired or not, and what they take; decides nothing about lifetimes.
+
+    Changed by the engine's thread. `recall`, `replies` and `knows_replies` may be called by any.
+    """
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.held_bytes: Counter[bytes] = Counter()  # by tenant
+        self._by_key: OrderedDict[tuple[bytes, str], Entry] = OrderedDict()  # oldest use first
+        self._by_name: dict[tuple[bytes, Name], Entry] = {}
+        self._by_tokens: dict[tuple[bytes, Tokens], Entry] = {}
+        self._texts: dict[bytes, TextIndex[Entry]] = {}
+        self._replies: dict[bytes, ReplyIndex[Entry]] = {}
+        self._lock = threading.Lock()  # around these two
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def of(self, namespace: bytes | None) -> list[Entry]:
+        """A tenant's entries, or everybody's; the oldest use first."""
+        return [entry for entry in self._by_key.values() if namespace in (None, entry.namespace)]
+
+    def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
+        if namespace is not None:
+            return self._by_key.get((namespace, key))
+        return next((entry for entry in self._by_key.values() if entry.key == key), None)
+
+    def by_name(self, namespace: bytes, name: Name) -> Entry | None:
+        return self._by_name.get((namespace, name))
+
+    def by_tokens(self, namespace: bytes, tokens: Tokens) -> Entry | None:
+        return self._by_tokens.get((namespace, tokens))
+
+    def recall(self, namespace: bytes, text: bytes) -> Entry | None:
+        """The longest conversation whose rendered bytes `text` begins with. Any thread."""
+        with self._lock:
+            texts = self._texts.get(namespace)
+            return texts.longest(text) if texts else None
+
+    def replies(self, namespace: bytes, key: str) -> list[tuple[Entry, Reply]]:
+        """The conversations that know a reply by this key, the newest first. Any thread."""
+        with self._lock:
+            known = self._replies.get(namespace)
+            return known.find(key) if known else []
+
+    def knows_replies(self, namespace: bytes) -> bool:
+        """Whether a tenant has any. Any thread."""
+        return namespace in self._replies
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry that has neither replies nor names yet."""
+        self._by_key[entry.namespace, entry.key] = entry
+        self._by_tokens[entry.namespace, entry.tokens] = entry
+        self._count(entry.namespace, entry.cost_bytes)
+        if entry.text:
+            with self._lock:
+                self._texts.setdefault(entry.namespace, TextIndex()).put(entry.text, entry)
+
+    def remove(self, entry: Entry) -> None:
+        del self._by_key[entry.namespace, entry.key]
+        if self._by_tokens.get((entry.namespace, entry.tokens)) is entry:
+            del self._by_tokens[entry.namespace, entry.tokens]
+        for name in entry.names:
+            del self._by_name[entry.namespace, name]
+        self._count(entry.namespace, -entry.cost_bytes)
+        with self._lock:
+            if texts := self._texts.get(entry.namespace):
+                texts.drop(entry.text, entry)
+                if not len(texts):
+                    del self._texts[entry.namespace]
+            if known := self._replies.get(entry.namespace):
+                known.drop(entry, entry.replies)
+                if not len(known):
+                    del self._replies[entry.namespace]
+
+    def use(self, entry: Entry, clock: Clock) -> None:
+        """Its time begins again, and it is the newest."""
+        entry.use(clock)
+        self._by_key.move_to_end((entry.namespace, entry.key))
+
+    def set_name(self, entry: Entry, name: Name) -> Entry | None:
+        """Let the name lead to this entry; returns the one that it led to before."""
+        before = self._by_name.get((entry.namespace, name))
+        if before is not None and before is not entry:
+            del before.names[name]
+        entry.names.pop(name, None)  # named again, it is the newest
+        entry.names[name] = None
+        self._by_name[entry.namespace, name] = entry
+        while len(entry.names) > MOST_NAMES:
+            oldest = next(iter(entry.names))
+            del entry.names[oldest], self._by_name[entry.namespace, oldest]
+        return before if before is not entry else None
+
+    def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
+        """Remember replies beside those the entry knows: one conversation may have been delivered
+        more than once, each time with ids of its own."""
+        known = newest_replies((*entry.replies, *new))
+        if known == entry.replies:
+            return
+        cost_bytes = entry.cost_bytes
+        with self._lock:
+            index = self._replies.setdefault(entry.namespace, ReplyIndex())
+            index.drop(entry, entry.replies)
+            index.put(entry, known)
+        entry.replies = known
+        self._count(entry.namespace, entry.cost_bytes - cost_bytes)
+
+    def _count(self, namespace: bytes, more_bytes: int) -> None:
+        self.used_bytes += more_bytes
+        self.held_bytes[namespace] += more_bytes
+        if not self.held_bytes[namespace]:
+            del self.held_bytes[namespace]
