@@ -96,7 +96,7 @@ class Turn:
 
     @property
     def generated_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
+        return len(self.tokens.ids) - self.prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
@@ -108,7 +108,7 @@ class Turn:
 
     @property
     def pending_tokens(self) -> int:
-        return len(self.tokens) - (self.sequence.length if self.sequence else 0)
+        return len(self.tokens.ids) - (self.sequence.length if self.sequence else 0)
 
     @property
     def is_prefilling(self) -> bool:
