@@ -39,7 +39,6 @@ TIER_CLIENTS = [
 #: Files of those that may name a tier, each with its reason.
 MAY_NAME_TIERS = {
     "runtime/storage.py",  # it composes the tiers
-    "runtime/admin.py",  # it reports the bytes of each tier in a field of its own
 }
 
 #: Folders of tests that are about the whole program, or help the others.

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.numpy_engine import SUFFIX
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
 from tests.support.tiny import write_lfm2, write_llama
 
@@ -57,11 +59,13 @@ def await_rest(server: Server) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("write", [write_llama, write_lfm2])
+@pytest.mark.parametrize(
+    ("write", "suffix"), [(write_llama, ".gguf"), (write_lfm2, ".gguf"), (write_numpy, SUFFIX)]
+)
 def test_five_that_hang_up_and_one_that_waits_compute_each_token_once(
-    write: Callable[..., Path], tmp_path: Path
+    write: Callable[..., Path], suffix: str, tmp_path: Path
 ) -> None:
-    model = write(tmp_path / "tiny.gguf", layers=LAYERS, context=CONTEXT)
+    model = write(tmp_path / f"tiny{suffix}", layers=LAYERS, context=CONTEXT)
     with running(model, tmp_path, "--max-model-len", str(CONTEXT)) as server:
         read = 0
         for _ in range(5):

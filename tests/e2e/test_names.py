@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from tests.support import tiny
+from tests.support.numpy_engine import SUFFIX
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
 
 Json = dict[str, Any]
@@ -48,14 +50,19 @@ Azkaban' today.", "message_id": "msg_1_uuid"},
   }"""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("names")
+@pytest.fixture(scope="module", params=["llamacpp", "numpy"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """One for each engine: what names do must not depend on who computes."""
+    return tmp_path_factory.mktemp(request.param)
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with running(tiny.write_llama(folder / "tiny.gguf"), folder, "--threads", "1") as started:
+    if folder.name.startswith("numpy"):
+        model = write_numpy(folder / f"tiny{SUFFIX}")
+    else:
+        model = tiny.write_llama(folder / "tiny.gguf")
+    with running(model, folder, "--threads", "1") as started:
         yield started
 
 

@@ -10,24 +10,16 @@ from typing import Any
 import openai
 import pytest
 
-from rekindle.protocol.requests import ENGINE_MODULE
 from tests.support.numpy_engine import SUFFIX
 from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
 
-ROOT = Path(__file__).parents[2]
 LONG = "The sea has many ships, and every ship has a name that nobody remembers twice. " * 3
 
 
 def serve(folder: Path) -> AbstractContextManager[Server]:
     model = write_numpy(folder / f"tiny{SUFFIX}")
-    environment = {ENGINE_MODULE: "tests.support.numpy_engine", "PYTHONPATH": python_path()}
-    return running(model, folder, environment=environment)
-
-
-def python_path() -> str:
-    """The tests, and the sources where they are not installed."""
-    return f"{ROOT}:{ROOT / 'src'}"
+    return running(model, folder)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import httpx
 
+from rekindle.protocol.requests import ENGINE_MODULE
+from tests.support.numpy_engine import SUFFIX
+
+ROOT = Path(__file__).parents[2]
 START_S = 120
 STOP_S = 30
 
@@ -36,6 +40,14 @@ class Server:
         return [int(pid) for pid in listed.stdout.split()]
 
 
+def _engine_of(model: Path) -> dict[str, str]:
+    """What the environment has to say for a model whose engine is in the tests."""
+    if not model.name.endswith(SUFFIX):
+        return {}
+    sources = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
+    return {ENGINE_MODULE: "tests.support.numpy_engine", "PYTHONPATH": sources}
+
+
 @contextlib.contextmanager
 def running(
     model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
@@ -51,7 +63,7 @@ def running(
             [*command, "--model", str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "200", **(environment or {})},
+            env={**os.environ, "COLUMNS": "200", **_engine_of(model), **(environment or {})},
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

@@ -244,13 +244,13 @@ class Admin:
         for namespace, counts in self._pipeline.statuses.items():
             if view in (None, namespace):
                 turns += counts
-        held = self._store.tiers.held_bytes(view)
+        ram_bytes, disk_bytes = self._storage.held_bytes(view)
         stats = Stats(
             entries=len(entries),
             pinned_entries=sum(entry.pinned for entry in entries),
             by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
-            ram_bytes=held.get("ram", 0),
-            disk_bytes=held.get("disk", 0),
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
             unique_bytes=sum(block.size_bytes for block in blocks),
             logical_bytes=sum(entry.size_bytes for entry in entries),
             hits=turns["hit"],

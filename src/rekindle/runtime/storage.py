@@ -91,6 +91,11 @@ class Storage:
         if self.disk and self._ticks % BACKUP_TICKS == 0:
             self.disk.back_up()
 
+    def held_bytes(self, namespace: bytes | None) -> tuple[int, int]:
+        """What a tenant, or all of them together, hold of RAM and of the disk."""
+        held = self.store.tiers.held_bytes(namespace)
+        return held.get("ram", 0), held.get("disk", 0)
+
     def add_totals(self, stats: Stats) -> None:
         """Figures of the whole runtime, for an admin."""
         stats.ram_limit_bytes = self.store.tiers[0].budget.limit_bytes

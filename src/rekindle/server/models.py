@@ -95,7 +95,7 @@ def served_names(config: Config) -> dict[str, str]:
 def _served_name(name: str) -> str:
     """The name as given, or the stem of a file."""
     path = Path(name)
-    return path.stem if path.suffix == ".gguf" and path.exists() else name
+    return path.stem if path.is_file() else name
 
 
 def preset_models(config: Config) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle.engine.registry import EngineKind
 
-SUFFIX = ".tinynp.json"
+SUFFIX = ".tinynp"
 
 
 def _is_ours(path: Path) -> bool:

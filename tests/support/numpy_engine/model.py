@@ -22,6 +22,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 32, 64, 2, 8
 SHARPNESS = np.float32(4)  # of attention: answers depend on much more than the last token
 FORMAT = "tinynp 1"
+ABOVE_ASCII = -20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class TinyTransformer:
         self.context_tokens = file.context_tokens
         self._embedding = matrix(vocabulary_size, WIDTH)
         self._output = matrix(vocabulary_size, WIDTH)
+        self._bias = np.zeros(vocabulary_size, np.float32)
+        self._bias[-128:] = ABOVE_ASCII  # bytes above ASCII, so that it writes whole characters
         self._layers = [
             _Layer(
                 query=matrix(inner, WIDTH) * SHARPNESS,
@@ -116,7 +119,7 @@ class TinyTransformer:
     def logits(self, hidden: Array) -> Array:
         """Of one token, from its last hidden state."""
         [row] = _linear(self._output, hidden[None])
-        return np.asarray(row, np.float32)
+        return np.asarray(row + self._bias, np.float32)
 
     def _rotated(self, heads: Array, start: int) -> Array:
         """Rotary position embedding of tokens from position `start` on."""

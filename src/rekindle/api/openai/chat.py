@@ -62,7 +62,7 @@ class ChatFormat:
         message = choice.message
         return {
             "index": index,
-            "message": {"refusal": None, **message.as_dict(), **_message_id(choice.finished)},
+            "message": {**message.as_dict(), "refusal": None, **_message_id(choice.finished)},
             "logprobs": _logprobs(message.logprobs) if message.logprobs else None,
             "finish_reason": choice.finished.reason,
         }
