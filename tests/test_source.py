@@ -60,6 +60,7 @@ CROSS_CUTTING = {
     "runtime/test_promises.py",
     "runtime/test_restart.py",
     "runtime/test_tool_loop.py",
+    "test_docs.py",
     "server/test_disconnect.py",
     "server/test_failures.py",
 }
@@ -279,9 +280,9 @@ def test_only_the_composition_knows_which_tiers_there_are() -> None:
 
 
 def test_each_named_tier_would_be_seen() -> None:
-    assert tiers_named(SOURCE / "runtime" / "storage.py") == {
-        f"rekindle.kvcache.tiers.{name}" for name in ("disk.DiskTier", "disk", "ram.RamTier", "ram")
-    }
+    modules = ("disk.DiskTier", "disk", "ram.RamTier", "ram")
+    imported = {f"rekindle.kvcache.tiers.{name}" for name in modules}
+    assert tiers_named(SOURCE / "runtime" / "storage.py") == {*imported, "ram", "disk"}
     assert tiers_named(SOURCE / "kvcache" / "tiers" / "ram.py") == {"ram"}
 
 
