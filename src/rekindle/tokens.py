@@ -194,7 +194,8 @@ class TokenBuffer:
         """The first so many, as they are now."""
         if count < len(self) and self.media:
             return Tokens(bytes(self._packed), self.media)[:count]
-        return Tokens(bytes(self._packed[: count * TOKEN_BYTES]), self.media)
+        with memoryview(self._packed) as packed:  # or a slice would be copied twice
+            return Tokens(bytes(packed[: count * TOKEN_BYTES]), self.media)
 
     def all(self) -> Tokens:
         return self.first(len(self))

@@ -25,7 +25,8 @@ def turn_of(agent: Agent, **fields: Any) -> Turn:
     ask = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(top_logprobs=0), **fields
     )
-    turn = agent.harness.pipeline.find(agent.harness.pipeline.encode(ask))
+    turn = agent.harness.pipeline.encode(ask)
+    agent.harness.pipeline.find(turn)
     turn.report = CacheReport("miss", Reason.NOT_CACHED, 0, 0, None)
     return turn
 
@@ -137,7 +138,7 @@ def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(temperature=0), **ask
     )
-    reply = agent.harness.take(agent.harness.pipeline.encode(request))
+    reply = agent.harness.take_turn(agent.harness.pipeline.encode(request))
     agent.harness.run(reply)
     assert reply.finished.reason == end
     agent.history = [*agent.history, reply.message, {"role": "user", "content": "Go on."}]
@@ -165,7 +166,7 @@ def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS
     )
-    reply = agent.harness.take(agent.harness.pipeline.encode(request))
+    reply = agent.harness.take_turn(agent.harness.pipeline.encode(request))
     agent.harness.run(reply)
     assert reply.finished.reason == "length"
     agent.history = [*agent.history, reply.message]

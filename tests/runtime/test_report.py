@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from rekindle.chat.encode import Prompt
+from rekindle.chat.message_spans import MessageSpan
 from rekindle.protocol.events import Reason
-from rekindle.runtime.report import Comparison, Evidence, judge
+from rekindle.protocol.requests import Names
+from rekindle.runtime.report import Comparison, Evidence, first_message_tokens, judge
+from rekindle.tokens import Tokens
+from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
 
 PROMPT, FIRST_MESSAGE = 100, 20
 
@@ -105,3 +111,54 @@ def test_less_than_one_whole_message_is_a_miss(named: Comparison | None) -> None
 def test_a_prompt_without_messages_counts_every_token() -> None:
     one = {"reused_tokens": 1, "matched_tokens": 1, "first_message_tokens": 0}
     assert judge(evidence(diverged=True, **one)).status == "partial_hit"
+
+
+def test_the_end_of_the_only_message_need_not_be_reused() -> None:
+    """The last token of a prompt never is."""
+    found = evidence(prompt_tokens=20, first_message_tokens=20, reused_tokens=19, matched_tokens=19)
+    assert judge(found) == ("hit", Reason.FULL_MATCH)
+
+
+def test_a_miss_is_never_called_a_full_match() -> None:
+    few = {"reused_tokens": FIRST_MESSAGE - 1, "matched_tokens": FIRST_MESSAGE - 1}
+    assert judge(evidence(**few)) == ("miss", Reason.NOT_CACHED)
+
+
+def test_equal_state_without_a_checkpoint_is_not_called_evicted() -> None:
+    known = {"can_truncate": False, "diverged": True, "reused_tokens": 40}
+    assert judge(evidence(named=entry(), **known)).reason == Reason.CHECKPOINT_BOUNDARY
+
+
+# -- how much is one whole message ---------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def prompt(*spans: MessageSpan, text: bytes = b"", known_tokens: int = 0) -> Prompt:
+    return Prompt(Tokens.of(range(50)), spans, text, known_tokens)
+
+
+def test_one_whole_message_is_the_first() -> None:
+    spans = MessageSpan(0, "system", 20, 3), MessageSpan(1, "user", 30, 24)
+    assert first_message_tokens(prompt(*spans), None) == 20
+    assert first_message_tokens(prompt(), None) == 0
+
+
+def test_tools_before_all_messages_are_as_good_as_one() -> None:
+    first = MessageSpan(0, "user", 30, 24, start_byte=10)
+    assert first_message_tokens(prompt(first, text=b"tool: look user: hi"), TOOLS) == 24
+    assert first_message_tokens(prompt(first, text=b"user......: look, hi"), TOOLS) == 30
+
+
+def test_messages_whose_tokens_were_recalled_need_no_span() -> None:
+    late = MessageSpan(3, "user", 48, 44)
+    assert first_message_tokens(prompt(late, known_tokens=40), None) == 0
+    assert first_message_tokens(prompt(late), None) == 48  # those before it show nothing
+
+
+def test_a_wrong_key_is_the_answer_though_another_name_is_known() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    harness.ask([1, 2, 3, 4], names=Names(session_id="s"))
+    report = harness.ask([1, 2, 3, 5], names=Names(session_id="s", cache_key="no")).finished.cache
+    assert (report.status, report.reason) == ("miss", Reason.CACHE_KEY_NOT_FOUND)
+    assert (report.cache_key, report.diverged_at) == (None, None)

@@ -41,6 +41,7 @@ def test_each_of_twelve_steps_computes_its_new_message_alone(
         if before is not None:
             # All that the last turn computed, its sampled tokens as they were; then the rest.
             assert reply.reused == len(before.turn.tokens)
+            assert reply.finished.cache.status == "hit"
             new = reply.turn.tokens.ids[reply.reused : reply.turn.prompt_tokens]
             assert agent.letters.spelled(new).startswith("<|im_end|>\n<|im_start|>user\n")
             assert agent.letters.spelled(new).count("done") == 1

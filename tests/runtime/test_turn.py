@@ -45,6 +45,15 @@ def test_each_lap_takes_the_time_since_the_last(clock: Clock) -> None:
     }
 
 
+def test_nothing_counts_after_the_first_token(clock: Clock) -> None:
+    stopwatch = Stopwatch()
+    clock.now_s += 1
+    stopwatch.lap("compute")
+    clock.now_s += 5
+    stopwatch.lap("queue")
+    assert (stopwatch.stages.compute, stopwatch.stages.queue) == (1.0, 0.0)
+
+
 def test_a_finished_turn_tells_its_stages() -> None:
     finished = RuntimeHarness(FakeEngine()).ask([1, 2, 3]).finished
     assert finished.stages is not None

@@ -69,7 +69,7 @@ class Agent:
             max_tokens=None,
             **{"tools": self._tools, **ask},
         )
-        reply = self.harness.take(self.harness.pipeline.encode(request))
+        reply = self.harness.take_turn(self.harness.pipeline.encode(request))
         self.harness.run(reply)
         self.replies.append(reply)
         return reply

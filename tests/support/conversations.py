@@ -107,7 +107,9 @@ class Conversations(RuntimeHarness):
             max_tokens=None,
             **fields,
         )
-        return self.pipeline.find(self.pipeline.encode(request))
+        turn = self.pipeline.encode(request)
+        self.pipeline.find(turn)
+        return turn
 
     def answer(
         self,

@@ -36,7 +36,7 @@ from rekindle.runtime.build import build
 from rekindle.runtime.output_format import ReplyDecoding
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.runtime.storage import Storage
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.turn import Stopwatch, Turn
 from rekindle.tokens import Tokens
 
 GREEDY = SamplingParams(temperature=0)
@@ -208,7 +208,10 @@ class RuntimeHarness:
         )
 
     def take(self, encoded: EncodedRequest) -> Reply:
-        turn = self.pipeline.find(encoded)
+        return self.take_turn(self.pipeline.begin(encoded, Stopwatch()))
+
+    def take_turn(self, turn: Turn) -> Reply:
+        self.pipeline.find(turn)
         reply = self.replies[turn.id] = Reply(turn)
         self.scheduler.submit(turn)
         return reply
@@ -242,7 +245,7 @@ class RuntimeHarness:
         asked = GenerateRequest(
             turn=next(self._ids), prompt=text, **{"sampling": GREEDY, "max_tokens": 8, **request}
         )
-        reply = self.take(self.pipeline.encode(asked))
+        reply = self.take_turn(self.pipeline.encode(asked))
         self.run(reply)
         return reply
 

@@ -24,6 +24,7 @@ class MessageSpan:
     role: str
     end: int
     start: int = 0
+    start_byte: int = 0  # of its text, in the unescaped text of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class TokenEdges:
                 str(messages[index].get("role", "")),
                 end=self.first_token + bisect_left(self.offsets, end - self.first_byte),
                 start=self.first_token + bisect_right(self.offsets, start - self.first_byte) - 1,
+                start_byte=start,
             )
             for index, (start, end) in byte_spans.items()
             if start >= self.first_byte

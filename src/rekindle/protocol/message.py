@@ -44,7 +44,8 @@ class ToolCall:
 class AssistantMessage:
     """Accumulates the parts of one reply: in the runtime to store it, in the front to answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_logprobs: bool = True) -> None:
+        self._keeps_logprobs = keeps_logprobs
         self.tool_calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprob] = []
         self._text: list[str] = []
@@ -54,7 +55,8 @@ class AssistantMessage:
         match part:
             case TextDelta(text, logprobs):
                 self._text.append(text)
-                self.logprobs += logprobs or []
+                if self._keeps_logprobs:
+                    self.logprobs += logprobs or []
             case ReasoningDelta(text):
                 self._reasoning.append(text)
             case ToolCallStart(_, name, id):

@@ -197,7 +197,7 @@ class Admin:
         verdict = judge(
             Evidence(
                 prompt_tokens=len(prompt.tokens),
-                first_message_tokens=first_message_tokens(prompt, has_tools=bool(op.tools)),
+                first_message_tokens=first_message_tokens(prompt, op.tools),
                 reused_tokens=reusable,
                 matched_tokens=match.tokens,
                 diverged=match.diverged,

@@ -105,5 +105,5 @@ class SliceSize:
     def tokens(self, allowed_s: float) -> int:
         if not self._tokens_per_s:
             return min(UNKNOWN_SLICE_TOKENS, self._most)
-        wished = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
-        return min(max(wished, LEAST_SLICE_TOKENS), self._most)
+        wanted = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
+        return min(max(wanted, LEAST_SLICE_TOKENS), self._most)

@@ -40,11 +40,10 @@ class Runtime:
     admin: Admin
 
     def close(self) -> None:
-        """End every turn, keep what there is to keep, and let go of it all."""
+        """End every turn and keep what there is to keep; the engine is the caller's."""
         self.scheduler.stop()
         self.kv.offload_all()
         self.storage.close()
-        self.engine.close()
 
 
 def build(

@@ -106,7 +106,10 @@ class InputProcessor:
         if request.messages is not None:
             if request.prepare is not None:
                 return self._prefix(request.messages, request.tools, request.template_kwargs)
-            return self._chat(request.messages, request.tools, request.template_kwargs, known)
+            kwargs = request.template_kwargs
+            if not request.reuse:
+                return EncodedPrompt(self._plain_chat(request.messages, request.tools, kwargs))
+            return self._chat(request.messages, request.tools, kwargs, known)
         assert request.prompt is not None, "a request has messages or a prompt"
         if not request.prompt:
             return EncodedPrompt(self._beginning())
@@ -123,6 +126,12 @@ class InputProcessor:
             template_kwargs=kwargs,
         )
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
+
+    def _plain_chat(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
+        """A conversation's prompt of which nothing is remembered."""
+        self._check_size(messages, "messages")
+        sent = [with_parsed_arguments(message) for message in messages]
+        return self._encoder.chat(sent, tools=without_strict(tools), template_kwargs=kwargs)
 
     def _chat(
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], known: bytes | None

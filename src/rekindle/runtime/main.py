@@ -39,9 +39,9 @@ from rekindle.protocol.frames import (
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.build import Runtime, build, formats
-from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.storage import open_storage
-from rekindle.runtime.turn import Stopwatch
+from rekindle.runtime.turn import Stopwatch, Turn
 
 ENCODER_THREADS = 2
 TICK_S = 60.0
@@ -56,15 +56,9 @@ class _Arrived:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """A request could not be encoded; its client has been told."""
+    """A request could not be encoded; its client has the error."""
 
     turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    encoded: EncodedRequest
-    stopwatch: Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ class _Tick:
     """A minute has gone by."""
 
 
-_Message = _Arrived | _Refused | _Encoded | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
+_Message = _Arrived | _Refused | Turn | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
 
 
 class RuntimeProcess:
@@ -149,19 +143,15 @@ class RuntimeProcess:
                     case Cancel() | Stop():
                         self._inbox.put(message)
         finally:
-            self._inbox.put(Stop())  # a runtime that cannot hear must not go on
+            self._inbox.put(Stop())  # a runtime without a front must not go on
 
     def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> None:
-        """An encoder thread: the request as tokens, or its refusal."""
-        stopwatch.lap("front")
+        """An encoder thread: the request as a turn, or its refusal."""
         try:
-            encoded = self._runtime.pipeline.encode(request)
+            self._inbox.put(self._runtime.pipeline.encode(request, stopwatch))
         except Exception as error:
             self._fail(request.turn, _as_server_error(error, "encoding the prompt"))
             self._inbox.put(_Refused(request.turn))
-        else:
-            stopwatch.lap("encode")
-            self._inbox.put(_Encoded(encoded, stopwatch))
 
     def _encode_admin(self, request: AdminRequest) -> None:
         """An encoder thread: the prompt that an admin request is about."""
@@ -205,8 +195,8 @@ class RuntimeProcess:
                     self._cancelled.add(turn)
                 else:
                     self._runtime.scheduler.cancel(turn)
-            case _Encoded(encoded, stopwatch):
-                self._submit(encoded, stopwatch)
+            case Turn():
+                self._submit(message)
             case _ReadyAdmin(request, prompt):
                 self._administer(request, prompt)
             case _Tick():
@@ -216,19 +206,18 @@ class RuntimeProcess:
             case _:
                 self._runtime.storage.on_event(message)
 
-    def _submit(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> None:
-        turn_id = encoded.request.turn
-        is_cancelled = turn_id in self._cancelled
-        self._encoding.discard(turn_id)
-        self._cancelled.discard(turn_id)
+    def _submit(self, turn: Turn) -> None:
+        is_cancelled = turn.id in self._cancelled
+        self._encoding.discard(turn.id)
+        self._cancelled.discard(turn.id)
         try:
-            turn = self._runtime.pipeline.find(encoded, stopwatch)
+            self._runtime.pipeline.find(turn)
         except ServerError as error:
-            self._fail(turn_id, error)
+            self._fail(turn.id, error)
             return
         self._runtime.scheduler.submit(turn)
         if is_cancelled:
-            self._runtime.scheduler.cancel(turn_id)
+            self._runtime.scheduler.cancel(turn.id)
 
     def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> None:
         """An admin request must not cost the turns that are running."""
@@ -247,9 +236,11 @@ class RuntimeProcess:
             self._inbox.put(_Tick())
 
     def close(self) -> None:
+        """The engine is closed last: whatever its end is like, everything has been sent."""
         self._runtime.close()
         self._outbox.put(None)
         self._writer.join()
+        self._runtime.engine.close()
 
 
 def _options(load: LoadModel) -> EngineOptions:

@@ -28,7 +28,7 @@ class ReplyOutput:
     def __init__(
         self, request: GenerateRequest, decoding: ReplyDecoding, tokenizer: Tokenizer, *, most: int
     ) -> None:
-        self.message = AssistantMessage()
+        self.message = AssistantMessage(keeps_logprobs=False)
         self.finish_reason: FinishReason | None = None  # None: it goes on
         self.tokens = 0
         self.reasoning_tokens = 0

@@ -48,13 +48,16 @@ class Pipeline:
         self._kv = kv
         self.statuses: dict[bytes, Counter[Status]] = {}  # turns by what they found, by namespace
 
-    def encode(self, request: GenerateRequest) -> EncodedRequest:
+    def encode(self, request: GenerateRequest, stopwatch: Stopwatch | None = None) -> Turn:
         """Messages to tokens. Any thread; raises a ServerError for a request that cannot be."""
-        return self._input_processor.encode(request)
+        stopwatch = stopwatch or Stopwatch()
+        stopwatch.lap("front")
+        turn = self.begin(self._input_processor.encode(request), stopwatch)
+        stopwatch.lap("encode")
+        return turn
 
-    def find(self, encoded: EncodedRequest, stopwatch: Stopwatch | None = None) -> Turn:
-        """The turn, beside the entry that a name in the request stands for. Raises ContextTooLong
-        or NoRoomForPins."""
+    def begin(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> Turn:
+        """A turn of tokens. Any thread; raises ContextTooLong."""
         request, prompt_tokens = encoded.request, len(encoded.prompt.tokens)
         context_tokens = self._engine.capabilities.context_tokens
         room = context_tokens - prompt_tokens
@@ -62,14 +65,20 @@ class Pipeline:
             raise ContextTooLong(str(prompt_tokens), context_tokens, param=request.source)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
         output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
-        return Turn(encoded, self._sessions.find(encoded), output, stopwatch or Stopwatch())
+        return Turn(encoded, output, stopwatch)
+
+    def find(self, turn: Turn) -> None:
+        """Look up the entry that a name in the request stands for; raises NoRoomForPins."""
+        turn.lookup = self._sessions.find(turn.encoded)
 
     def start(self, turn: Turn, running: list[Turn]) -> Start:
         """Plan as late as possible, fetch, place. What is computed is then up to the scheduler."""
-        turn.stopwatch.lap("queue" if turn.fetch is None else "restore")
+        turn.stopwatch.lap("restore" if turn.awaits_fetch else "queue")
+        turn.awaits_fetch = False
         plan = self._kv.plan(turn, running)
         turn.stopwatch.lap("plan")
         if self._kv.fetch(turn, plan):
+            turn.awaits_fetch = True
             return Start.FETCHING
         placed = self._kv.place(turn, plan, running)
         turn.stopwatch.lap("restore")
@@ -96,15 +105,14 @@ class Pipeline:
 
     def _report(self, turn: Turn, placed: Placed) -> CacheReport:
         """What was really reused, and why not more."""
-        entry, plan = turn.lookup.entry, placed.plan
+        plan = placed.plan
+        entry = None if turn.lookup.problem else turn.lookup.entry  # a wrong key is the answer
         prompt = turn.encoded.prompt
         named = compare(entry, prompt, turn.encoded.hashes) if entry else None
         status, reason = judge(
             Evidence(
                 prompt_tokens=turn.prompt_tokens,
-                first_message_tokens=first_message_tokens(
-                    prompt, has_tools=bool(turn.request.tools)
-                ),
+                first_message_tokens=first_message_tokens(prompt, turn.request.tools),
                 reused_tokens=placed.reused_tokens,
                 matched_tokens=plan.matched_tokens,
                 diverged=plan.diverged,

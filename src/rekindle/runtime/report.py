@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rekindle.chat.diff import first_difference
 from rekindle.chat.encode import Prompt
+from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.chat.messages import SYSTEM_ROLES
+from rekindle.chat.message_spans import MessageSpan
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
 
@@ -95,13 +97,22 @@ def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:
     return Divergence(at.index if at else None, at.role if at else None, stored, sent)
 
 
-def first_message_tokens(prompt: Prompt, *, has_tools: bool) -> int:
+def first_message_tokens(prompt: Prompt, tools: Sequence[Any] | None) -> int:
     """The tokens up to the end of the first message, or of tools that stand before all messages;
-    0 for a prompt in which messages cannot be told apart."""
+    0 where that is not known."""
     if not prompt.spans:
         return 0
     first = prompt.spans[0]
-    return first.start if has_tools and first.role not in SYSTEM_ROLES else first.end
+    if first.index > 0 and prompt.known_tokens:
+        return 0  # the messages before it are in the tokens that were recalled
+    if tools and _are_shown_before(first, tools, prompt):
+        return first.start
+    return first.end
+
+
+def _are_shown_before(first: MessageSpan, tools: Sequence[Any], prompt: Prompt) -> bool:
+    before = unescape(prompt.escaped)[: first.start_byte]
+    return all(tool["function"]["name"].encode() in before for tool in tools)
 
 
 class Verdict(NamedTuple):
@@ -114,9 +125,11 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.problem in NO_NAME:
         return Verdict("miss", evidence.problem)
     status, reason = _named(evidence, evidence.named) if evidence.named else _unnamed(evidence)
-    if evidence.reused_tokens < max(evidence.first_message_tokens, 1):
-        status = "miss"
-    return Verdict(status, reason)
+    # The last token of a prompt is never reused, even where it is the end of the only message.
+    whole = min(max(evidence.first_message_tokens, 1), evidence.prompt_tokens - 1)
+    if evidence.reused_tokens >= whole:
+        return Verdict(status, reason)
+    return Verdict("miss", Reason.NOT_CACHED if reason is Reason.FULL_MATCH else reason)
 
 
 def _named(evidence: Evidence, entry: Comparison) -> Verdict:
@@ -133,7 +146,8 @@ def _why_short(evidence: Evidence, entry: Comparison) -> Reason:
         return entry.reason
     if evidence.exact:
         return Reason.EXACT_BOUNDARY
-    if evidence.falls_short:
+    has_equal_state = evidence.matched_tokens >= entry.common_tokens - 1
+    if evidence.falls_short or (has_equal_state and not evidence.can_truncate):
         return Reason.CHECKPOINT_BOUNDARY
     return Reason.EVICTED if entry.was_computed else Reason.NOT_CACHED
 

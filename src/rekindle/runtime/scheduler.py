@@ -16,7 +16,7 @@ from rekindle.runtime.turn import Turn
 FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
 OVERTAKEN_TURNS = 8  # turns that a turn may overtake for each point of its priority
 MOST_RESTARTS = 3
-REPORT_S = 1.0  # between two words on how a prompt is getting on, for whoever did not ask
+REPORT_S = 1.0  # between two Prefill events of a turn whose client did not ask for them
 
 Emit = Callable[[list[Event]], None]
 
@@ -92,11 +92,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Start waiting turns in their order, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
-        while (
-            self._waiting
-            and len(self._running) < self._parallel
-            and self._batcher.has_room(self._running)
-        ):
+        while self._waiting and self._has_room():
             turn = next((t for t in self._waiting if self._may_start(t)), None)
             if turn is None:
                 return
@@ -127,7 +123,7 @@ class Scheduler:
             if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
                     turn.request.sampling,
-                    turn.tokens.ids[: turn.prompt_tokens],
+                    turn.tokens.ids,  # nothing is sampled yet
                     turn.encoded.decoding.token_mask,
                 )
 

@@ -15,7 +15,7 @@ from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, Written
+from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, WriteFailed, Written
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import Stats
@@ -71,12 +71,12 @@ class Storage:
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier did; log it once when one starts or stops failing."""
         self.store.on_event(event)
-        for tier in self.store.tiers:
-            # A tier works when it has been written to, not when it is tried again.
-            is_tried = tier.state != "ok" or isinstance(event, Written)
-            if tier.state != self._logged_states[tier.name] and is_tried:
-                self._logged_states[tier.name] = tier.state
-                self._log(_state_line(tier, getattr(event, "reason", "")))
+        if not isinstance(event, Written | WriteFailed):
+            return  # a tier works when it has been written to, not when it is tried again
+        tier = next(each for each in self.store.tiers if each.name == event.tier)
+        if tier.state != self._logged_states[tier.name]:
+            self._logged_states[tier.name] = tier.state
+            self._log(_state_line(tier, getattr(event, "reason", "")))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
@@ -179,6 +179,7 @@ def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _Opened
         return _OpenedDisk(None, without_disk)
     fingerprint = capabilities.kv_layout.fingerprint
     try:
+        own_secret = read_secret(cache_dir, secret)
         folder = open_folder(
             cache_dir,
             fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
@@ -186,7 +187,6 @@ def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _Opened
             served=[load.path, *(path for path in load.served if path != load.path)],
             secret=secret,
         )
-        opened = _OpenedDisk(folder, read_secret(cache_dir, secret))
     except FolderLocked as error:
         log(LogLine("warning", f"{error}; this model's state is kept in RAM only"))
         return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "locked")
@@ -195,7 +195,7 @@ def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _Opened
         return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "failing")
     if line := _repair_line(folder):
         log(line)
-    return opened
+    return _OpenedDisk(folder, own_secret)
 
 
 def _readable_secret(cache_dir: Path, configured: bytes | None) -> bytes | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rekindle.engine.base import Sampled, Sampler, Sequence
 from rekindle.errors import ServerError
-from rekindle.kvcache.block import chain_key
+from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Stages
 from rekindle.runtime.checkpoints import Checkpoints
@@ -27,9 +27,14 @@ class Stopwatch:
 
     def __init__(self, received_s: float | None = None) -> None:
         self.stages = Stages()
+        self._is_running = True
         self._last_s = time.monotonic() if received_s is None else received_s
 
     def lap(self, stage: Stage) -> None:
+        """Nothing counts after the first token, which ends the stage "compute"."""
+        if not self._is_running:
+            return
+        self._is_running = stage != "compute"
         now_s = time.monotonic()
         setattr(self.stages, stage, getattr(self.stages, stage) + now_s - self._last_s)
         self._last_s = now_s
@@ -60,11 +65,9 @@ class Turn:
     has everything pending again.
     """
 
-    def __init__(
-        self, encoded: EncodedRequest, lookup: Lookup, output: ReplyOutput, stopwatch: Stopwatch
-    ) -> None:
+    def __init__(self, encoded: EncodedRequest, output: ReplyOutput, stopwatch: Stopwatch) -> None:
         self.encoded = encoded
-        self.lookup = lookup
+        self.lookup = Lookup(write_back=WriteBack.NEVER)  # before its names are looked up
         self.output = output
         self.stopwatch = stopwatch
         self.id = encoded.request.turn
@@ -78,6 +81,7 @@ class Turn:
         self.sequence: Sequence | None = None
         self.sampler: Sampler | None = None
         self.fetch: Fetch | None = None  # its blocks on their way from a lower tier
+        self.awaits_fetch = False  # since it last tried to start
         self.offloaded = Offloaded(0, encoded.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
         # In the queue.
@@ -147,6 +151,7 @@ class Turn:
         """The end of a turn that computes its prompt and generates nothing."""
         if self.pending_tokens:
             return []
+        self.stopwatch.lap("compute")
         self.output.finish("stop")
         return [self._end()]
 
