@@ -95,7 +95,7 @@ def _printed_arguments(call: Any) -> str:
     arguments = call_arguments(call)
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = parse_json(arguments or "{}")
+            arguments = parse_json(arguments.strip() or "{}")
     return json.dumps(arguments)
 
 

@@ -147,6 +147,10 @@ def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) 
                 views.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
             )
             continue
+        if report.is_sealed:
+            unknown = f"{report.path.name}: sealed with a secret that is not configured here"
+            lines.append(views.plain(unknown, "yellow"))
+            continue
         found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
         style = "red" if report.findings else "green"
         lines.append(

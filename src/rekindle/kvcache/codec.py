@@ -15,8 +15,9 @@ from blake3 import blake3
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import KEY_BYTES
-from rekindle.kvcache.disk.files import Buffer
 from rekindle.tokens import TOKEN_BYTES, Tokens
+
+Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"RKB1"
 MAC_BYTES = 32

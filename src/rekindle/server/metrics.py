@@ -41,7 +41,7 @@ COUNTERS = {
     "reused_tokens": "Prompt tokens that were not computed again.",
     "hits": "Turns that reused all they could have.",
     "partial_hits": "Turns that reused a part.",
-    "misses": "Turns that reused nothing.",
+    "misses": "Turns that reused not one whole message.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",
     "evictions": "Blocks removed to make room.",

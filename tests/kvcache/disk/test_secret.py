@@ -89,5 +89,25 @@ def test_a_check_verifies_under_the_configured_secret(tmp_path: Path) -> None:
     written_under(tmp_path, ONE)
     [report] = check(tmp_path, repair=False, secret=ONE)
     assert (report.blocks, [each.kind for each in report.findings]) == (1, ["unknown_file"])
-    [report] = check(tmp_path, repair=False, secret=OTHER)
-    assert (report.blocks, report.findings[0].kind) == (0, "bad_file")
+    [report] = check(tmp_path, repair=True, secret=OTHER)
+    assert (report.is_sealed, report.blocks, report.findings) == (True, 0, ())
+
+
+def test_another_secret_is_another_folder(tmp_path: Path) -> None:
+    """Under it nothing of the first could be found; so nothing of it is opened, counted or lost."""
+    own = open_folder(tmp_path, b"model", limit_bytes=1 << 26)
+    configured = open_folder(tmp_path, b"model", limit_bytes=1 << 26, secret=ONE)
+    assert own.path != configured.path
+    own.close()
+    configured.close()
+
+
+def test_a_check_uses_the_secret_that_each_folder_is_sealed_with(tmp_path: Path) -> None:
+    for secret in (None, ONE):
+        folder = open_folder(tmp_path, b"model", limit_bytes=1 << 26, secret=secret)
+        folder.block_files.write([RECORD])
+        folder.close()
+    for repair in (False, True):
+        plain, sealed = check(tmp_path, repair=repair), check(tmp_path, repair=repair, secret=ONE)
+        assert sorted((each.is_sealed, each.blocks) for each in plain) == [(False, 1), (True, 0)]
+        assert sorted((each.is_sealed, each.blocks) for each in sealed) == [(False, 1), (False, 1)]

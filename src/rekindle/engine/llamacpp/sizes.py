@@ -17,7 +17,7 @@ from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import CorruptBlock
 
 LEAST_CONTEXT_TOKENS = 512
-RESIDENT_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
+IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
 STATE_FORMAT = "llama.cpp state, xllamacpp 2026.10.11549, unified, flash attention, "  # + KV type
 
 
@@ -79,8 +79,8 @@ def choose_sizes(model: LlamaModel, options: EngineOptions) -> Sizes:
 
 def _sequences(model: LlamaModel, parallel: int) -> int:
     """Those that run, and idle ones; recurrent state costs each slot, used or not."""
-    residents = RESIDENT_SEQUENCES if model.can_truncate else 0
-    return min(parallel + residents, bindings.MAX_SEQUENCES - 1)
+    idle = IDLE_SEQUENCES if model.can_truncate else 0
+    return min(parallel + idle, bindings.MAX_SEQUENCES - 1)
 
 
 def _block_tokens(model: LlamaModel) -> int:

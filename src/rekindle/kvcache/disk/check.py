@@ -17,6 +17,7 @@ from rekindle.kvcache.disk.folder import (
     gate,
     model_folders,
     open_block_files,
+    secret_of,
 )
 from rekindle.kvcache.disk.index_db import BlockRow, IndexDb
 from rekindle.kvcache.disk.recovery import (
@@ -27,7 +28,6 @@ from rekindle.kvcache.disk.recovery import (
     put_away,
     repair_index,
 )
-from rekindle.kvcache.disk.secret import read_secret
 
 FindingKind = Literal[
     "index_damaged",
@@ -52,6 +52,7 @@ class Finding:
 class FolderReport:
     path: Path
     in_use: bool = False  # by another process, and so not looked at
+    is_sealed: bool = False  # with a secret that is not known here, and so not looked at
     blocks: int = 0  # files verified whole
     findings: tuple[Finding, ...] = ()
 
@@ -78,7 +79,7 @@ def check(
     """
     if not cache_dir.is_dir():
         return []
-    home, secret = cache_dir.resolve(), read_secret(cache_dir, secret)
+    home = cache_dir.resolve()
     reports: dict[Path, FolderReport] = {}
     with ExitStack() as resources:
         opened: dict[Path, BlockFiles] = {}
@@ -89,7 +90,11 @@ def check(
                     resources.callback(os.close, claim(path))
                 except FolderLocked:
                     continue
-                opened[path] = open_block_files(path, secret, resources)
+                own = secret_of(path, secret)
+                if own is None:
+                    reports[path] = FolderReport(path, is_sealed=True)
+                else:
+                    opened[path] = open_block_files(path, own, resources)
         steps = _Steps(sum(len(block_files.sizes()) for block_files in opened.values()), progress)
         for path, block_files in opened.items():
             reports[path] = _check_folder(path, block_files, steps, repair=repair)
@@ -202,7 +207,7 @@ def _check_index(
 def _disagreements(census: Census, known: set[bytes], survey: _Survey) -> Iterator[Finding]:
     for key in census.lost:
         if key in survey.bad:
-            continue  # said already
+            continue  # reported already
         why = "its ancestors are gone" if key in survey.found else "its file is missing"
         yield Finding("lost_row", key.hex(), f"The index has a block but {why}.")
     for row in census.adopted:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.errors import CorruptBlock
-
-Buffer = bytes | bytearray | memoryview
+from rekindle.kvcache.codec import Buffer
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700

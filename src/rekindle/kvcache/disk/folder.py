@@ -5,7 +5,8 @@
 <cache_dir>/<model>/lock            held while a process uses this folder
 <cache_dir>/<model>/model           what the model was called
 <cache_dir>/<model>/index.db        the index; beside it its backup, and a damaged one
-<cache_dir>/<model>/blocks/         the block_files
+<cache_dir>/<model>/seal            a digest of the configured secret; absent: the cache's own
+<cache_dir>/<model>/blocks/         the block files
 <cache_dir>/<model>/aside/          bad files, kept for a look at them
 """
 
@@ -35,6 +36,7 @@ INDEX = "index.db"
 QUARANTINE = "aside"  # what it was called when folders of this layout were first written
 _LOCK = "lock"
 _NAME = "model"
+_SEAL = "seal"
 _MODEL_DIGITS = 32
 _MODEL = re.compile(f"[0-9a-f]{{{_MODEL_DIGITS}}}")
 
@@ -68,15 +70,18 @@ def open_folder(
     the models of this server, this one's first; the others open folders of their own, which are
     known by what they were called last time.
     """
-    secret = read_secret(cache_dir, secret)
+    configured, secret = secret, read_secret(cache_dir, secret)
     home = cache_dir.resolve()
-    path = home / blake3(identity).hexdigest()[:_MODEL_DIGITS]
+    # Another secret is another folder: under it nothing in this one could be found or verified.
+    path = home / blake3(identity + (configured or b"")).hexdigest()[:_MODEL_DIGITS]
     with ExitStack() as resources:
         with gate(home):
             lock = _claim_new(path)
             resources.callback(os.close, lock)
             idle_bytes = _make_way(home, path.name, served, limit_bytes // 2)
         _write_name(path / _NAME, served[0])
+        if configured is not None:
+            _write_name(path / _SEAL, _seal(configured))
         _touch(lock)
         resources.callback(_touch, lock)
         block_files = open_block_files(path, secret, resources)
@@ -84,6 +89,19 @@ def open_folder(
         resources.callback(index_db.close)
         limit = max(limit_bytes - idle_bytes, 0) // len(served)
         return Folder(path, block_files, index_db, limit, recovery, resources.pop_all())
+
+
+def secret_of(path: Path, configured: bytes | None) -> bytes | None:
+    """The secret that a folder's blocks are sealed with; None: it is one that is not known here."""
+    try:
+        seal = (path / _SEAL).read_text()
+    except OSError:
+        return read_secret(path.parent)
+    return configured if configured is not None and seal == _seal(configured) else None
+
+
+def _seal(secret: bytes) -> str:
+    return blake3(secret, derive_key_context="rekindle cache folder seal 1").hexdigest()
 
 
 def open_block_files(path: Path, secret: bytes, resources: ExitStack) -> BlockFiles:

@@ -200,7 +200,7 @@ def _digest(entry: EntryRow) -> bytes:
     ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
     promised = json.dumps((entry.key, entry.segments, ttl_s, entry.pinned, entry.keyed)).encode()
     parts = [entry.namespace, entry.packed, entry.text, promised]
-    if entry.replies or entry.text_tokens is not None:  # else it is what version 1 would have said
+    if entry.replies or entry.text_tokens is not None:  # else it is the digest of version 1
         parts += entry.replies, str(entry.text_tokens).encode()
     hasher = blake3()
     for part in parts:

@@ -129,7 +129,7 @@ def reconcile(block_files: BlockFiles, index_db: IndexDb) -> Recovery:
 def _look(
     block_files: BlockFiles, rows: Mapping[bytes, BlockRow]
 ) -> tuple[dict[bytes, BlockRow], list[bytes]]:
-    """What each file holds, as far as a look at it tells; and the bad ones.
+    """What each file holds, as far as its header shows; and the bad ones.
 
     A file of another size than its row's may be good: a block is replaced by renaming, and the
     process may have ended before the row followed.
