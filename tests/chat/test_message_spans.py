@@ -69,7 +69,8 @@ def test_a_span_reaches_from_the_token_it_begins_in_to_the_token_it_ends_in() ->
     messages = [{"role": "system"}, {"role": "user"}, {"role": "user"}]
     spans = edges.message_spans(messages, {0: (90, 99), 1: (100, 103), 2: (103, 106)})
     assert spans == (
-        MessageSpan(1, "user", end=12, start=10),  # the one before the first edge is left out
-        MessageSpan(2, "user", end=13, start=11),
+        # The one before the first edge is left out.
+        MessageSpan(1, "user", end=12, start=10, start_byte=100),
+        MessageSpan(2, "user", end=13, start=11, start_byte=103),
     )
     assert TokenEdges(()).message_spans(messages, {1: (0, 1)}) == ()

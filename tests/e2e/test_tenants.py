@@ -22,13 +22,13 @@ Json = dict[str, Any]
 
 ANNA, BERT, CARL = "key-of-anna-3f9c", "key-of-bert-81d2", "key-of-carl-55aa"
 ROOT = "key-of-root-c07e"
-COMMON = "You are the house's own assistant, and everybody who comes here hears this first."
+COMMON = "You are the office's own assistant, and everybody who comes here hears this first."
 PRIVATE = "Be nobody's but Anna's assistant, and keep what she tells you for her alone."
 PROJECTS = f"""
 max_tokens: 4
 temperature: 0
 projects:
-  house:
+  shared:
     system_prompt: {COMMON}
     shared: true
     cache: {{warm_on_startup: true, pinned: true, ttl: null}}
@@ -37,7 +37,7 @@ SESSIONS = "/v1/internal/model/kv_cache"
 
 
 @dataclass(frozen=True)
-class House:
+class Shared:
     server: Server
     folder: Path
 
@@ -51,8 +51,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    folder = tmp_path_factory.mktemp("house")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    folder = tmp_path_factory.mktemp("shared")
     settings = folder / "rekindle.yaml"
     settings.write_text(PROJECTS)
     auth.append_key_line(folder / "keys", "# keys that come and go")
@@ -61,30 +61,30 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     for key in (ANNA, BERT, CARL):
         flags += ["--api-key", key]
     with running(write_llama(folder / "tiny.gguf"), folder, *flags) as server:
-        yield House(server, folder)
+        yield Shared(server, folder)
 
 
 @pytest.fixture
-def anna(house: House) -> Iterator[httpx.Client]:
-    with house.client(ANNA) as client:
+def anna(shared: Shared) -> Iterator[httpx.Client]:
+    with shared.client(ANNA) as client:
         yield client
 
 
 @pytest.fixture
-def bert(house: House) -> Iterator[httpx.Client]:
-    with house.client(BERT) as client:
+def bert(shared: Shared) -> Iterator[httpx.Client]:
+    with shared.client(BERT) as client:
         yield client
 
 
 @pytest.fixture
-def carl(house: House) -> Iterator[httpx.Client]:
-    with house.client(CARL) as client:
+def carl(shared: Shared) -> Iterator[httpx.Client]:
+    with shared.client(CARL) as client:
         yield client
 
 
 @pytest.fixture
-def root(house: House) -> Iterator[httpx.Client]:
-    with house.client(ROOT) as client:
+def root(shared: Shared) -> Iterator[httpx.Client]:
+    with shared.client(ROOT) as client:
         yield client
 
 
@@ -233,16 +233,16 @@ def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
 # -- keys that come and go -----------------------------------------------------------------------
 
 
-def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(house: House) -> None:
-    before = house.keys.read_text()
+def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(shared: Shared) -> None:
+    before = shared.keys.read_text()
     key = auth.new_key()
-    with house.client(key) as client:
+    with shared.client(key) as client:
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
-        auth.append_key_line(house.keys, auth.key_line("dora", key, admin=False))
+        auth.append_key_line(shared.keys, auth.key_line("dora", key, admin=False))
         time.sleep(auth.CHECK_EVERY_S)
         told = chat(client, conversation("Hello, I am new."), return_cache_key=True)
         assert told["x_cache"]["new_cache_key"]
-        house.keys.write_text(before)
+        shared.keys.write_text(before)
         time.sleep(auth.CHECK_EVERY_S)
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
 
@@ -269,7 +269,7 @@ def test_a_shared_project_is_warm_for_everybody_and_nobodys_to_remove(
 
 
 def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
-    house: House, anna: httpx.Client, root: httpx.Client
+    shared: Shared, anna: httpx.Client, root: httpx.Client
 ) -> None:
     canary = "canary-5b1e77"
     names = {"session_id": f"{canary}-session", "prompt_cache_key": f"{canary}-prompt"}
@@ -279,13 +279,13 @@ def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
         for bad in ({"model": canary}, {"session_id": canary * 99}, {"temperature": canary})
     ]
     assert all(answer.is_client_error for answer in refused)
-    with house.client(f"{canary}-key") as stranger:
+    with shared.client(f"{canary}-key") as stranger:
         assert stranger.get(f"/v1/cache/{canary}").status_code == httpx.codes.UNAUTHORIZED
     assert anna.get(f"/v1/cache/{canary}").status_code == httpx.codes.NOT_FOUND
     metrics = root.get("/metrics")
     assert "rekindle_computed_tokens_total" in metrics.text
-    files = "\n".join(str(path) for path in (house.folder / "kv").rglob("*"))
-    log = house.server.log.read_text()
+    files = "\n".join(str(path) for path in (shared.folder / "kv").rglob("*"))
+    log = shared.server.log.read_text()
     assert "prompt tokens" in log
     for secret in (canary, "sings", PRIVATE, COMMON, ANNA, BERT, ROOT):
         for place in (metrics.text, files, log):
