@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from rekindle.errors import ServerError, TooManyRequests, Unavailable
-from rekindle.protocol.events import Prefill, Started
+from rekindle.protocol.events import Cancelled, Prefill, Started
 from tests.api.scripted import (
     Front,
     Pause,
@@ -148,3 +148,17 @@ def test_neither_prompt_nor_key_appears_in_a_log_or_an_error(
                 answer = front.post("/v1/chat/completions", body, headers=headers)
                 assert "canary" not in answer.text
     assert "canary" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_turn_that_the_server_cancels_is_an_error_and_no_endless_wait(
+    stream: bool, begun: bool
+) -> None:
+    script: list[Step] = [Started(0, 10, 0), *([delta("x")] if begun else []), Cancelled(0)]
+    answer = Front(ScriptedRuntime(script)).chat(stream=stream)
+    if stream and begun:
+        assert "send it again" in answer.text
+    else:
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"

@@ -116,6 +116,17 @@ def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
     run(scene)
 
 
+def test_a_turn_that_cannot_be_sent_takes_no_place(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=0) as runtime:
+            with pytest.raises(OverflowError):  # no frame holds such a number
+                runtime.submit(ask([2**64]), lambda _event: None)
+            assert runtime.turns == 0
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
 def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=1) as runtime:

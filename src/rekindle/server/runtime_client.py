@@ -112,8 +112,8 @@ class RuntimeClient:
                 f"{len(self._turns)} requests are already queued or running; try again later"
             )
         turn = next(self._ids)
-        self._turns[turn] = on_event
         process.send(structs.replace(request, turn=turn))
+        self._turns[turn] = on_event  # not before: a turn that was never sent has no end
         return turn
 
     def cancel(self, turn: int) -> None:

@@ -13,7 +13,7 @@ from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.errors import ReportedError, ServerError, Unavailable
-from rekindle.protocol.events import Delta, Event, Failed, Finished, Prefill, Started
+from rekindle.protocol.events import Cancelled, Delta, Event, Failed, Finished, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.responses import disconnected
 from rekindle.server.runtime_client import RuntimeClient
@@ -97,6 +97,8 @@ class Turns:
         index, event = await self._merged.get()
         if isinstance(event, Failed):
             raise ReportedError(event.error)
+        if isinstance(event, Cancelled):  # by nobody who waits here
+            raise Unavailable("the request was cancelled by the server; send it again")
         self._unfinished -= isinstance(event, Finished)
         return index, event
 

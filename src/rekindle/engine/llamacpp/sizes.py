@@ -15,6 +15,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import CorruptBlock
+from rekindle.models.quant import split_names
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
@@ -49,8 +50,12 @@ def measure_state(context: Context) -> StateBytes:
 
 
 def state_fingerprint(path: Path, kv_type: KvType) -> bytes:
-    """Weights, tokenizer and template are one file: its hash, with the state's layout."""
-    weights = blake3(max_threads=blake3.AUTO).update_mmap(path).digest()
+    """Weights, tokenizer and template are in the model's files: the hash of all of them, with the
+    state's layout. The first file of a split may hold no tensor at all."""
+    weights = b"".join(
+        blake3(max_threads=blake3.AUTO).update_mmap(path.with_name(name)).digest()
+        for name in split_names(path.name)
+    )
     return blake3((STATE_FORMAT + kv_type).encode() + weights).digest()
 
 
