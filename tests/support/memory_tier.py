@@ -12,7 +12,6 @@ from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES, Record, parse_header, seal, verify
 from rekindle.kvcache.tiers.base import (
-    BaseTier,
     Blob,
     Fetch,
     Fetched,
@@ -24,13 +23,14 @@ from rekindle.kvcache.tiers.base import (
     WriteFailed,
     Written,
 )
+from rekindle.kvcache.tiers.write_behind import WriteBehindTier
 from rekindle.tokens import Tokens
 
 OVERHEAD_BYTES = 200
 SECRET = b"m" * 32
 
 
-class MemoryTier(BaseTier):
+class MemoryTier(WriteBehindTier):
     """`shelf` is what outlives a restart: sealed blocks by their keys, in the order they came."""
 
     def __init__(
@@ -41,22 +41,16 @@ class MemoryTier(BaseTier):
         shelf: dict[bytes, bytes] | None = None,
         queue_bytes: int = 1 << 20,
     ) -> None:
-        super().__init__("memory", limit_bytes, persistent=True)
+        super().__init__("memory", limit_bytes, queue_bytes)
         self.shelf = {} if shelf is None else shelf
         self.failure: TierState = "ok"  # what the next writes end in
         self._on_event = on_event
-        self._queue_bytes = queue_bytes
-        self._pending: dict[bytes, Write] = {}
         self._orders: deque[Callable[[], None]] = deque()
 
     def advance(self) -> None:
         """Do what was asked for, and report it."""
         while self._orders:
             self._orders.popleft()()
-
-    @property
-    def has_queue_room(self) -> bool:
-        return self.pending_bytes < self._queue_bytes
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return len(tokens.packed) + state_bytes + OVERHEAD_BYTES
@@ -66,55 +60,23 @@ class MemoryTier(BaseTier):
     def put(self, block: Block, blob: Blob) -> None:
         assert block.parent is not None
         assert block.parent.is_root or self.holds(block.parent), "parents are put first"
-        cost = self.cost(block.tokens, len(blob))
-        if self.holds(block):
-            self.budget.resize(block, cost)
-        else:
-            self.budget.enter(block, cost, None)
-        record = Record(
-            block.namespace, block.parent.key, block.tokens, blob, block.exact, block.resumable
-        )
-        self._forget_pending(block.key)
-        write = self._pending[block.key] = Write(block.key, record, cost)
-        self.pending_bytes += len(blob)
-        self._orders.append(lambda: self._write(write))
+        super().put(block, blob)
 
     def _write(self, write: Write) -> None:
+        self._orders.append(lambda: self._keep(write))
+
+    def _keep(self, write: Write) -> None:
         if self.failure != "ok":
             self._on_event(WriteFailed(self.name, (write,), self.failure, "a test wants it"))
             return
         self.shelf[write.key] = b"".join(seal(write.record, SECRET))
         self._on_event(Written(self.name, (write,)))
 
-    def resize(self, block: Block, kind: BlockKind) -> None:
-        self.budget.resize(block, self.cost(block.tokens, kind.size_bytes))
-
-    def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self.budget.leave(block):
-            self._forget_pending(block.key)
-            self.discard(block.key)
-
-    def discard(self, key: bytes) -> None:
+    def _delete(self, key: bytes, *, quarantine: bool) -> None:
         self._orders.append(lambda: self._drop(key))
 
     def _drop(self, key: bytes) -> None:
         self.shelf.pop(key, None)
-
-    def get(self, block: Block) -> Blob | None:
-        write = self._pending.get(block.key)
-        return write.record.blob if write else None
-
-    def complete(self, event: Written | WriteFailed) -> list[Write]:
-        done = [write for write in event.writes if self._pending.get(write.key) is write]
-        for write in done:
-            self._forget_pending(write.key)
-        if isinstance(event, Written):
-            self.counts.written_bytes += sum(write.size_bytes for write in event.writes)
-        return done
-
-    def _forget_pending(self, key: bytes) -> None:
-        if write := self._pending.pop(key, None):
-            self.pending_bytes -= len(write.record.blob)
 
     def flush(self, then: Callable[[], None]) -> None:
         self._orders.append(lambda: self._on_event(Flushed(then)))
@@ -151,9 +113,6 @@ class MemoryTier(BaseTier):
             packed = raw[HEADER_BYTES : HEADER_BYTES + header.packed_bytes]
             kind = BlockKind(header.blob_bytes, header.exact, header.resumable)
             yield StoredBlock(key, header.parent, header.namespace, Tokens(packed), kind)
-
-    def adopt(self, block: Block, kind: BlockKind) -> None:
-        self.budget.enter(block, self.cost(block.tokens, kind.size_bytes), kind)
 
     def close(self) -> None:
         self.advance()

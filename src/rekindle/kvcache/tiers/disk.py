@@ -9,23 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind
-from rekindle.kvcache.codec import Record, record_bytes
+from rekindle.kvcache.codec import record_bytes
 from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
 from rekindle.kvcache.tiers.base import (
-    BaseTier,
-    Blob,
     Fetch,
     Fetched,
     Flushed,
     OnEvent,
     StoredBlock,
     Write,
-    WriteFailed,
-    Written,
 )
+from rekindle.kvcache.tiers.write_behind import WriteBehindTier
 from rekindle.tokens import Tokens
 
 log = logging.getLogger("rekindle.cache")
@@ -38,14 +35,7 @@ COPIES = 2  # of the index: one in use, one for the day it is damaged
 LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and its copy
 
 
-def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
-    """What a block takes of the disk: its file in whole pages, and its row."""
-    packed_bytes = len(tokens.packed)
-    size = record_bytes(packed_bytes, state_bytes)
-    return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + packed_bytes)
-
-
-class DiskTier(BaseTier):
+class DiskTier(WriteBehindTier):
     """Called by the engine's thread only, but for what the writer and the readers do inside."""
 
     def __init__(
@@ -61,20 +51,17 @@ class DiskTier(BaseTier):
         files.most_quarantine_bytes = min(MOST_QUARANTINE_BYTES, folder.limit_bytes // 16)
         index_bytes = LEAST_INDEX_BYTES + COPIES * entries_bytes
         reserved_bytes = index_bytes + files.most_quarantine_bytes
-        super().__init__(NAME, max(folder.limit_bytes - reserved_bytes, 0), persistent=True)
+        super().__init__(NAME, max(folder.limit_bytes - reserved_bytes, 0), queue_bytes)
         self.folder = folder
-        self._queue_bytes = queue_bytes
         self._on_event = on_event
-        self._pending: dict[bytes, Write] = {}  # asked for, not yet done
         self._writer = Writer(folder, NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
 
-    @property
-    def has_queue_room(self) -> bool:
-        return self.pending_bytes < self._queue_bytes
-
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
-        return cost_bytes(tokens, state_bytes)
+        """What a block takes of the disk: its file in whole pages, and its row."""
+        packed_bytes = len(tokens.packed)
+        size = record_bytes(packed_bytes, state_bytes)
+        return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + packed_bytes)
 
     # -- beginning -----------------------------------------------------------------------------
 
@@ -84,55 +71,13 @@ class DiskTier(BaseTier):
             kind = BlockKind(state_bytes, row.exact, row.resumable)
             yield StoredBlock(row.key, row.parent, row.namespace, Tokens(row.packed), kind)
 
-    def adopt(self, block: Block, kind: BlockKind) -> None:
-        self.budget.enter(block, cost_bytes(block.tokens, kind.size_bytes), kind)
-
-    def discard(self, key: bytes) -> None:
-        self._writer.put(Remove(key, quarantine=False))
-
     # -- writing -------------------------------------------------------------------------------
 
-    def put(self, block: Block, blob: Blob) -> None:
-        """Have a block written behind; until then the file that is there stands."""
-        assert block.parent is not None
-        cost = cost_bytes(block.tokens, len(blob))
-        if self.holds(block):
-            self.budget.resize(block, cost)
-        else:
-            self.budget.enter(block, cost, None)
-        record = Record(
-            block.namespace, block.parent.key, block.tokens, blob, block.exact, block.resumable
-        )
-        self._forget_pending(block.key)
-        size_bytes = record_bytes(len(block.tokens.packed), len(blob))
-        write = self._pending[block.key] = Write(block.key, record, size_bytes)
-        self.pending_bytes += len(blob)
+    def _write(self, write: Write) -> None:
         self._writer.put(write)
 
-    def resize(self, block: Block, kind: BlockKind) -> None:
-        self.budget.resize(block, cost_bytes(block.tokens, kind.size_bytes))
-
-    def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self.budget.leave(block):
-            self._forget_pending(block.key)
-            self._writer.put(Remove(block.key, quarantine))
-
-    def get(self, block: Block) -> Blob | None:
-        """The bytes of a block that is still waiting to be written."""
-        write = self._pending.get(block.key)
-        return write.record.blob if write else None
-
-    def complete(self, event: Written | WriteFailed) -> list[Write]:
-        done = [write for write in event.writes if self._pending.get(write.key) is write]
-        for write in done:
-            self._forget_pending(write.key)
-        if isinstance(event, Written):
-            self.counts.written_bytes += sum(write.size_bytes for write in event.writes)
-        return done
-
-    def _forget_pending(self, key: bytes) -> None:
-        if write := self._pending.pop(key, None):
-            self.pending_bytes -= len(write.record.blob)
+    def _delete(self, key: bytes, *, quarantine: bool) -> None:
+        self._writer.put(Remove(key, quarantine))
 
     def journal(self, change: Change) -> None:
         """Have a change of entries or names written to the index."""
