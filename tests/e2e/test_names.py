@@ -140,9 +140,8 @@ def test_an_id_that_the_server_gave_names_the_conversation_up_to_it(client: http
     messages = [user("Which book is the best of them?", message_id="mine-1")]
     first = chat(client, messages, use_kv_cache=True)
     messages += [said(first), user("And the second best?", message_id="mine-2")]
-    *_, last, report = events(
-        client, "/v1/chat/completions", messages=messages, use_kv_cache=True, max_tokens=6
-    )
+    body = {"messages": messages, "use_kv_cache": True, "temperature": 0, "max_tokens": 6}
+    *_, last, report = events(client, "/v1/chat/completions", **body)
     assert report["status"] == "hit"
     assert report["reused_tokens"] == held(first)
     assert report["cache_key"] == key_of(client, said(first)["message_id"])
