@@ -51,7 +51,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
     "log_level": ("debug", "debug"),
-    "max_tokens": ("null", None),
+    "max_tokens": ("50", 50),
+    "completion_max_tokens": ("null", None),
     "temperature": ("0", 0.0),
     "top_p": ("1", 1.0),
     "repetition_penalty": ("1.1", 1.1),
@@ -87,7 +88,8 @@ def refusal(**sources: Any) -> str:
 def test_the_defaults_are_the_documented_ones() -> None:
     config = load()
     assert (config.host, config.port, config.model) == ("127.0.0.1", 8080, ())
-    assert (config.max_tokens, config.temperature, config.top_p) == (100, 0.7, 0.9)
+    assert (config.max_tokens, config.completion_max_tokens) == (None, 100)
+    assert (config.temperature, config.top_p) == (0.7, 0.9)
     assert (config.repetition_penalty, config.repetition_context_size) == (1.0, 20)
     assert (config.ram_cache, config.disk_cache, config.disk_floor) == (2 * GIB, 10 * GB, GIB)
     assert config.cache_dir == Path("~/.cache/rekindle/kv").expanduser()
@@ -115,7 +117,7 @@ def test_a_setting_can_come_from_the_environment(name: str) -> None:
     assert getattr(load(environment={f"REKINDLE_{name.upper()}": written}), name) == value
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "max_tokens"])
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "completion_max_tokens"])
 def test_a_setting_can_come_from_a_flag(name: str) -> None:
     written, value = EVERY[name]
     assert getattr(load({name: written}), name) == value

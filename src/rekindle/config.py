@@ -156,7 +156,16 @@ class Config(RuntimeSettings):
     max_tokens: Annotated[
         int | None,
         Interval(ge=1, le=COUNT_LIMIT),
-        Setting("Longest reply of a request that gives no limit", "Replies", flag=False),
+        Setting(
+            "Longest chat reply of a request that gives no limit",
+            "Replies",
+            "until the model stops",
+        ),
+    ] = None
+    completion_max_tokens: Annotated[
+        int | None,
+        Interval(ge=1, le=COUNT_LIMIT),
+        Setting("The same of /v1/completions; null in the file: until the model stops", "Replies"),
     ] = 100
     temperature: Annotated[
         float, Interval(ge=0, le=100), Setting("Default of requests", "Replies", flag=False)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rekindle.api.openai.schema import ChatRequest
 from tests.api.scripted import HELLO, Front, error
 
+TOKEN_LIMIT = "takes a number from 1 up, or -1 for no limit"
 PRIORITY = (
     "`priority` takes a whole number from -10 to 10, higher going first, "
     'or "low", "normal" or "high".'
@@ -80,12 +81,20 @@ def test_the_last_of_two_equal_keys_counts() -> None:
         ("repetition_context_size", -1, "`repetition_context_size` takes a number from 0 up."),
         ("presence_penalty", 3, "`presence_penalty` takes a number up to 2."),
         ("frequency_penalty", -3, "`frequency_penalty` takes a number from -2 up."),
-        ("max_tokens", 0, "`max_tokens` takes a number from 1 up."),
-        ("max_tokens", -5, "`max_tokens` takes a number from 1 up."),
+        ("max_tokens", 0, f"`max_tokens` {TOKEN_LIMIT}."),
+        ("max_tokens", -5, f"`max_tokens` {TOKEN_LIMIT}."),
+        ("max_tokens", 8.5, "`max_tokens` takes a whole number, not a decimal number."),
+        ("max_tokens", True, "`max_tokens` takes a whole number, not a boolean."),
         ("max_tokens", 2**63, "`max_tokens` takes a number up to 10000000."),
-        ("max_tokens", 2**70, "`max_tokens` takes a whole number, not a decimal number."),
+        ("max_tokens", 2**70, "`max_tokens` takes a number up to 10000000."),
+        ("max_tokens", 1e300, "`max_tokens` takes a number up to 10000000."),
         ("max_tokens", "100", "`max_tokens` takes a whole number, not a string."),
-        ("max_completion_tokens", 0, "`max_completion_tokens` takes a number from 1 up."),
+        ("max_completion_tokens", 0, f"`max_completion_tokens` {TOKEN_LIMIT}."),
+        (
+            "max_completion_tokens",
+            1.5,
+            "`max_completion_tokens` takes a whole number, not a decimal number.",
+        ),
         ("n", 0, "`n` takes a number from 1 up."),
         ("n", 10**9, "`n` takes a number up to 32."),
         ("seed", 2**63, "`seed` takes a number below 9223372036854775808."),

@@ -25,6 +25,8 @@ MOST_ID_CHARACTERS = 256
 MOST_PRIORITY = 10
 PRIORITIES = {"low": -5, "normal": 0, "high": 5}
 NUMBER_LIMIT = 1 << 63  # of a signed 64-bit number
+MOST_TOKENS = 10_000_000
+NO_LIMIT = -1  # as a number of tokens, in llama.cpp's API as well
 MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand levels would exhaust the stack
 
 
@@ -60,6 +62,17 @@ def _as_number(priority: Any) -> Any:
     return PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
 
 
+def _as_whole(number: Any) -> Any:
+    """JSON has one kind of number: 8.0 is 8."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _positive(limit: int) -> int:
+    if limit < 1 and limit != NO_LIMIT:
+        raise ValueError(f"takes a number from 1 up, or {NO_LIMIT} for no limit")
+    return limit
+
+
 def shallow(value: Any) -> Any:
     """Refuse JSON of the client's own choosing that is nested too deep."""
     if depth_exceeds(value, MOST_DEPTH):
@@ -85,6 +98,10 @@ Id = Annotated[
     takes(f"a string of 1 to {MOST_ID_CHARACTERS} characters"),
 ]
 SessionNumber = Annotated[int, Field(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
+Whole = Annotated[int, BeforeValidator(_as_whole)]
+TokenLimit = Annotated[
+    Whole, Field(le=MOST_TOKENS, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_positive)
+]
 StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)],

@@ -142,3 +142,21 @@ def test_echo_is_refused_rather_than_ignored() -> None:
     assert refused.status_code == 400
     assert error(refused)["param"] == "echo"
     assert Front().complete(echo=False).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "limit"),
+    [
+        ({}, {}, 100),
+        ({"completion_max_tokens": None}, {}, None),
+        ({"completion_max_tokens": 7, "max_tokens": 3}, {}, 7),
+        ({}, {"max_tokens": 8.0}, 8),
+        ({}, {"max_tokens": -1}, None),
+    ],
+)
+def test_a_completion_without_a_limit_is_as_long_as_the_server_is_set_to(
+    settings: dict[str, Any], fields: dict[str, Any], limit: int | None
+) -> None:
+    front = Front(**settings)
+    assert front.complete(**fields).is_success
+    assert front.runtime.requested.max_tokens == limit

@@ -22,7 +22,7 @@ def requested(settings: dict[str, Any] | None = None, **fields: Any) -> Generate
 
 def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
     request = requested()
-    assert request.max_tokens == 100
+    assert request.max_tokens is None
     assert asdict(request.sampling) == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -86,9 +86,21 @@ def test_a_request_wins_over_the_settings() -> None:
     assert request.max_tokens == 3
 
 
-def test_without_a_limit_the_model_speaks_until_it_stops() -> None:
-    assert requested({"max_tokens": None}).max_tokens is None
-    assert requested({"max_tokens": None}, max_tokens=None).max_tokens is None
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": None}, {"max_tokens": -1}])
+def test_a_chat_without_a_limit_goes_on_until_the_model_stops(limit: dict[str, Any]) -> None:
+    assert requested(**limit).max_tokens is None
+    assert requested(max_completion_tokens=limit.get("max_tokens")).max_tokens is None
+
+
+def test_no_limit_can_be_asked_for_where_the_server_has_one() -> None:
+    assert requested({"max_tokens": 7}, max_tokens=-1).max_tokens is None
+    assert requested({"max_tokens": 7}, max_completion_tokens=-1, max_tokens=5).max_tokens is None
+
+
+def test_a_number_may_be_written_with_a_decimal_point() -> None:
+    request = requested(max_tokens=8.0, top_k=3.0, seed=5.0)
+    assert (request.max_tokens, request.sampling.top_k, request.sampling.seed) == (8, 3, 5)
+    assert requested(max_completion_tokens=9.0).max_tokens == 9
 
 
 def test_a_null_means_what_the_server_is_set_to() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
+from rekindle.api.fields import NO_LIMIT
 from rekindle.api.message import rendered
 from rekindle.api.openai import tool_choice
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest, RequestBase
@@ -34,7 +35,7 @@ def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[Genera
         config,
         salt,
         [conversation],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=_limit(body.max_completion_tokens or body.max_tokens, config.max_tokens),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -48,7 +49,7 @@ def completion_requests(
         config,
         salt,
         [{"prompt": prompt} for prompt in body.prompts],
-        max_tokens=body.max_tokens,
+        max_tokens=_limit(body.max_tokens, config.completion_max_tokens),
         top_logprobs=body.logprobs,
     )
 
@@ -69,7 +70,7 @@ def _requests(
             turn=0,
             **each,
             sampling=_with_seed(sampling, choice),
-            max_tokens=_or(max_tokens, config.max_tokens),
+            max_tokens=max_tokens,
             stop=body.stops,
             priority=body.priority or 0,
             normalise=_or(body.normalise, config.normalise),
@@ -137,6 +138,11 @@ def _named(unnamed: Names, body: RequestBase, config: Config) -> Names:
         prompt_cache_key=body.prompt_cache_key,
         by_fingerprint=bool(chat and config.force_cache and not chat.names_state),
     )
+
+
+def _limit(requested: int | None, default: int | None) -> int | None:
+    """None: until the model stops or the context ends."""
+    return None if requested == NO_LIMIT else _or(requested, default)
 
 
 def _or(value: Any, default: Any) -> Any:

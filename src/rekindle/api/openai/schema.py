@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rekindle.api.fields import (
+    MOST_TOKENS,
     FreeObject,
     Id,
     LogitBias,
@@ -16,6 +17,8 @@ from rekindle.api.fields import (
     PromptInput,
     SessionNumber,
     Stop,
+    TokenLimit,
+    Whole,
 )
 from rekindle.api.message import MOST_MESSAGES, Messages
 from rekindle.api.openai import tool_choice
@@ -26,7 +29,6 @@ from rekindle.errors import BadRequest, Unsupported
 
 MOST_CHOICES = 32
 MOST_TURNS = 128
-MOST_TOKENS = 10_000_000
 SEED_LIMIT = 1 << 63
 
 CACHE_FIELDS = (
@@ -84,19 +86,19 @@ class RequestBase(BaseModel):
     not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_tokens: TokenLimit | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MOST_TOKENS)
+    top_k: Whole | None = Field(None, ge=-1, le=MOST_TOKENS)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    repetition_context_size: int | None = Field(None, ge=0, le=MOST_TOKENS)
+    repetition_context_size: Whole | None = Field(None, ge=0, le=MOST_TOKENS)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
-    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    seed: Whole | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     stop: Stop | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: Whole | None = Field(None, ge=1, le=MOST_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -152,9 +154,9 @@ class ChatRequest(RequestBase):
     """POST /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     prefill_progress: PrefillProgress | None = None
@@ -207,7 +209,7 @@ class CompletionRequest(RequestBase):
 
     prompt: PromptInput
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Whole | None = Field(None, ge=0, le=20)
 
     @field_validator("prompt")
     @classmethod
