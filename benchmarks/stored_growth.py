@@ -1,0 +1,182 @@
+"""What the store costs as it grows: made of small synthetic blocks, without a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+from rekindle.kvcache.block import WriteBack, chain_key
+from rekindle.kvcache.disk.files import Calls
+from rekindle.kvcache.entries import Draft
+from rekindle.protocol.admin import GetStats
+from rekindle.server.auth import Keys
+from rekindle.tokens import Tokens
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+from tests.stress.trouble import block_files_with  # noqa: E402 - after the line above
+from tests.support.fake import FakeEngine  # noqa: E402
+from tests.support.harness import RuntimeHarness  # noqa: E402
+
+BLOCK_TOKENS = 4
+BLOB = b"\0" * 64
+CHAIN_BLOCKS = 32  # of one conversation, as long as 8,192 tokens in blocks of 256
+TENANT_BLOCKS = 10
+REPEATS = 200  # of what is over in microseconds
+PLENTY = 1 << 40
+EVENTS_EVERY = 1000  # blocks, so that the queue of the disk never stays full
+
+
+def blocks(count: int, folder: Path) -> dict[str, float]:
+    """A folder with so many blocks in conversations of moderate length, opened again."""
+    _fill(count, folder)
+    started_s = time.perf_counter()
+    harness = _open(folder)
+    costs = {"opening_s": time.perf_counter() - started_s}
+    costs["stats_s"] = _median_s(lambda: harness.administer(GetStats(), admin=True), 5)
+    costs["eviction_s"] = _eviction_s(harness)
+    started_s = time.perf_counter()
+    harness.close()
+    return {**costs, "stop_s": time.perf_counter() - started_s}
+
+
+def chain_depth(count: int, folder: Path) -> dict[str, float]:
+    """One conversation of so many blocks: what each of its last blocks costs to put and to write,
+    what one more costs when memory is full, and a stop with all of it still to be written."""
+    harness = _open(folder / "soon")
+    namespace = harness.namespace()
+    chain = _chain(namespace, count + REPEATS, seed=1)
+    _put(harness, namespace, islice(chain, count - count // 10), WriteBack.SOON)
+    harness.flush()
+    started_s = time.perf_counter()
+    _put(harness, namespace, islice(chain, count // 10), WriteBack.SOON)
+    harness.flush()
+    costs = {"written_block_s": (time.perf_counter() - started_s) / (count // 10)}
+    _remember(harness, namespace, count, seed=1)
+    ram = harness.store.tiers[0].budget
+    ram.limit_bytes = ram.used_bytes
+    costs["block_when_full_s"] = _median_s(
+        lambda: _put(harness, namespace, islice(chain, 1), WriteBack.SOON), REPEATS
+    )
+    harness.close()
+    return {**costs, "stop_s": _stop_s(count, folder / "late")}
+
+
+def _stop_s(count: int, folder: Path) -> float:
+    """A stop that has a whole chain to write."""
+    harness = _open(folder)
+    namespace = harness.namespace()
+    _put(harness, namespace, _chain(namespace, count, seed=1), WriteBack.LATE)
+    _remember(harness, namespace, count, seed=1)
+    started_s = time.perf_counter()
+    harness.close()
+    return time.perf_counter() - started_s
+
+
+def tenants(count: int, folder: Path) -> dict[str, float]:
+    """So many tenants with a few blocks each, and as many keys."""
+    harness = _open()
+    for number in range(count):
+        namespace = harness.namespace(b"%d" % number)
+        _put(harness, namespace, _chain(namespace, TENANT_BLOCKS, seed=1), WriteBack.NEVER)
+    keys = Keys([f"key-{number}" for number in range(count)])
+    header = f"Bearer key-{count - 1}"
+    return {
+        "eviction_s": _eviction_s(harness),
+        "authentication_s": _median_s(lambda: keys.caller(header), REPEATS),
+    }
+
+
+# -- filling -------------------------------------------------------------------------------------
+
+
+def _open(folder: Path | None = None) -> RuntimeHarness:
+    """Files are not synced: what that costs is the disk's affair, and the same at every size."""
+    engine = FakeEngine(block_tokens=BLOCK_TOKENS)
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+    harness = RuntimeHarness(engine, folder=folder, ram_bytes=PLENTY, disk_bytes=PLENTY)
+    if harness.disk is not None:
+        opened = harness.disk.folder
+        opened.block_files = block_files_with(opened.path, Calls(fsync=lambda _handle: None))
+    return harness
+
+
+def _fill(count: int, folder: Path) -> None:
+    """Conversations on disk."""
+    harness = _open(folder)
+    namespace = harness.namespace()
+    for seed in range(-(-count // CHAIN_BLOCKS)):
+        size = min(CHAIN_BLOCKS, count - seed * CHAIN_BLOCKS)
+        _put(harness, namespace, _chain(namespace, size, seed), WriteBack.SOON)
+        _remember(harness, namespace, size, seed)
+    harness.flush()
+    harness.close()
+
+
+def _tokens(seed: int, at: int) -> Tokens:
+    """A block's tokens: no two chains and no two places share any."""
+    return Tokens.of([seed, at, 1, 2])
+
+
+def _chain(namespace: bytes, count: int, seed: int) -> Iterator[tuple[bytes, Tokens]]:
+    """Each block's parent and tokens, the first block first."""
+    parent = namespace
+    for at in range(count):
+        tokens = _tokens(seed, at)
+        yield parent, tokens
+        parent = chain_key(parent, tokens)
+
+
+def _put(
+    harness: RuntimeHarness,
+    namespace: bytes,
+    chain: Iterable[tuple[bytes, Tokens]],
+    write_back: WriteBack,
+) -> None:
+    for number, (parent, tokens) in enumerate(chain):
+        put = harness.store.put(namespace, parent, tokens, BLOB, exact=False, write_back=write_back)
+        assert put, "the store refused a block"
+        if number % EVENTS_EVERY == 0:
+            harness.take_events()
+
+
+def _remember(harness: RuntimeHarness, namespace: bytes, count: int, seed: int) -> None:
+    ids = [token for at in range(count) for token in (seed, at, 1, 2)]
+    harness.entries.remember(Draft(namespace=namespace, tokens=Tokens.of(ids), text=b"%d" % seed))
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def _eviction_s(harness: RuntimeHarness) -> float:
+    """What a new block costs when the last tier is full, so that another has to go for it."""
+    harness.take_events()
+    budget = harness.store.tiers[-1].budget
+    budget.limit_bytes = budget.used_bytes
+    namespace = harness.namespace(b"newcomer")
+    write_back = WriteBack.SOON if harness.disk else WriteBack.NEVER
+    numbers = iter(range(REPEATS))
+
+    def put_one() -> None:
+        tokens = _tokens(1 << 20, next(numbers))
+        harness.store.put(namespace, namespace, tokens, BLOB, exact=False, write_back=write_back)
+
+    before = harness.store.counts.evicted_blocks
+    cost_s = _median_s(put_one, REPEATS)
+    assert harness.store.counts.evicted_blocks > before, "nothing was evicted"
+    budget.limit_bytes = PLENTY
+    return cost_s
+
+
+def _median_s(work: Callable[[], object], repeats: int) -> float:
+    times_s = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - started_s)
+    return median(times_s)
