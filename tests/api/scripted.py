@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -149,7 +150,8 @@ class ScriptedRuntime(RuntimeClient):
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
         self.restarts = 0
-        self.requests: list[GenerateRequest] = []
+        self.frames: list[GenerateRequest] = []  # as they are sent
+        self.requests: list[GenerateRequest] = []  # of those, each choice's own
         self.admin_requests: list[Received] = []
         self.open_turns = 0
         self.cancelled_turns = 0
@@ -158,7 +160,14 @@ class ScriptedRuntime(RuntimeClient):
         self._scripts = scripts or (reply("Hel", "lo"),)
         self._answers = answers
 
-    def submit(self, request: GenerateRequest, on_event: OnEvent) -> int:
+    def submit(self, request: GenerateRequest, on_event: OnEvent) -> list[int]:
+        self.frames.append(request)
+        return [
+            self._begin(each, partial(on_event, choice))
+            for choice, each in enumerate(request.choices())
+        ]
+
+    def _begin(self, request: GenerateRequest, on_event: Callable[[Event], None]) -> int:
         script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
         self.requests.append(structs.replace(request, received_s=None))
         if isinstance(script[0], ServerError):
@@ -182,7 +191,7 @@ class ScriptedRuntime(RuntimeClient):
         await asyncio.sleep(0)
         return self._answers(op)
 
-    async def _play(self, turn: int, script: Script, on_event: OnEvent) -> None:
+    async def _play(self, turn: int, script: Script, on_event: Callable[[Event], None]) -> None:
         for step in script:
             if isinstance(step, Pause):
                 await asyncio.Event().wait()

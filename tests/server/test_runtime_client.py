@@ -18,7 +18,7 @@ from msgspec import structs
 
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
-from rekindle.protocol.requests import GenerateRequest, LoadModel, SamplingParams
+from rekindle.protocol.requests import Choice, GenerateRequest, LoadModel, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.server import runtime_client as process
 from rekindle.server.runtime_client import RuntimeClient
@@ -104,6 +104,51 @@ def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
     run(scene)
 
 
+def test_the_choices_of_a_request_are_turns_that_each_end(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=4) as runtime:
+            events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+            choices = [Choice(seed=2), Choice(seed=3)]
+            sampling = SamplingParams(temperature=1.0, seed=1)
+            request = ask(more_choices=choices, sampling=sampling, ignore_eos=True)
+            turns = runtime.submit(request, lambda *event: events.put_nowait(event))
+            ended: list[int] = []
+            async with asyncio.timeout(PATIENCE_S):
+                while len(ended) < 3:
+                    choice, event = await events.get()
+                    assert event.turn == turns[choice]
+                    ended += [choice] if isinstance(event, Finished) else []
+            assert sorted(ended) == [0, 1, 2]
+            assert runtime.turns == 0
+
+    run(scene)
+
+
+def test_choices_that_cannot_be_encoded_all_fail(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            failed: asyncio.Queue[Event] = asyncio.Queue()
+            request = ask([5] * CONTEXT, more_choices=[Choice()])
+            turns = runtime.submit(request, lambda _choice, event: failed.put_nowait(event))
+            async with asyncio.timeout(PATIENCE_S):
+                found = [await failed.get(), await failed.get()]
+            assert all(isinstance(event, Failed) for event in found)
+            assert {event.turn for event in found} == set(turns)
+
+    run(scene)
+
+
+def test_choices_beyond_the_queue_are_all_refused(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=1) as runtime:
+            with pytest.raises(TooManyRequests):
+                runtime.submit(ask(more_choices=[Choice()] * 2), lambda _choice, _event: None)
+            assert runtime.turns == 0
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
 def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=0) as runtime:
@@ -120,7 +165,7 @@ def test_a_turn_that_cannot_be_sent_takes_no_place(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=0) as runtime:
             with pytest.raises(OverflowError):  # no frame holds such a number
-                runtime.submit(ask([2**64]), lambda _event: None)
+                runtime.submit(ask([2**64]), lambda _choice, _event: None)
             assert runtime.turns == 0
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 

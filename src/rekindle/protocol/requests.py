@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from rekindle.protocol.settings import RuntimeSettings
 
@@ -76,10 +76,22 @@ class StructuredOutput(Struct, kw_only=True):
     schema: dict[str, Any] | bool | None = None  # None: any object
 
 
+class Choice(Struct, kw_only=True):
+    """One more reply to the same prompt: what sets its turn apart from the first."""
+
+    turn: int = 0
+    seed: int | None = None
+    names: Names | None = None
+
+
 class GenerateRequest(Struct, tag=True, kw_only=True):
-    """One turn: a chat (`messages`) or a completion (`prompt`: text, or token ids)."""
+    """One turn: a chat (`messages`) or a completion (`prompt`: text, or token ids).
+
+    With `more_choices` it is a turn for each of them as well; the prompt travels once.
+    """
 
     turn: int
+    more_choices: list[Choice] = []
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     tool_use: ToolUse = ToolUse()
@@ -104,6 +116,28 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     def source(self) -> str:
         """The request's field that the prompt comes from."""
         return "messages" if self.prompt is None else "prompt"
+
+    @property
+    def turns(self) -> list[int]:
+        return [self.turn, *(choice.turn for choice in self.more_choices)]
+
+    def numbered(self, ids: Iterator[int]) -> GenerateRequest:
+        """With a number for each turn."""
+        more = [structs.replace(choice, turn=next(ids)) for choice in self.more_choices]
+        return structs.replace(self, turn=next(ids), more_choices=more)
+
+    def choices(self) -> list[GenerateRequest]:
+        """A request for each turn; they share one prompt."""
+        return [
+            structs.replace(self, more_choices=[]),
+            *(self._chosen(choice) for choice in self.more_choices),
+        ]
+
+    def _chosen(self, choice: Choice) -> GenerateRequest:
+        sampling = replace(self.sampling, seed=choice.seed)
+        return structs.replace(
+            self, turn=choice.turn, names=choice.names, sampling=sampling, more_choices=[]
+        )
 
 
 class Cancel(Struct, tag=True):

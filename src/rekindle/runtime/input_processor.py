@@ -61,11 +61,21 @@ class InputProcessor:
         """The namespace of what the operator declared common to all tenants."""
         return self.namespace(SHARED_SALT)
 
-    def encode(self, request: GenerateRequest) -> EncodedRequest:
-        """Raises a ServerError for a request that this model cannot answer."""
+    def encode(self, request: GenerateRequest) -> list[EncodedRequest]:
+        """Each choice as tokens, which are found once for all of them.
+
+        Raises a ServerError for a request that this model cannot answer.
+        """
         self._check_bias(request.sampling)
         request, changes = _normalised(request)
         encoded = self._encoded(request)
+        normalised = [*changes, *encoded.normalised]
+        return [self._choice(each, encoded, normalised) for each in request.choices()]
+
+    def _choice(
+        self, request: GenerateRequest, encoded: EncodedPrompt, normalised: list[str]
+    ) -> EncodedRequest:
+        """One choice, with a parser and a grammar's state of its own."""
         decoding = self._output_format.decoding(request, encoded.prompt)
         if request.ignore_eos:
             request = structs.replace(request, sampling=self._endless(request.sampling, decoding))
@@ -76,7 +86,7 @@ class InputProcessor:
             namespace=self.shared_namespace if is_shared else self.namespace(request.salt),
             decoding=decoding,
             hashes=encoded.hashes,
-            normalised=[*changes, *encoded.normalised],
+            normalised=normalised,
         )
 
     def encode_about(self, op: Validate | IndexPrompt, salt: bytes) -> EncodedPrompt:

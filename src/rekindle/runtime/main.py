@@ -134,7 +134,8 @@ class RuntimeProcess:
             for message in messages:
                 match message:
                     case GenerateRequest():
-                        self._inbox.put(_Arrived(message.turn))
+                        for turn in message.turns:
+                            self._inbox.put(_Arrived(turn))
                         encoders.submit(self._encode, message, Stopwatch(message.received_s))
                     case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
                         encoders.submit(self._encode_admin, message)
@@ -146,12 +147,16 @@ class RuntimeProcess:
             self._inbox.put(Stop())  # a runtime without a front must not go on
 
     def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> None:
-        """An encoder thread: the request as a turn, or its refusal."""
+        """An encoder thread: the request as its turns, or their refusal."""
         try:
-            self._inbox.put(self._runtime.pipeline.encode(request, stopwatch))
+            turns = self._runtime.pipeline.encode_choices(request, stopwatch)
         except Exception as error:
-            self._fail(request.turn, _as_server_error(error, "encoding the prompt"))
-            self._inbox.put(_Refused(request.turn))
+            for turn in request.turns:
+                self._fail(turn, _as_server_error(error, "encoding the prompt"))
+                self._inbox.put(_Refused(turn))
+        else:
+            for ready in turns:
+                self._inbox.put(ready)
 
     def _encode_admin(self, request: AdminRequest) -> None:
         """An encoder thread: the prompt that an admin request is about."""

@@ -49,12 +49,17 @@ class Pipeline:
         self.statuses: dict[bytes, Counter[Status]] = {}  # turns by what they found, by namespace
 
     def encode(self, request: GenerateRequest, stopwatch: Stopwatch | None = None) -> Turn:
-        """Messages to tokens. Any thread; raises a ServerError for a request that cannot be."""
-        stopwatch = stopwatch or Stopwatch()
-        stopwatch.lap("front")
-        turn = self.begin(self._input_processor.encode(request), stopwatch)
-        stopwatch.lap("encode")
+        """The turn of a request for a single choice."""
+        [turn] = self.encode_choices(request, stopwatch or Stopwatch())
         return turn
+
+    def encode_choices(self, request: GenerateRequest, stopwatch: Stopwatch) -> list[Turn]:
+        """Messages to tokens, once, and a turn for each choice. Any thread; raises a ServerError
+        for a request that cannot be."""
+        stopwatch.lap("front")
+        choices = self._input_processor.encode(request)
+        stopwatch.lap("encode")
+        return [self.begin(encoded, stopwatch.copy()) for encoded in choices]
 
     def begin(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> Turn:
         """A turn of tokens. Any thread; raises ContextTooLong."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,12 @@ class Stopwatch:
         now_s = time.monotonic()
         setattr(self.stages, stage, getattr(self.stages, stage) + now_s - self._last_s)
         self._last_s = now_s
+
+    def copy(self) -> Stopwatch:
+        """One that goes on from here by itself, for a turn of its own."""
+        other = copy(self)
+        other.stages = copy(self.stages)
+        return other
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
-
-from msgspec import structs
+from functools import partial
 
 from rekindle.errors import (
     ModelError,
@@ -27,7 +26,7 @@ log = logging.getLogger("rekindle.runtime")
 
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[int, Event], None]  # with the choice's number in its request, from 0
 
 
 class RuntimeClient:
@@ -37,7 +36,7 @@ class RuntimeClient:
         self.name = name
         self._load = load
         self._most_turns = load.settings.parallel + queue
-        self._turns: dict[int, OnEvent] = {}
+        self._turns: dict[int, Callable[[Event], None]] = {}
         self._admin_requests: dict[int, asyncio.Future[AdminResult]] = {}
         self._ids = itertools.count(1)
         self._process: RuntimeProcess | None = None
@@ -104,17 +103,19 @@ class RuntimeClient:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, on_event: OnEvent) -> int:
-        """Begin a turn: `on_event` is called with its events, up to its terminal one."""
+    def submit(self, request: GenerateRequest, on_event: OnEvent) -> list[int]:
+        """Begin a turn for each choice: `on_event` gets the events of each, up to its last."""
         process = self._ready_process()
-        if len(self._turns) >= self._most_turns:
+        if len(self._turns) + len(request.turns) > self._most_turns:
             raise TooManyRequests(
                 f"{len(self._turns)} requests are already queued or running; try again later"
             )
-        turn = next(self._ids)
-        process.send(structs.replace(request, turn=turn))
-        self._turns[turn] = on_event  # not before: a turn that was never sent has no end
-        return turn
+        request = request.numbered(self._ids)
+        process.send(request)
+        for choice, turn in enumerate(request.turns):
+            # Not before: a turn that was never sent has no end.
+            self._turns[turn] = partial(on_event, choice)
+        return request.turns
 
     def cancel(self, turn: int) -> None:
         """Give the turn up, unless it has ended; none of its events is delivered any more."""
@@ -124,7 +125,7 @@ class RuntimeClient:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Events of one turn, up to its terminal one; closing the generator cancels the turn."""
         events: asyncio.Queue[Event] = asyncio.Queue()
-        turn = self.submit(request, events.put_nowait)
+        [turn] = self.submit(request, lambda _choice, event: events.put_nowait(event))
         try:
             ended = False
             while not ended:

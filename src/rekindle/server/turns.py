@@ -65,16 +65,17 @@ class Turns:
         received_s: float | None = None,
     ) -> None:
         """`received_s`: when the HTTP request arrived, for the time that its stages took."""
-        requests = [structs.replace(each, received_s=received_s) for each in requests]
         self._runtime = runtime
-        self._requests = requests
-        self._unfinished = len(requests)
+        self._progress = [each.progress for each in requests for _ in each.turns]
+        self._unfinished = len(self._progress)
         self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
         self._prefill_log = PrefillLog()
         try:
-            for index, request in enumerate(requests):
-                self._turns.append(runtime.submit(request, partial(self._on_event, index)))
+            for request in requests:
+                request = structs.replace(request, received_s=received_s)
+                on_event = partial(self._on_event, len(self._turns))
+                self._turns += runtime.submit(request, on_event)
         except ServerError:
             self.close()
             raise
@@ -83,9 +84,9 @@ class Turns:
         for turn in self._turns:
             self._runtime.cancel(turn)
 
-    def _on_event(self, index: int, event: Event) -> None:
+    def _on_event(self, first: int, choice: int, event: Event) -> None:
         self._prefill_log.record(event)  # not in `next`: a slow client delays that
-        self._merged.put_nowait((index, event))
+        self._merged.put_nowait((first + choice, event))
 
     @property
     def open(self) -> bool:
@@ -110,7 +111,7 @@ class Turns:
             seen.append((index, event))
             if isinstance(event, Delta | Finished):
                 break
-            if isinstance(event, Started) and self._requests[index].progress:
+            if isinstance(event, Started) and self._progress[index]:
                 break
         return seen
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rekindle.api.openai.schema import NOT_SERVED, ChatRequest
+from rekindle.protocol.frames import frame
 from rekindle.protocol.requests import GenerateRequest, ToolUse
 from tests.api.scripted import Front, ScriptedRuntime
 
@@ -124,6 +125,23 @@ def test_choices_of_one_seed_have_seeds_of_their_own() -> None:
     front = Front()
     front.chat(n=3, seed=41)
     assert [request.sampling.seed for request in front.runtime.requests] == [41, 42, 43]
+
+
+def test_the_choices_of_a_request_are_sent_once() -> None:
+    front = Front()
+    text = "x" * 100_000
+    answer = front.chat(n=32, seed=1, messages=[{"role": "user", "content": text}])
+    assert len(answer.json()["choices"]) == 32
+    [sent] = front.runtime.frames
+    assert len(frame(sent)) < len(text) + 10_000
+
+
+def test_each_prompt_of_a_completion_is_sent_once() -> None:
+    front = Front()
+    answer = front.complete(prompt=["one", "two"], n=3)
+    assert [choice["index"] for choice in answer.json()["choices"]] == list(range(6))
+    assert [sent.prompt for sent in front.runtime.frames] == ["one", "two"]
+    assert [each.prompt for each in front.runtime.requests] == ["one"] * 3 + ["two"] * 3
 
 
 def test_choices_without_a_seed_are_left_to_chance() -> None:

@@ -85,7 +85,7 @@ class Answer:
         self._body = body
         self._format = format
         self._per_prompt = body.n or 1
-        self._choices = [Choice() for _ in requests]
+        self._choices = [Choice() for request in requests for _ in request.turns]
         self._first_byte_at_s: float | None = None  # of a stream
         self._opened: set[int] = set()  # choices of a stream that have begun
         self._common_fields = {
@@ -151,7 +151,7 @@ class Answer:
                 self._choices[index].add(event)
                 closing = self._chunk([self._format.closing(index, event)])
                 return [*self._opening(index), closing]
-            case Started() | Prefill() if self._requests[index].progress:
+            case Started() | Prefill() if self._body.progress:
                 return [self._progress(event)]
         return []
 

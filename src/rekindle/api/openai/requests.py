@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -13,13 +12,13 @@ from rekindle.api.openai import tool_choice
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest, RequestBase
 from rekindle.api.tools import described
 from rekindle.config import Config
-from rekindle.protocol.requests import GenerateRequest, Names, SamplingParams
+from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams
 
 DAY_S = 86_400.0
 
 
 def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[GenerateRequest]:
-    """One turn for each choice."""
+    """One request, with a turn for each choice."""
     conversation = {
         "messages": rendered(body.messages),
         "template_kwargs": _template_kwargs(body),
@@ -43,7 +42,7 @@ def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[Genera
 def completion_requests(
     body: CompletionRequest, config: Config, salt: bytes
 ) -> list[GenerateRequest]:
-    """One turn for each choice of each prompt."""
+    """One request for each prompt, with a turn for each choice."""
     return _requests(
         body,
         config,
@@ -65,23 +64,30 @@ def _requests(
 ) -> list[GenerateRequest]:
     sampling = _sampling(body, config, top_logprobs=top_logprobs)
     reuse = config.context_cache and body.use_kv_cache is not False
+    more_choices = [
+        Choice(
+            seed=_seed(sampling.seed, choice),
+            names=_names(body, config, choice) if reuse else None,
+        )
+        for choice in range(1, body.n or 1)
+    ]
     return [
         GenerateRequest(
             turn=0,
             **each,
-            sampling=_with_seed(sampling, choice),
+            sampling=sampling,
             max_tokens=max_tokens,
             stop=body.stops,
             priority=body.priority or 0,
             normalise=_or(body.normalise, config.normalise),
             ignore_eos=bool(body.ignore_eos),
             reuse=reuse,
-            names=_names(body, config, choice) if reuse else None,
+            names=_names(body, config, 0) if reuse else None,
+            more_choices=more_choices,
             exact=_or(body.cache_exact, config.exact),
             salt=salt,
         )
         for each in inputs
-        for choice in range(body.n or 1)
     ]
 
 
@@ -108,11 +114,9 @@ def _sampling(body: RequestBase, config: Config, *, top_logprobs: int | None) ->
     )
 
 
-def _with_seed(sampling: SamplingParams, choice: int) -> SamplingParams:
+def _seed(seed: int | None, choice: int) -> int | None:
     """Choices of one seed get consecutive seeds, or they would all be equal."""
-    if sampling.seed is None or choice == 0:
-        return sampling
-    return replace(sampling, seed=sampling.seed + choice)
+    return None if seed is None else seed + choice
 
 
 def _names(body: RequestBase, config: Config, choice: int) -> Names | None:

@@ -1,0 +1,43 @@
+"""Requests into tokens: what the choices of one request share, and what each has for itself."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams
+from tests.chat.tool_templates import HERMES
+from tests.support.agent import TOOLS
+from tests.support.conversations import Conversations
+
+ASK = GenerateRequest(
+    turn=1,
+    more_choices=[Choice(turn=2, seed=8), Choice(turn=3, seed=9, names=Names(in_memory=True))],
+    messages=[{"role": "user", "content": "Add one and two."}],
+    tools=TOOLS,
+    names=Names(session_id="sums"),
+    sampling=SamplingParams(seed=7),
+    max_tokens=None,
+)
+
+
+def test_the_choices_of_a_request_are_encoded_once() -> None:
+    talks = Conversations(HERMES)
+    processor = talks.runtime.input_processor
+    with patch.object(
+        processor._encoder, "chat", autospec=True, side_effect=processor._encoder.chat
+    ) as rendered:
+        choices = processor.encode(ASK)
+    assert rendered.call_count == 1
+    assert len({id(choice.prompt) for choice in choices}) == 1
+
+
+def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
+    choices = Conversations(HERMES).runtime.input_processor.encode(ASK)
+    assert [each.request.turn for each in choices] == [1, 2, 3]
+    assert [each.request.sampling.seed for each in choices] == [7, 8, 9]
+    assert [each.request.names for each in choices] == [
+        Names(session_id="sums"),
+        None,
+        Names(in_memory=True),
+    ]
+    assert len({id(each.decoding.parser) for each in choices}) == 3
