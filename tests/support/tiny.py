@@ -101,6 +101,32 @@ def write_llama(path: Path, *, layers: int = 2, seed: int = 0, context: int = 40
     return path
 
 
+def write_phi3(
+    path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096, original: int = 512
+) -> Path:
+    """LongRoPE: one set of rotation factors up to the original context, another beyond it."""
+    model = TinyModel(path, "phi3", layers, seed, context)
+    model.number("attention.head_count", HEADS)
+    model.number("attention.head_count_kv", KV_HEADS)
+    model.number("rope.dimension_count", HEAD_WIDTH)
+    model.number("rope.scaling.original_context_length", original)
+    model.writer.add_rope_scaling_attn_factors(1.2)
+    for name, factor in (("short", 1.0), ("long", 4.0)):
+        factors = np.linspace(1.0, factor, HEAD_WIDTH // 2, dtype=np.float32)
+        model.writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    model.ones("output_norm.weight", WIDTH)
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        model.ones(block + "attn_norm.weight", WIDTH)
+        model.ones(block + "ffn_norm.weight", WIDTH)
+        model.matrix(block + "attn_qkv.weight", WIDTH, (HEADS + 2 * KV_HEADS) * HEAD_WIDTH)
+        model.matrix(block + "attn_output.weight", HEADS * HEAD_WIDTH, WIDTH)
+        model.matrix(block + "ffn_up.weight", WIDTH, 2 * HIDDEN)
+        model.matrix(block + "ffn_down.weight", HIDDEN, WIDTH)
+    model.finish()
+    return path
+
+
 def write_gemma3(
     path: Path, *, layers: int = 6, seed: int = 0, context: int = 4096, window: int = 64
 ) -> Path:

@@ -14,12 +14,16 @@ from ctypes import (
     CFUNCTYPE,
     POINTER,
     Structure,
+    Union,
     c_bool,
+    c_char,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int8,
     c_int32,
+    c_int64,
     c_size_t,
     c_uint8,
     c_uint32,
@@ -40,6 +44,8 @@ DECODE_OK, DECODE_NO_ROOM = 0, 1
 TOKEN_CONTROL = 1 << 3
 WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what cannot be truncated
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
+OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
+GGUF_UINT32, GGUF_STRING = 4, 8  # gguf_type
 DEVICE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
@@ -127,6 +133,18 @@ class Batch(Structure):
     ]
 
 
+class _OverrideValue(Union):
+    _fields_: ClassVar = [("number", c_int64), ("real", c_double), ("text", c_char * 128)]
+
+
+class KvOverride(Structure):
+    _fields_: ClassVar = [("tag", c_int), ("key", c_char * 128), ("value", _OverrideValue)]
+
+
+class GgufInitParams(Structure):
+    _fields_: ClassVar = [("no_alloc", c_bool), ("ctx", c_void_p)]
+
+
 class LogitBias(Structure):
     _fields_: ClassVar = [("token", c_int32), ("bias", c_float)]
 
@@ -208,6 +226,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_sampler_init_temp": (_P, [c_float]),
     "llama_sampler_init_penalties": (_P, [c_int32, c_int32, c_float, c_float, c_float]),
     "llama_sampler_init_logit_bias": (_P, [c_int32, c_int32, POINTER(LogitBias)]),
+    "gguf_init_from_file": (_P, [c_char_p, GgufInitParams]),
+    "gguf_free": (None, [_P]),
+    "gguf_find_key": (c_int64, [_P, c_char_p]),
+    "gguf_find_tensor": (c_int64, [_P, c_char_p]),
+    "gguf_get_kv_type": (c_int, [_P, c_int64]),
+    "gguf_get_val_u32": (c_uint32, [_P, c_int64]),
+    "gguf_get_val_str": (c_char_p, [_P, c_int64]),
     "ggml_backend_dev_count": (c_size_t, []),
     "ggml_backend_dev_get": (_P, [c_size_t]),
     "ggml_backend_dev_type": (c_int, [_P]),

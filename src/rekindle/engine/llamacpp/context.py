@@ -33,6 +33,7 @@ class Shape:
     threads: int
     batch: int  # the most rows of one native call
     kv_type: str = "f16"
+    original_tokens: int = 0  # of a LongRoPE model; 0: as the model says
     recurrent: bool = False  # some state is of one position and cannot be taken apart
 
 
@@ -60,6 +61,7 @@ class Context:
         params.n_threads = params.n_threads_batch = self.shape.threads
         params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
         params.kv_unified = True
+        params.yarn_orig_ctx = self.shape.original_tokens
         params.type_k = params.type_v = bindings.GGML_TYPES[self.shape.kv_type]
         native = self._library.llama_init_from_model(self._model, params)
         if not native:

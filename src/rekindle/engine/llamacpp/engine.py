@@ -219,7 +219,7 @@ def _capabilities(
     layout = KvLayout(
         token_bytes=state.each,
         checkpoint_bytes=state.checkpoint,
-        fingerprint=state_fingerprint(options.path, options.kv_type),
+        fingerprint=state_fingerprint(options.path, options.kv_type, model.rope),
     )
     return Capabilities(
         block_tokens=sizes.block_tokens,

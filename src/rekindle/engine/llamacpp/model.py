@@ -7,6 +7,7 @@ from typing import Any
 
 from rekindle.engine.base import EngineOptions, OnProgress
 from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.rope import choose_rope
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
 
@@ -20,6 +21,7 @@ class LlamaModel:
     def __init__(self, options: EngineOptions, on_progress: OnProgress) -> None:
         self.library: Any = bindings.load_library()
         self.on_gpu = bool(self.library.llama_supports_gpu_offload())
+        self.rope = choose_rope(self.library, options)
         self.native = self._load(options, on_progress)
         self.tokenizer = LlamaTokenizer(self.library, self.native)
         _check_kv_type(self.library, self.native, options.kv_type)
@@ -30,6 +32,10 @@ class LlamaModel:
             params.n_gpu_layers = options.gpu_layers
         else:
             params.n_gpu_layers = ALL_LAYERS if self.on_gpu else 0
+
+        if self.rope:
+            overrides = self.rope.overrides  # a name of its own keeps it alive while it loads
+            params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
 
         def progress(done: float, _data: object) -> bool:
             on_progress(done)

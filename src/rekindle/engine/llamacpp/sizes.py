@@ -14,6 +14,7 @@ from rekindle.engine.base import Blob, EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.rope import RopeChoice
 from rekindle.errors import CorruptBlock
 from rekindle.models.quant import split_names
 
@@ -49,14 +50,15 @@ def measure_state(context: Context) -> StateBytes:
     return StateBytes(2 * one - two, two - one, checkpoint)
 
 
-def state_fingerprint(path: Path, kv_type: KvType) -> bytes:
+def state_fingerprint(path: Path, kv_type: KvType, rope: RopeChoice | None = None) -> bytes:
     """Weights, tokenizer and template are in the model's files: the hash of all of them, with the
     state's layout. The first file of a split may hold no tensor at all."""
     weights = b"".join(
         blake3(max_threads=blake3.AUTO).update_mmap(path.with_name(name)).digest()
         for name in split_names(path.name)
     )
-    return blake3((STATE_FORMAT + kv_type).encode() + weights).digest()
+    layout = STATE_FORMAT + kv_type + (f", {rope.factors} rope factors" if rope else "")
+    return blake3(layout.encode() + weights).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ def _shape(
         threads=options.threads,
         batch=batch,
         kv_type=options.kv_type,
+        original_tokens=model.rope.original_tokens if model.rope else 0,
         recurrent=not model.can_truncate,
     )
 

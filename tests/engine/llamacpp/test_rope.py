@@ -1,0 +1,97 @@
+"""LongRoPE: one choice of rotation factors for every context of an engine, known by its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import EngineOptions, Work
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from tests.contract.actions import GREEDY, PROMPT
+from tests.support.tiny import write_llama, write_phi3
+
+ORIGINAL_TOKENS = 1024  # of the tiny model: beyond it the long factors are right
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "phi3.gguf"
+    return write_phi3(path, original=ORIGINAL_TOKENS)
+
+
+def load(path: Path, context_tokens: int | None) -> LlamaCppEngine:
+    options = EngineOptions(path=path, parallel=2, threads=1, context_tokens=context_tokens)
+    return LlamaCppEngine(options)
+
+
+def with_engine(path: Path, context_tokens: int | None, read: Callable[[Any], Any]) -> Any:
+    engine = load(path, context_tokens)
+    try:
+        return read(engine)
+    finally:
+        engine.close()
+
+
+def logits(engine: LlamaCppEngine, *, exact: bool) -> np.ndarray[Any, Any]:
+    """After one step, the same for both kinds of sequence."""
+    rows: list[np.ndarray[Any, Any]] = []
+    engine.observe = lambda _sequence, row: rows.append(row.copy())
+    sequence = engine.open(exact=exact)
+    tokens = PROMPT[: engine.capabilities.step_tokens]
+    engine.step([Work(sequence, tokens, engine.sampler(GREEDY, tokens))])
+    engine.close_sequence(sequence)
+    return rows[0]
+
+
+def fingerprint(engine: LlamaCppEngine) -> bytes:
+    return engine.capabilities.kv_layout.fingerprint
+
+
+@pytest.mark.parametrize("context_tokens", [ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None])
+def test_pool_and_exact_contexts_rotate_alike(phi3: Path, context_tokens: int | None) -> None:
+    """The pool has more cells than the context, so left alone it would be on the other side."""
+
+    def both(engine: LlamaCppEngine) -> list[np.ndarray[Any, Any]]:
+        assert engine.capabilities.pool_tokens > ORIGINAL_TOKENS
+        return [logits(engine, exact=exact) for exact in (False, True)]
+
+    shared, exact = with_engine(phi3, context_tokens, both)
+    assert np.array_equal(shared, exact)
+
+
+def test_contexts_on_the_same_side_share_state_and_on_different_sides_do_not(phi3: Path) -> None:
+    lengths = (ORIGINAL_TOKENS // 2, ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None)
+    half, original, twice, longest = (with_engine(phi3, each, fingerprint) for each in lengths)
+    assert half == original
+    assert twice == longest
+    assert original != twice
+
+
+def test_contexts_on_the_same_side_compute_alike(phi3: Path) -> None:
+    lengths = (ORIGINAL_TOKENS // 2, ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None)
+    half, original, twice, longest = (
+        with_engine(phi3, each, partial(logits, exact=True)) for each in lengths
+    )
+    assert np.array_equal(half, original)
+    assert np.array_equal(twice, longest)
+    assert not np.array_equal(original, twice), "the factors of the tiny model make no difference"
+
+
+def test_a_model_trained_for_its_original_context_alone_uses_the_short_factors(
+    phi3: Path, tmp_path: Path
+) -> None:
+    """However large the pool, as with MiniCPM3, whose two lengths are equal."""
+    trained = write_phi3(tmp_path / "short.gguf", context=ORIGINAL_TOKENS, original=ORIGINAL_TOKENS)
+    short = with_engine(phi3, ORIGINAL_TOKENS, partial(logits, exact=True))
+    for exact in (False, True):
+        assert np.array_equal(with_engine(trained, None, partial(logits, exact=exact)), short)
+
+
+def test_other_models_state_does_not_depend_on_the_context(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "llama.gguf")
+    assert with_engine(path, 512, fingerprint) == with_engine(path, None, fingerprint)
