@@ -11,15 +11,14 @@ import httpx
 import pytest
 from rich.console import Console
 
-from rekindle.cli.chat import (
+from rekindle.cli.chat import Screen, converse
+from rekindle.cli.conversation import (
     ChatFailed,
     Conversation,
     Cost,
     PrefillProgress,
     Reasoning,
-    Screen,
     ToolCall,
-    converse,
 )
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
@@ -249,10 +248,46 @@ def test_a_conversation_shows_replies_and_costs(monkeypatch: pytest.MonkeyPatch)
     assert server.body()["messages"][-1]["content"] == "two"
 
 
-def test_slash_new_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["/new", "/clear", "/CLEAR"])
+def test_a_command_starts_over(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     server = Server()
-    assert "A new conversation." in talk(monkeypatch, server, "one", "/new", "two")
+    assert "A new conversation." in talk(monkeypatch, server, "one", command, "two")
     assert len(server.body()["messages"]) == 1
+
+
+@pytest.mark.parametrize("command", ["/quit", "/exit", " /exit ", "/Quit"])
+def test_a_command_ends_it(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    server = Server()
+    talk(monkeypatch, server, command, "never sent")
+    assert server.requests == []
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    shown = talk(monkeypatch, server, "/help")
+    assert all(command in shown for command in ("/help", "/new", "/clear", "/exit", "/quit", "//"))
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("typed", ["/halp", "/", "/save as x", "/[bold]"])
+def test_an_unknown_command_gets_a_hint_and_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    server = Server()
+    assert f"There is no command {typed.split()[0]}; /help lists them" in talk(
+        monkeypatch, server, typed
+    )
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [("//help", "/help"), ("/etc/hosts is what?", "/etc/hosts is what?"), ("a /help", "a /help")],
+)
+def test_what_is_no_command_is_sent(monkeypatch: pytest.MonkeyPatch, typed: str, sent: str) -> None:
+    server = Server()
+    talk(monkeypatch, server, typed)
+    assert server.body()["messages"][-1]["content"] == sent
 
 
 def test_an_error_is_shown_and_the_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import rekindle
 import rekindle.cli.chat
 from rekindle.cli import main as cli
-from rekindle.cli.chat import Conversation
+from rekindle.cli.conversation import Conversation
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
 from rekindle.protocol.requests import LoadModel

@@ -84,7 +84,8 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
 ) -> None:
     """Talk to a running server; each turn shows what was reused and how fast it began."""
-    from rekindle.cli.chat import Conversation, converse
+    from rekindle.cli.chat import converse
+    from rekindle.cli.conversation import Conversation
 
     conversation = Conversation(
         base_url=base_url,
