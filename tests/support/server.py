@@ -63,7 +63,7 @@ def running(
             [*command, "--model", str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "200", **_engine_of(model), **(environment or {})},
+            env={**os.environ, **_engine_of(model), **(environment or {})},
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

@@ -14,7 +14,6 @@ from types import FrameType
 
 import uvicorn
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 
 from rekindle.config import Config
@@ -24,6 +23,7 @@ from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
 from rekindle.server.app import build_app
 from rekindle.server.auth import LOOPBACK, Keys
+from rekindle.server.logs import log_to
 from rekindle.server.models import ServedModels, described_tools, preset_models, served_names
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.warmup import warm
@@ -37,12 +37,7 @@ DRAIN_S = 10  # for streams in flight to finish after a request to stop
 def serve(config: Config, console: Console) -> None:
     """Run until a signal stops it."""
     check_settings(config)
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[RichHandler(console=console, show_path=False)],
-    )
+    log_to(console, config.log_level)
     keys = Keys.of(config)
     with bind(config) as listener:  # before anything slow: a taken port is an error at once
         files = fetch(config, console)
