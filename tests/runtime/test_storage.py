@@ -17,10 +17,13 @@ from tests.support.fake import FakeEngine
 SECRET = bytes(range(32))
 
 
-def opened(cache_dir: Path, log: list[LogLine], **more: Any) -> Storage:
+def opened(
+    cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
+) -> Storage:
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
-    load = LoadModel(path="", settings=settings)
-    return open_storage(load, FakeEngine().capabilities, lambda _event: None, log.append)
+    load = LoadModel(path="model", settings=settings)
+    capabilities = FakeEngine(fingerprint=fingerprint).capabilities
+    return open_storage(load, capabilities, lambda _event: None, log.append)
 
 
 def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:
@@ -54,6 +57,15 @@ def test_a_configured_secret_is_used_without_a_disk_too(tmp_path: Path) -> None:
     storage = open_storage(load, FakeEngine().capabilities, lambda _event: None, print)
     assert storage.secret == SECRET
     storage.close()
+
+
+def test_state_of_another_engine_is_left_aside_and_said_so(tmp_path: Path) -> None:
+    log = list[LogLine]()
+    for fingerprint in (b"one build", b"another"):
+        opened(tmp_path, log, fingerprint).close()
+    [line] = log
+    assert "another build of the engine" in line.text
+    assert "give way" in line.text
 
 
 @pytest.mark.parametrize("content", [None, b"short", b"x" * 64])

@@ -193,7 +193,7 @@ def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _Opened
     except (OSError, sqlite3.Error, RekindleError) as error:
         log(LogLine("warning", _unusable(cache_dir, error)))
         return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "failing")
-    if line := _repair_line(folder):
+    for line in filter(None, (_repair_line(folder), _superseded_line(folder))):
         log(line)
     return _OpenedDisk(folder, own_secret)
 
@@ -222,6 +222,17 @@ def _repair_line(folder: Folder) -> LogLine | None:
         "warning",
         f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: {found.lost}, "
         f"quarantined: {found.quarantined}, found again: {found.adopted}",
+    )
+
+
+def _superseded_line(folder: Folder) -> LogLine | None:
+    if not folder.superseded_bytes:
+        return None
+    return LogLine(
+        "info",
+        f"{folder.superseded_bytes / 1e6:.1f} MB of this model's state come from another build of "
+        "the engine, other engine settings or another secret: they are not used, and give way when "
+        "room is needed",
     )
 
 

@@ -327,6 +327,30 @@ def test_idle_models_go_the_longest_unused_first_and_pins_stay(
     assert folder.limit_bytes == 1_000_000 - used_bytes(pinned) - used_bytes(newest)
 
 
+def test_state_that_a_model_can_no_longer_use_gives_way(open_one: Opener) -> None:
+    """Another engine, KV type or secret is another folder for a model of the same name."""
+    served = ("a", "b")
+    old, older = (open_one(name, served=served) for name in (b"old", b"older"))
+    for folder, blob_bytes in ((old, 100_000), (older, 200_000)):
+        fill(folder, 1, blob_bytes=blob_bytes)
+        folder.close()
+    os.utime(older.path / "lock", (1, 1))
+    new = open_one(b"new", limit_bytes=1_000_000, served=served)
+    assert (old.path.exists(), older.path.exists()) == (True, False)
+    assert new.superseded_bytes == used_bytes(old.path)
+    assert new.limit_bytes == 500_000 - used_bytes(old.path)
+
+
+def test_what_a_model_can_no_longer_use_is_not_counted_against_the_others(
+    open_one: Opener,
+) -> None:
+    old = open_one(b"old", served=("a", "b"))
+    fill(old, 1, blob_bytes=100_000)
+    old.close()
+    assert open_one(b"b", limit_bytes=1_000_000, served=("b", "a")).limit_bytes == 500_000
+    assert old.path.exists()
+
+
 def test_a_model_counts_as_used_from_opening_to_closing(open_one: Opener) -> None:
     lock = make_idle(open_one, b"model", 1, 1, pin=False) / "lock"
     folder = open_one()

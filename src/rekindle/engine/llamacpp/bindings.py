@@ -46,7 +46,7 @@ WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what ca
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
 GGUF_UINT32, GGUF_STRING = 4, 8  # gguf_type
-DEVICE_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+DEVICE_CPU, DEVICE_GPU = 0, 1  # GGML_BACKEND_DEVICE_TYPE
 
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
 # steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
@@ -160,6 +160,7 @@ _P = c_void_p  # every llama.cpp object is handled as an opaque pointer
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_version": (c_char_p, []),
+    "llama_print_system_info": (c_char_p, []),
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [LogCallback, _P]),
     "llama_supports_gpu_offload": (c_bool, []),
@@ -235,6 +236,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_get_val_str": (c_char_p, [_P, c_int64]),
     "ggml_backend_dev_count": (c_size_t, []),
     "ggml_backend_dev_get": (_P, [c_size_t]),
+    "ggml_backend_dev_name": (c_char_p, [_P]),
+    "ggml_backend_dev_description": (c_char_p, [_P]),
     "ggml_backend_dev_type": (c_int, [_P]),
     "ggml_backend_dev_memory": (None, [_P, POINTER(c_size_t), POINTER(c_size_t)]),
 }

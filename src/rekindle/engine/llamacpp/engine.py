@@ -29,6 +29,7 @@ from rekindle.engine.base import (
 )
 from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp.context import Context, ExactContexts, LogitsRow, Rows
+from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sampler import build_sampler
 from rekindle.engine.llamacpp.sizes import (
@@ -36,7 +37,6 @@ from rekindle.engine.llamacpp.sizes import (
     StateBytes,
     choose_sizes,
     measure_state,
-    state_fingerprint,
 )
 from rekindle.errors import EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
@@ -216,10 +216,11 @@ def _all_slots(pool: Context) -> list[int]:
 def _capabilities(
     options: EngineOptions, model: LlamaModel, sizes: Sizes, state: StateBytes
 ) -> Capabilities:
+    numerics = Numerics.of(model, options, sizes.step_tokens)
     layout = KvLayout(
         token_bytes=state.each,
         checkpoint_bytes=state.checkpoint,
-        fingerprint=state_fingerprint(options.path, options.kv_type, model.rope),
+        fingerprint=state_fingerprint(options.path, numerics),
     )
     return Capabilities(
         block_tokens=sizes.block_tokens,

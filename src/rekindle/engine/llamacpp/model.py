@@ -28,10 +28,7 @@ class LlamaModel:
 
     def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
         params = self.library.llama_model_default_params()
-        if options.gpu_layers is not None:
-            params.n_gpu_layers = options.gpu_layers
-        else:
-            params.n_gpu_layers = ALL_LAYERS if self.on_gpu else 0
+        params.n_gpu_layers = self.gpu_layers(options)
 
         if self.rope:
             overrides = self.rope.overrides  # a name of its own keeps it alive while it loads
@@ -52,6 +49,16 @@ class LlamaModel:
         if self.library.llama_model_has_encoder(model):
             raise ModelError(f"{options.path.name} is not a text generation model")
         return int(model)
+
+    def gpu_layers(self, options: EngineOptions) -> int:
+        """Layers that lie on a GPU, counted without regard to how many there are."""
+        if not self.on_gpu:
+            return 0
+        return ALL_LAYERS if options.gpu_layers is None else options.gpu_layers
+
+    @property
+    def layers(self) -> int:
+        return int(self.library.llama_model_n_layer(self.native))
 
     @property
     def chat_template(self) -> str | None:

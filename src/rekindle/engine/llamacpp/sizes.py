@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-from rekindle.engine.base import Blob, EngineOptions, KvType
+from rekindle.engine.base import Blob, EngineOptions
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.rope import RopeChoice
 from rekindle.errors import CorruptBlock
-from rekindle.models.quant import split_names
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
-STATE_FORMAT = "llama.cpp state, xllamacpp 2026.10.11549, unified, flash attention, "  # + KV type
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +43,6 @@ def measure_state(context: Context) -> StateBytes:
     checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
     context.clear()
     return StateBytes(2 * one - two, two - one, checkpoint)
-
-
-def state_fingerprint(path: Path, kv_type: KvType, rope: RopeChoice | None = None) -> bytes:
-    """Weights, tokenizer and template are in the model's files: the hash of all of them, with the
-    state's layout. The first file of a split may hold no tensor at all."""
-    weights = b"".join(
-        blake3(max_threads=blake3.AUTO).update_mmap(path.with_name(name)).digest()
-        for name in split_names(path.name)
-    )
-    layout = STATE_FORMAT + kv_type + (f", {rope.factors} rope factors" if rope else "")
-    return blake3(layout.encode() + weights).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ class Folder:
     index_db: IndexDb
     limit_bytes: int
     recovery: Recovery
+    superseded_bytes: int  # in folders of this model that cannot be used as it is served now
     _resources: ExitStack = field(repr=False)
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ def open_folder(
         with gate(home):
             lock = _claim_new(path)
             resources.callback(os.close, lock)
-            idle_bytes = _make_way(home, path.name, served, limit_bytes // 2)
+            limit, superseded_bytes = _make_way(path, served, limit_bytes)
         _write_name(path / _NAME, served[0])
         if configured is not None:
             _write_name(path / _SEAL, _seal(configured))
@@ -87,8 +88,9 @@ def open_folder(
         block_files = open_block_files(path, secret, resources)
         index_db, recovery = recover(block_files, path / INDEX)
         resources.callback(index_db.close)
-        limit = max(limit_bytes - idle_bytes, 0) // len(served)
-        return Folder(path, block_files, index_db, limit, recovery, resources.pop_all())
+        return Folder(
+            path, block_files, index_db, limit, recovery, superseded_bytes, resources.pop_all()
+        )
 
 
 def secret_of(path: Path, configured: bytes | None) -> bytes | None:
@@ -182,25 +184,37 @@ def _write_name(path: Path, name: str) -> None:
             file.write(name.encode(errors="surrogateescape"))
 
 
-def _is_one_of(served: Sequence[str], path: Path) -> bool:
+def _read_name(path: Path) -> str:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(handle, "rb") as file:
-            name = file.read(1 << 16).decode(errors="surrogateescape")
+            return file.read(1 << 16).decode(errors="surrogateescape")
     except OSError:
-        return False
-    return bool(name) and name in served
+        return ""
 
 
-def _make_way(home: Path, mine: str, served: Sequence[str], most_bytes: int) -> int:
-    """Remove idle models until they take no more than this; what they take in the end."""
+def _make_way(mine: Path, served: Sequence[str], limit_bytes: int) -> tuple[int, int]:
+    """What this folder may take, and what state takes that its model can no longer use.
+
+    Idle models take at most half of all there is, the rest is shared by those served. State of this
+    model from another engine, KV type or secret takes at most half of its share.
+    """
+    named = {path: _read_name(path / _NAME) for path in model_folders(mine.parent) if path != mine}
+    idle = [path for path, name in named.items() if not name or name not in served]
+    superseded = [path for path, name in named.items() if name and name == served[0]]
+    share = max(limit_bytes - _trim(idle, limit_bytes // 2), 0) // len(served)
+    superseded_bytes = _trim(superseded, share // 2)
+    return max(share - superseded_bytes, 0), superseded_bytes
+
+
+def _trim(folders: Sequence[Path], most_bytes: int) -> int:
+    """Remove those that nobody uses until they take no more; what they take in the end."""
     with ExitStack() as claims:
         sizes: dict[Path, int] = {}
-        for folder in model_folders(home):
+        for folder in folders:
             with suppress(FolderLocked):
-                if folder.name != mine and not _is_one_of(served, folder / _NAME):
-                    claims.callback(os.close, claim(folder))
-                    sizes[folder] = _used_bytes(folder)
+                claims.callback(os.close, claim(folder))
+                sizes[folder] = _used_bytes(folder)
         for folder in sorted(sizes, key=lambda folder: (folder / _LOCK).stat().st_mtime_ns):
             if sum(sizes.values()) <= most_bytes:
                 break
