@@ -29,4 +29,4 @@ def test_the_runtime_gets_messages_until_the_front_closes_the_socket() -> None:
     with runtime:
         with front:
             front.sendall(frame(Cancel(7)) + frame(Stop()) + frame(Cancel(8))[:-1])
-        assert list(receive(runtime)) == [Cancel(7), Stop()]
+        assert [message for message, _ in receive(runtime)] == [Cancel(7), Stop()]

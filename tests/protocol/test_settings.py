@@ -42,7 +42,7 @@ def test_settings_arrive_as_they_were_sent(settings: RuntimeSettings) -> None:
     front, runtime = socket.socketpair()
     with front, runtime:
         front.sendall(frame(sent))
-        assert next(receive(runtime)) == sent
+        assert next(receive(runtime)).message == sent
 
 
 def test_reading_them_takes_no_pydantic() -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -74,13 +74,18 @@ def frame(message: ToRuntime | ToFront) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def receive(sock: socket.socket) -> Iterator[ToRuntime]:
+class Received(NamedTuple):
+    message: ToRuntime
+    size_bytes: int
+
+
+def receive(sock: socket.socket) -> Iterator[Received]:
     """The runtime's side: messages until the front closes the socket."""
     while (length := _read(sock, _LENGTH.size)) is not None:
         body = _read(sock, _LENGTH.unpack(length)[0])
         if body is None:
             return
-        yield _to_runtime.decode(body)
+        yield Received(_to_runtime.decode(body), len(body))
 
 
 def _read(sock: socket.socket, size: int) -> bytes | None:

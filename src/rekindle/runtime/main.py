@@ -2,6 +2,7 @@
 
 Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
 of the disk tier, one that ticks, and the main thread, which alone owns the engine and the cache.
+An exception that nobody expected, on whichever of them, ends the process at once.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NoReturn
 
 from rekindle.chat.tools.registry import check_names
 from rekindle.engine.base import EngineOptions
@@ -25,40 +28,26 @@ from rekindle.engine.registry import load_engine
 from rekindle.errors import RekindleError, ServerError
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
-from rekindle.protocol.events import Event, Failed
+from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import (
     Events,
     LoadFailed,
     Loading,
     LogLine,
     Ready,
+    Received,
     ToFront,
-    ToRuntime,
     frame,
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.build import Runtime, build, formats
+from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.storage import open_storage
 from rekindle.runtime.turn import Stopwatch, Turn
 
-ENCODER_THREADS = 2
 TICK_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A request is being encoded."""
-
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A request could not be encoded; its client has the error."""
-
-    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +62,8 @@ class _Tick:
     """A minute has gone by."""
 
 
-_Message = _Arrived | _Refused | Turn | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
+_Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
+_Encoded = Turn | Failed | _ReadyAdmin | AdminReply  # what becomes of a request, or its refusal
 
 
 class RuntimeProcess:
@@ -85,12 +75,11 @@ class RuntimeProcess:
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._encoding: set[int] = set()  # turns between arrival and the scheduler
-        self._cancelled: set[int] = set()  # of those, the ones cancelled meanwhile
         check_names(*formats(load.settings))  # before anything slow
         engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
+        self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
 
     def ready(self) -> Ready:
         capabilities = self._runtime.engine.capabilities
@@ -116,9 +105,6 @@ class RuntimeProcess:
     def _emit(self, events: list[Event]) -> None:
         self.send(Events(events))
 
-    def _fail(self, turn: int, error: ServerError) -> None:
-        self._emit([Failed(turn, error.info)])
-
     def _reply(self, request: AdminRequest, result: AdminResult | ServerError) -> None:
         if isinstance(result, ServerError):
             self.send(AdminReply(request.id, error=result.info))
@@ -127,46 +113,53 @@ class RuntimeProcess:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def read(self, messages: Iterator[ToRuntime]) -> None:
+    def read(self, received: Iterator[Received]) -> None:
         """The reader thread."""
-        encoders = ThreadPoolExecutor(ENCODER_THREADS, "encoder")
-        try:
-            for message in messages:
+        with contextlib.suppress(ConnectionResetError):
+            for message, size_bytes in received:
                 match message:
                     case GenerateRequest():
-                        for turn in message.turns:
-                            self._inbox.put(_Arrived(turn))
-                        encoders.submit(self._encode, message, Stopwatch(message.received_s))
+                        encode = partial(self._encode, message, Stopwatch(message.received_s))
+                        job = Job(message.salt, size_bytes, encode, tuple(message.turns))
+                        self._encoders.submit(job)
                     case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
-                        encoders.submit(self._encode_admin, message)
+                        encode_admin = partial(self._encode_admin, message)
+                        self._encoders.submit(Job(message.salt, size_bytes, encode_admin))
                     case AdminRequest():
                         self._inbox.put(_ReadyAdmin(message))
+                    case Cancel(turn) if self._encoders.cancel(turn):
+                        pass
                     case Cancel() | Stop():
                         self._inbox.put(message)
-        finally:
-            self._inbox.put(Stop())  # a runtime without a front must not go on
+        self._inbox.put(Stop())  # a runtime without a front must not go on
 
-    def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> None:
+    def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> Sequence[_Encoded]:
         """An encoder thread: the request as its turns, or their refusal."""
         try:
-            turns = self._runtime.pipeline.encode_choices(request, stopwatch)
+            return self._runtime.pipeline.encode_choices(request, stopwatch)
         except Exception as error:
-            for turn in request.turns:
-                self._fail(turn, _as_server_error(error, "encoding the prompt"))
-                self._inbox.put(_Refused(turn))
-        else:
-            for ready in turns:
-                self._inbox.put(ready)
+            failure = _as_server_error(error, "encoding the prompt").info
+            return [Failed(turn, failure) for turn in request.turns]
 
-    def _encode_admin(self, request: AdminRequest) -> None:
+    def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
         """An encoder thread: the prompt that an admin request is about."""
         assert isinstance(request.op, Validate | IndexPrompt)
         try:
             prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
         except Exception as error:
-            self._reply(request, _as_server_error(error, "encoding the prompt"))
-        else:
-            self._inbox.put(_ReadyAdmin(request, prompt))
+            failure = _as_server_error(error, "encoding the prompt").info
+            return [AdminReply(request.id, error=failure)]
+        return [_ReadyAdmin(request, prompt)]
+
+    def _deliver(self, encoded: _Encoded | Cancelled) -> None:
+        """An encoder thread, or the reader: what has become of a request."""
+        match encoded:
+            case AdminReply():
+                self.send(encoded)
+            case Failed() | Cancelled():
+                self._emit([encoded])
+            case Turn() | _ReadyAdmin():
+                self._inbox.put(encoded)
 
     # -- the engine's thread -------------------------------------------------------------------
 
@@ -190,16 +183,8 @@ class RuntimeProcess:
 
     def _handle(self, message: _Message) -> None:
         match message:
-            case _Arrived(turn):
-                self._encoding.add(turn)
-            case _Refused(turn):
-                self._encoding.discard(turn)
-                self._cancelled.discard(turn)
             case Cancel(turn):
-                if turn in self._encoding:
-                    self._cancelled.add(turn)
-                else:
-                    self._runtime.scheduler.cancel(turn)
+                self._runtime.scheduler.cancel(turn)
             case Turn():
                 self._submit(message)
             case _ReadyAdmin(request, prompt):
@@ -212,17 +197,12 @@ class RuntimeProcess:
                 self._runtime.storage.on_event(message)
 
     def _submit(self, turn: Turn) -> None:
-        is_cancelled = turn.id in self._cancelled
-        self._encoding.discard(turn.id)
-        self._cancelled.discard(turn.id)
         try:
             self._runtime.pipeline.find(turn)
         except ServerError as error:
-            self._fail(turn.id, error)
-            return
-        self._runtime.scheduler.submit(turn)
-        if is_cancelled:
-            self._runtime.scheduler.cancel(turn.id)
+            self._emit([Failed(turn.id, error.info)])
+        else:
+            self._runtime.scheduler.submit(turn)
 
     def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> None:
         """An admin request must not cost the turns that are running."""
@@ -269,9 +249,10 @@ def main() -> None:
     """Entry point of the child process; its one argument is the socket's descriptor."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the front decides when we end: when it says
         signal.signal(stop, signal.SIG_IGN)  # so, or by hanging up
+    threading.excepthook = lambda raised: _end(raised.exc_value)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    messages = receive(sock)
-    load = next(messages)
+    received = receive(sock)
+    load = next(received).message
     assert isinstance(load, LoadModel)
     try:
         process = RuntimeProcess(load, sock)
@@ -279,12 +260,24 @@ def main() -> None:
         sock.sendall(frame(LoadFailed(str(error))))
         return
     process.send(process.ready())
-    threading.Thread(target=process.read, args=(messages,), daemon=True).start()
+    threading.Thread(target=process.read, args=(received,), daemon=True).start()
     threading.Thread(target=process.tick, daemon=True).start()
-    process.run()
-    process.close()
+    try:
+        process.run()
+        process.close()
+    except Exception as error:
+        _end(error)
+    _end()
+
+
+def _end(error: BaseException | None = None) -> NoReturn:
+    """End the process though threads run: encoders may be in the middle of a template, and while
+    one of us lives the front waits for answers that nobody will give."""
+    if error is not None:
+        traceback.print_exception(error)
     sys.stdout.flush()
-    os._exit(0)  # encoder threads may be in the middle of a template
+    sys.stderr.flush()
+    os._exit(0 if error is None else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""The runtime's process and its threads, as the front sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle.protocol.events import Event, Failed, Finished
+from rekindle.server import runtime_client
+from rekindle.server.runtime_client import RuntimeClient
+from tests.server.test_runtime_client import answer, ask, run, running, soon
+from tests.support.faulty_engine import ENDLESS, RAISE, write_model
+
+pytestmark = pytest.mark.usefixtures("quick_restarts")
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_client, "RESTART_DELAYS_S", (0.01,))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return write_model(tmp_path, monkeypatch)
+
+
+def begin(runtime: RuntimeClient, prompt: str) -> list[Event]:
+    """The events of a turn, as they come."""
+    events: list[Event] = []
+    runtime.submit(ask(prompt), lambda _choice, event: events.append(event))
+    return events
+
+
+def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run(
+    model: Path,
+) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            encoding, raising = begin(runtime, ENDLESS), begin(runtime, RAISE)
+            await soon(lambda: bool(encoding and raising))
+            for failed in (encoding[-1], raising[-1]):
+                assert isinstance(failed, Failed)
+                assert (failed.error.status, failed.error.code) == (503, "model_restarting")
+                assert "exit status 1" in failed.error.message
+            await soon(lambda: runtime.restarts == 1)
+            assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
+
+    run(scene)

@@ -1,0 +1,61 @@
+"""A fake engine with faults on demand, for a real runtime process:
+`REKINDLE_ENGINE_MODULE=tests.support.faulty_engine`. What a prompt says is what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import pytest
+
+from rekindle.engine.base import EngineOptions, OnProgress, Sampled, Work
+from rekindle.engine.registry import EngineKind
+from rekindle.protocol.requests import ENGINE_MODULE
+from tests.support.fake import FakeEngine, NumberTokenizer
+
+SUFFIX = ".faulty"
+RAISE = "13"  # a step that has this token raises
+HANG = "14"  # a step that has this token does not return
+ENDLESS = "endless"  # a prompt with this word is never encoded
+
+_ROOT = Path(__file__).parents[2]
+
+
+class FaultyTokenizer(NumberTokenizer):
+    longest_bytes = 1 << 20
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        words = text.split()
+        if ENDLESS in words:
+            threading.Event().wait()
+        return super().encode(" ".join(words), special=special)
+
+
+class FaultyEngine(FakeEngine):
+    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+        tokens = {token for item in work for token in item.tokens}
+        if int(RAISE) in tokens:
+            raise RuntimeError("a fault on demand")
+        if int(HANG) in tokens:
+            threading.Event().wait()
+        return super().step(work)
+
+
+def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:
+    engine = FaultyEngine(context_tokens=options.context_tokens or 512)
+    engine.tokenizer = FaultyTokenizer()
+    return engine
+
+
+def write_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that this engine takes, and an environment in which a runtime finds the engine."""
+    monkeypatch.setenv(ENGINE_MODULE, __name__)
+    monkeypatch.setenv("PYTHONPATH", f"{_ROOT}{os.pathsep}{_ROOT / 'src'}")
+    path = folder / f"model{SUFFIX}"
+    path.touch()
+    return path
+
+
+ENGINE = EngineKind("faulty", "faulty", lambda path: path.name.endswith(SUFFIX), f"{__name__}:load")
