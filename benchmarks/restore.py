@@ -114,7 +114,7 @@ class Bench:
 
     def _flush(self) -> None:
         done: list[bool] = []
-        self._disk.flush(lambda: done.append(True))
+        self._disk.flush(done.append)
         while not done:
             self._store.on_event(self._events.get())
 

@@ -96,7 +96,7 @@ class DiskStore:
 
     def flush(self) -> None:
         done: list[bool] = []
-        self.disk.flush(lambda: done.append(True))
+        self.disk.flush(done.append)
         while not done:
             self.take_in(wait=True)
 

@@ -113,7 +113,7 @@ class Tiers(RuleBasedStateMachine):
 
     def flush(self) -> None:
         done: list[bool] = []
-        self.store.tiers.flush(lambda: done.append(True))
+        self.store.tiers.flush(done.append)
         while not done:
             self.take_in(wait=True)
 

@@ -41,6 +41,9 @@ def promises_are_kept(
     known = {entry.key: entry.pinned for entry in harness.entries.of(None)}
     assert promises.entries <= known.keys()
     assert all(known[key] for key in promises.pinned)
+    assert not any(known.get(key) for key in promises.unpinned)
+    assert promises.deleted.isdisjoint(known)
+    assert promises.gone.isdisjoint(block.key.hex() for block in harness.store)
     for key in chance.sample(sorted(promises.blocks), min(SAMPLES, len(promises.blocks))):
         if found := diary.read().blocks.get(key):  # an answer before may have taken its place
             whole = is_served(harness, *found)

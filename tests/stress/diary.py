@@ -16,6 +16,7 @@ from rekindle.kvcache.block import Block, chain
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.index_db import Change, DropEntry
+from rekindle.kvcache.tiers.base import Blob
 from rekindle.kvcache.tiers.disk import DiskTier
 from tests.stress.trouble import block_files_with
 from tests.support.harness import RuntimeHarness
@@ -53,19 +54,40 @@ class Promises:
     blocks: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)  # salt and tokens
     entries: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
+    unpinned: set[str] = field(default_factory=set)
+    deleted: set[str] = field(default_factory=set)  # entries
+    gone: set[str] = field(default_factory=set)  # blocks that a deletion took along
+    leaving: set[str] = field(default_factory=set)  # on their way there
     errors: list[str] = field(default_factory=list)
 
     def apply(self, line: dict[str, Any]) -> None:
         match line:
             case {"stored": key, "salt": salt, "tokens": tokens}:
                 self.blocks[key] = (salt.encode(), tokens)
+            case {"opening": _}:
+                self.leaving = set()  # what was not done by then is not done
             case {"removing": key}:
                 self.blocks.pop(key, None)
+                self.leaving.add(key)
+            case {"putting": key}:
+                self.leaving.discard(key)
+                self.gone.discard(key)
             case {"entry": key, "pinned": pinned}:
                 self.entries.add(key)
                 self.pinned |= {key} if pinned else set()
+            case {"pinning": key}:
+                self.unpinned.discard(key)
             case {"unpinning": key}:
                 self.pinned.discard(key)
+            case {"done": "pin", "key": key}:
+                self.pinned.add(key)
+                self.entries.add(key)
+            case {"done": "unpin", "key": key}:
+                self.unpinned.add(key)
+            case {"done": "delete", "key": key}:
+                self.deleted.add(key)
+                self.gone |= self.leaving
+                self.leaving = set()
             case {"dropping": key}:
                 self.entries.discard(key)
                 self.pinned.discard(key)
@@ -77,6 +99,10 @@ class WitnessedTier(DiskTier):
     """Writes down what it is about to take off the disk."""
 
     diary: Diary
+
+    def put(self, block: Block, blob: Blob) -> None:
+        self.diary.write(putting=block.key.hex())
+        super().put(block, blob)
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
         if self.holds(block):
@@ -95,6 +121,7 @@ class WitnessedHarness(RuntimeHarness):
     def __init__(self, *args: Any, diary: Diary, calls: Calls | None = None, **more: Any) -> None:
         self.diary = diary
         self._calls = calls
+        diary.write(opening=True)
         super().__init__(*args, **more)
         self._written = {block.key for block in self.store}
         self._written_entries: dict[str, bool] = {}

@@ -38,6 +38,10 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
     promises = survive(orders, chance)
     assert len(promises.blocks) > 50
     assert promises.entries
+    assert promises.pinned
+    assert promises.unpinned
+    assert promises.deleted
+    assert promises.gone
 
 
 @pytest.mark.long

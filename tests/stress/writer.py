@@ -19,7 +19,7 @@ from typing import Any
 
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.disk.files import SYSTEM, Calls
-from rekindle.protocol.admin import AdminOp, DeleteEntry, PinEntry
+from rekindle.protocol.admin import DeleteEntry, EntryInfo, PinEntry, Removed
 from rekindle.protocol.requests import Names
 from tests.stress.diary import SALTS, Diary, WitnessedHarness
 from tests.support.fake import FakeEngine
@@ -55,11 +55,11 @@ class Load:
         what = self._chance.random()
         if what < 0.35:
             self._harness.acknowledge()
-        elif what < 0.45 and self._keys:
+        elif what < 0.55 and self._keys:
             self._change(*self._chance.choice(self._keys))
-        elif what < 0.50:
+        elif what < 0.60:
             self._harness.store.write_everything()
-        elif what < 0.53:
+        elif what < 0.63:
             assert self._harness.disk is not None
             self._harness.disk.back_up()
 
@@ -92,13 +92,20 @@ class Load:
         entry = self._harness.entries.by_key(self._harness.namespace(salt), key)
         if entry is None:
             return
-        if entry.pinned:
-            self._harness.diary.write(unpinning=key)
-        op: AdminOp = PinEntry(key, pinned=not entry.pinned)
         if self._chance.random() < 0.3:
-            op = DeleteEntry(key)
+            self._ask("delete", DeleteEntry(key), salt)
+        else:
+            what = "unpin" if entry.pinned else "pin"
+            self._harness.diary.write(**{f"{what}ning": key})
+            self._ask(what, PinEntry(key, pinned=not entry.pinned), salt)
+
+    def _ask(self, what: str, op: DeleteEntry | PinEntry, salt: bytes) -> None:
+        """Ask for a change, and write down that it was answered."""
         with contextlib.suppress(NoRoomForPins):
-            self._harness.administer(op, salt=salt)
+            answer = self._harness.administer(op, salt=salt)
+            assert isinstance(answer, EntryInfo | Removed)
+            assert answer.durable
+            self._harness.diary.write(done=what, key=op.cache_key)
 
 
 def ending_calls(count: int) -> Calls:

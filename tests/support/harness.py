@@ -171,7 +171,7 @@ class RuntimeHarness:
     def flush(self) -> None:
         """Wait until all that was put is on disk."""
         done: list[bool] = []
-        self.store.tiers.flush(lambda: done.append(True))
+        self.store.tiers.flush(done.append)
         while not done:
             self.take_events(wait=True)
 

@@ -78,7 +78,7 @@ class MemoryTier(WriteBehindTier):
     def _drop(self, key: bytes) -> None:
         self.shelf.pop(key, None)
 
-    def flush(self, then: Callable[[], None]) -> None:
+    def flush(self, then: Callable[[bool], None]) -> None:
         self._orders.append(lambda: self._on_event(Flushed(then)))
 
     # -- reading -------------------------------------------------------------------------------

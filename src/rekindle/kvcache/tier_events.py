@@ -38,8 +38,8 @@ class TierEvents:
                 fetch.pending -= 1
                 if fetch.done:
                     self._on_fetched(fetch)
-            case Flushed(then):
-                then()
+            case Flushed(then, is_safe):
+                then(is_safe)
 
     # -- writes --------------------------------------------------------------------------------
 

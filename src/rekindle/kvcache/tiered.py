@@ -49,15 +49,15 @@ class Tiers(tuple[Tier, ...]):
         """Whether a tier has as much waiting to be written as it may."""
         return not all(tier.has_queue_room for tier in self)
 
-    def flush(self, then: Callable[[], None]) -> None:
-        """Call back on this thread when all that was written before is done or has failed."""
-        waiting = len(self)
+    def flush(self, then: Callable[[bool], None]) -> None:
+        """Call back on this thread when all that was asked for before is done or has failed, with
+        whether what was removed and remembered is so in every tier."""
+        outcomes: list[bool] = []
 
-        def flushed() -> None:
-            nonlocal waiting
-            waiting -= 1
-            if not waiting:
-                then()
+        def flushed(is_safe: bool) -> None:
+            outcomes.append(is_safe)
+            if len(outcomes) == len(self):
+                then(all(outcomes))
 
         for tier in self:
             tier.flush(flushed)

@@ -131,6 +131,7 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     expires_at: float | None
     names: list[EntryName]
     tenant: str  # a digest of who owns it
+    durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
 
 
 class EntryList(Struct, tag=True):
@@ -178,6 +179,7 @@ class Validation(Struct, tag=True, kw_only=True):
 class Removed(Struct, tag=True):
     entries: int
     freed_bytes: int
+    durable: bool = True  # False: they are gone from memory, and may come back with a restart
 
 
 AdminResult = EntryInfo | EntryList | Stats | Validation | Removed

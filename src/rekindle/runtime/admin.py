@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
 from rekindle.kvcache.block import PrefixHandle, chain
 from rekindle.kvcache.entries import Draft, Entry
 from rekindle.protocol.admin import (
-    AdminOp,
     AdminRequest,
     AdminResult,
     CollectExpired,
@@ -77,18 +77,23 @@ class Admin:
         namespace = self._input_processor.namespace(request.salt)
         view = None if request.admin else namespace
         match request.op:
+            case ListEntries() | ShowEntry() | GetStats() as op:
+                reply(self._look(op, view))
             case Flush(key):
                 self._flush(view, key, reply)
+            case PinEntry(key, pinned):
+                self._pin(self._find(view, key), reply, pinned=pinned)
             case Validate() as op:
                 assert prompt is not None, "its prompt is encoded first"
                 reply(self._validate(op, namespace, prompt))
             case IndexPrompt() as op:
                 assert prompt is not None, "its prompt is encoded first"
-                reply(self._index(op, namespace, prompt))
+                self._index(op, namespace, prompt, reply)
             case op:
-                reply(self._at_once(op, view))
+                removed = self._remove(op, view)
+                self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
 
-    def _at_once(self, op: AdminOp, view: View) -> AdminResult:
+    def _look(self, op: ListEntries | ShowEntry | GetStats, view: View) -> AdminResult:
         match op:
             case ListEntries():
                 return EntryList([self.info(entry) for entry in self._entries.of(view)])
@@ -96,17 +101,6 @@ class Admin:
                 return self.info(self._find(view, key))
             case GetStats():
                 return self._stats(view)
-            case DeleteEntry(key):
-                return self._remove([self._find(view, key)])
-            case PinEntry(key, pinned):
-                return self._pin(self._find(view, key), pinned=pinned)
-            case CollectExpired():
-                return Removed(*self._entries.collect(view))
-            case RemoveSession(name):
-                return self._remove(self._named(view, name))
-            case RemoveOld(seconds):
-                return self._remove(self._entries.older(view, seconds))
-        raise BadRequest(f"{type(op).__name__} needs more than a lookup")
 
     def _find(self, view: View, key: str) -> Entry:
         """The entry, or CacheKeyNotFound: another tenant's is as unknown as any."""
@@ -134,10 +128,29 @@ class Admin:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def _remove(self, entries: list[Entry]) -> Removed:
+    def _when_durable(self, then: Callable[[bool], None]) -> None:
+        """Answer when what was asked outlives the process, or when the disk has failed to take it:
+        in memory it holds in any case. Without a disk, at once."""
+        self._store.tiers.flush(then)
+
+    def _reply_when_durable(self, entry: Entry, reply: Reply) -> None:
+        self._when_durable(lambda durable: reply(replace(self.info(entry), durable=durable)))
+
+    def _remove(
+        self, op: DeleteEntry | RemoveSession | RemoveOld | CollectExpired, view: View
+    ) -> Removed:
+        match op:
+            case CollectExpired():
+                return Removed(*self._entries.collect(view))
+            case DeleteEntry(key):
+                entries = [self._find(view, key)]
+            case RemoveSession(name):
+                entries = self._named(view, name)
+            case RemoveOld(seconds):
+                entries = self._entries.older(view, seconds)
         return Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
 
-    def _pin(self, entry: Entry, *, pinned: bool) -> EntryInfo:
+    def _pin(self, entry: Entry, reply: Reply, *, pinned: bool) -> None:
         if pinned and not entry.pinned:
             self._sessions.check_pin(entry)
             self._entries.pin(entry)
@@ -145,9 +158,11 @@ class Admin:
                 self._store.write_chain(entry.block)
         elif not pinned:
             self._entries.unpin(entry)
-        return self.info(entry)
+        self._reply_when_durable(entry, reply)
 
-    def _index(self, op: IndexPrompt, namespace: bytes, encoded: EncodedPrompt) -> EntryInfo:
+    def _index(
+        self, op: IndexPrompt, namespace: bytes, encoded: EncodedPrompt, reply: Reply
+    ) -> None:
         """An entry that knows its tokens before any of them is computed."""
         prompt = encoded.prompt
         if op.prepare.pinned:
@@ -166,7 +181,7 @@ class Admin:
         )
         if entry is None:
             raise BadRequest("the prompt is too long to be remembered", param="messages")
-        return self.info(entry)
+        self._reply_when_durable(entry, reply)
 
     def _flush(self, view: View, key: str, reply: Reply) -> None:
         """Reply when the entry is stored as safely as this server can."""
@@ -174,11 +189,9 @@ class Admin:
         if entry is None:
             raise CacheKeyNotFound
         self._kv.offload_all()
-        if entry.block is None or not entry.durable:
-            reply(self.info(entry))
-            return
-        self._store.write_chain(entry.block)
-        self._store.tiers.flush(lambda: reply(self.info(entry)))
+        if entry.block is not None and entry.durable:
+            self._store.write_chain(entry.block)
+        self._reply_when_durable(entry, reply)
 
     # -- looking -------------------------------------------------------------------------------
 

@@ -101,6 +101,19 @@ def test_an_entry_is_found_whichever_model_has_it() -> None:
     assert evicted.json() == {"status": "evicted", "cache_key": "key-1"}
 
 
+def test_what_the_disk_did_not_take_is_said_to_hold_until_a_restart_only() -> None:
+    entries = front_of(answering(entry("key-1", durable=False)))
+    assert entries.post("/v1/cache/key-1/pin", {}).json()["durable"] is False
+    assert entries.post("/v1/cache/key-1/unpin", {}).json()["durable"] is False
+    removing = front_of(answering(Removed(1, 50, durable=False)), answering(Removed(1, 50)))
+    assert removing.request("DELETE", "/v1/cache/key-1").json()["durable"] is False
+    assert removing.post("/v1/cache/gc", {}).json()["durable"] is False
+    sessions = "/v1/internal/model/kv_cache"
+    for path, body in (("remove_cache", {"session_id": 7}), ("remove_old_caches", {"seconds": 0})):
+        assert removing.post(f"{sessions}/{path}", body).json()["durable"] is False
+    assert "durable" not in front_of(holding(ENTRY)).post("/v1/cache/key-1/pin", {}).json()
+
+
 @pytest.mark.parametrize("key", ODD_KEYS)
 @pytest.mark.parametrize(
     ("method", "after"), [("GET", ""), ("DELETE", ""), ("POST", "/pin"), ("POST", "/unpin")]

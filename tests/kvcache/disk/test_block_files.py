@@ -282,9 +282,9 @@ def test_a_file_that_cannot_be_removed_does_not_keep_the_others(open_place: Open
     records = chain(3)
     place.block_files.write(records)
     with pytest.raises(PermissionError):
-        place.block_files.remove(map(key_of, records))
+        place.block_files.remove(list(map(key_of, records)))
     assert place.block_files.sizes().keys() == {key_of(records[0])}
-    place.block_files.remove(map(key_of, records))
+    place.block_files.remove(list(map(key_of, records)))
     assert place.block_files.sizes() == {}
 
 

@@ -261,6 +261,22 @@ def test_an_index_without_its_log_is_no_older_than_its_backup(path: Path) -> Non
         assert index_db.blocks()[:3] == ROWS[:3]
 
 
+def test_an_index_that_did_not_change_is_not_copied_again(path: Path, index_db: IndexDb) -> None:
+    def copied() -> tuple[int, int]:
+        index_db.backup()
+        status = path.with_name("index.db.bak").stat()
+        return status.st_ino, status.st_mtime_ns
+
+    index_db.commit([PutBlock(ROWS[0])])
+    first = copied()
+    index_db.commit([])
+    assert copied() == first
+    index_db.commit([DropBlock(ROWS[0].key)])
+    assert copied() != first
+    path.with_name("index.db.bak").unlink()
+    copied()  # one that somebody removed is made again
+
+
 def test_a_backup_that_fails_leaves_the_last_one(
     path: Path, index_db: IndexDb, monkeypatch: pytest.MonkeyPatch
 ) -> None:

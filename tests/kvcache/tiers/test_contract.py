@@ -49,7 +49,7 @@ class Place:
     def flush(self) -> None:
         """Wait until all that was asked for is done, or has failed."""
         done: list[bool] = []
-        self.tier.flush(lambda: done.append(True))
+        self.tier.flush(done.append)
         while not done:
             self.take_in()
 
@@ -65,8 +65,8 @@ class Place:
                     copy.written = write.kind if isinstance(event, Written) else copy.written
             case Fetched(_, fetch):
                 fetch.pending -= 1
-            case Flushed(then):
-                then()
+            case Flushed(then, is_safe):
+                then(is_safe)
 
     def state_of(self, block: Block) -> bytes | None:
         """Its bytes, wherever they have to be had from."""

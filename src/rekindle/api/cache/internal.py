@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
+from rekindle.api.cache.schema import durability
 from rekindle.api.fields import MOST_ID_CHARACTERS, SessionNumber, takes
 from rekindle.errors import NotFound
 from rekindle.protocol.admin import (
@@ -69,12 +70,14 @@ class SessionRemoved(BaseModel):
     session_id: int | str
     removed: int
     freed_bytes: int
+    durable: bool = True
 
 
 class OldRemoved(BaseModel):
     status: str
     removed: int
     freed_bytes: int
+    durable: bool = True
 
 
 @router.get("/info")
@@ -93,7 +96,7 @@ async def show_sessions(request: Request, number: ModelNumber = None) -> Session
     )
 
 
-@router.post("/remove_cache")
+@router.post("/remove_cache", response_model_exclude_unset=True)
 async def remove_session(
     body: RemoveRequest, request: Request, number: ModelNumber = None
 ) -> SessionRemoved:
@@ -112,10 +115,11 @@ async def remove_session(
         session_id=body.session_id,
         removed=removed.entries,
         freed_bytes=removed.freed_bytes,
+        **durability(removed),
     )
 
 
-@router.post("/remove_old_caches")
+@router.post("/remove_old_caches", response_model_exclude_unset=True)
 async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
 ) -> OldRemoved:
@@ -125,7 +129,12 @@ async def remove_old(
     removed = await AdminClient.of_tenant(request).request(
         runtime, RemoveOld(body.seconds), Removed
     )
-    return OldRemoved(status="ok", removed=removed.entries, freed_bytes=removed.freed_bytes)
+    return OldRemoved(
+        status="ok",
+        removed=removed.entries,
+        freed_bytes=removed.freed_bytes,
+        **durability(removed),
+    )
 
 
 def _sessions(info: EntryInfo) -> Iterator[Session]:

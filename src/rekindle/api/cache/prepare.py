@@ -66,7 +66,7 @@ class PrepareRequest(BaseModel):
         return Prepare(pinned=self.pinned, ttl_s=self.ttl)
 
 
-@router.post("/v1/cache/prepare")
+@router.post("/v1/cache/prepare", response_model_exclude_unset=True)
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
     """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
     models = models_of(request)

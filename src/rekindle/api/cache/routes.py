@@ -9,7 +9,7 @@ from msgspec import structs
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.cache.schema import EntryBody, Listing, entry_body
+from rekindle.api.cache.schema import EntryBody, Listing, durability, entry_body
 from rekindle.api.fields import FreeObject, Id
 from rekindle.api.message import MOST_MESSAGES, Messages, rendered
 from rekindle.api.tools import Tools, described
@@ -53,14 +53,16 @@ class ValidityBody(BaseModel):
 
 
 class Evicted(BaseModel):
-    status: str = "evicted"
+    status: str
     cache_key: str
+    durable: bool = True
 
 
 class Collected(BaseModel):
-    status: str = "ok"
+    status: str
     removed: int
     freed_bytes: int
+    durable: bool = True
 
 
 @router.get("/v1/cache", response_model_exclude_unset=True)
@@ -102,7 +104,7 @@ async def validate(
     return ValidityBody(**result)
 
 
-@router.post("/v1/cache/gc")
+@router.post("/v1/cache/gc", response_model_exclude_unset=True)
 async def collect(request: Request, number: ModelNumber = None) -> Collected:
     """Remove now what has expired."""
     models = models_of(request)
@@ -112,8 +114,10 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
         for runtime in models.chosen(number)
     ]
     return Collected(
+        status="ok",
         removed=sum(each.entries for each in removed),
         freed_bytes=sum(each.freed_bytes for each in removed),
+        **durability(*removed),
     )
 
 
@@ -135,12 +139,13 @@ async def show_entry(key: str, request: Request, number: ModelNumber = None) -> 
     return await _entry(request, number, ShowEntry(key))
 
 
-@router.delete("/v1/cache/{key:path}")
+@router.delete("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
     """Remove an entry."""
     models = models_of(request)
-    await AdminClient.of(request).find(models.chosen(number), DeleteEntry(key), Removed)
-    return Evicted(status="evicted", cache_key=key)
+    client = AdminClient.of(request)
+    _, removed = await client.find(models.chosen(number), DeleteEntry(key), Removed)
+    return Evicted(status="evicted", cache_key=key, **durability(removed))
 
 
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:

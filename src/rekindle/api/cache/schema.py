@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 from pydantic import BaseModel
 
-from rekindle.protocol.admin import EntryInfo
+from rekindle.protocol.admin import EntryInfo, Removed
 
 
 class SegmentBody(BaseModel):
@@ -36,6 +36,7 @@ class EntryBody(BaseModel):
     expires_at: float | None
     names: list[NameBody]
     tenant: str | None = None  # for the admin alone
+    durable: bool = True  # only in an answer that says no
 
 
 class Listing(BaseModel):
@@ -49,11 +50,19 @@ class Prepared(BaseModel):
     token_count: int
     size_bytes: int
     segments: list[SegmentBody]
+    durable: bool = True
+
+
+def durability(*results: EntryInfo | Removed) -> dict[str, bool]:
+    """What an answer says when the disk did not take what was asked: it holds until a restart.
+    Otherwise nothing."""
+    return {} if all(result.durable for result in results) else {"durable": False}
 
 
 def entry_body(info: EntryInfo, model: str, *, admin: bool) -> EntryBody:
     fields = structs.asdict(info)
-    fields |= {"model": model, "segments": _segments(info)}
+    del fields["durable"]
+    fields |= {"model": model, "segments": _segments(info), **durability(info)}
     fields["names"] = [NameBody(kind=each.kind, name=each.name) for each in info.names]
     if not admin:
         del fields["tenant"]
@@ -67,6 +76,7 @@ def prepared(info: EntryInfo, model: str) -> Prepared:
         token_count=info.token_count,
         size_bytes=info.size_bytes,
         segments=_segments(info),
+        **durability(info),
     )
 
 

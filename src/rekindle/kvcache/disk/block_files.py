@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -126,8 +126,9 @@ class BlockFiles:
                 with suppress(OSError):  # one more than intended; the next time may do better
                     self._quarantined.discard(name)
 
-    def remove(self, keys: Iterable[bytes]) -> None:
-        """Remove these blocks' files; one that cannot be removed does not keep the others."""
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove these blocks' files, for good; one that cannot be removed does not keep the
+        others."""
         failed: OSError | None = None
         for key in keys:
             try:
@@ -136,6 +137,8 @@ class BlockFiles:
                 failed = failed or error
         if failed is not None:
             raise failed
+        if keys:
+            self._files.sync()  # or a crash of the machine might bring them back
 
     def sizes(self) -> dict[bytes, int]:
         """The files that have a block's name."""

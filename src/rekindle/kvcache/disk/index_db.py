@@ -64,6 +64,7 @@ class IndexDb:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._copied_changes = -1  # how many there had been at the last copy
         is_new = _make_private(path)
         self._db = sqlite3.connect(
             path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -155,7 +156,10 @@ class IndexDb:
             raise
 
     def backup(self) -> None:
-        """Keep a copy beside the index, whole or not at all."""
+        """Keep a copy beside the index, whole or not at all; unless nothing has changed since."""
+        changes = self._db.total_changes
+        if changes == self._copied_changes and beside(self._path, BACKUP).exists():
+            return
         self._checkpoint()  # so that a lost log never leaves the index older than its copy
         new = beside(self._path, f"{BACKUP}.tmp")
         new.unlink(missing_ok=True)
@@ -169,6 +173,7 @@ class IndexDb:
             with suppress(OSError):
                 new.unlink(missing_ok=True)
             raise
+        self._copied_changes = changes
 
 
 def beside(path: Path, suffix: str) -> Path:

@@ -7,17 +7,18 @@ import sqlite3
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import BlockRow, Change, DropBlock, PutBlock
+from rekindle.kvcache.disk.pending import PendingChanges
 from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
 BATCH_BYTES = 8 << 20
 LULL_S = 0.2  # of idleness before writing begins: the next turn often comes at once
 PATIENCE_S = 0.5  # between two batches when there is no idleness at all
-MOST_UNCOMMITTED = 10_000  # changes kept for a disk that may come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class BackUp:
     """Make a copy of the index, for the day it is damaged."""
 
 
-Order = Write | Remove | Change | Flushed | BackUp
+Order = Write | Remove | Flushed | BackUp
 
 
 class Writer:
@@ -43,7 +44,10 @@ class Writer:
         self._on_event = on_event
         self._floor_bytes = floor_bytes
         self._orders: deque[Order] = deque()
-        self._uncommitted: list[Change] = []  # changes of the index that wait for a good commit
+        self._changes = PendingChanges()
+        self._is_due = False  # there are changes that were not yet tried to be committed
+        self._unremoved: dict[bytes, Remove] = {}  # tried in vain
+        self._has_failed = False  # a removal or a change, since somebody last asked
         self._wake = threading.Condition()
         self._closing = False
         self._urgent = 0  # somebody waits for so many flushes
@@ -55,6 +59,19 @@ class Writer:
         with self._wake:
             self._orders.append(order)
             self._urgent += isinstance(order, Flushed)
+            self._wake.notify()
+
+    def note(self, change: Change) -> None:
+        """Have the index changed; the latest change of a row is the one that counts."""
+        with self._wake:
+            self._changes.add(change)
+            self._is_due = True
+            self._wake.notify()
+
+    def retry(self) -> None:
+        """Try again what failed."""
+        with self._wake:
+            self._is_due = bool(self._changes or self._unremoved)
             self._wake.notify()
 
     def give_way(self, busy: bool) -> None:
@@ -80,22 +97,25 @@ class Writer:
         with suppress(OSError, sqlite3.Error):  # the index is committed; a later copy will do
             self._folder.index_db.backup()
 
-    def _next(self) -> list[Order]:
-        """The next orders, up to a batch's bytes; nothing when the end has come."""
+    def _next(self) -> _Batch | None:
+        """What to do next, up to a batch's bytes; None when the end has come."""
         with self._wake:
-            while not self._orders and not self._closing:
+            while not (self._orders or self._is_due or self._closing):
                 self._wake.wait()
             self._wait_for_a_lull()
-            batch: list[Order] = []
+            if not (self._orders or self._is_due):
+                return None
+            orders: list[Order] = []
             room = BATCH_BYTES
             while self._orders and room > 0:
                 order = self._orders.popleft()
-                batch.append(order)
+                orders.append(order)
                 room -= order.size_bytes if isinstance(order, Write) else 0
                 if isinstance(order, Flushed | BackUp):
                     self._urgent -= isinstance(order, Flushed)
                     break
-            return batch
+            self._is_due = False
+            return _Batch(orders, self._changes.listed(), self._unremoved)
 
     def _wait_for_a_lull(self) -> None:
         """Not for long, and not when somebody waits for us."""
@@ -107,54 +127,52 @@ class Writer:
                 return
             self._wake.wait(due_s - now_s)
 
-    def _work(self, batch: list[Order]) -> None:
+    def _work(self, batch: _Batch) -> None:
         """Unlink, write, commit. Failures are reported, and nothing as written before it
         is safe."""
-        last = {order.key: order for order in batch if isinstance(order, Write | Remove)}
-        writes = [order for order in last.values() if isinstance(order, Write)]
-        removals = [order for order in last.values() if isinstance(order, Remove)]
-        asked = tuple(order for order in batch if isinstance(order, Write))
-        failed = self._try_files(removals, writes)
-        self._uncommitted += [DropBlock(order.key) for order in removals]
-        self._uncommitted += [o for o in batch if isinstance(o, Change)]
-        error = self._try_commit([] if failed else writes) or failed
+        stuck = _error_of(lambda: self._unlink(batch.unremoved))  # it keeps nobody from writing
+        unlink_error = _error_of(lambda: self._unlink(batch.removals))
+        write_error = unlink_error or _error_of(lambda: self._write(batch.writes))
+        commit_error = _error_of(lambda: self._commit(batch, [] if write_error else batch.writes))
+        self._keep_what_failed(batch, stuck or commit_error, unlink_error or commit_error)
+        error = commit_error or write_error
         if error is not None:
             state, reason = _state_of(error), _sentence(error)
-            is_there = failed is None
-            self._on_event(WriteFailed(self._tier, asked, state, reason, is_there))
-        elif asked:
-            self._on_event(Written(self._tier, asked))
-        for order in batch:
+            is_there = write_error is None
+            self._on_event(WriteFailed(self._tier, batch.asked, state, reason, is_there))
+        elif batch.asked:
+            self._on_event(Written(self._tier, batch.asked))
+        for order in batch.orders:
             if isinstance(order, Flushed):
-                self._on_event(order)
+                self._on_event(Flushed(order.then, is_safe=not self._has_failed))
+                self._has_failed = False  # the next one to ask asks about what comes now
             elif isinstance(order, BackUp):
                 self._back_up()
 
-    def _try_files(self, removals: list[Remove], writes: list[Write]) -> Exception | None:
-        try:
-            self._unlink(removals)
-            self._write(writes)
-        except Exception as error:  # whatever it is, the store has to know
-            return error
-        return None
+    def _keep_what_failed(
+        self, batch: _Batch, stuck: Exception | None, failed: Exception | None
+    ) -> None:
+        """For the next batch; a change that was not committed is still among those that wait."""
+        self._has_failed |= failed is not None
+        self._unremoved = {
+            **(batch.unremoved if stuck else {}),
+            **(batch.removals if failed else {}),
+        }
 
-    def _try_commit(self, writes: list[Write]) -> Exception | None:
-        """Commit these blocks and every change that could not be committed before."""
-        try:
-            self._folder.index_db.commit(
-                [*self._uncommitted, *(PutBlock(_row(order)) for order in writes)]
-            )
-        except Exception as error:
-            del self._uncommitted[:-MOST_UNCOMMITTED]
-            return error
-        self._uncommitted.clear()
-        return None
+    def _commit(self, batch: _Batch, writes: list[Write]) -> None:
+        drops = [DropBlock(key) for key in (*batch.unremoved, *batch.removals)]
+        puts = [PutBlock(_row(order)) for order in writes]
+        self._folder.index_db.commit([*batch.changes, *drops, *puts])
+        with self._wake:
+            self._changes.done(batch.changes)
 
-    def _unlink(self, removals: list[Remove]) -> None:
-        for order in removals:
+    def _unlink(self, removals: dict[bytes, Remove]) -> None:
+        for order in removals.values():
             if order.quarantine:
                 self._folder.block_files.quarantine(order.key)
-        self._folder.block_files.remove([order.key for order in removals if not order.quarantine])
+        self._folder.block_files.remove(
+            [order.key for order in removals.values() if not order.quarantine]
+        )
 
     def _write(self, writes: list[Write]) -> None:
         if not writes:
@@ -163,6 +181,31 @@ class Writer:
         if free < self._floor_bytes:
             raise OSError(errno.ENOSPC, "the disk's free space would fall below its floor")
         self._folder.block_files.write([order.record for order in writes])
+
+
+class _Batch:
+    """What is carried out together: of each key the last order, and removals that failed before."""
+
+    __slots__ = ("asked", "changes", "orders", "removals", "unremoved", "writes")
+
+    def __init__(
+        self, orders: list[Order], changes: list[Change], unremoved: dict[bytes, Remove]
+    ) -> None:
+        self.orders = orders
+        self.changes = changes
+        self.asked = tuple(order for order in orders if isinstance(order, Write))
+        last = {order.key: order for order in orders if isinstance(order, Write | Remove)}
+        self.unremoved = {key: order for key, order in unremoved.items() if key not in last}
+        self.writes = [order for order in last.values() if isinstance(order, Write)]
+        self.removals = {key: order for key, order in last.items() if isinstance(order, Remove)}
+
+
+def _error_of(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # whatever it is, the store has to know
+        return error
+    return None
 
 
 def _row(order: Write) -> BlockRow:

@@ -111,9 +111,11 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Everything asked for before is done, or has failed."""
+    """Everything asked for before is done, or has failed; `is_safe` unless a removal or a change of
+    what is remembered is among what failed."""
 
-    then: Callable[[], None]
+    then: Callable[[bool], None]  # with `is_safe`
+    is_safe: bool = True
 
 
 TierEvent = Written | WriteFailed | Fetched | Flushed
@@ -181,7 +183,7 @@ class Tier(Protocol):
     def retry(self) -> None:
         """Accept writes again after a failure; the next one shows."""
 
-    def flush(self, then: Callable[[], None]) -> None:
+    def flush(self, then: Callable[[bool], None]) -> None:
         """Have `Flushed` reported when all that was asked for before is done or has failed."""
 
     # -- beginning and end ---------------------------------------------------------------------

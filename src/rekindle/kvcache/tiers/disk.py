@@ -81,7 +81,7 @@ class DiskTier(WriteBehindTier):
 
     def journal(self, change: Change) -> None:
         """Have a change of entries or names written to the index."""
-        self._writer.put(change)
+        self._writer.note(change)
 
     def give_way(self, busy: bool) -> None:
         """Write little while turns are computed."""
@@ -90,8 +90,12 @@ class DiskTier(WriteBehindTier):
     def back_up(self) -> None:
         self._writer.put(BackUp())
 
-    def flush(self, then: Callable[[], None]) -> None:
+    def flush(self, then: Callable[[bool], None]) -> None:
         self._writer.put(Flushed(then))
+
+    def retry(self) -> None:
+        super().retry()
+        self._writer.retry()
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -71,8 +71,8 @@ class RamTier(BaseTier):
     def complete(self, event: Written | WriteFailed) -> list[Write]:
         return []
 
-    def flush(self, then: Callable[[], None]) -> None:
-        then()
+    def flush(self, then: Callable[[bool], None]) -> None:
+        then(True)
 
     def stored(self) -> Iterable[StoredBlock]:
         return ()
