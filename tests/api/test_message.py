@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from rekindle.api.message import Message
+from rekindle.api.fields import MOST_CHARACTERS
+from rekindle.api.message import MOST_MESSAGES, MOST_PARTS, Message
 from tests.api.scripted import Front, error
 
 USER = {"role": "user", "content": "hello"}
@@ -161,3 +163,33 @@ def test_an_empty_field_does_not_hide_the_reasoning_that_another_one_has() -> No
         {"role": "assistant", "content": "x", "reasoning_content": "", "reasoning": "Hm."}
     )
     assert message.rendered()["reasoning_content"] == "Hm."
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_PARTS // 2)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([USER] * (MOST_MESSAGES + 1), f"takes at most {MOST_MESSAGES} items"),
+        ([PARTS, PARTS, {"role": "user", "content": [{"type": "text"}]}], "20001"),
+        ([{"role": "assistant", "tool_calls": [CALL] * (MOST_PARTS + 1)}], "tool calls"),
+        ([{"role": "user", "content": "x" * (MOST_CHARACTERS + 1)}], "characters of text"),
+    ],
+    ids=["messages", "parts", "calls", "text"],
+)
+def test_too_much_is_refused_before_any_message_is_checked(
+    messages: list[dict[str, Any]], sentence: str
+) -> None:
+    front = Front()
+    with patch("rekindle.api.message._refuse_legacy") as check:
+        answer = front.chat(messages=messages)
+    assert answer.status_code == 400
+    assert error(answer)["param"] == "messages"
+    assert sentence in error(answer)["message"]
+    assert check.call_count == 0
+    assert front.runtime.requests == []
+
+
+def test_as_many_parts_as_may_be_are_taken() -> None:
+    assert len(seen(PARTS, PARTS)[0]["content"]) == MOST_PARTS // 2

@@ -317,14 +317,14 @@ def test_json_of_the_clients_own_is_bounded_in_depth(fields: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"logit_bias": {str(token): "x" for token in range(300_000)}},
+        {"logit_bias": {str(token): "x" for token in range(100_000)}},
         {"logit_bias": {"9" * 5000: 1}},
         {"stop": ["x"] * 100_000},
         {"stop": [3] * 100_000},
-        {"messages": [{"role": "user", "content": "x"}] * 100_001},
+        {"messages": [{"role": "user", "content": "x"}] * 20_001},
         {"messages": [3] * 100_000},
         {"messages": [{"role": "user", "content": [3] * 300_000}]},
-        {"chat_template_kwargs": {str(n): n for n in range(300_000)}},
+        {"chat_template_kwargs": {str(n): n for n in range(100_000)}},
         {"messages": [{"role": "assistant", "tool_calls": [3] * 300_000}]},
         {"tools": [3] * 300_000},
         {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
@@ -354,7 +354,7 @@ def test_a_flood_of_faults_is_one_fault(fields: dict[str, Any]) -> None:
 def test_a_flood_of_prompts_is_refused() -> None:
     refused(Front().complete(prompt=[5] * 300_000 + ["x"]))
     refused(Front().complete(prompt=["x"] * 300_000 + [5]))
-    refused(Front().complete(prompt=[[5]] * 300_000), "unsupported_parameter")
+    refused(Front().complete(prompt=[[5]] * 100_000), "unsupported_parameter")
 
 
 def test_an_unknown_model_says_which_are_served() -> None:

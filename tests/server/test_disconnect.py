@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rekindle.protocol.events import Prefill, Started
-from rekindle.server import middleware
+from rekindle.server import request_body
 from tests.api.live import Live, live, soon
 from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
 
@@ -85,7 +85,7 @@ def test_a_client_that_reads_nothing_still_frees_its_turn_when_it_leaves() -> No
 
 
 def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_S", 0.2)
+    monkeypatch.setattr(request_body, "BODY_S", 0.2)
     with live(Front()) as server, server.raw(request(HELLO)[:-10]) as sock:
         answer = _read_until(sock, b"")
         assert answer.startswith(b"HTTP/1.1 408")
@@ -96,7 +96,7 @@ def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_in_chunks_that_grows_too_large_gets_a_clean_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(middleware, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(request_body, "MOST_BODY_BYTES", 100_000)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
     with live(Front()) as server:

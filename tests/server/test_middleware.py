@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rekindle.protocol.admin import Removed
-from rekindle.server import middleware
+from rekindle.server import middleware, request_body
 from rekindle.server.auth import Caller, Keys, caller_of
 from tests.api.scripted import HELLO, Front, ScriptedRuntime, error
 
@@ -176,7 +176,7 @@ def test_no_other_origin_is_let_in() -> None:
 
 @pytest.fixture
 def small_bodies(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(middleware, "MOST_BODY_BYTES", 1000)
+    monkeypatch.setattr(request_body, "MOST_BODY_BYTES", 1000)
     return 1000
 
 

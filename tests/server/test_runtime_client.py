@@ -187,6 +187,31 @@ def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
     run(scene)
 
 
+def flood(runtime: RuntimeClient) -> None:
+    for _ in range(16):
+        [turn] = runtime.submit(ask("x" * (1 << 20)), lambda _choice, _event: None)
+        runtime.cancel(turn)
+
+
+def test_requests_that_a_runtime_does_not_read_are_refused_before_they_fill_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of clients that have left: their place is free, their bytes are not yet sent."""
+    monkeypatch.setattr(process, "MOST_UNSENT_BYTES", 1 << 20)
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            assert runtime.pid is not None
+            os.kill(runtime.pid, signal.SIGSTOP)
+            with pytest.raises(Unavailable, match="behind with reading"):
+                flood(runtime)
+            os.kill(runtime.pid, signal.SIGCONT)
+            await soon(lambda: runtime._process.unsent_bytes == 0)  # type: ignore[union-attr]
+            assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "param"),
     [

@@ -27,6 +27,7 @@ PRIORITIES = {"low": -5, "normal": 0, "high": 5}
 NUMBER_LIMIT = 1 << 63  # of a signed 64-bit number
 MOST_TOKENS = 10_000_000
 NO_LIMIT = -1  # as a number of tokens, in llama.cpp's API as well
+MOST_CHARACTERS = 16 << 20  # of a prompt: as many as four million tokens have, or more
 MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand levels would exhaust the stack
 
 
@@ -85,6 +86,15 @@ def characters(value: Any) -> int:
     return sum(_own_characters(each) for level in levels(value) for each in level)
 
 
+def bounded_text(values: Any) -> Any:
+    """Refuse a list of more text, or a text, than any prompt can be made of."""
+    texts = values if isinstance(values, list) else [values]
+    found = sum(len(text) for text in texts if isinstance(text, str))
+    if found > MOST_CHARACTERS:
+        raise ValueError(f"may have at most {MOST_CHARACTERS} characters of text, not {found}")
+    return values
+
+
 def _own_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
@@ -121,6 +131,7 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 PromptInput = Annotated[
     str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
     takes("a string, a list of strings, a list of token ids, or a list of such lists"),
+    BeforeValidator(bounded_text),
 ]
 FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
 Priority = Annotated[

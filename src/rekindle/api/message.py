@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
-from rekindle.api.fields import Id, shallow, takes
+from rekindle.api.fields import Id, bounded_text, shallow, takes
 from rekindle.errors import Unsupported
 
-MOST_MESSAGES = 100_000
+MOST_MESSAGES = 20_000
+MOST_PARTS = 20_000  # of content, and calls, in all messages together
 MEDIA = ("image", "image_url", "video", "video_url", "input_audio", "file")
 # Fields of replies that clients send back with them, and that no template reads.
 REPLY_ONLY = ("refusal", "annotations", "parsed")
@@ -94,11 +102,33 @@ class Message(BaseModel):
         return self.model_dump(exclude_unset=True, exclude={"message_id"})
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True)]
+def _bounded(messages: Any) -> Any:
+    """Counted before the messages themselves are checked, which takes its time for each."""
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"takes at most {MOST_MESSAGES} items")
+    fields = [each for each in messages if isinstance(each, dict)]
+    contents = [each.get("content") for each in fields]
+    parts = _flat(contents)
+    found = len(parts) + len(_flat([each.get("tool_calls") for each in fields]))
+    if found > MOST_PARTS:
+        raise ValueError(
+            f"may have at most {MOST_PARTS} content parts and tool calls together, not {found}"
+        )
+    bounded_text(contents + [part.get("text") for part in parts if isinstance(part, dict)])
+    return messages
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_bounded)]
 
 
 def rendered(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.rendered() for message in messages]
+
+
+def _flat(lists: list[Any]) -> list[Any]:
+    return [item for each in lists if isinstance(each, list) for item in each]
 
 
 def _refuse_media(content: Any) -> None:

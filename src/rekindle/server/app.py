@@ -20,6 +20,7 @@ from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.server import metrics
 from rekindle.server.auth import Keys
+from rekindle.server.json_route import VALIDATORS, open_validators
 from rekindle.server.middleware import RequestMiddleware
 from rekindle.server.models import ServedModels
 from rekindle.server.responses import ErrorBody, ErrorResponse
@@ -44,7 +45,8 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with open_models() as models:
-            yield {"models": models}
+            with open_validators() as validators:
+                yield {"models": models, VALIDATORS: validators}
 
     app = FastAPI(
         title="Rekindle",

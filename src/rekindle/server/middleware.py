@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.errors import BadRequest, ServerError
+from rekindle.server import request_body
 from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
+from rekindle.server.request_body import BodyTooLarge, HeldBytes, LimitedBody
 from rekindle.server.responses import ErrorResponse
 
 RECEIVED = "rekindle.received_s"  # in the scope
 MOST_HEADER_BYTES = 64 << 10
-MOST_BODY_BYTES = 64 << 20
-BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
 OPEN_PATHS = {"/health"}
 NOBODY = Caller(OPEN_SALT, admin=False)
 
@@ -33,20 +33,6 @@ class WrongHost(BadRequest):
     status, code = 421, "wrong_host"
 
 
-class BodyTooLarge(BadRequest):
-    status, code = 413, "body_too_large"
-
-    def __init__(self) -> None:
-        super().__init__(f"A request may have at most {MOST_BODY_BYTES} bytes.")
-
-
-class BodyTooSlow(BadRequest):
-    status, code = 408, "body_too_slow"
-
-    def __init__(self) -> None:
-        super().__init__(f"The request's body did not arrive within {BODY_S:g} seconds.")
-
-
 def received_s(request: Request) -> float:
     """When the request's headers were here, on the machine's monotonic clock."""
     at_s: float = request.scope[RECEIVED]
@@ -59,6 +45,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, keys: Keys, host: str) -> None:
         self._app = app
         self._keys = keys
+        self.held = HeldBytes()
         # DNS rebinding: a web page may resolve its own name to our loopback address, and its
         # requests then carry that name as their Host.
         self._hosts = LOOPBACK if host in LOOPBACK else None
@@ -75,13 +62,14 @@ class RequestMiddleware:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[RECEIVED] = time.monotonic()
         try:
-            self._check(scope)
+            caller = self._check(scope)
         except ServerError as error:
             await ErrorResponse(error)(scope, receive, send)
-        else:
-            await self._app(scope, LimitedBody(receive).receive, send)
+            return
+        with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
+            await self._app(scope, body.receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> Caller:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
             raise HeadersTooLarge(f"Headers may have at most {MOST_HEADER_BYTES} bytes together.")
         headers = Headers(scope=scope)
@@ -93,35 +81,7 @@ class RequestMiddleware:
         set_caller(scope, caller)
         if scope["method"] == "POST":
             _check_content(headers)
-
-
-class LimitedBody:
-    """Replaces `receive`: bounds the body in size and time, and passes on what follows it."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._seen_bytes = 0
-        self._complete = False
-        self._deadline: float | None = None
-
-    async def receive(self) -> Message:
-        if self._complete:
-            return await self._receive()
-        message = await self._receive_in_time()
-        self._seen_bytes += len(message.get("body", b""))
-        if self._seen_bytes > MOST_BODY_BYTES:
-            raise BodyTooLarge
-        self._complete = not message.get("more_body", False)
-        return message
-
-    async def _receive_in_time(self) -> Message:
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + BODY_S
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._receive()
-        except TimeoutError:
-            raise BodyTooSlow from None
+        return caller
 
 
 def _check_content(headers: Headers) -> None:
@@ -131,7 +91,7 @@ def _check_content(headers: Headers) -> None:
     if kind != "application/json":
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > MOST_BODY_BYTES:
+    if length.isdecimal() and int(length[:20]) > request_body.MOST_BODY_BYTES:
         raise BodyTooLarge
 
 

@@ -1,4 +1,4 @@
-"""HTTP bodies: JSON through orjson, errors in OpenAI's shape, and server-sent events."""
+"""Bodies of answers: JSON through orjson, errors in OpenAI's shape, and server-sent events."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import orjson
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -52,26 +50,6 @@ class ErrorResponse(JsonResponse):
     def __init__(self, error: ServerError) -> None:
         headers = ERROR_HEADERS.get(error.status)
         super().__init__(error.body(), status_code=error.status, headers=headers)
-
-
-class _OrjsonRequest(Request):
-    async def json(self) -> Any:
-        return orjson.loads(await self.body())  # its error is a json.JSONDecodeError
-
-
-class OrjsonRoute(APIRoute):
-    """A route whose body is read by orjson, which refuses NaN and absurd nesting."""
-
-    def get_route_handler(self) -> Any:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            request = _OrjsonRequest(request.scope, request.receive)
-            await request.body()  # here its errors keep their status; FastAPI makes them all 400
-            response: Response = await handler(request)
-            return response
-
-        return handle
 
 
 def sse_data(payload: Mapping[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from rekindle.server.runtime_process import OnLoading, RuntimeProcess
 
 log = logging.getLogger("rekindle.runtime")
 
+MOST_UNSENT_BYTES = 128 << 20  # that a runtime is behind with reading
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
 
 OnEvent = Callable[[int, Event], None]  # with the choice's number in its request, from 0
@@ -110,6 +111,8 @@ class RuntimeClient:
             raise TooManyRequests(
                 f"{len(self._turns)} requests are already queued or running; try again later"
             )
+        if process.unsent_bytes > MOST_UNSENT_BYTES:
+            raise Unavailable(f"model {self.name} is behind with reading requests; try again later")
         request = request.numbered(self._ids)
         process.send(request)
         for choice, turn in enumerate(request.turns):

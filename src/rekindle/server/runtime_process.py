@@ -67,6 +67,11 @@ class RuntimeProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What was sent and the process has not read yet."""
+        return self._transport.get_write_buffer_size()
+
     def send(self, message: ToRuntime) -> None:
         self._transport.write(frame(message))
 

@@ -25,13 +25,13 @@ from rekindle.protocol.admin import (
     RemoveSession,
 )
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import OrjsonRoute
 
 NUMBERED = "kv_cache_session_id"
 KINDS = (NUMBERED, "session_id", "message_id")
 
-router = APIRouter(prefix="/v1/internal/model/kv_cache", route_class=OrjsonRoute, tags=["sessions"])
+router = APIRouter(prefix="/v1/internal/model/kv_cache", route_class=JsonRoute, tags=["sessions"])
 
 SessionId = Annotated[
     SessionNumber | Annotated[str, Field(min_length=1, max_length=MOST_ID_CHARACTERS)],

@@ -18,8 +18,8 @@ from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import OrjsonRoute
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 
@@ -28,7 +28,7 @@ MOST_CHARACTERS = 200_000
 TTL_S = 1800.0
 MOST_TTL_S = 10 * 365 * 86_400.0
 
-router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
+router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
 
 class PrepareRequest(BaseModel):

@@ -26,10 +26,10 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.server.admin_client import AdminClient, refine_reason
+from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import OrjsonRoute
 
-router = APIRouter(route_class=OrjsonRoute, tags=["cache"])
+router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
 
 class ValidateRequest(BaseModel):

@@ -22,10 +22,10 @@ from rekindle.protocol.events import (
 )
 from rekindle.protocol.message import ToolCall
 from rekindle.server.auth import caller_of
+from rekindle.server.json_route import JsonRoute, beside_loop
 from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import OrjsonRoute
 
-router = APIRouter(route_class=OrjsonRoute, tags=["chat"])
+router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
 @router.post("/v1/chat/completions")
@@ -35,7 +35,8 @@ async def create_chat_completion(
     """Answer a conversation; everything computed for an equal prefix before is reused."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    requests = chat_requests(body, models.config, caller_of(request).salt)
+    salt = caller_of(request).salt
+    requests = await beside_loop(request, chat_requests, body, models.config, salt)
     answer = Answer(runtime, requests, body, ChatFormat(), others=models.others(runtime))
     return await answer.respond(request)
 

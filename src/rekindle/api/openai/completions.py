@@ -16,10 +16,10 @@ from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
 from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
 from rekindle.server.auth import caller_of
+from rekindle.server.json_route import JsonRoute, beside_loop
 from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import OrjsonRoute
 
-router = APIRouter(route_class=OrjsonRoute, tags=["completions"])
+router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
 @router.post("/v1/completions")
@@ -31,7 +31,8 @@ async def create_completion(
         raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    requests = completion_requests(body, models.config, caller_of(request).salt)
+    salt = caller_of(request).salt
+    requests = await beside_loop(request, completion_requests, body, models.config, salt)
     answer = Answer(runtime, requests, body, CompletionFormat(), others=models.others(runtime))
     return await answer.respond(request)
 

@@ -1,0 +1,118 @@
+"""The bytes of a request's body, bounded before anything is made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from starlette.types import Message, Receive
+
+from rekindle.errors import BadRequest, TooManyRequests, Unavailable
+
+MOST_BODY_BYTES = 64 << 20
+BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
+# A value takes one of these, and parsing takes time by the value: this many, 0.1 s.
+PUNCTUATION = b",:[{"
+MOST_PUNCTUATION = 500_000
+MOST_HELD_BYTES = 512 << 20
+MOST_HELD_BYTES_OF_ONE = MOST_HELD_BYTES // 2
+
+
+class BodyTooLarge(BadRequest):
+    status, code = 413, "body_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(f"A request may have at most {MOST_BODY_BYTES} bytes.")
+
+
+class TooManyValues(BadRequest):
+    code = "too_many_values"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"The body has more than {MOST_PUNCTUATION} commas, colons and opening brackets: "
+            "send fewer or shorter messages."
+        )
+
+
+class BodyTooSlow(BadRequest):
+    status, code = 408, "body_too_slow"
+
+    def __init__(self) -> None:
+        super().__init__(f"The request's body did not arrive within {BODY_S:g} seconds.")
+
+
+class HeldBytes:
+    """The bytes of all bodies that are being read or answered, and of each caller's."""
+
+    def __init__(self) -> None:
+        self._by_caller: Counter[bytes] = Counter()
+        self._all = 0
+
+    def add(self, caller: bytes, size_bytes: int) -> None:
+        """Count the bytes, or refuse them."""
+        if self._by_caller[caller] + size_bytes > MOST_HELD_BYTES_OF_ONE:
+            raise TooManyRequests(
+                f"Your requests in flight have {MOST_HELD_BYTES_OF_ONE} bytes already; "
+                "try again when some are answered."
+            )
+        if self._all + size_bytes > MOST_HELD_BYTES:
+            raise Unavailable("The server holds as many requests as it can; try again later.")
+        self._by_caller[caller] += size_bytes
+        self._all += size_bytes
+
+    def remove(self, caller: bytes, size_bytes: int) -> None:
+        self._all -= size_bytes
+        self._by_caller[caller] -= size_bytes
+        if not self._by_caller[caller]:
+            del self._by_caller[caller]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._all and not self._by_caller
+
+
+class LimitedBody:
+    """Replaces `receive`: bounds the body in size and time, and passes on what follows it.
+
+    What has arrived is counted in `held` until `close`.
+    """
+
+    def __init__(self, receive: Receive, held: HeldBytes, caller: bytes) -> None:
+        self._receive = receive
+        self._held = held
+        self._caller = caller
+        self._seen_bytes = 0
+        self._punctuation = 0
+        self._complete = False
+        self._deadline: float | None = None
+
+    def close(self) -> None:
+        self._held.remove(self._caller, self._seen_bytes)
+        self._seen_bytes = 0
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        message = await self._receive_in_time()
+        self._check(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        return message
+
+    def _check(self, part: bytes) -> None:
+        if self._seen_bytes + len(part) > MOST_BODY_BYTES:
+            raise BodyTooLarge
+        self._held.add(self._caller, len(part))
+        self._seen_bytes += len(part)
+        self._punctuation += len(part) - len(part.translate(None, PUNCTUATION))
+        if self._punctuation > MOST_PUNCTUATION:
+            raise TooManyValues
+
+    async def _receive_in_time(self) -> Message:
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + BODY_S
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow from None
