@@ -295,7 +295,7 @@ def test_the_list_and_the_statistics_tell_all_that_is_documented(client: httpx.C
     for entry in listing["entries"]:
         assert entry.keys() >= ENTRY
     [entry] = [each for each in listing["entries"] if each["cache_key"] == key]
-    assert (entry["hit_count"], entry["ttl"], entry["model"]) == (1, 1800, "tiny")
+    assert (entry["hit_count"], entry["ttl"], entry["model"]) == (2, 1800, "tiny")
     assert [each["type"] for each in entry["segments"]] == ["system", "turn", "turn"]
     stats = client.get("/v1/cache/stats").json()
     assert stats.keys() >= STATS

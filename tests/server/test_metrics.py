@@ -29,7 +29,7 @@ def test_every_model_tells_its_figures() -> None:
     assert {name.removeprefix("rekindle_"): value for (name, _), value in found.items()} == {
         "up": 1,
         "runtime_restarts_total": 0,
-        "turns": 3,
+        "active_turns": 3,
         "ram_bytes": 1000,
         "ram_limit_bytes": 1 << 20,
         "disk_bytes": 2000,
@@ -63,7 +63,7 @@ def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
     found = samples(Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics"))
     assert (found["rekindle_up", "away"], found["rekindle_up", "tiny"]) == (0, 1)
     assert found["rekindle_runtime_restarts_total", "away"] == 2
-    assert ("rekindle_turns", "away") not in found
+    assert ("rekindle_active_turns", "away") not in found
 
 
 def test_with_keys_metrics_are_the_admins() -> None:

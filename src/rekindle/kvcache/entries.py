@@ -114,14 +114,19 @@ class Entries:
         for other in {*left_behind, shorter} - {None, entry}:
             assert other is not None
             if other.is_free:
+                entry.hits += other.hits  # it is the same conversation, a turn later
                 self.forget(other)
             else:
                 self._journal.save(other)
 
     def touch(self, entry: Entry) -> None:
-        """Count a use; its time begins again."""
-        entry.hits += 1
+        """Its time begins again."""
         self.index.use(entry, self._clock)
+        self._journal.touch(entry)
+
+    def count_hit(self, entry: Entry) -> None:
+        """A turn reused its state."""
+        entry.hits += 1
         self._journal.touch(entry)
 
     def pin(self, entry: Entry) -> None:
@@ -204,14 +209,14 @@ def _new_entry(draft: Draft, clock: Clock) -> Entry:
     entry = Entry(key, draft.namespace, draft.tokens, draft.text, clock)
     if draft.text_tokens is not None:
         entry.text_tokens = draft.text_tokens
-    entry.durable = draft.durable
+    entry.durable, entry.was_computed = draft.durable, draft.is_computed
     return entry
 
 
 def _update(entry: Entry, draft: Draft) -> None:
     entry.segments = draft.segments or entry.segments
     entry.keyed |= draft.keyed
-    entry.was_computed = draft.is_computed or (entry.was_computed and entry.hits > 0)
+    entry.was_computed |= draft.is_computed
     entry.durable |= draft.durable
     entry.pinned |= draft.pinned
     if draft.ttl_s is not None or draft.pinned:

@@ -51,6 +51,14 @@ class TextIndex(Generic[T]):
             text = text[: common_bytes(nearest, text)]
         return None
 
+    def nearest(self, text: bytes) -> T | None:
+        """The value of a stored text that has most in common with `text` from the beginning on:
+        in order, none has more than the two beside it."""
+        at = bisect_left(self._order, text)
+        beside = self._order[max(at - 1, 0) : at + 1]
+        found = max(beside, key=lambda each: common_bytes(each, text), default=None)
+        return None if found is None else self._values[found]
+
 
 class ReplyIndex(Generic[T]):
     """Who knows a reply, by each of its keys."""
@@ -122,6 +130,12 @@ class EntryIndex:
         with self._lock:
             texts = self._texts.get(namespace)
             return texts.longest(text) if texts else None
+
+    def nearest(self, namespace: bytes, text: bytes) -> Entry | None:
+        """A conversation that has most in common with rendered bytes from the beginning on."""
+        with self._lock:
+            texts = self._texts.get(namespace)
+            return texts.nearest(text) if texts else None
 
     def replies(self, namespace: bytes, key: str) -> list[tuple[Entry, Reply]]:
         """The conversations that know a reply by this key, the newest first. Any thread."""

@@ -165,7 +165,7 @@ class Stats(Struct, tag=True, kw_only=True):
     corrupt_blocks: int = 0
     computed_tokens: int = 0
     reused_tokens: int = 0
-    turns: int = 0  # waiting and running
+    active_turns: int = 0  # waiting and running
 
 
 class Validation(Struct, tag=True, kw_only=True):

@@ -274,6 +274,6 @@ class Admin:
         if view is None:
             stats.computed_tokens = self._kv.counts.computed_tokens
             stats.reused_tokens = self._kv.counts.reused_tokens
-            stats.turns = self._scheduler.turns
+            stats.active_turns = self._scheduler.turns
             self._storage.add_totals(stats)
         return stats

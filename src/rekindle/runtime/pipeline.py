@@ -131,6 +131,8 @@ class Pipeline:
         )
         if turn.request.prepare is None:
             self.statuses.setdefault(turn.namespace, Counter())[status] += 1
+            if status != "miss":
+                self._sessions.count_hit(turn)
         return CacheReport(
             status,
             reason,

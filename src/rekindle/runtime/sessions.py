@@ -92,6 +92,14 @@ class Sessions:
             write_back=write_back, entry=entry, problem=problem, auto_session=auto_session
         )
 
+    def count_hit(self, turn: Turn) -> None:
+        """A turn reuses state: of the entry it named, or else of one that begins like it."""
+        named = None if turn.lookup.problem else turn.lookup.entry
+        text = turn.encoded.prompt.escaped
+        entry = named or self._entries.index.nearest(turn.namespace, text)
+        if entry is not None and text:
+            self._entries.count_hit(entry)
+
     def _by_key(self, namespace: bytes, names: Names) -> tuple[Entry | None, Reason | None]:
         """The entry of the key, or else of the first known name; and what is wrong with the key."""
         entry, problem = None, None

@@ -29,7 +29,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 SCRAPE_S = 5.0  # what a runtime gets to answer; a scraper gives up after ten
 
 GAUGES = {
-    "turns": "Turns waiting and running.",
+    "active_turns": "Turns waiting and running.",
     "ram_bytes": "State held in memory.",
     "ram_limit_bytes": "What may be held in memory.",
     "disk_bytes": "State held on disk.",

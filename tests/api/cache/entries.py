@@ -62,7 +62,7 @@ STATS = Stats(
     corrupt_blocks=1,
     computed_tokens=100,
     reused_tokens=900,
-    turns=3,
+    active_turns=3,
 )
 
 

@@ -14,6 +14,7 @@ TENANTS = {
     "disk_bytes": 2000,
     "unique_bytes": 2500,
     "logical_bytes": 9000,
+    "turns": 14,
     "total_hits": 10,
     "total_partial_hits": 2,
     "total_misses": 2,
@@ -31,7 +32,7 @@ SERVERS = {
     "corrupt_blocks": 1,
     "computed_tokens": 100,
     "reused_tokens": 900,
-    "turns": 3,
+    "active_turns": 3,
 }
 
 
@@ -62,7 +63,7 @@ def test_figures_of_several_models_are_added() -> None:
     second = ScriptedRuntime(name="b", answers=answering(stats(by_tier={"ram": 2, "disk": 3})))
     found = shown(Front(first, second))
     assert found["by_tier"] == {"ram": 3, "device": 0, "disk": 3}
-    assert (found["total_entries"], found["turns"]) == (10, 6)
+    assert (found["total_entries"], found["turns"], found["active_turns"]) == (10, 28, 6)
     assert found["hit_rate"] == 0.8571
 
 

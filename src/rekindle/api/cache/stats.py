@@ -22,7 +22,7 @@ SERVER_FIELDS = (
     "corrupt_blocks",
     "computed_tokens",
     "reused_tokens",
-    "turns",
+    "active_turns",
 )
 
 router = APIRouter(tags=["cache"])
@@ -37,6 +37,7 @@ class CacheStats(BaseModel):
     disk_bytes: int
     unique_bytes: int  # of state, whatever is shared counted once
     logical_bytes: int  # what the entries would take if they shared nothing
+    turns: int  # since the server started; hits, partial hits and misses add up to them
     total_hits: int
     total_partial_hits: int
     total_misses: int
@@ -53,7 +54,7 @@ class CacheStats(BaseModel):
     corrupt_blocks: int | None = None
     computed_tokens: int | None = None
     reused_tokens: int | None = None
-    turns: int | None = None
+    active_turns: int | None = None
 
 
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
@@ -77,6 +78,7 @@ def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
         disk_bytes=added("disk_bytes"),
         unique_bytes=added("unique_bytes"),
         logical_bytes=added("logical_bytes"),
+        turns=hits + partial_hits + misses,
         total_hits=hits,
         total_partial_hits=partial_hits,
         total_misses=misses,
