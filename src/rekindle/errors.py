@@ -6,6 +6,8 @@ were sent, and the command line into one sentence.
 
 from __future__ import annotations
 
+from math import ceil
+
 from rekindle.protocol.errors import ErrorInfo
 
 
@@ -134,6 +136,19 @@ class NoRoomForPins(ServerError):
 
 class TooManyRequests(ServerError):
     status, kind, code = 429, "rate_limit_error", "queue_full"
+
+
+class NoMemory(ServerError):
+    """There is no memory for what this turn needs; others go on."""
+
+    status, kind, code = 503, "server_error", "no_memory"
+
+    @classmethod
+    def for_exact_context(cls, needed_bytes: int) -> NoMemory:
+        return cls(
+            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB that an exact turn needs. "
+            "Try again later or without cache_exact; the operator can lower --max-model-len."
+        )
 
 
 class RuntimeDied(ServerError):

@@ -21,7 +21,7 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
+from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer
 
@@ -84,11 +84,13 @@ class FakeCounts:
     exported_tokens: int = 0
     steps: int = 0
     resets: int = 0
+    releases: int = 0
 
 
 @dataclass
 class FakeEngine:
-    """`break_steps` holds the numbers of steps that end in EngineBroken."""
+    """`break_steps` holds the numbers of steps that end in EngineBroken, `exact_contexts` how many
+    exact sequences there is memory for."""
 
     block_tokens: int = 8
     context_tokens: int = 512
@@ -102,6 +104,7 @@ class FakeEngine:
     chat_template: str | None = TEMPLATE
     break_steps: set[int] = field(default_factory=set)
     break_restores: int = 0
+    exact_contexts: int | None = None
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()
@@ -152,6 +155,8 @@ class FakeEngine:
         slot = next((n for n in range(most) if (exact, n) not in self._states), None)
         if slot is None:
             raise PoolFull("all sequences are open")
+        if exact and self.exact_contexts is not None and slot >= self.exact_contexts:
+            raise NoMemory.for_exact_context(needed_bytes=1 << 30)
         self._states[exact, slot] = []
         self._going[exact, slot] = b"start"
         return Sequence(slot, exact=exact)
@@ -266,6 +271,9 @@ class FakeEngine:
     def reset(self) -> None:
         self.counts.resets += 1
         self._empty()
+
+    def release_idle(self) -> None:
+        self.counts.releases += 1
 
     def close_sequence(self, sequence: Sequence) -> None:
         del self._states[sequence.exact, sequence.slot]

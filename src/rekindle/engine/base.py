@@ -146,7 +146,8 @@ class Engine(Protocol):
         """Cells of the pool that no sequence holds."""
 
     def open(self, *, exact: bool) -> Sequence:
-        """An empty sequence; raises PoolFull when none is left."""
+        """An empty sequence; raises PoolFull when none is left, NoMemory when an exact one cannot
+        have the memory of its own that it needs."""
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying; all of them where
@@ -177,6 +178,9 @@ class Engine(Protocol):
 
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""
+
+    def release_idle(self) -> None:
+        """Give back what is kept for sequences to come and was not used since the last call."""
 
     def close_sequence(self, sequence: Sequence) -> None: ...
 

@@ -39,6 +39,11 @@ class Runtime:
     scheduler: Scheduler
     admin: Admin
 
+    def tick(self) -> None:
+        """Once a minute: upkeep."""
+        self.storage.tick()
+        self.engine.release_idle()
+
     def close(self) -> None:
         """End every turn and keep what there is to keep; the engine is the caller's."""
         self.scheduler.stop()
@@ -79,7 +84,9 @@ def build(
     planner = Planner(capabilities, storage.store, input_processor.shared_namespace)
     if idle_tokens is None:
         idle_tokens = capabilities.pool_tokens if capabilities.device == "gpu" else CPU_IDLE_TOKENS
-    kv = KvManager(engine, storage.store, planner, idle_tokens=idle_tokens)
+    kv = KvManager(
+        engine, storage.store, planner, idle_tokens=idle_tokens, parallel=settings.parallel
+    )
     storage.entries.on_remove = kv.forget
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)

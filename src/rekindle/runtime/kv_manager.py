@@ -34,13 +34,15 @@ class Placed:
 class KvManager:
     """Gives turns a sequence with all that can be reused in it, and keeps what they leave."""
 
-    def __init__(self, engine: Engine, store: Store, planner: Planner, *, idle_tokens: int) -> None:
+    def __init__(
+        self, engine: Engine, store: Store, planner: Planner, *, idle_tokens: int, parallel: int
+    ) -> None:
         self._engine = engine
         self._store = store
         self._planner = planner
         self._capabilities = engine.capabilities
         self._most_idle_tokens = idle_tokens
-        self._most_idle = self._capabilities.sequences - self._capabilities.exact_sequences
+        self._most_idle = self._capabilities.sequences - parallel
         self._idle: list[IdleSequence] = []  # least recently used first
         self.counts = Counts()
         self._restorer = Restorer(engine, store, self.counts)

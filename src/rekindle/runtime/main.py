@@ -190,7 +190,7 @@ class RuntimeProcess:
             case _ReadyAdmin(request, prompt):
                 self._administer(request, prompt)
             case _Tick():
-                self._runtime.storage.tick()
+                self._runtime.tick()
             case Stop():
                 raise AssertionError("handled by run")
             case _:

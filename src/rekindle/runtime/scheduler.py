@@ -96,7 +96,12 @@ class Scheduler:
             turn = next((t for t in self._waiting if self._may_start(t)), None)
             if turn is None:
                 return
-            outcome = self._pipeline.start(turn, self._running)
+            try:
+                outcome = self._pipeline.start(turn, self._running)
+            except ServerError as error:  # what only this turn needs is not to be had
+                self._end(turn)
+                self._emit([Failed(turn.id, error.info)])
+                continue
             if outcome is Start.NO_ROOM:
                 return
             if outcome is Start.STARTED:
@@ -112,7 +117,13 @@ class Scheduler:
             holding = sum(other.fetch is not None for other in self._waiting)
             if len(self._running) + holding >= self._parallel:
                 return False
+        if turn.request.exact and self._exact_turns >= self._engine.capabilities.exact_sequences:
+            return False
         return not turn.is_fetching and not self._follows(turn)
+
+    @property
+    def _exact_turns(self) -> int:
+        return sum(turn.request.exact for turn in self._running)
 
     def _begin(self, turn: Turn) -> None:
         self._waiting.remove(turn)

@@ -91,6 +91,8 @@ class NumpyEngine:
         self._rows[exact, slot] = self._empty()
         return Sequence(slot, exact=exact)
 
+    def release_idle(self) -> None: ...
+
     def close_sequence(self, sequence: Sequence) -> None:
         del self._rows[sequence.exact, sequence.slot]
         if not sequence.exact:

@@ -28,7 +28,8 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.llamacpp.context import Context, ExactContexts, LogitsRow, Rows
+from rekindle.engine.llamacpp.context import Context, LogitsRow, Rows
+from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sampler import build_sampler
@@ -36,6 +37,7 @@ from rekindle.engine.llamacpp.sizes import (
     Sizes,
     StateBytes,
     choose_sizes,
+    free_bytes,
     measure_state,
 )
 from rekindle.errors import EngineBroken, PoolFull, Unsupported
@@ -52,7 +54,7 @@ class LlamaCppEngine:
         self._cells = Cells(sizes.pool.cells)
         self._slots = _all_slots(self._pool)
         self._exact = ExactContexts(
-            self._model.library, self._model.native, sizes.exact, options.parallel
+            self._model.library, self._model.native, sizes.exact, lambda: free_bytes(self._model)
         )
         self._state_bytes = measure_state(self._pool)
         self.tokenizer = self._model.tokenizer
@@ -147,10 +149,13 @@ class LlamaCppEngine:
 
     def reset(self) -> None:
         """Forget every sequence and rebuild the native memory."""
+        self._exact.close_all()  # before the pool asks for memory again
         self._pool.rebuild()
         self._cells.clear()
         self._slots = _all_slots(self._pool)
-        self._exact.close_all()
+
+    def release_idle(self) -> None:
+        self._exact.release_idle()
 
     # -- computing -----------------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ def _capabilities(
         batch_tokens=sizes.pool.batch,
         pool_tokens=sizes.pool.cells,
         sequences=sizes.pool.sequences,
-        exact_sequences=options.parallel,
+        exact_sequences=sizes.exact.contexts,
         can_truncate=model.can_truncate,
         device="gpu" if model.on_gpu else "cpu",
         kv_type=options.kv_type,

@@ -11,6 +11,7 @@ from typing import Any
 from rekindle.engine.base import Blob, EngineOptions
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
+from rekindle.engine.llamacpp.exact_contexts import ExactBudget
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import CorruptBlock
 
@@ -51,20 +52,26 @@ class Sizes:
     step_tokens: int
     context_tokens: int
     pool: Shape  # of the context that shared sequences have together
-    exact: Shape  # of the context that one exact sequence has to itself
+    exact: ExactBudget  # for the contexts that exact sequences have to themselves
 
 
 def choose_sizes(model: LlamaModel, options: EngineOptions) -> Sizes:
     sequences = _sequences(model, options.parallel)
-    context_tokens, cells = _cells(model, options, sequences)
+    state = _sample_state(model, options)
+    budget_bytes = int(options.kv_fraction * free_bytes(model))
+    slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
+    affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
+    context_tokens, cells = _cells(model, options, affordable)
     step_tokens = 512 if model.on_gpu else 64
     batch = (2048 if model.on_gpu else 512) + options.parallel
+    exact = _shape(model, options, cells=context_tokens, sequences=1, batch=step_tokens)
+    left_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
         step_tokens=step_tokens,
         context_tokens=context_tokens,
         pool=_shape(model, options, cells=cells, sequences=sequences, batch=batch),
-        exact=_shape(model, options, cells=context_tokens, sequences=1, batch=step_tokens),
+        exact=_exact_budget(exact, state, left_bytes, most=options.parallel),
     )
 
 
@@ -82,17 +89,21 @@ def _block_tokens(model: LlamaModel) -> int:
     return min(usual, 1 << (window.bit_length() - 1)) if window else usual
 
 
-def _cells(model: LlamaModel, options: EngineOptions, sequences: int) -> tuple[int, int]:
+def _cells(model: LlamaModel, options: EngineOptions, affordable: int) -> tuple[int, int]:
     """Context and pool, in tokens."""
-    state = _sample_state(model, options)
-    slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
-    budget = int(options.kv_fraction * _free_bytes(model)) - slots_bytes
-    affordable = max(budget, 0) // max(state.each, 1)
     most = min(model.trained_tokens, max(affordable, LEAST_CONTEXT_TOKENS))
     context = options.context_tokens or most
     # Idle cells are free on a GPU, but slow every step down on a CPU.
     useful = context * (options.parallel if model.on_gpu else 2)
     return context, max(context, min(affordable, useful))
+
+
+def _exact_budget(shape: Shape, state: StateBytes, left_bytes: int, *, most: int) -> ExactBudget:
+    """What the pool leaves of the KV budget, and one context in any case."""
+    slots = shape.sequences + 1
+    context_bytes = max(shape.cells * state.each + slots * state.checkpoint, 1)
+    contexts = min(max(left_bytes // context_bytes, 1), most)
+    return ExactBudget(shape=shape, context_bytes=context_bytes, contexts=contexts)
 
 
 def _sample_state(model: LlamaModel, options: EngineOptions) -> StateBytes:
@@ -119,7 +130,7 @@ def _shape(
     )
 
 
-def _free_bytes(model: LlamaModel) -> int:
+def free_bytes(model: LlamaModel) -> int:
     """Memory that is left where the KV cells go."""
     return _gpu_free_bytes(model.library) if model.on_gpu else _host_free_bytes()
 
