@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.protocol.events import Event, Failed, Finished
+from rekindle.runtime.encoders import LARGE_BYTES
 from rekindle.server import runtime_client
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import answer, ask, run, running, soon
@@ -47,3 +48,27 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
 
     run(scene)
+
+
+def test_hanging_up_on_prompts_that_take_long_holds_up_nobody(model: Path) -> None:
+    """More of them than there are encoders and places; none is ever encoded to its end."""
+
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=3) as runtime:
+            events: list[Event] = []
+            for _ in range(40):
+                await soon(lambda: runtime.turns < 4)
+                for turn in runtime.submit(
+                    ask(large(ENDLESS), salt=b"floods"), lambda _choice, event: events.append(event)
+                ):
+                    runtime.cancel(turn)
+            others = ask("20 21", salt=b"others")
+            assert isinstance((await answer(runtime, others))[-1], Finished)
+            await soon(lambda: runtime.turns == 0)
+            assert events == []
+
+    run(scene)
+
+
+def large(word: str) -> str:
+    return word + " 20" * LARGE_BYTES

@@ -17,6 +17,7 @@ import pytest
 from msgspec import structs
 
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
+from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
 from rekindle.protocol.requests import Choice, GenerateRequest, LoadModel, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
@@ -208,6 +209,47 @@ def test_requests_that_a_runtime_does_not_read_are_refused_before_they_fill_memo
             os.kill(runtime.pid, signal.SIGCONT)
             await soon(lambda: runtime._process.unsent_bytes == 0)  # type: ignore[union-attr]
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
+
+    run(scene)
+
+
+def test_a_tenant_that_fills_the_queue_makes_room_for_another(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model, parallel=1, queue=3) as runtime:
+            async with aclosing(runtime.stream(endless())) as busy:
+                await anext(busy)
+                waiting = [asyncio.create_task(answer(runtime, ask())) for _ in range(3)]
+                await soon(lambda: runtime.turns == 4)
+                other = [asyncio.create_task(answer(runtime, ask(salt=b"other"))) for _ in range(2)]
+                async with asyncio.timeout(PATIENCE_S):
+                    [[refused], [refused_too]] = await asyncio.gather(*waiting[1:])
+                for failed in (refused, refused_too):
+                    assert isinstance(failed, Failed)
+                    assert (failed.error.status, failed.error.code) == (429, "queue_full")
+                with pytest.raises(TooManyRequests):
+                    await answer(runtime, ask(salt=b"other"))  # it has its share
+            for task in (waiting[0], *other):
+                assert isinstance((await task)[-1], Finished)
+            await soon(lambda: runtime.turns == 0)
+
+    run(scene)
+
+
+def test_unanswered_admin_requests_of_a_tenant_are_bounded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MOST_ADMIN_REQUESTS", 2)
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            asked = [asyncio.create_task(runtime.admin(GetStats(), salt=b"")) for _ in range(2)]
+            await asyncio.sleep(0)  # they are sent, and no reply can have been read
+            asked[0].cancel()
+            with pytest.raises(TooManyRequests, match="2 requests about the cache"):
+                await runtime.admin(GetStats(), salt=b"")
+            assert isinstance(await runtime.admin(GetStats(), salt=b"other"), Stats)
+            assert isinstance(await asked[1], Stats)
+            assert isinstance(await runtime.admin(GetStats(), salt=b""), Stats)
 
     run(scene)
 

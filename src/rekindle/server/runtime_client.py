@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from typing import NamedTuple
 
 from rekindle.errors import (
     ModelError,
@@ -20,14 +21,21 @@ from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResu
 from rekindle.protocol.events import TERMINAL, Event, Failed
 from rekindle.protocol.frames import Events, LogLine, Ready
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel
+from rekindle.server.open_turns import OpenTurns
 from rekindle.server.runtime_process import OnLoading, RuntimeProcess
 
 log = logging.getLogger("rekindle.runtime")
 
 MOST_UNSENT_BYTES = 128 << 20  # that a runtime is behind with reading
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
+MOST_ADMIN_REQUESTS = 64  # of one tenant at a time
 
 OnEvent = Callable[[int, Event], None]  # with the choice's number in its request, from 0
+
+
+class _AdminCall(NamedTuple):
+    salt: bytes  # of the tenant that asks
+    result: asyncio.Future[AdminResult]
 
 
 class RuntimeClient:
@@ -36,9 +44,8 @@ class RuntimeClient:
     def __init__(self, name: str, load: LoadModel, *, queue: int) -> None:
         self.name = name
         self._load = load
-        self._most_turns = load.settings.parallel + queue
-        self._turns: dict[int, Callable[[Event], None]] = {}
-        self._admin_requests: dict[int, asyncio.Future[AdminResult]] = {}
+        self._turns = OpenTurns(load.settings.parallel + queue)
+        self._admin_requests: dict[int, _AdminCall] = {}  # that were not answered
         self._ids = itertools.count(1)
         self._process: RuntimeProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -107,22 +114,29 @@ class RuntimeClient:
     def submit(self, request: GenerateRequest, on_event: OnEvent) -> list[int]:
         """Begin a turn for each choice: `on_event` gets the events of each, up to its last."""
         process = self._ready_process()
-        if len(self._turns) + len(request.turns) > self._most_turns:
-            raise TooManyRequests(
-                f"{len(self._turns)} requests are already queued or running; try again later"
-            )
         if process.unsent_bytes > MOST_UNSENT_BYTES:
             raise Unavailable(f"model {self.name} is behind with reading requests; try again later")
+        displaced = self._turns.displaced_by(request.salt, len(request.turns))
         request = request.numbered(self._ids)
         process.send(request)
         for choice, turn in enumerate(request.turns):
             # Not before: a turn that was never sent has no end.
-            self._turns[turn] = partial(on_event, choice)
+            self._turns.add(turn, request.salt, partial(on_event, choice))
+        for turn in displaced:
+            self._displace(turn, process)
         return request.turns
+
+    def _displace(self, turn: int, process: RuntimeProcess) -> None:
+        """Refuse a turn after all: others have come, and its tenant has more than its share."""
+        listener = self._turns.give_up(turn)
+        assert listener is not None, "somebody waits for it"
+        process.send(Cancel(turn))
+        refusal = TooManyRequests("other clients need the place of this request; try again later")
+        listener(Failed(turn, refusal.info))
 
     def cancel(self, turn: int) -> None:
         """Give the turn up, unless it has ended; none of its events is delivered any more."""
-        if self._turns.pop(turn, None) is not None and self.ready is not None:
+        if self._turns.give_up(turn) and self.ready is not None:
             self._ready_process().send(Cancel(turn))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
@@ -141,14 +155,16 @@ class RuntimeClient:
     async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
         """Look at the cache or change it; an error that comes back is raised."""
         process = self._ready_process()
+        if sum(call.salt == salt for call in self._admin_requests.values()) >= MOST_ADMIN_REQUESTS:
+            raise TooManyRequests(
+                f"{MOST_ADMIN_REQUESTS} requests about the cache were not answered yet; "
+                "try again later"
+            )
         number = next(self._ids)
+        process.send(AdminRequest(id=number, salt=salt, admin=admin, op=op))
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
-        self._admin_requests[number] = result
-        try:
-            process.send(AdminRequest(id=number, salt=salt, admin=admin, op=op))
-            return await result
-        finally:
-            del self._admin_requests[number]
+        self._admin_requests[number] = _AdminCall(salt, result)
+        return await result
 
     def _ready_process(self) -> RuntimeProcess:
         if self.ready is None or self._process is None:
@@ -160,31 +176,27 @@ class RuntimeClient:
     def _receive(self, message: Events | AdminReply | LogLine) -> None:
         match message:
             case Events(events):
-                self._deliver(events)
+                for event in events:
+                    self._turns.deliver(event)
             case AdminReply():
                 self._resolve(message)
             case LogLine(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            if on_event := self._turns.get(event.turn):
-                if isinstance(event, TERMINAL):
-                    del self._turns[event.turn]
-                on_event(event)
-
     def _resolve(self, reply: AdminReply) -> None:
-        result = self._admin_requests.get(reply.id)
-        if result is None or result.done():
-            return
+        call = self._admin_requests.pop(reply.id, None)
+        if call is None or call.result.done():
+            return  # whoever asked does not wait any more
         if reply.result is not None:
-            result.set_result(reply.result)
+            call.result.set_result(reply.result)
         else:
             assert reply.error is not None, "a reply has a result or an error"
-            result.set_exception(ReportedError(reply.error))
+            call.result.set_exception(ReportedError(reply.error))
 
     def _fail_all(self, error: ServerError) -> None:
-        self._deliver([Failed(turn, error.info) for turn in self._turns])
-        for result in self._admin_requests.values():
-            if not result.done():
-                result.set_exception(error)
+        for turn in self._turns.ids():
+            self._turns.deliver(Failed(turn, error.info))
+        calls, self._admin_requests = self._admin_requests, {}
+        for call in calls.values():
+            if not call.result.done():
+                call.result.set_exception(error)
