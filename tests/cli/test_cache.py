@@ -42,6 +42,7 @@ def entry(key: str = ONE, **more: Any) -> dict[str, Any]:
         "last_used": now - 200,
         "expires_at": now + 750,
         "names": [{"kind": "session_id", "name": "chat-123"}],
+        "preview": "What is the moon made of?",
         **more,
     }
 
@@ -95,7 +96,16 @@ def text(view: RenderableType) -> str:
 def test_entries_are_listed_as_people_read_them() -> None:
     shown = text(views.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
     first, second = shown.splitlines()[1:]
-    for part in ("aaaa11110000", "tiny", "chat-123", "ram", "1,730", "12.4 MB", "3 min ago"):
+    for part in (
+        "aaaa11110000",
+        "tiny",
+        "chat-123",
+        "ram",
+        "1,730",
+        "12.4 MB",
+        "3 min ago",
+        "the moon made of?",
+    ):
         assert part in first
     assert "in 12 min" in first
     assert "pinned, never" in second
@@ -127,7 +137,7 @@ def test_what_has_expired_says_so() -> None:
 
 def test_an_entry_is_shown_in_full() -> None:
     shown = text(views.entry_table(entry()))
-    for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago"):
+    for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago", "What is the moon"):
         assert part in shown
 
 

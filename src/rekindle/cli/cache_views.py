@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHORT_KEY = 12  # characters of a key that are nearly always unique
+LEAST_PREVIEW = 20  # characters of a message, on a narrow terminal too
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -29,6 +30,7 @@ def entries_table(entries: Sequence[Json]) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("last used", "expires"):
         table.add_column(name, no_wrap=True)
+    table.add_column("last message", min_width=LEAST_PREVIEW, no_wrap=True, overflow="ellipsis")
     short = _short_keys([entry["cache_key"] for entry in entries])
     for entry in entries:
         table.add_row(
@@ -41,6 +43,7 @@ def entries_table(entries: Sequence[Json]) -> RenderableType:
             str(entry["hit_count"]),
             ago(entry["last_used"]),
             expiry(entry),
+            plain(entry["preview"]),
         )
     return table
 
@@ -61,6 +64,7 @@ def entry_table(entry: Json) -> RenderableType:
             "created": ago(entry["created_at"]),
             "last used": ago(entry["last_used"]),
             "expires": expiry(entry),
+            "last message": entry["preview"] or "none",
         }
     )
 

@@ -131,6 +131,7 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     expires_at: float | None
     names: list[EntryName]
     tenant: str  # a digest of who owns it
+    preview: str = ""  # first words of its last user message; for its own tenant alone
     durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from blake3 import blake3
 from msgspec.structs import replace
 
+from rekindle.chat.preview import Preview
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
 from rekindle.kvcache.block import PrefixHandle, chain
 from rekindle.kvcache.entries import Draft, Entry
@@ -60,6 +61,7 @@ class Admin:
         planner: Planner,
         pipeline: Pipeline,
         scheduler: Scheduler,
+        preview: Preview,
     ) -> None:
         self._storage = storage
         self._entries = storage.entries
@@ -71,6 +73,7 @@ class Admin:
         self._planner = planner
         self._pipeline = pipeline
         self._scheduler = scheduler
+        self._preview = preview
 
     def answer(self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply) -> None:
         """Reply now, or when the disk has done what was asked; raises a ServerError instead."""
@@ -78,7 +81,7 @@ class Admin:
         view = None if request.admin else namespace
         match request.op:
             case ListEntries() | ShowEntry() | GetStats() as op:
-                reply(self._look(op, view))
+                reply(self._look(op, view, namespace))
             case Flush(key):
                 self._flush(view, key, reply)
             case PinEntry(key, pinned):
@@ -93,12 +96,12 @@ class Admin:
                 removed = self._remove(op, view)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
 
-    def _look(self, op: ListEntries | ShowEntry | GetStats, view: View) -> AdminResult:
+    def _look(self, op: ListEntries | ShowEntry | GetStats, view: View, own: bytes) -> AdminResult:
         match op:
             case ListEntries():
-                return EntryList([self.info(entry) for entry in self._entries.of(view)])
+                return EntryList([self._seen(entry, own) for entry in self._entries.of(view)])
             case ShowEntry(key):
-                return self.info(self._find(view, key))
+                return self._seen(self._find(view, key), own)
             case GetStats():
                 return self._stats(view)
 
@@ -248,6 +251,14 @@ class Admin:
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
             tenant=blake3(entry.namespace).hexdigest()[:12],
+        )
+
+    def _seen(self, entry: Entry, own: bytes) -> EntryInfo:
+        """With words by which its own tenant recognises it; an admin is not shown other people's
+        text."""
+        info = self.info(entry)
+        return (
+            replace(info, preview=self._preview.of(entry.text)) if entry.namespace == own else info
         )
 
     def _stats(self, view: View) -> Stats:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rekindle.chat.encode import Encoder
+from rekindle.chat.preview import Preview
 from rekindle.chat.template import ChatTemplate
 from rekindle.chat.tools.registry import DEFAULT_TOOL_FORMAT
 from rekindle.engine.base import Engine
@@ -90,7 +91,8 @@ def build(
     storage.entries.on_remove = kv.forget
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
-    admin = Admin(storage, input_processor, sessions, kv, planner, pipeline, scheduler)
+    preview = Preview(template, engine.tokenizer.control_texts)
+    admin = Admin(storage, input_processor, sessions, kv, planner, pipeline, scheduler, preview)
     return Runtime(engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin)
 
 

@@ -40,6 +40,7 @@ ENTRY = EntryInfo(
     expires_at=None,
     names=[EntryName("session_id", "chat-123")],
     tenant="7e4a",
+    preview="What is the moon made of?",
 )
 STATS = Stats(
     entries=5,

@@ -44,6 +44,7 @@ def test_an_entry_is_shown_with_all_that_is_known_of_it() -> None:
         "last_used": 2000.25,
         "expires_at": None,
         "names": [{"kind": "session_id", "name": "chat-123"}],
+        "preview": "What is the moon made of?",
     }
 
 

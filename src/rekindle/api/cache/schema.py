@@ -35,6 +35,7 @@ class EntryBody(BaseModel):
     last_used: float
     expires_at: float | None
     names: list[NameBody]
+    preview: str  # the first words of its last user message; empty when it is somebody else's
     tenant: str | None = None  # for the admin alone
     durable: bool = True  # only in an answer that says no
 
