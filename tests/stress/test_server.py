@@ -104,6 +104,7 @@ def test_turn_six_after_a_stop_computes_its_own_message_only(model: Path, tmp_pa
     before = talk.usage["prompt_tokens"] + talk.usage["completion_tokens"]
     with running(model, tmp_path, *flags(tmp_path)) as server:
         talk.ask(server, QUESTIONS[5])
+    assert "1 conversation found in the cache folder" in server.log.read_text()
     assert talk.tier == "disk"
     assert talk.reused_tokens == before - 1  # its last token was sampled, not computed
     assert talk.answers[-1]["x_cache"]["status"] == "hit"

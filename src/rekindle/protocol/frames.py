@@ -34,6 +34,8 @@ class Ready(Struct, tag=True):
     context_tokens: int
     pool_tokens: int
     has_template: bool
+    on_disk: bool = False  # conversations outlive the process
+    conversations: int | None = None  # found on disk; None: the folder is still being read
 
 
 class LoadFailed(Struct, tag=True):

@@ -82,11 +82,13 @@ class RuntimeProcess:
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
 
     def ready(self) -> Ready:
-        capabilities = self._runtime.engine.capabilities
+        capabilities, storage = self._runtime.engine.capabilities, self._runtime.storage
         return Ready(
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
             has_template=self._runtime.engine.chat_template is not None,
+            on_disk=storage.disk is not None,
+            conversations=len(storage.entries),
         )
 
     # -- out -----------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from types import FrameType
 
 import uvicorn
 from rich.console import Console
-from rich.markup import escape
 
 from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
+from rekindle.server.announcement import announce
 from rekindle.server.app import build_app
 from rekindle.server.auth import LOOPBACK, Keys
 from rekindle.server.logs import log_to
@@ -100,7 +100,7 @@ async def _serve(
     async with open_models(config, files, console) as models:
         server = build_server(config, models, keys)
         listener.listen(server.config.backlog)
-        _announce(config, models, listener, console)
+        announce(config, models.runtimes, listener.getsockname()[1], console)
         with _signals_ignored():
             await run(server, listener)
 
@@ -189,21 +189,3 @@ def _signals_ignored() -> Iterator[None]:
 async def _start(runtime: RuntimeClient, console: Console) -> None:
     with progress_bar(f"loading {runtime.name}", console) as on_progress:
         await runtime.start(lambda fraction: on_progress(fraction, 1))
-
-
-def _announce(
-    config: Config, models: ServedModels, listener: socket.socket, console: Console
-) -> None:
-    for runtime in models.runtimes:
-        assert runtime.ready is not None
-        context = f"context {runtime.ready.context_tokens} tokens"
-        console.print(
-            f"[bold]{escape(runtime.name)}[/] is loaded: {context}, "
-            f"up to {config.parallel} turns at once" + (", exact mode" if config.exact else ""),
-            soft_wrap=True,
-        )
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = escape(f"http://{host}:{listener.getsockname()[1]}")
-    console.print(
-        f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C.", soft_wrap=True
-    )

@@ -1,0 +1,49 @@
+"""What a server says when it has started: its models, its cache and where it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from rekindle.config import Config
+from rekindle.protocol.frames import Ready
+from rekindle.server.runtime_client import RuntimeClient
+
+
+def announce(
+    config: Config, runtimes: Sequence[RuntimeClient], port: int, console: Console
+) -> None:
+    """One line for each model, one for the cache, one for the address."""
+    for line in _lines(config, runtimes, port):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(config: Config, runtimes: Sequence[RuntimeClient], port: int) -> Iterable[str]:
+    mode = ", exact mode" if config.exact else ""
+    found = []
+    for runtime in runtimes:
+        assert runtime.ready is not None
+        found.append(runtime.ready)
+        yield (
+            f"[bold]{escape(runtime.name)}[/] is loaded: context {runtime.ready.context_tokens} "
+            f"tokens, up to {config.parallel} turns at once{mode}"
+        )
+    yield escape(cache_line(config, found))
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    url = escape(f"http://{host}:{port}")
+    yield f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C."
+
+
+def cache_line(config: Config, found: Sequence[Ready]) -> str:
+    """Where conversations are kept, and how many were found there."""
+    on_disk = [each for each in found if each.on_disk]
+    if not on_disk:
+        return "Conversations are kept in memory only: they are gone when the server stops"
+    folder = f"the cache folder {config.cache_dir}"
+    known = [each.conversations for each in on_disk if each.conversations is not None]
+    if len(known) < len(on_disk):
+        return f"Conversations are kept in {folder}, which is still being read"
+    count = sum(known)
+    return f"{count:,} {'conversation' if count == 1 else 'conversations'} found in {folder}"
