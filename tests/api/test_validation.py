@@ -237,7 +237,6 @@ def test_what_is_not_served_yet_is_refused_by_name(field: str, value: Any) -> No
     [
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
     ],
 )
 def test_a_text_completion_takes_nothing_of_a_chat(field: str, value: Any) -> None:

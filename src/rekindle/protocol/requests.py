@@ -71,9 +71,13 @@ class ToolUse(Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutput(Struct, kw_only=True):
-    """What the reply's text has to be: any JSON object, or JSON that a schema describes."""
+    """What the reply's text has to be: JSON, unless one of the others is given."""
 
-    schema: dict[str, Any] | bool | None = None  # None: any object
+    schema: dict[str, Any] | bool | None = None  # of the JSON; None: any object
+    regex: str | None = None
+    choices: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # in GBNF or Lark
+    param: str = "response_format"  # the request's field that asks for it
 
 
 class Choice(Struct, kw_only=True):

@@ -9,7 +9,6 @@ from rekindle.chat.encode import Prompt
 from rekindle.chat.escaping import unescape
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
-from rekindle.chat.grammar.schema import ANY_OBJECT
 from rekindle.chat.tools.base import ReplyParser
 from rekindle.chat.tools.registry import select
 from rekindle.engine.base import TokenMask
@@ -54,8 +53,10 @@ class OutputFormat:
 
     def decoding(self, request: GenerateRequest, prompt: Prompt) -> ReplyDecoding:
         """Raises BadRequest for a schema that cannot be enforced."""
+        output = request.structured_output
         if request.messages is None or request.prepare is not None:
-            return ReplyDecoding(end_tokens=self.end_tokens)
+            mask = self._compiler.compile(self._grammars.text(output)) if output else None
+            return ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens)
         end = unescape(prompt.escaped[-PROMPT_END_BYTES:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
         calls = bool(request.tools) and request.tool_use.choice != "none"
@@ -69,10 +70,7 @@ class OutputFormat:
     def _grammar(self, request: GenerateRequest, *, calls: bool, opened: bool) -> Grammar | None:
         output = request.structured_output
         if not calls:
-            return self._grammars.answer(output.schema, opened=opened) if output else None
-        answer = None
-        if output is not None:
-            answer = ANY_OBJECT if output.schema is None else output.schema
+            return self._grammars.answer(output, opened=opened) if output else None
         return self._grammars.calls(
-            request.tools or [], request.tool_use, opened=opened, answer=answer
+            request.tools or [], request.tool_use, opened=opened, answer=output
         )

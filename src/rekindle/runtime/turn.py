@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rekindle.engine.base import Sampled, Sampler, Sequence
-from rekindle.errors import ServerError
+from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Stages
@@ -162,11 +162,18 @@ class Turn:
         self.output.finish("stop")
         return [self._end()]
 
+    def _too_costly(self, trouble: str) -> BadRequest:
+        """What some grammars cost shows only while a reply follows them."""
+        output = self.request.structured_output
+        return BadRequest(
+            f"Holding the reply to what was asked for costs too much: {trouble}. Make it simpler.",
+            param=output.param if output else "tools",
+        )
+
     def _end(self) -> Event:
         token_mask = self.encoded.decoding.token_mask
         if token_mask is not None and token_mask.trouble:
-            error = f"the reply could not be held to its schema: {token_mask.trouble}"
-            return Failed(self.id, ServerError(error).info)
+            return Failed(self.id, self._too_costly(token_mask.trouble).info)
         assert self.report is not None, "a turn that ends has started"
         assert self.output.finish_reason is not None
         self.report.cached_tokens = self.held_tokens if self.request.reuse else 0

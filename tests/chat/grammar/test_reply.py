@@ -13,7 +13,7 @@ from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.tools.registry import TOOL_FORMAT_NAMES, select
 from rekindle.errors import Unsupported
 from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
-from rekindle.protocol.requests import ToolUse
+from rekindle.protocol.requests import StructuredOutput, ToolUse
 from tests.chat.grammar.validator import valid
 from tests.chat.grammar.writer import Writer, reply_grammars
 
@@ -146,7 +146,9 @@ class Case:
     ) -> Grammar:
         use = ToolUse(choice="required" if required else "auto", name=name, parallel=parallel)
         grammars = reply_grammars(self.format, reasoning, self.writer.vocabulary.control_texts)
-        grammar = grammars.calls(tools, use, opened=opened, answer=answer)
+        grammar = grammars.calls(
+            tools, use, opened=opened, answer=answer and StructuredOutput(schema=answer)
+        )
         assert grammar is not None
         return grammar
 
@@ -414,7 +416,9 @@ def test_text_in_a_schema_never_becomes_a_control_token(case: Case) -> None:
 
 def test_replies_read_as_text_may_still_have_to_be_an_answer() -> None:
     grammars = reply_grammars("plain")
-    grammar = grammars.calls(TOOLS, ToolUse(), opened=False, answer={"const": 4})
+    grammar = grammars.calls(
+        TOOLS, ToolUse(), opened=False, answer=StructuredOutput(schema={"const": 4})
+    )
     assert grammar is not None
     assert Writer().takes(grammar, "4")
 
@@ -429,7 +433,9 @@ def test_every_format_with_calls_has_a_grammar() -> None:
 def test_an_answer_may_come_after_reasoning() -> None:
     writer = Writer()
     for opened, start in ((False, "<think>2 + 2</think>\n"), (True, "2 + 2</think>\n\n")):
-        grammar = reply_grammars("hermes", "think").answer({"type": "integer"}, opened=opened)
+        grammar = reply_grammars("hermes", "think").answer(
+            StructuredOutput(schema={"type": "integer"}), opened=opened
+        )
         assert writer.takes(grammar, start + "4")
         assert writer.takes(grammar, "4") is not opened
         assert not writer.takes(grammar, start + "four")
@@ -439,7 +445,7 @@ def test_an_answer_in_harmony_is_the_final_message() -> None:
     writer = Writer(HARMONY)
     control = writer.vocabulary.control_texts
     grammars = reply_grammars("harmony", control=control)
-    grammar = grammars.answer({"type": "integer"}, opened=False)
+    grammar = grammars.answer(StructuredOutput(schema={"type": "integer"}), opened=False)
     final = "<|channel|>final<|message|>4"
     assert writer.takes(grammar, final)
     assert writer.takes(
@@ -450,7 +456,7 @@ def test_an_answer_in_harmony_is_the_final_message() -> None:
 
 def test_an_answer_ends_with_any_of_the_end_tokens() -> None:
     writer = Writer()
-    grammar = reply_grammars("hermes").answer({"const": 4}, opened=False)
+    grammar = reply_grammars("hermes").answer(StructuredOutput(schema={"const": 4}), opened=False)
     matcher = writer.matcher(grammar)
     writer.follow(matcher, "4")
     assert writer.allowed(matcher) == set(writer.vocabulary.end_tokens)

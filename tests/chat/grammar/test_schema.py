@@ -12,6 +12,7 @@ import pytest
 from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.schema import check
 from rekindle.errors import BadRequest, Unsupported
+from rekindle.protocol.requests import StructuredOutput
 from tests.chat.grammar.validator import valid
 from tests.chat.grammar.writer import Writer, reply_grammars
 
@@ -109,7 +110,7 @@ def test_known_formats_are_kept_to(name: str, read: Any) -> None:
 
 
 def test_no_schema_stands_for_any_object() -> None:
-    grammar = reply_grammars("hermes").answer(None, opened=False)
+    grammar = reply_grammars("hermes").answer(StructuredOutput(schema=None), opened=False)
     for seed in SEEDS:
         assert isinstance(json.loads(WRITER.write(grammar, seed)), dict)
     assert not WRITER.takes(grammar, "[]")
@@ -117,7 +118,7 @@ def test_no_schema_stands_for_any_object() -> None:
 
 
 def test_the_schema_true_stands_for_any_value() -> None:
-    grammar = reply_grammars("hermes").answer(True, opened=False)
+    grammar = reply_grammars("hermes").answer(StructuredOutput(schema=True), opened=False)
     assert WRITER.takes(grammar, "[1, null]")
 
 

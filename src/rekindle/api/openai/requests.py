@@ -26,7 +26,6 @@ def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[Genera
         "tool_use": tool_choice.tool_use(
             body.tool_choice, parallel=body.parallel_tool_calls is not False
         ),
-        "structured_output": body.response_format.structure if body.response_format else None,
         "progress": body.progress is not None,
     }
     return _requests(
@@ -81,6 +80,7 @@ def _requests(
             priority=body.priority or 0,
             normalise=_or(body.normalise, config.normalise),
             ignore_eos=bool(body.ignore_eos),
+            structured_output=body.structure,
             reuse=reuse,
             names=_names(body, config, 0) if reuse else None,
             more_choices=more_choices,

@@ -22,7 +22,7 @@ from rekindle.api.fields import (
 )
 from rekindle.api.message import MOST_MESSAGES, Messages
 from rekindle.api.openai import tool_choice
-from rekindle.api.openai.response_format import ResponseFormat
+from rekindle.api.openai.structured_outputs import StructuredFields
 from rekindle.api.openai.tool_choice import ToolChoice
 from rekindle.api.tools import Tools
 from rekindle.errors import BadRequest, Unsupported
@@ -55,21 +55,24 @@ NOT_SERVED = {
     "audio": "audio is not supported: remove",
     "suffix": "filling in the middle is not supported: remove",
     "best_of": "best_of is not supported: remove",
+    "grammar_lazy": "a grammar that waits for a trigger is not supported: remove",
+    "grammar_triggers": "a grammar that waits for a trigger is not supported: remove",
+    "guided_whitespace_pattern": "white space of your own in JSON is not supported: remove",
 }
 NOT_FOR_TEXTS = {
     "tools": "text completions call no tools: use /v1/chat/completions, or remove",
     "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
-    "response_format": "text completions have no form: use /v1/chat/completions, or remove",
 }
 # Values of such fields that request nothing.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "suffix": ("",),
     "best_of": (1,),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
 }
 
 
@@ -79,7 +82,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class RequestBase(BaseModel):
+class RequestBase(StructuredFields):
     """What chat and text completions have in common. None means: as the server is configured."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
@@ -163,7 +166,6 @@ class ChatRequest(RequestBase):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
@@ -174,12 +176,12 @@ class ChatRequest(RequestBase):
     @model_validator(mode="after")
     def _tool_choice_and_format_agree(self) -> ChatRequest:
         tool_choice.check(self.tool_choice, self.tools)
-        structure = self.response_format and self.response_format.structure
+        structure = self.structure
         if structure and tool_choice.forces_call(self.tool_choice):
             raise BadRequest(
-                "`response_format` asks for text that is JSON, and `tool_choice` for a call and "
-                "no text: leave one of them out.",
-                param="response_format",
+                f"`{structure.param}` says what the text has to be, and `tool_choice` asks for a "
+                "call and no text: leave one of them out.",
+                param=structure.param,
             )
         return self
 
@@ -205,7 +207,7 @@ class ChatRequest(RequestBase):
 class CompletionRequest(RequestBase):
     """POST /v1/completions."""
 
-    not_served = {**NOT_SERVED, **NOT_FOR_TEXTS}
+    not_served: ClassVar[Mapping[str, str]] = {**NOT_SERVED, **NOT_FOR_TEXTS}
 
     prompt: PromptInput
     echo: bool | None = None

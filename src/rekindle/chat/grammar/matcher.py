@@ -7,26 +7,16 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from rekindle.chat.grammar.lark import Grammar
+from rekindle.chat.grammar.trial import PARSER_LIMITS, first_line
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.tokens import Tokenizer
 
-#: A step costs 10 ms at worst and a reply 40 MB; what needs more ends with an error.
-LIMITS = LLParserLimits(
-    max_items_in_row=1_000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
 _SILENT = 0
 _NO_TEXT = b"\xff"  # in no character; llguidance marks control tokens by it
 _FORBIDDEN = np.float32(-np.inf)
-_MOST_CHARACTERS = 300  # of llguidance's message
 
 
 class TokenMatcher:
@@ -43,7 +33,7 @@ class TokenMatcher:
     @property
     def trouble(self) -> str | None:
         """Why this reply cannot be continued."""
-        return _first_line(self._matcher.get_error()) or None
+        return first_line(self._matcher.get_error()) or None
 
     @property
     def done(self) -> bool:
@@ -82,8 +72,10 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
         """Raises BadRequest when the grammar cannot be built, or only at too high a cost."""
-        matcher = LLMatcher(self._vocabulary(), grammar.lark, log_level=_SILENT, limits=LIMITS)
-        if problem := _first_line(matcher.get_error()):
+        matcher = LLMatcher(
+            self._vocabulary(), grammar.lark, log_level=_SILENT, limits=PARSER_LIMITS
+        )
+        if problem := first_line(matcher.get_error()):
             raise BadRequest(f"The schema cannot be enforced: {problem}.", param=grammar.param)
         return TokenMatcher(matcher)
 
@@ -119,9 +111,3 @@ class _Pieces:
 def _piece(tokenizer: Tokenizer, token: int, is_control: bool) -> bytes:
     piece = tokenizer.piece(token, special=is_control)
     return b"" if piece.startswith(_NO_TEXT) and not is_control else piece
-
-
-def _first_line(problem: str) -> str:
-    """llguidance's message without its notes to developers."""
-    lines = problem.replace("<non-verbose/>", "").strip().splitlines()
-    return lines[0].strip()[:_MOST_CHARACTERS] if lines else ""

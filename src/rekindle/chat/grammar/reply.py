@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rekindle.chat.grammar.answer import expression
 from rekindle.chat.grammar.lark import Grammar, Rules
-from rekindle.chat.grammar.schema import as_object, check
 from rekindle.chat.grammar.syntax import CallRules, ReplyStart, ReplySyntax, after_reasoning
 from rekindle.chat.grammar.tool import PARAM, callable_tools, is_strict
+from rekindle.chat.grammar.trial import Trials
 from rekindle.chat.reasoning import ReasoningFormat
 from rekindle.errors import Unsupported
-from rekindle.protocol.requests import ToolUse
+from rekindle.protocol.requests import StructuredOutput, ToolUse
 
 Tools = Sequence[Mapping[str, Any]]
-JsonSchema = Mapping[str, Any] | bool
 
 MOST_CALLS = 32  # of one reply: a small model would go on for ever
-ANSWER_PARAM = "response_format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +28,14 @@ class ReplyGrammars:
     syntax: ReplySyntax | None  # None: the format has no calls
     reasoning: ReasoningFormat | None
     control: Mapping[str, int]  # the text of each control token, and its id
+    trials: Trials = field(default_factory=Trials)
 
     def calls(
-        self, tools: Tools, use: ToolUse, *, opened: bool, answer: JsonSchema | None = None
+        self, tools: Tools, use: ToolUse, *, opened: bool, answer: StructuredOutput | None = None
     ) -> Grammar | None:
         """A reply that has to call, or whose calls have to follow strict schemas.
 
-        None where the reply is not constrained. With `answer`, a reply that does not call is JSON
-        of that schema.
+        None where the reply is not constrained. With `answer`, a reply that does not call is one.
         """
         required = use.choice == "required"
         if required and self.syntax is None:
@@ -52,20 +51,23 @@ class ReplyGrammars:
         wanted = CallRules(
             required=required,
             most_calls=MOST_CALLS if use.parallel and use.name is None else 1,
-            answer=None if answer is None or required else _json(rules, answer),
+            answer=None if answer is None or required else self._expression(rules, answer),
         )
         start = ReplyStart(self.reasoning, opened)
         offered = callable_tools(tools, use.name)
         return rules.grammar(self.syntax.calls(rules, offered, wanted, start))
 
-    def answer(self, schema: JsonSchema | None, *, opened: bool) -> Grammar:
-        """A reply that is JSON: of a schema, or any object."""
-        rules = Rules(self.control, ANSWER_PARAM)
+    def answer(self, output: StructuredOutput, *, opened: bool) -> Grammar:
+        """A reply that is nothing but such an answer, after its reasoning."""
+        rules = Rules(self.control, output.param)
         start = ReplyStart(self.reasoning, opened)
         write = after_reasoning if self.syntax is None else self.syntax.answer
-        return rules.grammar(write(rules, _json(rules, schema), start))
+        return rules.grammar(write(rules, self._expression(rules, output), start))
 
+    def text(self, output: StructuredOutput) -> Grammar:
+        """A completion that is nothing but such an answer."""
+        rules = Rules(self.control, output.param)
+        return rules.grammar(self._expression(rules, output))
 
-def _json(rules: Rules, schema: JsonSchema | None) -> str:
-    check(schema)
-    return rules.json(as_object(schema))
+    def _expression(self, rules: Rules, output: StructuredOutput) -> str:
+        return expression(rules, output, self.trials)
