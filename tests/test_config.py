@@ -50,6 +50,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
+    "cors_origin": ("https://a.example,*", ("https://a.example", "*")),
     "log_level": ("debug", "debug"),
     "max_tokens": ("50", 50),
     "completion_max_tokens": ("null", None),
@@ -412,3 +413,12 @@ def test_keys_stay_in_the_front() -> None:
     config = load({"api_key": "canary", "admin_key": "canary"})
     assert type(config.runtime) is RuntimeSettings
     assert b"canary" not in frame(LoadModel(path="m.gguf", settings=config.runtime))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["example.org", "https://example.org/", "https://Example.org", "https://a b", "https://u@h"],
+)
+def test_an_origin_is_written_as_browsers_send_it(origin: str) -> None:
+    sentence = refusal(flags={"cors_origin": [origin]})
+    assert sentence.startswith("`--cors-origin`: takes * or an origin such as ")

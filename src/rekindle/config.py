@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import yaml
 from annotated_types import Interval
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -36,6 +37,7 @@ OUTSIDE_SETTINGS = {"llama_lib", "config", "engine_module"}  # REKINDLE_ variabl
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
 
 _STRICT = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
 
 
@@ -44,6 +46,13 @@ def _split(value: object) -> object:
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _check_origin(origin: str) -> str:
+    """As browsers send it, or nothing would ever equal it."""
+    if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise ValueError("takes * or an origin such as https://example.org or http://10.0.0.7:3000")
+    return origin
 
 
 def _parse_yaml(value: object) -> object:
@@ -103,6 +112,8 @@ class Preset(_Section):
 
 
 Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
+Origin = Annotated[Name, AfterValidator(_check_origin)]
+Origins = Annotated[tuple[Origin, ...], BeforeValidator(_split)]
 Presets = Annotated[dict[str, Preset], BeforeValidator(_parse_yaml)]
 
 
@@ -141,6 +152,14 @@ class Config(RuntimeSettings):
     api_keys_file: Annotated[
         Path | None, Setting("File of keys from `rekindle key`; may change any time", "Access")
     ] = None
+    cors_origin: Annotated[
+        Origins,
+        Setting(
+            "Let web pages of this origin call the server; repeatable, * for all",
+            "Access",
+            "on a loopback address, loopback origins",
+        ),
+    ] = ()
     no_auth: Annotated[bool, Setting("Allow a public address without a key", "Access")] = False
     context_cache: Annotated[bool, Setting("Reuse state", "Cache")] = True
     exact: Annotated[bool, Setting("Warm answers bit-identical to cold ones", "Cache")] = False

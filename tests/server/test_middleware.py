@@ -20,6 +20,7 @@ from tests.api.scripted import HELLO, Front, ScriptedRuntime, error
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer secret"}
+PAGE = {"Origin": "http://localhost:3000"}
 
 
 def routes() -> list[str]:
@@ -37,7 +38,7 @@ def spellings(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "secret"}]
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}, PAGE]
 )
 @pytest.mark.parametrize("path", [path for path in routes() if path != "/health"])
 def test_without_the_key_every_path_is_closed(path: str, headers: dict[str, str]) -> None:
@@ -85,6 +86,12 @@ def test_a_key_that_is_not_the_key_is_refused(header: str) -> None:
 def test_each_of_several_keys_opens(header: str) -> None:
     front = Front(api_key=["secret", "two"])
     assert front.get("/v1/models", headers={"Authorization": header}).status_code == 200
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it() -> None:
+    front = Front(api_key=["secret"])
+    assert front.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+    assert front.get("/v1/models", headers={"x-api-key": "secre"}).status_code == 401
 
 
 def test_without_keys_everybody_may_ask() -> None:
@@ -248,6 +255,24 @@ def test_a_wrong_path_or_method_is_told_in_the_same_shape(
     assert found["code"] == code
     assert found["message"].startswith(f"{method} {path[:128]} ")
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_every_path_may_be_asked_for_without_its_version() -> None:
+    """Alike in all that is answered: also when it is not there, or not with this method."""
+    for path in routes():
+        if not path.startswith("/v1/"):
+            continue
+        for method in ("GET", "POST", "DELETE"):
+            with_version, without = (
+                Front().request(method, f"http://localhost{each}", json={})
+                for each in (path, path.removeprefix("/v1"))
+            )
+            assert (with_version.status_code, with_version.content) == (
+                without.status_code,
+                without.content,
+            ), (method, path)
+    assert Front().get("/chat/nothing").status_code == 404
+    assert Front().get("/v2/models").status_code == 404
 
 
 def test_nothing_is_served_over_a_websocket() -> None:

@@ -101,6 +101,7 @@ class AdminRequest(Struct, tag=True, kw_only=True):
     salt: bytes
     admin: bool = False
     op: AdminOp
+    request_id: str | None = None  # of the HTTP request, for the log
 
 
 class Segment(Struct, array_like=True):

@@ -24,6 +24,7 @@ class LogLine(Struct, tag=True):
 
     level: Literal["info", "warning", "error"]
     text: str
+    request_id: str | None = None  # of the HTTP request it is about
 
 
 class Loading(Struct, tag=True):

@@ -115,6 +115,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     salt: bytes = b""
     progress: bool = False
     received_s: float | None = None  # on the machine's monotonic clock
+    request_id: str | None = None  # of the HTTP request, for the log
 
     @property
     def source(self) -> str:

@@ -77,7 +77,7 @@ def build(
         storage.entries,
         storage.store,
         encoder,
-        lambda text: log(LogLine("info", text)),
+        log,
         policy=settings.cache_write,
         key_ttl_s=settings.key_ttl,
         kv_layout=capabilities.kv_layout,

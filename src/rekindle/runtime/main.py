@@ -213,7 +213,8 @@ class RuntimeProcess:
         except ServerError as error:
             self._reply(request, error)
         except Exception as error:
-            self.send(LogLine("error", f"an admin request failed: {error!r}"))
+            line = f"an admin request failed: {error!r}"
+            self.send(LogLine("error", line, request.request_id))
             self._reply(request, ServerError("the request failed; see the log"))
 
     def tick(self) -> None:

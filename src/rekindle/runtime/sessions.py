@@ -18,7 +18,8 @@ from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries import Draft, Entries, Entry, Name
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import Finished, Reason
-from rekindle.protocol.requests import Names
+from rekindle.protocol.frames import LogLine
+from rekindle.protocol.requests import GenerateRequest, Names
 from rekindle.protocol.settings import WritePolicy
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.request import EncodedRequest, Lookup
@@ -33,7 +34,7 @@ SESSION, NUMBER, MESSAGE, PROMPT = (
 )
 FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
 
-Log = Callable[[str], None]
+Log = Callable[[LogLine], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,14 @@ class Sessions:
         found = self._entries.by_name(namespace, (FINGERPRINT, previous)) if previous else None
         known = _auto_session(found)
         if found is not None and known is not None:
-            self._log(f"FingerprintManager: matched existing session {known}")
+            self._info(encoded.request, f"matched existing session {known}")
             return found, known
         session = self._new_auto_session(namespace)
-        self._log(f"FingerprintManager: registered new session {session}")
+        self._info(encoded.request, f"registered new session {session}")
         return entry, session
+
+    def _info(self, request: GenerateRequest, text: str) -> None:
+        self._log(LogLine("info", f"FingerprintManager: {text}", request.request_id))
 
     def _new_auto_session(self, namespace: bytes) -> str:
         taken = (_auto_session(entry) for entry in self._entries.of(namespace))
@@ -182,9 +186,9 @@ class Sessions:
         if names.return_cache_key or turn.request.prepare is not None:
             finished.cache.new_cache_key = entry.key
         if turn.lookup.auto_session is not None:
-            self._log(
-                f"FingerprintManager: extended session {turn.lookup.auto_session} fingerprint "
-                "with assistant response"
+            session = turn.lookup.auto_session
+            self._info(
+                turn.request, f"extended session {session} fingerprint with assistant response"
             )
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -64,7 +65,20 @@ def build_app(
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_unexpected_error)
-    return RequestMiddleware(app, keys or Keys.of(config), config.host)
+    return RequestMiddleware(
+        app,
+        keys or Keys.of(config),
+        config.host,
+        origins=config.cors_origin,
+        versioned=_versioned(),
+    )
+
+
+def _versioned() -> set[str]:
+    """The first words after /v1/ of all paths."""
+    routes = (route for endpoint in ENDPOINTS for route in endpoint.router.routes)
+    paths = [route.path for route in routes if isinstance(route, APIRoute)]
+    return {path.split("/")[2] for path in paths if path.startswith("/v1/")}
 
 
 class MethodNotAllowed(NotFound):

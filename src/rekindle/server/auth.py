@@ -1,17 +1,18 @@
-"""Who sent a request: API keys, kept as digests and compared in constant time.
+"""Who sent a request: API keys, kept as digests and found by them.
 
-A file of keys has a line `NAME DIGEST [admin]` for each; it may change while the server runs.
+A look-up takes as long for ten thousand keys as for one, and as long for a wrong key as for a right
+one: its time depends on digests, which nobody can choose. A file of keys has a line
+`NAME DIGEST [admin]` for each; it may change while the server runs.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +46,7 @@ class Caller:
     admin: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    digest: bytes
-    admin: bool
+KnownKeys = Mapping[bytes, bool]  # digests, and whether they are an admin's
 
 
 def key_digest(key: str) -> bytes:
@@ -91,7 +89,7 @@ class KeyFile:
         if path.stat().st_mode & 0o077:
             log.warning("others on this machine may open %s; run `chmod 600 %s`", path, path)
 
-    def keys(self) -> tuple[Key, ...]:
+    def keys(self) -> KnownKeys:
         now = self._clock()
         if now - self._checked_at_s >= CHECK_EVERY_S:
             self._checked_at_s = now
@@ -117,8 +115,8 @@ class Keys:
     def __init__(
         self, keys: Iterable[str] = (), *, admin: Iterable[str] = (), file: KeyFile | None = None
     ) -> None:
-        self._given = [Key(key_digest(key), admin=False) for key in keys]
-        self._given += [Key(key_digest(key), admin=True) for key in admin]
+        self._given = dict.fromkeys(map(key_digest, keys), False)
+        self._given |= dict.fromkeys(map(key_digest, admin), True)
         self._file = file
 
     @classmethod
@@ -132,19 +130,27 @@ class Keys:
         """A file without keys does not open the server: it may have been emptied to revoke them."""
         return not self._given and self._file is None
 
-    def caller(self, authorization: str | None) -> Caller:
-        """Who holds the presented key; raises Unauthorized when it is not known."""
+    def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """Who holds the key in one of these headers; raises Unauthorized when none is known."""
         if self.is_open:
             return Caller(OPEN_SALT, admin=True)
-        scheme, _, key = (authorization or "").partition(" ")
-        presented = key_digest(key.strip())
-        known = [*self._given, *(self._file.keys() if self._file else ())]
-        matches = [each for each in known if hmac.compare_digest(presented, each.digest)]
-        if scheme.lower() != "bearer" or not matches:
-            raise Unauthorized(
-                "This server needs an API key: send the header `Authorization: Bearer KEY`."
-            )
-        return Caller(presented, admin=any(each.admin for each in matches))
+        for key in (_bearer(authorization), api_key):
+            if key and (caller := self._find(key_digest(key.strip()))):
+                return caller
+        raise Unauthorized(
+            "This server needs an API key: send the header `Authorization: Bearer KEY` or "
+            "`x-api-key: KEY`."
+        )
+
+    def _find(self, digest: bytes) -> Caller | None:
+        known = [self._given, self._file.keys() if self._file else {}]
+        found = [keys[digest] for keys in known if digest in keys]
+        return Caller(digest, admin=any(found)) if found else None
+
+
+def _bearer(authorization: str | None) -> str | None:
+    scheme, _, key = (authorization or "").partition(" ")
+    return key if scheme.lower() == "bearer" else None
 
 
 def set_caller(scope: Scope, caller: Caller) -> None:
@@ -165,7 +171,7 @@ def _stamp(path: Path) -> Stamp:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: Path) -> tuple[Stamp, tuple[Key, ...]]:
+def _read(path: Path) -> tuple[Stamp, KnownKeys]:
     """The stamp is taken before reading, so that a write in between counts as a change."""
     stamp = _stamp(path)
     try:
@@ -175,13 +181,19 @@ def _read(path: Path) -> tuple[Stamp, tuple[Key, ...]]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
     numbered = enumerate((line.partition("#")[0].split() for line in text.splitlines()), 1)
-    return stamp, tuple(_parse(path, number, words) for number, words in numbered if words)
+    keys: dict[bytes, bool] = {}
+    for number, words in numbered:
+        if words:
+            digest, admin = _parse(path, number, words)
+            keys[digest] = admin or keys.get(digest, False)
+    return stamp, keys
 
 
-def _parse(path: Path, number: int, words: list[str]) -> Key:
+def _parse(path: Path, number: int, words: list[str]) -> tuple[bytes, bool]:
+    """A key's digest, and whether it is an admin's."""
     match words:
         case [_name, digest, *role] if role in ([], [ADMIN]) and _DIGEST.fullmatch(digest):
-            return Key(bytes.fromhex(digest.removeprefix("blake3:")), admin=bool(role))
+            return bytes.fromhex(digest.removeprefix("blake3:")), bool(role)
     # The line itself is not repeated: it may contain a key.
     raise ConfigError(
         f"line {number} of {path} is no key: write `NAME DIGEST` or `NAME DIGEST {ADMIN}`, "

@@ -7,6 +7,8 @@ import logging
 from rich.console import Console
 from rich.logging import RichHandler
 
+from rekindle.server.request_id import RequestIds
+
 
 def log_to(console: Console, level: str) -> None:
     """Send everything at this level or above to the console."""
@@ -17,10 +19,12 @@ def log_handler(console: Console) -> logging.Handler:
     """A terminal gets colours and lines that fit it; a file or a pipe is read by programs."""
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
-        handler.setFormatter(logging.Formatter("%(message)s", "%H:%M:%S"))
-        return handler
-    handler = logging.StreamHandler(console.file)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)-8s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(logging.Formatter("%(request)s%(message)s", "%H:%M:%S"))
+    else:
+        handler = logging.StreamHandler(console.file)
+        line = "%(asctime)s %(levelname)-8s %(request)s%(message)s"
+        handler.setFormatter(_OneLine(line, "%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(RequestIds())
     return handler
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Container, Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rekindle.errors import BadRequest, ServerError
 from rekindle.server import request_body
 from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
+from rekindle.server.cors import Cors, is_preflight
 from rekindle.server.request_body import BodyTooLarge, HeldBytes, LimitedBody
+from rekindle.server.request_id import HEADER, answering
 from rekindle.server.responses import ErrorResponse
 
 RECEIVED = "rekindle.received_s"  # in the scope
@@ -40,48 +43,86 @@ def received_s(request: Request) -> float:
 
 
 class RequestMiddleware:
-    """Checks host, key, content type and sizes. Pure ASGI, so that streams pass unbuffered."""
+    """Checks host, origin, key, content type and sizes. Pure ASGI, so that streams pass unbuffered.
 
-    def __init__(self, app: ASGIApp, keys: Keys, host: str) -> None:
+    `versioned` are first words of paths that are served under /v1 and may be asked for without.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        host: str,
+        *,
+        origins: Iterable[str] = (),
+        versioned: Container[str] = (),
+    ) -> None:
         self._app = app
         self._keys = keys
-        self.held = HeldBytes()
         # DNS rebinding: a web page may resolve its own name to our loopback address, and its
         # requests then carry that name as their Host.
         self._hosts = LOOPBACK if host in LOOPBACK else None
+        self._cors = Cors(origins, loopback=host in LOOPBACK)
+        self._versioned = versioned
+        self.held = HeldBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                await self._http(scope, receive, send)
+                headers = Headers(scope=scope)
+                with answering(headers.get(HEADER)) as request_id:
+                    ours = {HEADER: request_id, **self._cors.headers(headers.get("origin"))}
+                    await self._http(scope, headers, receive, _with_headers(send, ours))
             case "lifespan":
                 await self._app(scope, receive, send)
             case _:  # nothing is served over websockets
                 await send({"type": "websocket.close", "code": 1008})
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         scope[RECEIVED] = time.monotonic()
         try:
-            caller = self._check(scope)
+            self._check_address(scope, headers)
+            if is_preflight(scope["method"], headers):
+                await self._cors.preflight(headers)(scope, receive, send)
+                return
+            caller = self._check_caller(scope, headers)
         except ServerError as error:
             await ErrorResponse(error)(scope, receive, send)
             return
+        scope["path"] = self._with_version(scope["path"])
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
             await self._app(scope, body.receive, send)
 
-    def _check(self, scope: Scope) -> Caller:
+    def _check_address(self, scope: Scope, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:
             raise HeadersTooLarge(f"Headers may have at most {MOST_HEADER_BYTES} bytes together.")
-        headers = Headers(scope=scope)
         if self._hosts is not None and _hostname(headers.get("host", "")) not in self._hosts:
             raise WrongHost("This server listens on this machine alone; ask for localhost.")
+
+    def _check_caller(self, scope: Scope, headers: Headers) -> Caller:
         caller = NOBODY
         if scope["path"] not in OPEN_PATHS:
-            caller = self._keys.caller(headers.get("authorization"))
+            caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
         set_caller(scope, caller)
         if scope["method"] == "POST":
             _check_content(headers)
         return caller
+
+    def _with_version(self, path: str) -> str:
+        """Clients differ in whether the address they are given ends with /v1."""
+        return f"/v1{path}" if path[1:].partition("/")[0] in self._versioned else path
+
+
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    """Adds these to the answer, whoever gives it."""
+    added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *added]}
+        await send(message)
+
+    return send_with_headers
 
 
 def _check_content(headers: Headers) -> None:

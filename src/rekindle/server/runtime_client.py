@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import structs
+
 from rekindle.errors import (
     ModelError,
     ReportedError,
@@ -22,6 +24,7 @@ from rekindle.protocol.events import TERMINAL, Event, Failed
 from rekindle.protocol.frames import Events, LogLine, Ready
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel
 from rekindle.server.open_turns import OpenTurns
+from rekindle.server.request_id import current_id
 from rekindle.server.runtime_process import OnLoading, RuntimeProcess
 
 log = logging.getLogger("rekindle.runtime")
@@ -117,7 +120,7 @@ class RuntimeClient:
         if process.unsent_bytes > MOST_UNSENT_BYTES:
             raise Unavailable(f"model {self.name} is behind with reading requests; try again later")
         displaced = self._turns.displaced_by(request.salt, len(request.turns))
-        request = request.numbered(self._ids)
+        request = structs.replace(request.numbered(self._ids), request_id=current_id())
         process.send(request)
         for choice, turn in enumerate(request.turns):
             # Not before: a turn that was never sent has no end.
@@ -161,7 +164,9 @@ class RuntimeClient:
                 "try again later"
             )
         number = next(self._ids)
-        process.send(AdminRequest(id=number, salt=salt, admin=admin, op=op))
+        process.send(
+            AdminRequest(id=number, salt=salt, admin=admin, op=op, request_id=current_id())
+        )
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
         self._admin_requests[number] = _AdminCall(salt, result)
         return await result
@@ -180,8 +185,9 @@ class RuntimeClient:
                     self._turns.deliver(event)
             case AdminReply():
                 self._resolve(message)
-            case LogLine(level, text):
-                log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
+            case LogLine(level, text, request_id):
+                level_number = logging.getLevelNamesMapping()[level.upper()]
+                log.log(level_number, "%s", text, extra={"request_id": request_id})
 
     def _resolve(self, reply: AdminReply) -> None:
         call = self._admin_requests.pop(reply.id, None)

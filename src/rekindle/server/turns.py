@@ -15,6 +15,7 @@ from starlette.requests import Request
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.protocol.events import Cancelled, Delta, Event, Failed, Finished, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.server.request_id import current_id
 from rekindle.server.responses import disconnected
 from rekindle.server.runtime_client import RuntimeClient
 
@@ -34,6 +35,7 @@ class PrefillLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._request_id = current_id()  # events come outside of the request's context
         self._last_s: dict[int, float] = {}  # by turn: its start, or its last line
 
     def record(self, event: Event) -> None:
@@ -52,6 +54,7 @@ class PrefillLog:
                 event.turn,
                 event.done_tokens,
                 event.prompt_tokens,
+                extra={"request_id": self._request_id},
             )
 
 

@@ -1,0 +1,43 @@
+"""The id of the request that is being answered: from its client, or a fresh one.
+
+It is opaque: sent back with the answer and written with every line of the log, never interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+HEADER = "x-request-id"
+MOST_CHARACTERS = 128
+
+_SAFE = re.compile(rf"[A-Za-z0-9._:-]{{1,{MOST_CHARACTERS}}}")
+_current: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+def current_id() -> str | None:
+    return _current.get()
+
+
+@contextlib.contextmanager
+def answering(given: str | None) -> Iterator[str]:
+    """The id of all that happens inside: the one given, unless it is not fit to be logged."""
+    request_id = given if given and _SAFE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    token = _current.set(request_id)
+    try:
+        yield request_id
+    finally:
+        _current.reset(token)
+
+
+class RequestIds(logging.Filter):
+    """Gives each record `request`: the id of the request it is about, to begin its line with."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        request_id = getattr(record, "request_id", None) or current_id()
+        record.request = f"[{request_id}] " if request_id else ""
+        return True
