@@ -6,11 +6,11 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk import index_rows as rows
 from rekindle.kvcache.disk.index_db import Change, IndexDb, PutEntry
 from rekindle.kvcache.entries import Draft, Entries
 from rekindle.kvcache.entry import (
@@ -26,8 +26,6 @@ from rekindle.kvcache.entry_index import ReplyIndex
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import Tokens
-
-from .records import entry as entry_row
 
 ROOT = b"r" * 32
 
@@ -61,6 +59,18 @@ def test_replies_come_back_as_they_were(known: tuple[Reply, ...]) -> None:
     assert decode_replies(encode_replies(known)) == known
 
 
+@given(st.lists(replies, min_size=1, max_size=300).map(tuple))
+def test_replies_of_the_version_before_are_read(known: tuple[Reply, ...]) -> None:
+    assert decode_replies(msgspec.msgpack.encode(known)) == known
+
+
+@given(st.lists(replies).map(tuple), replies)
+def test_one_more_reply_leaves_those_before_it_as_they_were_written(
+    known: tuple[Reply, ...], more: Reply
+) -> None:
+    assert encode_replies((*known, more)).startswith(encode_replies(known))
+
+
 @given(st.binary())
 def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
     assert all(isinstance(each, Reply) for each in decode_replies(raw))
@@ -68,7 +78,8 @@ def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
 
 def test_the_newest_stay_within_bounds() -> None:
     many = [reply(number) for number in range(2 * MOST_REPLIES)]
-    assert newest_replies(many) == tuple(many[-MOST_REPLIES:])
+    assert newest_replies(many[:MOST_REPLIES]) == tuple(many[:MOST_REPLIES])
+    assert newest_replies(many) == tuple(many[-MOST_REPLIES * 3 // 4 :])
     large = [reply(number, MOST_REPLY_BYTES // 3) for number in range(5)]
     assert newest_replies(large) == tuple(large[-2:])
     assert newest_replies([reply(0, MOST_REPLY_BYTES)]) == ()
@@ -179,26 +190,6 @@ def test_entries_come_back_with_their_replies() -> None:
 
 
 # -- the index on disk ---------------------------------------------------------------------------
-
-
-def of_version_1(path: Path) -> None:
-    """An index as version 1 left it: its entries had no replies."""
-    with closing(IndexDb(path)) as index_db:
-        index_db.commit([PutEntry(entry_row("e", pinned=True, names=(("session_id", "s"),)))])
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("ALTER TABLE entries DROP COLUMN replies")
-        db.execute("ALTER TABLE entries DROP COLUMN text_tokens")
-        db.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
-
-
-def test_an_upgrade_keeps_what_was_promised(tmp_path: Path) -> None:
-    path = tmp_path / "index"
-    of_version_1(path)
-    for _ in range(2):
-        with closing(IndexDb(path)) as index_db:
-            assert index_db.entries() == [entry_row("e", pinned=True, names=(("session_id", "s"),))]
-            assert index_db.meta("schema") == rows.SCHEMA_VERSION
-            assert index_db.problems() == []
 
 
 @pytest.mark.parametrize("damage", ["replies = x'90'", "text_tokens = 1", "replies = x''"])

@@ -62,16 +62,25 @@ class Promises:
 
     def apply(self, line: dict[str, Any]) -> None:
         match line:
-            case {"stored": key, "salt": salt, "tokens": tokens}:
-                self.blocks[key] = (salt.encode(), tokens)
             case {"opening": _}:
                 self.leaving = set()  # what was not done by then is not done
+            case {"stored": key, "salt": salt, "tokens": tokens}:
+                self.blocks[key] = (salt.encode(), tokens)
             case {"removing": key}:
                 self.blocks.pop(key, None)
                 self.leaving.add(key)
             case {"putting": key}:
                 self.leaving.discard(key)
                 self.gone.discard(key)
+            case {"error": text}:
+                self.errors.append(text)
+            case {"done": what, "key": key}:
+                self._apply_answer(what, key)
+            case _:
+                self._apply_to_entry(line)
+
+    def _apply_to_entry(self, line: dict[str, Any]) -> None:
+        match line:
             case {"entry": key, "pinned": pinned}:
                 self.entries.add(key)
                 self.pinned |= {key} if pinned else set()
@@ -79,20 +88,21 @@ class Promises:
                 self.unpinned.discard(key)
             case {"unpinning": key}:
                 self.pinned.discard(key)
-            case {"done": "pin", "key": key}:
-                self.pinned.add(key)
-                self.entries.add(key)
-            case {"done": "unpin", "key": key}:
-                self.unpinned.add(key)
-            case {"done": "delete", "key": key}:
-                self.deleted.add(key)
-                self.gone |= self.leaving
-                self.leaving = set()
             case {"dropping": key}:
                 self.entries.discard(key)
                 self.pinned.discard(key)
-            case {"error": text}:
-                self.errors.append(text)
+
+    def _apply_answer(self, what: str, key: str) -> None:
+        match what:
+            case "pin":
+                self.pinned.add(key)
+                self.entries.add(key)
+            case "unpin":
+                self.unpinned.add(key)
+            case "delete":
+                self.deleted.add(key)
+                self.gone |= self.leaving
+                self.leaving = set()
 
 
 class WitnessedTier(DiskTier):

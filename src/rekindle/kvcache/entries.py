@@ -100,8 +100,8 @@ class Entries:
         _update(entry, draft)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
+        self._journal.save(entry)  # before what it goes on from: the index keeps what they share
         self._supersede(entry, [*left_behind, draft.after])
-        self._journal.save(entry)
         self._make_room()
         return entry
 

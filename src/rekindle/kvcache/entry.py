@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 import msgspec
 from msgspec import Struct
@@ -66,33 +67,52 @@ class Reply(Struct, frozen=True, array_like=True):
 
 
 _reply_encoder = msgspec.msgpack.Encoder()
-_reply_decoder = msgspec.msgpack.Decoder(tuple[Reply, ...])
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_list_decoder = msgspec.msgpack.Decoder(tuple[Reply, ...])
+_LENGTH_BYTES = 4
 
 
 def encode_replies(replies: tuple[Reply, ...]) -> bytes:
-    return _reply_encoder.encode(replies) if replies else b""
+    """One after the other, each with its length before it: what one more adds comes at the end."""
+    packed = map(_reply_encoder.encode, replies)
+    return b"".join(len(each).to_bytes(_LENGTH_BYTES, "big") + each for each in packed)
 
 
 def decode_replies(raw: bytes) -> tuple[Reply, ...]:
     """The replies; none when the bytes are not what we wrote."""
     try:
-        return _reply_decoder.decode(raw) if raw else ()
+        if raw[:1] > b"\0":  # a list, as earlier versions wrote it: no length begins like this
+            return _list_decoder.decode(raw)
+        return tuple(_decoded(raw))
     except msgspec.MsgspecError:
         return ()
 
 
+def _decoded(raw: bytes) -> Iterator[Reply]:
+    start = 0
+    while start < len(raw):
+        begin = start + _LENGTH_BYTES
+        start = begin + int.from_bytes(raw[start:begin], "big")
+        yield _reply_decoder.decode(raw[begin:start])
+
+
 def newest_replies(replies: Iterable[Reply]) -> tuple[Reply, ...]:
-    """As many of these as one conversation may keep; they come oldest first, and stay so."""
-    return tuple(reversed(list(_within_bounds(dict.fromkeys(replies)))))
+    """As many of these as one conversation may keep; they come oldest first, and stay so.
+
+    Beyond the bounds a quarter goes at once: what is stored of the rest then stays as it is for
+    many turns.
+    """
+    known = list(dict.fromkeys(replies))
+    if len(known) <= MOST_REPLIES and sum(map(_cost_bytes, known)) <= MOST_REPLY_BYTES:
+        return tuple(known)
+    costs = accumulate(map(_cost_bytes, reversed(known)))
+    fitting = sum(1 for _ in takewhile(lambda cost: cost <= MOST_REPLY_BYTES * 3 // 4, costs))
+    kept = min(fitting, MOST_REPLIES * 3 // 4)
+    return tuple(known[len(known) - kept :])
 
 
-def _within_bounds(replies: dict[Reply, None]) -> Iterator[Reply]:
-    left = MOST_REPLY_BYTES
-    for reply in list(reversed(replies))[:MOST_REPLIES]:
-        left -= reply.cost_bytes
-        if left < 0:
-            return
-        yield reply
+def _cost_bytes(reply: Reply) -> int:
+    return reply.cost_bytes
 
 
 class Entry(PrefixHandle):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import IndexDamaged
+from rekindle.kvcache.disk.entry_table import EntryTable
 from rekindle.kvcache.disk.index_db import (
     Change,
     DropBlock,
@@ -29,6 +30,7 @@ from rekindle.kvcache.disk.index_db import (
     SetMeta,
     TouchEntry,
 )
+from rekindle.tokens import pack
 from tests.kvcache.records import ROOT, chain, entry, flip, row_of
 
 ROWS = [row_of(record) for record in chain(20)]
@@ -96,6 +98,7 @@ def test_an_entry_comes_back_as_it_was(row: EntryRow) -> None:
     index_db = IndexDb.__new__(IndexDb)
     index_db._db = sqlite3.connect(":memory:", isolation_level=None)
     index_db._db.text_factory = bytes.decode
+    index_db._entries = EntryTable(index_db._db)
     with closing(index_db._db):
         index_db._begin(is_new=True)
         index_db.commit([PutEntry(row)])
@@ -153,6 +156,63 @@ def test_a_name_without_an_entry_is_found_and_can_be_dropped(path: Path) -> None
         assert index_db.dangling_names() == []
 
 
+# -- what is written -----------------------------------------------------------------------------
+
+
+def long_row(tokens: int) -> EntryRow:
+    """The end of a conversation, which a longer one goes on from."""
+    return replace(
+        entry(f"of {tokens} tokens", names=(("session_id", "mine"),)),
+        packed=pack(range(tokens)),
+        text=b"".join(b"%d " % number for number in range(tokens)),
+        segments=tuple(("turn", f"{number:064x}") for number in range(tokens // 100)),
+        replies=b"".join(b"%060d" % number for number in range(tokens // 100)),
+    )
+
+
+def written_bytes(path: Path, index_db: IndexDb, changes: list[Change]) -> int:
+    """What a commit adds to the log."""
+    index_db._checkpoint()
+    index_db.commit(changes)
+    return path.with_name("index.db-wal").stat().st_size
+
+
+def test_only_what_is_new_in_a_conversation_is_written(path: Path, index_db: IndexDb) -> None:
+    """A turn at 100,000 tokens once wrote 1.6 MB, and as much again when it was used."""
+    most = []
+    for tokens in (1_000, 100_000):
+        before, after = long_row(tokens), long_row(tokens + 200)
+        index_db.commit([PutEntry(before)])
+        turn = written_bytes(path, index_db, [PutEntry(after), DropEntry(before.key)])
+        touch = written_bytes(path, index_db, [TouchEntry(after.key, 10.0, None, 1)])
+        pinned = replace(after, pinned=True)
+        pin = written_bytes(path, index_db, [PutEntry(pinned)])
+        most.append(max(turn, touch, pin))
+        [found] = index_db.entries()
+        assert found == pinned
+        index_db.commit([DropEntry(after.key)])
+    assert most[1] < 2 * most[0] < 300_000
+
+
+def test_what_several_conversations_share_is_stored_once_and_as_long_as_one_has_it(
+    path: Path, index_db: IndexDb
+) -> None:
+    alone = replace(long_row(20_000), key="alone")
+    branches = [
+        replace(alone, key=f"{n}", packed=alone.packed + pack([n]), names=()) for n in range(20)
+    ]
+    index_db.commit([PutEntry(alone)])
+    index_db._checkpoint()
+    alone_bytes = path.stat().st_size
+    index_db.commit(map(PutEntry, branches))
+    index_db._checkpoint()
+    assert path.stat().st_size < 2 * alone_bytes
+    index_db.commit([DropEntry(alone.key), *(DropEntry(each.key) for each in branches[:-1])])
+    assert index_db.entries() == branches[-1:]
+    index_db.commit([DropEntry(branches[-1].key)])
+    assert index_db._db.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
+
+
 # -- all or nothing ------------------------------------------------------------------------------
 
 
@@ -201,6 +261,7 @@ COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
 from rekindle.kvcache.disk.index_db import IndexDb, PutBlock
+from rekindle.tokens import pack
 from tests.kvcache.records import chain, row_of
 index_db = IndexDb(Path(sys.argv[1]))
 for record in chain(20):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from rekindle.errors import IndexDamaged
+from rekindle.kvcache.disk import entry_table, index_upgrade, pieces
 from rekindle.kvcache.disk import index_rows as rows
+from rekindle.kvcache.disk.entry_table import EntryTable
 from rekindle.kvcache.disk.index_rows import (
     BlockRow,
     Change,
@@ -39,6 +40,15 @@ __all__ = [
     "TouchEntry",
 ]
 
+SCHEMA_VERSION = "3"
+_SCHEMA = f"""
+BEGIN IMMEDIATE; {rows.SCHEMA} {entry_table.SCHEMA} {entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
+INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
+COMMIT;
+"""
+_DANGLING = (
+    "SELECT root, kind, name FROM names WHERE entry NOT IN (SELECT key FROM entries) ORDER BY rowid"
+)
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
 _TIMEOUT_S = 5.0
@@ -70,6 +80,7 @@ class IndexDb:
             path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         self._db.text_factory = bytes.decode  # its error is a ValueError, as for any bad row
+        self._entries = EntryTable(self._db)
         try:
             with _raising_damage():
                 self._begin(is_new)
@@ -80,15 +91,16 @@ class IndexDb:
     def _begin(self, is_new: bool) -> None:
         self._db.executescript(_PRAGMAS)
         if is_new:
-            self._db.executescript(rows.SCHEMA)
+            self._db.executescript(_SCHEMA)
             return
         if problems := self._problems("quick_check"):
             raise IndexDamaged(problems[0])
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             raise IndexDamaged("it has no tables")
-        while (version := self.meta("schema")) in rows.UPGRADES:
-            self._db.executescript(rows.UPGRADES[version])
-        if version != rows.SCHEMA_VERSION:
+        version = self.meta("schema")
+        if version in index_upgrade.UPGRADED:
+            index_upgrade.upgrade(self._db, version)
+        elif version != SCHEMA_VERSION:
             raise IndexDamaged("it is of another version")
 
     def close(self) -> None:
@@ -113,18 +125,13 @@ class IndexDb:
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""
-        names: dict[str, list[tuple[str, str]]] = defaultdict(list)
         with _raising_damage():
-            for entry, kind, name in self._db.execute(rows.SELECT_NAMES):
-                names[entry].append((kind, rows.parse_text(name)))
-            found = self._db.execute(rows.SELECT_ENTRIES)
-            entries = [rows.parse_entry(row, names) for row in found]
-            return [entry for entry in entries if entry is not None]
+            return self._entries.read()
 
     def dangling_names(self) -> list[DropName]:
         """For each name whose entry is not there, the change that drops it."""
         with _raising_damage():
-            found = self._db.execute(rows.SELECT_DANGLING)
+            found = self._db.execute(_DANGLING)
             return [
                 DropName(namespace, kind, rows.parse_text(name)) for namespace, kind, name in found
             ]
@@ -146,14 +153,32 @@ class IndexDb:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for change in changes:
-                for statement, values in rows.statements(change):
-                    self._db.execute(statement, values)
+                self._apply(change)
             self._db.execute("COMMIT")
         except BaseException:
+            self._entries.forget()
             if self._db.in_transaction:  # after some errors SQLite has rolled back by itself
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case PutBlock(block):
+                self._db.execute(rows.PUT_BLOCK, rows.put_block(block))
+            case DropBlock(block_key):
+                self._db.execute("DELETE FROM blocks WHERE key = ?", (block_key,))
+            case PutEntry(entry):
+                self._entries.put(entry)
+            case TouchEntry():
+                self._entries.touch(change)
+            case DropEntry(key):
+                self._entries.drop(key)
+            case DropName(namespace, kind, name):
+                drop = "DELETE FROM names WHERE root = ? AND kind = ? AND name = ?"
+                self._db.execute(drop, (namespace, kind, rows.text_bytes(name)))
+            case SetMeta(key, value):
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def backup(self) -> None:
         """Keep a copy beside the index, whole or not at all; unless nothing has changed since."""
