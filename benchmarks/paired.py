@@ -27,9 +27,10 @@ PAUSE_S = 0.5  # what a server still writes after a turn must not fall into the 
 # Turns at once, ours and theirs: each server's own default, but for agents, who share four, and for
 # eight streams, which need eight: with four, half would only wait.
 OUR_SLOTS = {
-    "article": 16, "document": 16, "agents": 4, "decode": 8, "schema": 4, "toolloop": 4, "hybrid": 4
+    "article": 16, "document": 16, "agents": 4, "decode": 8, "sampled": 8, "crowd": 16, "schema": 4,
+    "toolloop": 4, "hybrid": 4,
 }  # fmt: skip
-THEIR_SLOTS = {**OUR_SLOTS, "article": 4, "document": 4}
+THEIR_SLOTS = {**OUR_SLOTS, "article": 4, "document": 4, "crowd": 4}
 
 
 @dataclass(frozen=True, slots=True)

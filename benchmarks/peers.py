@@ -23,9 +23,10 @@ from rekindle.models.progress import progress_on, task_bars
 from rekindle.models.pull import pull
 
 REPEATS = {
-    "article": 3, "document": 3, "agents": 2, "decode": 5, "schema": 3, "toolloop": 3, "hybrid": 1
+    "article": 3, "document": 3, "agents": 2, "decode": 5, "sampled": 5, "crowd": 2, "schema": 3,
+    "toolloop": 3, "hybrid": 1,
 }  # fmt: skip
-QUICK = {**dict.fromkeys(REPEATS, 1), "decode": 2}
+QUICK = {**dict.fromkeys(REPEATS, 1), "decode": 2, "sampled": 2}
 FOLDER = Path("bench-results")
 
 

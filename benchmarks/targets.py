@@ -127,6 +127,27 @@ TARGETS = (
         ">=",
         0.95,
     ),
+    Target(
+        "sampled, one stream, ours / theirs",
+        "sampled",
+        _beside_peer("sampled", "sampled_single_tokens_per_s"),
+        ">=",
+        0.95,
+    ),
+    Target(
+        "sampled, streams together, ours / theirs",
+        "sampled",
+        _beside_peer("sampled", "sampled_together_tokens_per_s"),
+        ">=",
+        0.95,
+    ),
+    Target(
+        "crowd, median first token of a kept one, ours / theirs",
+        "crowd",
+        _beside_peer("crowd", "crowd_again_s"),
+        "<=",
+        1,
+    ),
 )
 
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from rekindle.bench.client import BenchFailed, Reply, Usage
+from rekindle.bench.decode_scenarios import tokens_per_s
 from rekindle.bench.rig import Turn
-from rekindle.bench.scenarios import Agents, Article, Document, computed_in, tokens_per_s
+from rekindle.bench.scenarios import Agents, Article, Crowd, Document, computed_in
 from rekindle.bench.tool_scenarios import Schema
 
 COLD = Turn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
@@ -55,3 +56,10 @@ def test_a_speed_needs_more_than_one_token() -> None:
 def test_a_schema_is_charged_with_the_time_it_adds_to_a_token() -> None:
     figures = Schema(free_tokens_per_s=90, schema_tokens_per_s=60).figures()
     assert figures["schema_over_free"] == pytest.approx(1.5)
+
+
+def test_a_crowd_counts_computed_tokens_only_when_they_are_reported() -> None:
+    figures = Crowd(again=(WARM, COLD, WARM), fresh=(COLD,)).figures()
+    assert (figures["crowd_again_s"], figures["crowd_worst_s"]) == (0.2, 8.0)
+    assert (figures["crowd_fresh_s"], figures["crowd_computed_tokens"]) == (8.0, 1544)
+    assert "crowd_computed_tokens" not in Crowd((UNREPORTED,), (COLD,)).figures()

@@ -20,7 +20,7 @@ from rekindle.bench import (
     save_json,
 )
 from rekindle.bench.results import FIGURES
-from rekindle.bench.scenarios import Article, Document
+from rekindle.bench.scenarios import Article, Crowd, Document
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
@@ -46,6 +46,9 @@ def small(base_url: str, *scenarios: str) -> BenchOptions:
         tool_result_tokens=10,
         turns=3,
         turn_tokens=20,
+        kept=6,
+        kept_tokens=10,
+        kept_again=3,
     )
 
 
@@ -108,6 +111,24 @@ def test_texts_have_the_length_asked_for_in_the_servers_own_tokens(serve: Serve)
     document = measure(small(serve(FakeOpenAI()), "document")).rounds["document"][0]
     assert isinstance(document, Document)
     assert 40 <= document.answers[0].prompt_tokens < 100
+
+
+def test_only_the_sampled_scenario_sends_a_temperature(serve: Serve) -> None:
+    fake = FakeOpenAI()
+    measure(small(serve(fake), "decode", "sampled"))
+    sampled = [body for body in fake.bodies if body["temperature"]]
+    assert {body["temperature"] for body in sampled} == {0.8}
+    assert len(sampled) == 2 * (1 + 2)  # one stream and two together, in two rounds
+
+
+def test_a_crowd_is_kept_before_some_of_it_goes_on(serve: Serve) -> None:
+    fake = FakeOpenAI()
+    for crowd in measure(small(serve(fake), "crowd")).rounds["crowd"]:
+        assert isinstance(crowd, Crowd)
+        assert len(crowd.again) == len(crowd.fresh) == 3
+        assert all((turn.cached_tokens or 0) >= 10 for turn in crowd.again)
+    lengths = [len(body["messages"]) for body in fake.bodies[-12:]]
+    assert lengths == [1] * 6 + [3, 1] * 3
 
 
 def test_a_server_without_ignore_eos_is_measured_and_the_table_says_so(serve: Serve) -> None:

@@ -6,9 +6,10 @@ from types import ModuleType
 
 import pytest
 
+from rekindle.bench.decode_scenarios import Decode
 from rekindle.bench.results import Results
 from rekindle.bench.rig import Turn
-from rekindle.bench.scenarios import Article, Decode
+from rekindle.bench.scenarios import Article
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

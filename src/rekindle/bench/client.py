@@ -141,7 +141,7 @@ class Client:
         self.model = model
 
     async def chat(self, messages: Sequence[Message], max_tokens: int, **extra: Any) -> Reply:
-        """One greedy streamed reply, or BenchFailed."""
+        """One streamed reply, greedy by default, or BenchFailed."""
         body = {
             "model": self.model,
             "messages": messages,

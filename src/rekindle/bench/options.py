@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rekindle.errors import ConfigError
 
-USUAL = ("article", "document", "agents", "decode", "schema", "toolloop")
+USUAL = ("article", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop")
 SCENARIO_NAMES = (*USUAL, "hybrid")  # which says something on a hybrid model alone
 
 
@@ -37,6 +37,9 @@ class BenchOptions:
     single_stream_tokens: int = 128
     streams: int = 8
     stream_tokens: int = 64
+    kept: int = 64  # conversations that a server keeps before it is measured
+    kept_tokens: int = 40  # of each
+    kept_again: int = 8  # that go on
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.scenarios if name not in SCENARIO_NAMES]:
@@ -45,6 +48,8 @@ class BenchOptions:
             )
         if self.repeats < 1 or self.agent_rounds < 2:
             raise ConfigError("a bench needs at least one repeat and two rounds of agents")
+        if self.kept < 1 or self.kept_again < 1:
+            raise ConfigError("a crowd needs at least one conversation that goes on")
 
     @property
     def api_url(self) -> str:

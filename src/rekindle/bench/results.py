@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rekindle.bench.client import BenchFailed
-from rekindle.bench.scenarios import Agents, Article, Decode, Document, Hybrid
+from rekindle.bench.decode_scenarios import Decode, Sampled
+from rekindle.bench.scenarios import Agents, Article, Crowd, Document, Hybrid
 from rekindle.bench.tool_scenarios import Schema, ToolLoop
 from rekindle.version import __version__
 
-Round = Article | Document | Agents | Decode | Schema | ToolLoop | Hybrid
+Round = Article | Document | Agents | Decode | Sampled | Crowd | Schema | ToolLoop | Hybrid
 Unit = Literal["s", "tokens/s", "tokens", "x"]
 
 
@@ -68,6 +69,12 @@ FIGURES = {
     "agents_worst_s": Figure("agents: first token, warm, worst", "s", max),
     "decode_single_tokens_per_s": Figure("decode: one stream", "tokens/s"),
     "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
+    "sampled_single_tokens_per_s": Figure("sampled: one stream", "tokens/s"),
+    "sampled_together_tokens_per_s": Figure("sampled: streams together", "tokens/s"),
+    "crowd_again_s": Figure("crowd: first token, one of many kept", "s"),
+    "crowd_worst_s": Figure("crowd: first token, one of many kept, worst", "s", max),
+    "crowd_fresh_s": Figure("crowd: first token, a new one", "s"),
+    "crowd_computed_tokens": Figure("crowd: prompt tokens computed, kept ones", "tokens"),
     "schema_tokens_per_s": Figure("schema: one stream", "tokens/s"),
     "schema_over_free": Figure("schema: a token with a schema / without", "x"),
     "toolloop_cold_s": Figure("tool loop: first token, cold", "s"),

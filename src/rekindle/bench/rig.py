@@ -50,10 +50,13 @@ class Rig:
     def nonce(self) -> str:
         return nonce(self.chance)
 
-    async def full_reply(self, messages: Sequence[Message], tokens: int) -> Reply:
-        """A reply of exactly this many tokens, where the server takes ignore_eos."""
+    async def full_reply(
+        self, messages: Sequence[Message], tokens: int, **sampling: float
+    ) -> Reply:
+        """A reply of exactly this many tokens, where the server takes ignore_eos; greedy, unless
+        other sampling is given."""
         extra = {"ignore_eos": True} if self.ignores_eos else {}
-        return await self.client.chat(messages, tokens, **extra)
+        return await self.client.chat(messages, tokens, **extra, **sampling)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Scenarios of plain chats: an article, a shared document, agents, decoding, a hybrid model."""
+"""Scenarios of chats: an article, a shared document, agents, a crowd, a hybrid model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rekindle.bench.client import BenchFailed, Message, Reply
-from rekindle.bench.rig import Conversation, Rig, Turn, user
+from rekindle.bench.client import Message
+from rekindle.bench.rig import Conversation, Rig, Turn
 
 FIRST = "What is this article about? Answer in one line."
 SECOND = "Which of these people did the hardest work, and why?"
@@ -153,44 +153,35 @@ def _system(rig: Rig, number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """How fast text is written, by one stream alone and by several together."""
+class Crowd:
+    """Turns on a server that keeps many conversations already, one after the other."""
 
-    single_tokens_per_s: float
-    together_tokens_per_s: float
-    streams: int
+    again: tuple[Turn, ...]  # follow-ups to some of those it keeps
+    fresh: tuple[Turn, ...]  # first turns of new ones
 
     def figures(self) -> dict[str, float]:
-        return {
-            "decode_single_tokens_per_s": self.single_tokens_per_s,
-            "decode_together_tokens_per_s": self.together_tokens_per_s,
+        figures = {
+            "crowd_again_s": median(turn.ttft_s for turn in self.again),
+            "crowd_worst_s": max(turn.ttft_s for turn in self.again),
+            "crowd_fresh_s": median(turn.ttft_s for turn in self.fresh),
         }
+        if all(turn.cached_tokens is not None for turn in self.again):
+            figures["crowd_computed_tokens"] = _computed_by(self.again)
+        return figures
 
 
-async def measure_decode(rig: Rig) -> Decode:
-    """Tokens a second after the first token, alone and together."""
+async def measure_crowd(rig: Rig) -> Crowd:
+    """Fill the server with short conversations; go on with some of them, from the oldest to the
+    newest, a new one after each."""
     options = rig.options
-    return Decode(
-        single_tokens_per_s=await _rate(rig, 1, options.single_stream_tokens),
-        together_tokens_per_s=await _rate(rig, options.streams, options.stream_tokens),
-        streams=options.streams,
-    )
-
-
-async def _rate(rig: Rig, streams: int, tokens: int) -> float:
-    chats = [user(f"{rig.nonce()}: tell a story about it.") for _ in range(streams)]
-    # Prompts are put in place first: otherwise one stream's prefill falls into another's decode.
-    await asyncio.gather(*(rig.full_reply(chat, 1) for chat in chats))
-    return tokens_per_s(await asyncio.gather(*(rig.full_reply(chat, tokens) for chat in chats)))
-
-
-def tokens_per_s(replies: Sequence[Reply]) -> float:
-    """All tokens but each reply's first, over the time from the earliest first to the last."""
-    tokens = sum(reply.usage.completion_tokens - 1 for reply in replies)
-    span_s = max(reply.last_s for reply in replies) - min(reply.first_s for reply in replies)
-    if tokens <= 0 or span_s <= 0:
-        raise BenchFailed("the replies are too short to measure a speed")
-    return tokens / span_s
+    kept = [Conversation(rig) for _ in range(options.kept)]
+    for talk in kept:
+        await talk.ask(_message(rig, options.kept_tokens))
+    again, fresh = [], []
+    for talk in kept[:: max(1, options.kept // options.kept_again)]:
+        again.append(await talk.ask("And then?"))
+        fresh.append(await Conversation(rig).ask(_message(rig, options.kept_tokens)))
+    return Crowd(tuple(again), tuple(fresh))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +222,17 @@ def least_for(turns: Sequence[Turn]) -> int:
 async def measure_hybrid(rig: Rig) -> Hybrid:
     """A conversation by itself; then two that share a system prompt, taking turns."""
     talk = Conversation(rig)
-    alone = [await talk.ask(_message(rig)) for _ in range(rig.options.turns)]
+    alone = [
+        await talk.ask(_message(rig, rig.options.turn_tokens)) for _ in range(rig.options.turns)
+    ]
     system = f"{rig.nonce()}. {rig.prose(rig.options.agent_tokens)}"
     talks = [Conversation(rig, system) for _ in range(HYBRID_AGENTS)]
-    rounds = [[await talk.ask(_message(rig)) for talk in talks] for _ in range(rig.options.turns)]
+    rounds = [
+        [await talk.ask(_message(rig, rig.options.turn_tokens)) for talk in talks]
+        for _ in range(rig.options.turns)
+    ]
     return Hybrid(tuple(alone), tuple(zip(*rounds, strict=True)))
 
 
-def _message(rig: Rig) -> str:
-    return f"{rig.nonce()}. {rig.prose(rig.options.turn_tokens)}"
+def _message(rig: Rig, tokens: int) -> str:
+    return f"{rig.nonce()}. {rig.prose(tokens)}"

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 from rich.console import Console
 from rich.progress import Progress
 
+from rekindle.bench.decode_scenarios import measure_decode, measure_sampled
 from rekindle.bench.options import BenchOptions
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
 from rekindle.bench.scenarios import (
     measure_agents,
     measure_article,
-    measure_decode,
+    measure_crowd,
     measure_document,
     measure_hybrid,
 )
@@ -26,6 +27,8 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "document": measure_document,
     "agents": measure_agents,
     "decode": measure_decode,
+    "sampled": measure_sampled,
+    "crowd": measure_crowd,
     "schema": measure_schema,
     "toolloop": measure_toolloop,
     "hybrid": measure_hybrid,

@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from rekindle.bench.client import Message, Reply
+from rekindle.bench.decode_scenarios import tokens_per_s
 from rekindle.bench.rig import Rig, Turn, user
-from rekindle.bench.scenarios import tokens_per_s
 
 PAIRS = 3  # of replies, in turns: what disturbs the machine then disturbs both
 
