@@ -147,9 +147,9 @@ class Bench:
             at += len(blob)
 
     def _fetch_all(self) -> None:
-        fetch = Fetch.of({self._disk.name: self._blocks})
+        fetch = Fetch.of(self._disk.name, self._blocks)
         self._disk.read(self._blocks, fetch)
-        while not fetch.done:
+        while not fetch.is_done:
             self._store.on_event(self._events.get())
         self._restore([fetch.records[block.key].blob for block in self._blocks])
 

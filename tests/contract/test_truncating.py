@@ -73,6 +73,9 @@ def test_closing_gives_all_cells_back(engine: Engine) -> None:
     engine.share(one, 77, two)
     prefill(engine, two, [*PROMPT[:77], 5, 6, 7])
     assert engine.free_tokens == before - len(PROMPT) - 3
+    assert engine.freed_tokens([]) == 0
+    assert engine.freed_tokens([one]) == len(PROMPT) - 77
+    assert engine.freed_tokens([one, two]) == len(PROMPT) + 3
     engine.close_sequence(one)
     assert engine.free_tokens == before - 80
     engine.close_sequence(two)

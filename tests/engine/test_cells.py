@@ -63,6 +63,13 @@ class CellsMachine(RuleBasedStateMachine):
         assert self.cells.used == len(cells)
         assert self.cells.free == TOTAL - len(cells)
 
+    @rule(slots=st.sets(st.integers(0, 5)))
+    def what_closing_would_free_is_told_before(self, slots: set[int]) -> None:
+        others = (held for slot, held in self.held.items() if slot not in slots)
+        left = {cell for held in others for cell in held}
+        cells = {cell for held in self.held.values() for cell in held}
+        assert self.cells.freed(slots) == len(cells) - len(left)
+
 
 TestCells = pytest.mark.long(CellsMachine.TestCase)
 TestCells.settings = settings(max_examples=rounds(100, 1000), stateful_step_count=40, deadline=None)

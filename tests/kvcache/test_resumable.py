@@ -115,8 +115,8 @@ class DiskStore:
     def fetch(self, path: Ids) -> list[bytes]:
         """What a turn would be given of these blocks from the disk."""
         blocks = self.store.match(ROOT, Tokens.of(path)).blocks
-        fetch = self.store.fetch(blocks)
-        while fetch is not None and not fetch.done:
+        fetch = self.store.fetches.start(blocks)
+        while fetch is not None and not fetch.is_done:
             self.take_in(wait=True)
         return [bytes(blob) for block in blocks if (blob := self.store.get(block)) is not None]
 
@@ -276,7 +276,7 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
             raise OSError(errno.EMFILE, "no handles")
 
         patch.setattr(cache.disk.folder.block_files, "read", later)
-        fetch = cache.store.fetch(blocks)
+        fetch = cache.store.fetches.start(blocks)
         assert fetch is not None
         event = cache.events.get(timeout=PATIENCE_S)
     before = {key: read(key, size) for key, size in order}
@@ -294,7 +294,7 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
     assert cache.disk.counts.corrupt_blocks == 0
     assert len(cache.store) == 3
     fetch.records[blocks[0].key] = before[blocks[0].key]  # it was read just before
-    fetch.pending = 1
+    fetch.is_done = False
     cache.store.on_event(event)
     assert blocks[0].key not in fetch.records
     assert len(cache.store) == 3

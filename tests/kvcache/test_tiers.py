@@ -20,12 +20,12 @@ from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, Record, parse_header
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier, TierEvent, TierState
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import Tokens, pack
+from tests.support.clock import FakeClock
 from tests.support.memory_tier import MemoryTier
 from tests.support.rounds import rounds
 
@@ -37,19 +37,6 @@ DISK_BYTES = (1 << 20) + 140_000  # less the shares of index and bad files: room
 PATIENCE_S = 20.0
 STATE_BYTES = 300
 CHECKPOINT = b"checkpoint of ".ljust(5000, b".")  # larger than a page, as real ones are
-
-
-class TestClock(Clock):
-    __test__ = False
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def steady_s(self) -> float:
-        return self.now
-
-    def wall_s(self) -> float:
-        return 1e9 + self.now
 
 
 def state_of(root: bytes, path: Ids, *, resumable: bool = False) -> bytes:
@@ -71,7 +58,7 @@ class Tiers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.clock = TestClock()
+        self.clock = FakeClock()
         self.pins: dict[str, tuple[bytes, Ids]] = {}  # entry key -> what it stands for
         self.spoiled: set[str] = set()  # files that were ever corrupted
         self.ram_bytes = 0
@@ -120,18 +107,18 @@ class Tiers(RuleBasedStateMachine):
     def fetch(self, root: bytes, path: Ids) -> list[tuple[Block, bytes]]:
         """What a turn would get: blocks with their states, up to the first that fails."""
         blocks = self.store.match(root, Tokens.of(path)).blocks
-        fetch = self.store.fetch(blocks)
-        while fetch is not None and not fetch.done:
-            self.take_in(wait=True)
-        self.take_in()
         found = []
-        for block in blocks:
+        for number, block in enumerate(blocks):
             state = self.store.get(block)
-            if state is None and fetch is not None:
-                state = fetch.blob(block)
+            if state is None and (fetch := self.store.fetches.start(blocks[number:])):
+                while not fetch.is_done:
+                    self.take_in(wait=True)
+                state = self.store.get(block) or fetch.blob(block)
+                self.store.fetches.release(fetch)
             if state is None:
                 break
             found.append((block, bytes(state)))
+        assert not self.store.fetches.used_bytes
         return found
 
     # -- what may happen -----------------------------------------------------------------------
@@ -207,7 +194,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(1, 60))
     def pass_by(self, seconds: int) -> None:
-        self.clock.now += seconds
+        self.clock.pass_by(seconds)
         self.entries.collect()
 
     @rule(root=roots, path=runs)

@@ -8,7 +8,6 @@ import pytest
 
 from rekindle.chat.encode import Prompt
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
-from rekindle.kvcache.entry import Clock
 from rekindle.protocol.admin import (
     DeleteEntry,
     EntryInfo,
@@ -25,28 +24,11 @@ from rekindle.protocol.admin import (
 )
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.tokens import Tokens
+from tests.support.clock import FakeClock
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 
 PROMPT = list(range(100, 140))
-
-
-class FakeClock(Clock):
-    """Both clocks in the test's hand."""
-
-    def __init__(self) -> None:
-        self.steady = 1000.0
-        self.wall = 1_800_000_000.0
-
-    def steady_s(self) -> float:
-        return self.steady
-
-    def wall_s(self) -> float:
-        return self.wall
-
-    def pass_by(self, seconds: float) -> None:
-        self.steady += seconds
-        self.wall += seconds
 
 
 @pytest.fixture
@@ -172,7 +154,7 @@ def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
 def test_collecting_frees_the_state_that_is_no_other_entrys(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
-    harness.kv._most_idle_tokens = 0
+    harness.kv.idle.most_tokens = 0
     first = harness.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
     harness.ask([*PROMPT[:16], 1, 2, 3], names=Names(session_id="keeps the first blocks"))
     clock.pass_by(11)
@@ -302,7 +284,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
     harness: RuntimeHarness,
 ) -> None:
     """A reply that was made again, tokens that the client never saw: nobody could delete them."""
-    harness.kv._most_idle_tokens = 0
+    harness.kv.idle.most_tokens = 0
     for branch in (1, 2, 3):
         harness.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
     removed = harness.administer(RemoveSession("s"))
@@ -313,7 +295,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
 
 
 def test_removing_a_conversation_leaves_what_another_stands_on(harness: RuntimeHarness) -> None:
-    harness.kv._most_idle_tokens = 0
+    harness.kv.idle.most_tokens = 0
     harness.ask([*PROMPT, 1], names=Names(session_id="one"))
     other = harness.ask([*PROMPT, 2], names=Names(session_id="two"))
     harness.administer(RemoveSession("one"))
@@ -367,7 +349,7 @@ def test_old_sessions_are_removed_and_younger_ones_stay(
 
 
 def test_stats_count_what_a_tenant_did_and_what_sharing_saves(harness: RuntimeHarness) -> None:
-    harness.kv._most_idle_tokens = 0
+    harness.kv.idle.most_tokens = 0
     for token in range(10):
         harness.ask([*PROMPT, token], names=Names(session_id=str(token)))
     harness.ask(PROMPT, salt=b"other")

@@ -76,3 +76,16 @@ def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes 
         file.write_bytes(content)
     with pytest.raises(ConfigError, match="key"):
         opened(tmp_path / "kv", [], cache_secret_file=file)
+
+
+def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget(
+    tmp_path: Path,
+) -> None:
+    settings = RuntimeSettings(ram_cache=1 << 30, disk_cache=1 << 26, cache_dir=tmp_path)
+    load = LoadModel(path="", settings=settings)
+    storage = open_storage(load, FakeEngine().capabilities, lambda _event: None, print)
+    assert storage.disk is not None
+    set_aside = storage.disk.queue_bytes + storage.store.fetches.limit_bytes
+    assert storage.store.fetches.limit_bytes == 1 << 27
+    assert storage.store.tiers[0].budget.limit_bytes == (1 << 30) - set_aside
+    storage.close()

@@ -146,6 +146,9 @@ class FakeEngine:
     def free_tokens(self) -> int:
         return self._cells.free
 
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        return self._cells.freed(sequence.slot for sequence in sequences)
+
     @property
     def open_sequences(self) -> int:
         return len(self._states)

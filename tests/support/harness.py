@@ -17,7 +17,7 @@ from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.kvcache.tiers.base import Tier, TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
@@ -38,6 +38,7 @@ from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.runtime.storage import Storage
 from rekindle.runtime.turn import Stopwatch, Turn
 from rekindle.tokens import Tokens
+from tests.support.memory_tier import MemoryTier
 
 GREEDY = SamplingParams(temperature=0)
 PATIENCE_S = 30.0
@@ -87,6 +88,8 @@ class RuntimeHarness:
     """Submit turns, step, look at what came out. Budgets are exact: nothing is set aside for
     queues and entries, as the real storage does it."""
 
+    memory: MemoryTier | None = None  # below the others
+
     def __init__(
         self,
         engine: Engine,
@@ -95,17 +98,26 @@ class RuntimeHarness:
         idle_tokens: int = 1 << 20,
         folder: Path | None = None,
         disk_bytes: int = 1 << 30,
+        shelf: dict[bytes, bytes] | None = None,
+        fetch_bytes: int = 1 << 30,
         clock: Clock | None = None,
         **settings: Any,
     ) -> None:
+        """`folder` is where the disk tier lies, `shelf` what a tier in memory below it holds."""
         self.engine = engine
         self.capabilities = engine.capabilities
         self._events: SimpleQueue[TierEvent] = SimpleQueue()
         self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
+        self.memory = None if shelf is None else MemoryTier(1 << 30, self._events.put, shelf=shelf)
         storage = self._storage(
-            RuntimeSettings(**{"parallel": 4, **settings}), folder, ram_bytes, disk_bytes, clock
+            RuntimeSettings(**{"parallel": 4, **settings}),
+            folder,
+            ram_bytes,
+            disk_bytes,
+            fetch_bytes,
+            clock,
         )
         self.take_storage(storage, idle_tokens)
 
@@ -128,12 +140,14 @@ class RuntimeHarness:
         folder: Path | None,
         ram_bytes: int,
         disk_bytes: int,
+        fetch_bytes: int,
         clock: Clock | None,
     ) -> Storage:
         disk = self._open_disk(folder, disk_bytes) if folder else None
-        ram = RamTier(ram_bytes)
+        tiers: list[Tier] = [RamTier(ram_bytes)]
+        tiers += [tier for tier in (disk, self.memory) if tier is not None]
         store = Store(
-            block_tokens=self.capabilities.block_tokens, tiers=[ram, disk] if disk else [ram]
+            block_tokens=self.capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes
         )
         clock = clock or Clock()
         entries = Entries(store, clock, disk.journal if disk else None)
@@ -161,6 +175,8 @@ class RuntimeHarness:
 
     def take_events(self, *, wait: bool = False) -> None:
         """Take in what the tiers did; at least one event when it waits."""
+        if self.memory:
+            self.memory.advance()
         with contextlib.suppress(Empty):
             while True:
                 self.storage.on_event(
@@ -268,5 +284,5 @@ class RuntimeHarness:
         request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
         self.runtime.admin.answer(request, encoded, results.append)
         while not results:
-            self.take_events(wait=True)
+            self.take_events(wait=not self.scheduler.step())
         return results[0]

@@ -44,12 +44,13 @@ class MemoryTier(WriteBehindTier):
         super().__init__("memory", limit_bytes, queue_bytes)
         self.shelf = {} if shelf is None else shelf
         self.failure: TierState = "ok"  # what the next writes end in
+        self.hangs = False  # what was asked for is not done, and not refused either
         self._on_event = on_event
         self._orders: deque[Callable[[], None]] = deque()
 
     def advance(self) -> None:
         """Do what was asked for, and report it."""
-        while self._orders:
+        while self._orders and not self.hangs:
             self._orders.popleft()()
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
@@ -88,12 +89,12 @@ class MemoryTier(WriteBehindTier):
         self._orders.append(lambda: self._read(keys, fetch))
 
     def _read(self, keys: list[bytes], fetch: Fetch) -> None:
-        for key in keys:
+        for key in keys if not fetch.is_released else ():
             try:
                 fetch.records[key] = self._open(key)
             except CorruptBlock as error:
                 fetch.bad[key] = str(error)
-        self._on_event(Fetched(self.name, fetch))
+        self._on_event(Fetched(fetch))
 
     def _open(self, key: bytes) -> Record:
         raw = self.shelf.get(key, b"")

@@ -125,7 +125,8 @@ class Work:
 
 
 class Engine(Protocol):
-    """A loaded model. `free_tokens`, `export` and the attributes change nothing; other calls do.
+    """A loaded model. `free_tokens`, `freed_tokens`, `export` and the attributes change nothing;
+    other calls do.
 
     Any call may raise EngineBroken: the native memory was undefined, has been rebuilt, and every
     sequence is gone. Callers drop their handles and start again from tokens.
@@ -144,6 +145,9 @@ class Engine(Protocol):
     @property
     def free_tokens(self) -> int:
         """Cells of the pool that no sequence holds."""
+
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        """Cells of the pool that closing all these sequences would free."""
 
     def open(self, *, exact: bool) -> Sequence:
         """An empty sequence; raises PoolFull when none is left, NoMemory when an exact one cannot

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 class _Run:
     """Consecutive cells held by the same sequences."""
@@ -24,6 +27,11 @@ class Cells:
     @property
     def free(self) -> int:
         return self.total - self.used
+
+    def freed(self, slots: Iterable[int]) -> int:
+        """How many more would be free without these sequences."""
+        held = Counter(run for slot in slots for run in self._runs.get(slot, ()))
+        return sum(run.tokens for run, holders in held.items() if holders == run.holders)
 
     def append(self, slot: int, tokens: int) -> None:
         runs = self._runs.setdefault(slot, [])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind, WriteBack, chain, chain_key
 from rekindle.kvcache.conversations import Conversations
+from rekindle.kvcache.fetches import Fetches
 from rekindle.kvcache.placement import Placement
 from rekindle.kvcache.tier_events import TierEvents
 from rekindle.kvcache.tiered import StoreCounts, TieredTree
-from rekindle.kvcache.tiers.base import Blob, Fetch, Tier, TierEvent
+from rekindle.kvcache.tiers.base import Blob, Tier, TierEvent
 from rekindle.kvcache.tree import Match, Tree
 from rekindle.tokens import Tokens
 
@@ -21,15 +21,19 @@ class Store:
     """Blocks under byte budgets; leaves go first, so a stored block is always reachable.
 
     The tiers come in order, the fastest first; the first holds what it is given at once, the others
-    are written behind. Called by the engine's thread only.
+    are written behind. What is read from those takes `fetch_bytes` of memory at most. Called by the
+    engine's thread only.
     """
 
-    def __init__(self, *, block_tokens: int, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, *, block_tokens: int, tiers: Sequence[Tier], fetch_bytes: int = 64 << 20
+    ) -> None:
         self._tree = Tree(block_tokens)
         self._tiered = TieredTree(self._tree, tiers)
         self._placement = Placement(self._tiered)
-        self._events = TierEvents(self._tiered, self._placement)
         self.tiers = self._tiered.tiers
+        self.fetches = Fetches(self.tiers, fetch_bytes)
+        self._events = TierEvents(self._tiered, self._placement, self.fetches)
         self.conversations = Conversations(self._tiered)
         self.counts = self._tiered.counts
 
@@ -60,6 +64,10 @@ class Store:
     def get(self, block: Block) -> Blob | None:
         """The block's state if it is at hand; else it has to be fetched first."""
         return self._tiered.get(block)
+
+    def is_readable(self, block: Block) -> bool:
+        """Whether a block is at hand, or can be fetched from a tier that answers."""
+        return self._tiered.knows(block) and self.fetches.is_readable(block)
 
     def use(self, blocks: Iterable[Block], write_back: WriteBack = WriteBack.NEVER) -> None:
         """Count a use of these blocks; one that wants them kept longer has them kept longer."""
@@ -146,20 +154,6 @@ class Store:
     def write_everything(self) -> None:
         """Have all written that may be."""
         self._placement.write_everything()
-
-    def fetch(self, blocks: Sequence[Block]) -> Fetch | None:
-        """Start reading those that are not at hand; None when all are."""
-        missing = [block for block in blocks if block.copies and self.get(block) is None]
-        if not missing:
-            return None
-        shares: dict[str, list[Block]] = defaultdict(list)
-        for block in missing:
-            shares[self.tiers.source(block).name].append(block)
-        fetch = Fetch.of(shares)
-        for tier in self.tiers:
-            if share := shares.get(tier.name):
-                tier.read(share, fetch)
-        return fetch
 
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier has done in the meantime."""

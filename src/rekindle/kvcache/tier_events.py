@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.fetches import Fetches
 from rekindle.kvcache.placement import Placement
 from rekindle.kvcache.tiered import TieredTree
 from rekindle.kvcache.tiers.base import (
@@ -21,8 +22,9 @@ from rekindle.kvcache.tiers.base import (
 class TierEvents:
     """Called by the engine's thread, with what the threads of the tiers reported."""
 
-    def __init__(self, tiered: TieredTree, placement: Placement) -> None:
+    def __init__(self, tiered: TieredTree, placement: Placement, fetches: Fetches) -> None:
         self._tiered = tiered
+        self._fetches = fetches
         self._tree = tiered.tree
         self._placement = placement
         self._first = tiered.tiers[0]
@@ -34,10 +36,9 @@ class TierEvents:
                 self._on_written(event)
             case WriteFailed():
                 self._on_write_failed(event)
-            case Fetched(_, fetch):
-                fetch.pending -= 1
-                if fetch.done:
-                    self._on_fetched(fetch)
+            case Fetched(fetch):
+                self._on_fetched(fetch)
+                self._fetches.on_fetched(fetch)
             case Flushed(then, is_safe):
                 then(is_safe)
 
@@ -88,21 +89,22 @@ class TierEvents:
     # -- reads ---------------------------------------------------------------------------------
 
     def _on_fetched(self, fetch: Fetch) -> None:
+        """Keep what was read, also when nobody waits for it any more: it may be of use yet."""
+        tier = self._tiers[fetch.tier]
         for key in list(fetch.records):
-            self._take_in(fetch, key)
+            self._take_in(tier, fetch, key)
         for key in list(fetch.bad):
             fetch.records.pop(key, None)
-            block, tier = fetch.blocks[key], self._tiers[fetch.sources[key]]
+            block = fetch.blocks[key]
             if self._is_there(tier, block) and block.kind == fetch.kinds[key]:
                 tier.counts.corrupt_blocks += 1
                 self._tiered.leave(tier, block, quarantine=True)
             else:
                 del fetch.bad[key]  # it left while it was read: no fault of its copy
 
-    def _take_in(self, fetch: Fetch, key: bytes) -> None:
+    def _take_in(self, tier: Tier, fetch: Fetch, key: bytes) -> None:
         """Keep a record that was read, unless it is not what it should be."""
         block, record = fetch.blocks[key], fetch.records[key]
-        tier = self._tiers[fetch.sources[key]]
         tier.counts.read_bytes += len(record.blob)
         if block.kind != fetch.kinds[key]:  # it was replaced while it was read
             del fetch.records[key]

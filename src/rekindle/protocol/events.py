@@ -83,6 +83,7 @@ class Reason(StrEnum):
     REQUEST_SHORTER = "request_shorter"  # than the entry it names
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # stored state was damaged and is computed again
+    FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time: its state is computed again
     EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses whole canonical steps only
     CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes at checkpoints only
 

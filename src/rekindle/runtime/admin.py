@@ -191,7 +191,10 @@ class Admin:
         entry = self._entries.any_by_key(view, key)  # its time may have been shorter than the work
         if entry is None:
             raise CacheKeyNotFound
-        self._kv.offload_all()
+        self._kv.export(entry, lambda: self._write(entry, reply))
+
+    def _write(self, entry: Entry, reply: Reply) -> None:
+        """Have all that is stored of an entry written, and reply then."""
         if entry.block is not None and entry.durable:
             self._store.write_chain(entry.block)
         self._reply_when_durable(entry, reply)

@@ -86,7 +86,12 @@ def build(
     if idle_tokens is None:
         idle_tokens = capabilities.pool_tokens if capabilities.device == "gpu" else CPU_IDLE_TOKENS
     kv = KvManager(
-        engine, storage.store, planner, idle_tokens=idle_tokens, parallel=settings.parallel
+        engine,
+        storage.store,
+        planner,
+        storage.clock.steady_s,
+        idle_tokens=idle_tokens,
+        parallel=settings.parallel,
     )
     storage.entries.on_remove = kv.forget
     pipeline = Pipeline(engine, input_processor, sessions, kv)

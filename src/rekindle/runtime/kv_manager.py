@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,14 +12,16 @@ from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.runtime.checkpoints import Checkpoints
-from rekindle.runtime.offload import Counts, IdleSequence, Offloader
+from rekindle.runtime.idle_pool import IdlePool
+from rekindle.runtime.offload import Allowance, Counts, Offloader
 from rekindle.runtime.planner import Planner
-from rekindle.runtime.restorer import Restorer
+from rekindle.runtime.restorer import NowS, Restorer
 from rekindle.runtime.turn import Offloaded, Turn
-from rekindle.tokens import Tokens
 
 DEVICE = "device"  # the tier that is the engine's own memory
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
+STEP_BYTES = 64 << 20  # of state that a step moves at most: some hundredths of a second
+MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,30 @@ class KvManager:
     """Gives turns a sequence with all that can be reused in it, and keeps what they leave."""
 
     def __init__(
-        self, engine: Engine, store: Store, planner: Planner, *, idle_tokens: int, parallel: int
+        self,
+        engine: Engine,
+        store: Store,
+        planner: Planner,
+        now_s: NowS,
+        *,
+        idle_tokens: int,
+        parallel: int,
     ) -> None:
         self._engine = engine
         self._store = store
         self._planner = planner
         self._capabilities = engine.capabilities
-        self._most_idle_tokens = idle_tokens
-        self._most_idle = self._capabilities.sequences - parallel
-        self._idle: list[IdleSequence] = []  # least recently used first
         self.counts = Counts()
-        self._restorer = Restorer(engine, store, self.counts)
+        self.allowance = Allowance(self.counts, STEP_BYTES)
+        self._restorer = Restorer(engine, store, self.counts, self.allowance, now_s)
         self._offloader = Offloader(engine, store, self.counts)
+        self.idle = IdlePool(
+            engine,
+            self._offloader,
+            self.allowance,
+            most_sequences=self._capabilities.sequences - parallel,
+            most_tokens=idle_tokens,
+        )
         self.broken: EngineBroken | None = None  # since the last step
 
     # -- starting ------------------------------------------------------------------------------
@@ -55,44 +69,96 @@ class KvManager:
         """The longest prefix that can be reused, of what is stored and of what is here."""
         return self._planner.plan(turn, self._live(turn.namespace, running))
 
-    def fetch(self, turn: Turn, plan: Plan[Sequence]) -> bool:
-        """Start fetching what the plan needs from lower tiers; False when all is at hand."""
-        return self._restorer.fetch(turn, plan)
-
     def _live(self, namespace: bytes, running: list[Turn]) -> Iterator[Live[Sequence]]:
         allowed = (namespace, self._planner.shared_namespace)
-        for idle in self._idle:
+        for idle in self.idle:
             if idle.namespace in allowed:
                 yield Live(idle.sequence, idle.tokens)
         for turn in running:
             if turn.shares and turn.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
 
-    def place(self, turn: Turn, plan: Plan[Sequence], running: list[Turn]) -> Placed | None:
-        """Give the turn a sequence with all that the plan reuses in it; None: there is no room."""
-        if not turn.request.exact and not self._reserve(turn, plan, running):
-            if running:
-                return None
-            self.make_room(len(turn.tokens) + HEADROOM_TOKENS)
-            plan = self.plan(turn, running)  # without the idle sequence it had counted on
-        sequence = self._engine.open(exact=turn.request.exact)
-        tier = self._apply(plan, sequence, turn)
-        turn.sequence, turn.offloaded = sequence, Offloaded(0, turn.namespace)
-        if turn.request.reuse and not self._capabilities.can_truncate:
-            turn.checkpoints = self._checkpoints(turn, plan)
-        return Placed(plan, sequence.length, tier)
+    def reserve(
+        self, turn: Turn, plan: Plan[Sequence], others: list[Turn]
+    ) -> Plan[Sequence] | None:
+        """Make sure that this turn and the others can finish their prompts; nothing is evicted
+        unless they can. The plan to carry out; None: there is no room now."""
+        if turn.request.exact:
+            return plan
+        shared = [other for other in others if not other.request.exact]
+        headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
+        needed = (
+            len(turn.tokens)
+            - plan.shared_tokens
+            + headroom
+            + sum(
+                other.pending_tokens + min(other.remaining_tokens, HEADROOM_TOKENS)
+                for other in shared
+            )
+        )
+        most_idle = self._capabilities.sequences - len(shared) - 1
+        if self.idle.could_make_room(needed, most_idle, plan.share):
+            return plan if self.idle.make_room(needed, most_idle, plan.share) else None
+        if others:
+            return None
+        has_room = self.idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, most_idle)
+        if not has_room and len(self.idle):
+            return None  # the next step goes on
+        return self.plan(turn, others)  # without the idle sequence it had counted on
 
-    def _apply(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> str | None:
-        """Carry the plan out as far as it goes; the slowest tier that gave something."""
-        tier = None
+    def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
+        """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
+        sequence = self._engine.open(exact=turn.request.exact)
+        turn.sequence, turn.offloaded = sequence, Offloaded(0, turn.namespace)
         if plan.share is not None:
             self._engine.share(plan.share, plan.shared_tokens, sequence)
-            self._supersede(plan.share, plan.shared_tokens, turn.namespace)
-            tier = DEVICE
-        tier = self._restorer.restore(plan, sequence, turn) or tier
-        cut_short = sequence.length < plan.reused_tokens and not self._capabilities.can_truncate
-        self._engine.truncate(sequence, 0 if cut_short else plan.reused_tokens)
-        return tier if sequence.length else None
+            self.idle.supersede(plan.share, plan.shared_tokens, turn.namespace)
+        turn.restoration = self._restorer.begin(plan)
+
+    def restore(self, turn: Turn) -> bool:
+        """Bring in what the plan restores, as far as this step may; True when that is over."""
+        assert turn.restoration is not None
+        assert turn.sequence is not None
+        return self._restorer.advance(turn.restoration, turn.sequence)
+
+    def wait_s(self, turn: Turn) -> float | None:
+        """How long a tier still has to answer the turn; None: it waits for none."""
+        return self._restorer.wait_s(turn.restoration) if turn.restoration else None
+
+    def placed(self, turn: Turn) -> Placed | None:
+        """What a turn got, its restoration being over; None: it has to plan again, for what it was
+        to resume from is not there any more."""
+        restoration, sequence = turn.restoration, turn.sequence
+        assert restoration is not None
+        assert sequence is not None
+        turn.restoration, plan = None, restoration.plan
+        turn.problem = restoration.problem or turn.problem
+        turn.plans += 1
+        if not self._cut(sequence, plan) and turn.plans < MOST_PLANS:
+            self._engine.close_sequence(sequence)
+            turn.sequence = None
+            return None
+        self._restorer.count_use(restoration, turn.lookup.write_back)
+        if turn.request.reuse and not self._capabilities.can_truncate:
+            turn.checkpoints = self._checkpoints(turn, plan)
+        tier = self._store.tiers.slower(*restoration.tiers) or (
+            DEVICE if plan.share is not None else None
+        )
+        return Placed(plan, sequence.length, tier if sequence.length else None)
+
+    def _cut(self, sequence: Sequence, plan: Plan[Sequence]) -> bool:
+        """Leave what can be gone on from; False: nothing can, where there was to be something."""
+        is_whole = sequence.length >= plan.reused_tokens
+        if is_whole:
+            keep = plan.reused_tokens
+        elif not self._capabilities.can_truncate:
+            keep = 0  # there is no checkpoint
+        elif sequence.exact:
+            keep = sequence.length - sequence.length % self._capabilities.step_tokens
+        else:
+            keep = sequence.length
+        self._engine.truncate(sequence, keep)
+        return is_whole or self._capabilities.can_truncate
 
     def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
         held = turn.held_tokens
@@ -103,37 +169,15 @@ class KvManager:
             places.add(plan.matched_tokens)  # conversations part here: there may be more of them
         return places
 
-    def _reserve(self, turn: Turn, plan: Plan[Sequence], running: list[Turn]) -> bool:
-        """Make sure that this turn and those already running can finish their prompts."""
-        needed = len(turn.tokens) - plan.shared_tokens + min(turn.remaining_tokens, HEADROOM_TOKENS)
-        promised = sum(
-            other.pending_tokens + min(other.remaining_tokens, HEADROOM_TOKENS)
-            for other in running
-            if not other.request.exact
-        )
-        return self.make_room(needed + promised, spared=plan.share)
-
-    def _supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
-        """An idle sequence that was shared to its end lives on in the new one, if that is of the
-        same tenant."""
-        for idle in self._idle:
-            if idle.sequence is source:
-                self._idle.remove(idle)
-                if shared_tokens >= len(idle.tokens) and idle.namespace == namespace:
-                    self._engine.close_sequence(source)
-                else:
-                    self._idle.append(idle)  # used just now
-                return
-
     # -- keeping -------------------------------------------------------------------------------
 
     def retire(self, turn: Turn) -> None:
         """Take the sequence off a turn, however it ended, and keep what it computed."""
-        sequence, turn.sequence = turn.sequence, None
-        turn.fetch = None  # should it start again, it looks again
+        sequence, is_whole = turn.sequence, turn.restoration is None
+        self.release(turn)
         if sequence is None:
             return
-        if not turn.request.reuse or not sequence.length:
+        if not turn.request.reuse or not sequence.length or not is_whole:
             self._engine.close_sequence(sequence)
             return
         idle = self._offloader.idle(turn, sequence)
@@ -141,8 +185,14 @@ class KvManager:
             self._offloader.offload(idle)  # its context is wanted by the next exact turn
             self._engine.close_sequence(sequence)
             return
-        self._idle.append(idle)
-        self._trim()
+        self.idle.add(idle)
+
+    def release(self, turn: Turn) -> None:
+        """Let a turn hold nothing any more; should it start again, it looks again."""
+        if turn.restoration is not None:
+            self._restorer.release(turn.restoration)
+        turn.sequence = turn.restoration = None
+        turn.plans = 0
 
     def offload_prompt(self, turn: Turn) -> None:
         """Copy the prompt of an exact turn to the store while it goes on."""
@@ -156,56 +206,37 @@ class KvManager:
         if self._offloader.offload(idle):
             turn.offloaded = idle.offloaded.full_blocks(self._capabilities.block_tokens)
 
+    def export_some(self) -> bool:
+        """Go on with exports that were begun; False: the next step has to."""
+        return self.idle.export_asked() and self.idle.trim()
+
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of
-        them are there."""
-        if self._store.tiers.is_congested:
-            return False  # the writer says when it has caught up
-        for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
-            if idle.offloaded.tokens < len(idle.tokens):
-                self._offloader.offload_next(idle)
-                return True
-        return False
+        them are there, or the writer has to catch up first."""
+        return not self._store.tiers.is_congested and self.idle.export_one()
+
+    def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
+        """Call back when the state of a conversation that is in the engine's memory alone is in the
+        store."""
+        with self._noting_breakage():
+            self.idle.export(handle, then)
 
     def offload_all(self) -> None:
         """Copy to the store all that is still in the engine's memory alone."""
         with self._noting_breakage():
-            for idle in self._idle:
-                self._offloader.offload(idle)
+            self.idle.export_all()
 
     # -- making room ---------------------------------------------------------------------------
 
-    def make_room(self, tokens: int, *, spared: Sequence | None = None) -> bool:
-        """Move idle sequences down to the store until so many cells are free."""
-        while self._engine.free_tokens < tokens:
-            victim = next((each for each in self._idle if each.sequence is not spared), None)
-            if victim is None:
-                return False
-            self._evict(victim)
-        return True
-
-    def _trim(self) -> None:
-        """Idle state in the pool slows every step down a little; keep it within its share."""
-        while (
-            len(self._idle) > self._most_idle
-            or sum(len(each.tokens) for each in self._idle) > self._most_idle_tokens
-        ):
-            self._evict(self._idle[0])
-
-    def _evict(self, idle: IdleSequence) -> None:
-        self._offloader.offload(idle)
-        self._idle.remove(idle)
-        self._engine.close_sequence(idle.sequence)
+    def make_room(self, tokens: int) -> bool:
+        """Move idle sequences down to the store until so many cells are free; False: there are no
+        more, or the step's allowance is spent."""
+        return self.idle.make_room(tokens, len(self.idle))
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close idle sequences of a conversation that was deleted: it is not reused from here."""
         with self._noting_breakage():
-            for idle in list(self._idle):
-                if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
-                    if len(idle.tokens) > len(handle.tokens):
-                        self._offloader.offload(idle)  # a longer conversation may rest on it
-                    self._idle.remove(idle)
-                    self._engine.close_sequence(idle.sequence)
+            self.idle.forget(handle)
 
     @contextmanager
     def _noting_breakage(self) -> Iterator[None]:
@@ -214,16 +245,11 @@ class KvManager:
         try:
             yield
         except EngineBroken as error:
-            self._idle.clear()
+            self.idle.clear()
             self.broken = error
 
     def lose_everything(self) -> None:
         """The engine was rebuilt: nothing lives there any more."""
-        self._idle.clear()
+        self.idle.clear()
         self.broken = None
         self.counts.rebuilds += 1
-
-
-def _is_along(one: Tokens, other: Tokens) -> bool:
-    """Whether one of the two is the beginning of the other."""
-    return one.common_prefix(other) == min(len(one), len(other))

@@ -177,9 +177,9 @@ class RuntimeProcess:
             self._runtime.storage.give_way(busy)
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
-        if wait:
-            yield self._inbox.get()
         with contextlib.suppress(Empty):
+            if wait:  # not longer than the next turn does for a tier that is slow
+                yield self._inbox.get(timeout=self._runtime.scheduler.wait_s)
             while True:
                 yield self._inbox.get_nowait()
 

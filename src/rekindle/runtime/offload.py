@@ -10,6 +10,8 @@ from rekindle.kvcache.store import Store
 from rekindle.runtime.turn import Offloaded, Turn
 from rekindle.tokens import Tokens
 
+MOST_RESTARTS = 3  # of one sequence's export
+
 
 @dataclass(slots=True)
 class Counts:
@@ -22,6 +24,27 @@ class Counts:
     preemptions: int = 0
     rebuilds: int = 0
 
+    @property
+    def moved_bytes(self) -> int:
+        return self.restored_bytes + self.exported_bytes
+
+
+class Allowance:
+    """How much state a step may move between engine and store: other turns wait meanwhile."""
+
+    def __init__(self, counts: Counts, step_bytes: int) -> None:
+        self.step_bytes = step_bytes
+        self._counts = counts
+        self._began_bytes = 0
+
+    def renew(self) -> None:
+        """A step begins."""
+        self._began_bytes = self._counts.moved_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        return self._counts.moved_bytes - self._began_bytes >= self.step_bytes
+
 
 @dataclass(slots=True, eq=False)
 class IdleSequence:
@@ -33,6 +56,7 @@ class IdleSequence:
     exact_tokens: int  # up to here it was computed in canonical steps
     write_back: WriteBack  # when its blocks are to be written to disk
     offloaded: Offloaded  # up to here its blocks are in the store
+    restarts: int = 0  # how often they had left it, and were exported again
 
 
 class Offloader:
@@ -57,11 +81,20 @@ class Offloader:
         )
 
     def offload(self, idle: IdleSequence) -> bool:
-        """Export all that is not in the store yet; False: there was no room for all of it."""
+        """Export all that is not in the store; False: there was no room for all of it."""
         has_room = True
-        while idle.offloaded.tokens < len(idle.tokens):
+        while not self.is_offloaded(idle):
             has_room = self.offload_next(idle)
         return has_room
+
+    def is_offloaded(self, idle: IdleSequence) -> bool:
+        """Whether there is nothing left to export; blocks that have left the store since they were
+        exported are exported again, if that has not happened too often."""
+        key_is_known = not idle.offloaded.tokens or self._store.knows(idle.offloaded.key)
+        if not key_is_known and idle.restarts < MOST_RESTARTS:
+            idle.restarts += 1
+            idle.offloaded = Offloaded(0, idle.namespace)
+        return idle.offloaded.tokens >= len(idle.tokens)
 
     def offload_next(self, idle: IdleSequence) -> bool:
         """Export one block, unless the store has it; False: there was no room for it."""

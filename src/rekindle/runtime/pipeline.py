@@ -3,8 +3,9 @@
     encode    messages to tokens                  an encoder thread
     find      the entry that a name stands for     from here on the engine's thread
     plan      the longest prefix to reuse
-    fetch     its blocks that lie in lower tiers   beside the engine, while other turns go on
-    place     share and restore; report what was reused
+    place     a sequence in the engine, with what is shared in it
+    restore   the plan's blocks, a slice a step    lower tiers are read beside the engine
+    report    what was reused
     run       prefill and decode, a step at a time (the scheduler's part)
     remember  the conversation's end, with its names
     retire    keep the computed state, free the sequence
@@ -19,7 +20,7 @@ from enum import Enum
 
 from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import ContextTooLong
-from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
+from rekindle.protocol.events import CacheReport, Event, Finished, Status
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager, Placed
@@ -33,7 +34,8 @@ from rekindle.runtime.turn import Stopwatch, Turn
 class Start(Enum):
     STARTED = "started"
     NO_ROOM = "no room"
-    FETCHING = "fetching"  # what it can reuse is on its way from a lower tier
+    RESTORING = "restoring"  # what it reuses is on its way into its sequence
+    GONE = "gone"  # what it was to resume from left meanwhile: it plans again
 
 
 class Pipeline:
@@ -76,19 +78,25 @@ class Pipeline:
         """Look up the entry that a name in the request stands for; raises NoRoomForPins."""
         turn.lookup = self._sessions.find(turn.encoded)
 
-    def start(self, turn: Turn, running: list[Turn]) -> Start:
-        """Plan as late as possible, fetch, place. What is computed is then up to the scheduler."""
-        turn.stopwatch.lap("restore" if turn.awaits_fetch else "queue")
-        turn.awaits_fetch = False
-        plan = self._kv.plan(turn, running)
+    def start(self, turn: Turn, running: list[Turn], restoring: list[Turn]) -> Start:
+        """Plan as late as possible and place. What is computed is then up to the scheduler."""
+        turn.stopwatch.lap("queue")
+        plan = self._kv.reserve(turn, self._kv.plan(turn, running), [*running, *restoring])
         turn.stopwatch.lap("plan")
-        if self._kv.fetch(turn, plan):
-            turn.awaits_fetch = True
-            return Start.FETCHING
-        placed = self._kv.place(turn, plan, running)
-        turn.stopwatch.lap("restore")
-        if placed is None:
+        if plan is None:
             return Start.NO_ROOM
+        self._kv.place(turn, plan)
+        return self.restore(turn)
+
+    def restore(self, turn: Turn) -> Start:
+        """Restore what a step may; then report what was reused."""
+        is_over = self._kv.restore(turn)
+        turn.stopwatch.lap("restore")
+        if not is_over:
+            return Start.RESTORING
+        placed = self._kv.placed(turn)
+        if placed is None:
+            return Start.GONE
         if turn.report is None:  # a turn that starts again has reported
             turn.report = self._report(turn, placed)
             self._kv.counts.reused_tokens += placed.reused_tokens
@@ -125,7 +133,7 @@ class Pipeline:
                 reuse=turn.request.reuse,
                 exact=turn.request.exact,
                 can_truncate=self._engine.capabilities.can_truncate,
-                problem=turn.lookup.problem or (Reason.CORRUPT if turn.is_damaged else None),
+                problem=turn.lookup.problem or turn.problem,
                 named=named,
             )
         )

@@ -44,6 +44,9 @@ class Planner:
                 return resolve_exact(stored, step_tokens=self._step_tokens)
             return resolve(usable, stored, live, block_tokens=self._block_tokens)
         checkpoints = self._resumable(turn.namespace, usable)
+        if turn.problem:  # a checkpoint is of use with all that it rests on
+            readable = self._store.is_readable
+            checkpoints = (each for each in checkpoints if all(map(readable, chain(each))))
         if turn.request.exact:
             return resolve_whole_exact(stored, checkpoints, step_tokens=self._step_tokens)
         return resolve_whole(usable, stored, checkpoints, live)

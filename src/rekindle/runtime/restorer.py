@@ -1,78 +1,142 @@
-"""Stored state into the engine: blocks fetched from lower tiers, then restored in order."""
+"""Stored state into the engine: blocks fetched from lower tiers a window at a time, then restored.
+
+A turn restores one window while the next is read. What waits in memory is bounded by the store, how
+long a turn waits by a deadline, and how much one step restores by its allowance.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import dropwhile
+
 from rekindle.engine.base import Blob, Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
-from rekindle.kvcache.block import Block
+from rekindle.kvcache.block import Block, WriteBack
 from rekindle.kvcache.plan import Plan
 from rekindle.kvcache.store import Store
-from rekindle.runtime.offload import Counts
-from rekindle.runtime.turn import Turn
+from rekindle.kvcache.tiers.base import Fetch
+from rekindle.protocol.events import Reason
+from rekindle.runtime.offload import Allowance, Counts
+from rekindle.runtime.restoration import Restoration
+
+FETCH_TIMEOUT_S = 10.0  # for one window; then what it holds is computed
+
+NowS = Callable[[], float]
 
 
 class Restorer:
     """Restores as much of a plan as can be; what cannot is computed."""
 
-    def __init__(self, engine: Engine, store: Store, counts: Counts) -> None:
+    def __init__(
+        self, engine: Engine, store: Store, counts: Counts, allowance: Allowance, now_s: NowS
+    ) -> None:
         self._engine = engine
         self._store = store
+        self._fetches = store.fetches
         self._counts = counts
+        self._allowance = allowance
+        self._now_s = now_s
         self._can_truncate = engine.capabilities.can_truncate
         self._checkpoint_bytes = engine.capabilities.kv_layout.checkpoint_bytes
 
-    def fetch(self, turn: Turn, plan: Plan[Sequence]) -> bool:
-        """Start fetching what the plan needs from lower tiers; False when all is at hand."""
-        if self._is_to_fetch(turn, plan):
-            turn.fetch = self._store.fetch(plan.blocks)
-            if turn.is_fetching:
-                self._store.use(plan.blocks)  # or what is kept meanwhile might take their place
-        return turn.is_fetching
+    def begin(self, plan: Plan[Sequence]) -> Restoration:
+        if any(self._store.get(block) is None for block in plan.blocks):
+            self._store.use(plan.blocks)  # or what is kept meanwhile might take their place
+        return Restoration(plan)
 
-    def _is_to_fetch(self, turn: Turn, plan: Plan[Sequence]) -> bool:
-        """Once; and again when a bad block has left another way to go on."""
-        if turn.fetch is None:
-            return True
-        if not turn.fetch.bad:
-            return False
-        turn.is_damaged = True
-        return any(self._blob(block, turn) is None for block in plan.blocks)
+    def wait_s(self, restoration: Restoration) -> float | None:
+        """How long a tier still has to answer; None: nobody waits for it."""
+        since_s = restoration.waits_since_s
+        return None if since_s is None else max(since_s + FETCH_TIMEOUT_S - self._now_s(), 0.0)
 
-    def restore(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> str | None:
-        """Append the plan's blocks up to the first that cannot be; the slowest tier that gave
-        one, None when none did."""
-        restored = self._restore_blocks(plan, sequence, turn)
-        tier = self._slowest_source(restored, turn) if restored else None
-        if turn.fetch is not None:
-            turn.is_damaged |= bool(turn.fetch.bad)
-            turn.fetch.records.clear()  # the bytes are in place, or in RAM, or not needed
-        whole = [block for block in restored if block.stop <= plan.reused_tokens]
-        self._store.use(whole, turn.lookup.write_back)
-        self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
-        return tier
-
-    def _restore_blocks(self, plan: Plan[Sequence], sequence: Sequence, turn: Turn) -> list[Block]:
-        restored = []
-        for block in plan.blocks:
-            blob = self._blob(block, turn)
-            is_last = block is plan.blocks[-1]
-            if blob is None or not self._append(sequence, block, blob, is_last=is_last):
+    def advance(self, restoration: Restoration, sequence: Sequence) -> bool:
+        """Append blocks that are at hand, within the step's allowance; True when it is over: all
+        are restored, or the next cannot be."""
+        while rest := restoration.rest:
+            if self._allowance.is_spent:
+                return False
+            block, is_last = rest[0], len(rest) == 1
+            blob = self._blob(block, restoration)
+            if blob is None:
+                if self._is_coming(block, restoration):
+                    return False
                 break
-            restored.append(block)
-        return restored
+            self._read_ahead(block, restoration)
+            if not self._append(sequence, block, blob, is_last=is_last):
+                break
+            self._count(block, restoration)
+        else:
+            restoration.problem = None  # another tier had it
+        self.release(restoration)
+        return True
 
-    def _slowest_source(self, restored: list[Block], turn: Turn) -> str | None:
-        """The tier that the slowest of these blocks came from."""
-        fetched = turn.fetch.sources if turn.fetch else {}
-        read = turn.fetch.records if turn.fetch else {}
-        names = (fetched[each.key] for each in restored if each.key in read)
-        return self._store.tiers.slower(self._store.tiers[0].name, *names)
-
-    def _blob(self, block: Block, turn: Turn) -> Blob | None:
+    def _blob(self, block: Block, restoration: Restoration) -> Blob | None:
         blob = self._store.get(block)
-        if blob is not None or turn.fetch is None:
+        if blob is not None:
             return blob
-        return turn.fetch.blob(block)  # the first tier had no room to keep it
+        window = restoration.window_of(block)  # the first tier had no room to keep it
+        return window.blob(block) if window is not None and window.is_done else None
+
+    def _is_coming(self, block: Block, restoration: Restoration) -> bool:
+        """Whether to wait for a block: it is being read, or will be; False: it is computed."""
+        window = restoration.window_of(block)
+        if window is not None and window.is_done and block.key not in window.bad:
+            return False  # missed for no fault of its copy, or it was replaced meanwhile
+        if window is not None and window.is_done:
+            self._drop(window, restoration, Reason.CORRUPT)
+        elif window is not None and self._is_late(restoration):
+            self._fetches.give_up(window)
+            self._drop(window, restoration, Reason.FETCH_TIMEOUT)
+        elif window is not None:
+            return True
+        return self._start(block, restoration)
+
+    def _start(self, block: Block, restoration: Restoration) -> bool:
+        """Have a block read; False: no tier that answers has it."""
+        if not self._store.is_readable(block):
+            if self._store.knows(block.key) and restoration.problem is None:
+                restoration.problem = Reason.FETCH_TIMEOUT
+            return False
+        if window := self._fetches.start(restoration.rest):
+            restoration.fetches.append(window)
+            restoration.waits_since_s = self._now_s()
+        return True  # without a window there is no room yet: those that others wait for end
+
+    def _is_late(self, restoration: Restoration) -> bool:
+        if restoration.waits_since_s is None:
+            restoration.waits_since_s = self._now_s()
+        return self.wait_s(restoration) == 0.0
+
+    def _read_ahead(self, block: Block, restoration: Restoration) -> None:
+        """Have the next window read while this one is restored."""
+        window = restoration.window_of(block)
+        if window is not None and window is restoration.fetches[-1]:
+            last = next(reversed(window.blocks))
+            behind = dropwhile(lambda each: each.key != last, restoration.rest)
+            if ahead := self._fetches.start(tuple(behind)[1:]):
+                restoration.fetches.append(ahead)
+
+    def _count(self, block: Block, restoration: Restoration) -> None:
+        """A block is restored; a window whose last it was is not needed any more."""
+        restoration.restored += 1
+        restoration.waits_since_s = None
+        window = restoration.window_of(block)
+        restoration.tiers.add(window.tier if window else self._store.tiers[0].name)
+        if window is not None and block.key == next(reversed(window.blocks)):
+            self._drop(window, restoration, restoration.problem)
+
+    def _drop(self, window: Fetch, restoration: Restoration, problem: Reason | None) -> None:
+        restoration.fetches.remove(window)
+        restoration.waits_since_s = None
+        restoration.problem = problem
+        self._fetches.release(window)
+
+    def release(self, restoration: Restoration) -> None:
+        """Let go of what is on its way; what has arrived may be kept by the store."""
+        for window in restoration.fetches:
+            self._fetches.release(window)
+        restoration.fetches.clear()
+        restoration.waits_since_s = None
 
     def _append(self, sequence: Sequence, block: Block, blob: Blob, *, is_last: bool) -> bool:
         """Append a block; the checkpoint it may have is of use only in the last one."""
@@ -91,3 +155,10 @@ class Restorer:
             raise
         self._counts.restored_bytes += len(blob)
         return True
+
+    def count_use(self, restoration: Restoration, write_back: WriteBack) -> None:
+        """Of what was restored; a turn that wants it kept longer has it kept longer."""
+        restored = restoration.blocks[: restoration.restored]
+        whole = [each for each in restored if each.stop <= restoration.plan.reused_tokens]
+        self._store.use(whole, write_back)
+        self._store.use(restored[len(whole) :])  # only its beginning is this conversation's

@@ -34,12 +34,19 @@ class Scheduler:
         self._parallel = parallel
         self._batcher = Batcher(engine.capabilities, parallel)
         self._waiting: list[Turn] = []
+        self._restoring: list[Turn] = []  # what they reuse is on its way into their sequences
         self._running: list[Turn] = []
         self._tickets = 0
 
     @property
     def turns(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._waiting) + len(self._restoring) + len(self._running)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long there is nothing to do unless something is reported; None: for ever."""
+        waits = (self._kv.wait_s(turn) for turn in self._restoring)
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def submit(self, turn: Turn) -> None:
         """Take a turn in. Its priority moves it ahead of so many that came before, or lets so many
@@ -51,7 +58,7 @@ class Scheduler:
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
         self._check_engine()
-        for turn in [*self._waiting, *self._running]:
+        for turn in [*self._waiting, *self._restoring, *self._running]:
             if turn.id == turn_id:
                 self._emit([Cancelled(turn.id)])
                 try:
@@ -63,16 +70,22 @@ class Scheduler:
 
     def stop(self) -> None:
         """End every turn, keeping what it computed."""
-        for turn in [*self._running, *self._waiting]:
+        for turn in [*self._running, *self._restoring, *self._waiting]:
             self.cancel(turn.id)
 
     def step(self) -> bool:
-        """One native call's worth of work; False when there is nothing at all to do."""
+        """One native call's worth of work; False when there is nothing to do but wait."""
         self._check_engine()
+        allowance = self._kv.allowance
+        allowance.renew()
         try:
+            self._restore()
             self._admit()
+            self._kv.export_some()
             batch = self._batcher.compose(self._running)
-            return self._compute(batch) if batch else self._kv.offload_one()
+            if batch:
+                return self._compute(batch)
+            return allowance.is_spent or self._kv.offload_one()
         except EngineBroken as error:
             self._restart_all(error)
             return True
@@ -89,6 +102,14 @@ class Scheduler:
 
     # -- admitting -----------------------------------------------------------------------------
 
+    def _restore(self) -> None:
+        """Go on with turns whose state is being restored, those that came first first."""
+        for turn in list(self._restoring):
+            outcome = self._pipeline.restore(turn)
+            if outcome is not Start.RESTORING:
+                self._restoring.remove(turn)
+                self._take(turn, outcome)
+
     def _admit(self) -> None:
         """Start waiting turns in their order, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
@@ -97,36 +118,39 @@ class Scheduler:
             if turn is None:
                 return
             try:
-                outcome = self._pipeline.start(turn, self._running)
+                outcome = self._pipeline.start(turn, self._running, self._restoring)
             except ServerError as error:  # what only this turn needs is not to be had
                 self._end(turn)
                 self._emit([Failed(turn.id, error.info)])
                 continue
             if outcome is Start.NO_ROOM:
                 return
-            if outcome is Start.STARTED:
-                self._begin(turn)
+            self._waiting.remove(turn)
+            self._take(turn, outcome)
+
+    def _take(self, turn: Turn, outcome: Start) -> None:
+        """A turn that is in no list goes on where its start has led it."""
+        if outcome is Start.STARTED:
+            self._begin(turn)
+        else:
+            _insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
 
     def _has_room(self) -> bool:
-        """Whether another turn may run, and the next batch has rows for its prompt."""
-        return len(self._running) < self._parallel and self._batcher.has_room(self._running)
+        """Whether another turn may run, and the next batch has rows for its prompt. Turns that are
+        being restored count: their state takes memory."""
+        turns = len(self._running) + len(self._restoring)
+        return turns < self._parallel and self._batcher.has_room(self._running)
 
     def _may_start(self, turn: Turn) -> bool:
-        """Turns that hold what they fetched count as running: their state takes memory."""
-        if turn.fetch is None:
-            holding = sum(other.fetch is not None for other in self._waiting)
-            if len(self._running) + holding >= self._parallel:
-                return False
         if turn.request.exact and self._exact_turns >= self._engine.capabilities.exact_sequences:
             return False
-        return not turn.is_fetching and not self._follows(turn)
+        return not self._follows(turn)
 
     @property
     def _exact_turns(self) -> int:
-        return sum(turn.request.exact for turn in self._running)
+        return sum(turn.request.exact for turn in (*self._running, *self._restoring))
 
     def _begin(self, turn: Turn) -> None:
-        self._waiting.remove(turn)
         _insert(self._running, turn)
         if not turn.is_started:
             turn.is_started = True
@@ -139,11 +163,10 @@ class Scheduler:
                 )
 
     def _follows(self, turn: Turn) -> bool:
-        """Whether a prefix this turn needs is just being computed or fetched for another: then it
+        """Whether a prefix this turn needs is just being computed or restored for another: then it
         waits, and that is done once."""
         reading = (leader for leader in self._running if leader.is_prefilling)
-        fetching = (leader for leader in self._waiting if leader.is_fetching)
-        return any(self._leads(leader, turn) for leader in (*reading, *fetching))
+        return any(self._leads(leader, turn) for leader in (*reading, *self._restoring))
 
     def _leads(self, leader: Turn, turn: Turn) -> bool:
         ahead_of, behind = leader.request, turn.request
@@ -151,8 +174,9 @@ class Scheduler:
         if not together or leader.namespace != turn.namespace:
             return False
         common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
+        held_tokens = 0 if leader.restoration else leader.held_tokens  # that can be shared
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
-        ahead = turn.request.exact or common > leader.held_tokens
+        ahead = turn.request.exact or common > held_tokens
         if common < FOLLOW_TOKENS or not ahead:
             return False
         if leader.checkpoints and common > leader.held_tokens:
@@ -201,11 +225,13 @@ class Scheduler:
         self._leave(turn)
         self._pipeline.retire(turn)
 
+    def _remove(self, turn: Turn) -> None:
+        for turns in (self._waiting, self._restoring, self._running):
+            if turn in turns:
+                turns.remove(turn)
+
     def _leave(self, turn: Turn) -> None:
-        if turn in self._running:
-            self._running.remove(turn)
-        else:
-            self._waiting.remove(turn)
+        self._remove(turn)
         if turn.sampler is not None:
             turn.sampler.close()
             turn.sampler = None
@@ -218,12 +244,14 @@ class Scheduler:
             raise EngineBroken("the engine found no room where there must be some")
         if self._kv.make_room(rows):
             return
-        last = max((t for t in self._running if not t.request.exact), key=lambda turn: turn.place)
+        if self._kv.allowance.is_spent:
+            return  # the next step goes on
+        holding = [*self._restoring, *self._running]
+        last = max((t for t in holding if not t.request.exact), key=lambda turn: turn.place)
         self._kv.counts.preemptions += 1
-        self._pipeline.retire(last)
-        self._kv.make_room(self._engine.capabilities.pool_tokens)
-        self._running.remove(last)
+        self._remove(last)
         self._waiting.insert(0, last)
+        self._pipeline.retire(last)
 
     def _check_engine(self) -> None:
         """Start over if the engine broke since the last step."""
@@ -234,9 +262,11 @@ class Scheduler:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error
         when they have been here too often."""
         self._kv.lose_everything()
-        lost, self._running = self._running, []
+        for turn in [*self._waiting, *self._restoring, *self._running]:
+            self._kv.release(turn)  # of those that wait, one may have been starting
+        lost = [*self._running, *self._restoring]
+        self._running, self._restoring = [], []
         for turn in lost:
-            turn.sequence = turn.fetch = None
             turn.restarts += 1
             token_mask = turn.encoded.decoding.token_mask
             if token_mask is not None:  # it may have seen a token that was lost

@@ -27,6 +27,8 @@ SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
 LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
+MOST_FETCH_BYTES = 256 << 20  # blocks that are being read, or wait to be restored
+FETCH_SHARE = 8  # of the RAM budget, what they may take at most
 ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
@@ -67,6 +69,7 @@ class Storage:
         store.load()  # from here on the writer uses the index
         entries.load(rows)
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
+        store.fetches.on_change = self._log_reads
 
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier did; log it once when one starts or stops failing."""
@@ -77,6 +80,13 @@ class Storage:
         if tier.state != self._logged_states[tier.name]:
             self._logged_states[tier.name] = tier.state
             self._log(_state_line(tier, getattr(event, "reason", "")))
+
+    def _log_reads(self, tier: Tier, answers: bool) -> None:
+        if answers:
+            self._log(LogLine("info", f"the {tier.name} cache answers reads again"))
+        else:
+            text = f"the {tier.name} does not answer reads: state that lies there alone is computed"
+            self._log(LogLine("warning", f"{text} again until it does"))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
@@ -102,7 +112,7 @@ class Storage:
         stats.disk_state = self._no_disk_reason
         if disk := self.disk:
             stats.disk_limit_bytes = disk.budget.limit_bytes
-            stats.disk_state = disk.state
+            stats.disk_state = disk.state if self.store.fetches.answers(disk) else "hung"
             stats.disk_queued_bytes = disk.pending_bytes
             stats.disk_written_bytes = disk.counts.written_bytes
             stats.disk_read_bytes = disk.counts.read_bytes
@@ -127,6 +137,7 @@ def open_storage(
     opened = _open_disk(load, capabilities, log)
     queue_bytes = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
     queue_bytes = min(MOST_QUEUE_BYTES, queue_bytes) if opened.folder else 0
+    fetch_bytes = min(MOST_FETCH_BYTES, settings.ram_cache // FETCH_SHARE) if opened.folder else 0
     entries_bytes = _entries_bytes(settings, opened.folder)
     disk = None
     if opened.folder is not None:
@@ -137,9 +148,9 @@ def open_storage(
             queue_bytes=queue_bytes,
             entries_bytes=entries_bytes,
         )
-    tiers: list[Tier] = [RamTier(max(settings.ram_cache - queue_bytes, 0))]
+    tiers: list[Tier] = [RamTier(max(settings.ram_cache - queue_bytes - fetch_bytes, 0))]
     tiers += [disk] if disk else []  # a further tier below goes here
-    store = Store(block_tokens=capabilities.block_tokens, tiers=tiers)
+    store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
     journal = disk.journal if disk else None
     return Storage(
         settings,

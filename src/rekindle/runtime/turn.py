@@ -10,11 +10,11 @@ from typing import Literal
 from rekindle.engine.base import Sampled, Sampler, Sequence
 from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
-from rekindle.kvcache.tiers.base import Fetch
-from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Stages
+from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Reason, Stages
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
+from rekindle.runtime.restoration import Restoration
 from rekindle.tokens import TokenBuffer, Tokens
 
 Stage = Literal["front", "encode", "queue", "plan", "restore", "compute"]
@@ -83,12 +83,12 @@ class Turn:
         self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
         self.report: CacheReport | None = None  # from its first start on
-        self.is_damaged = False  # state that it wanted to reuse was corrupt
+        self.problem: Reason | None = None  # why state that it wanted to reuse could not be had
         # In the engine.
         self.sequence: Sequence | None = None
         self.sampler: Sampler | None = None
-        self.fetch: Fetch | None = None  # its blocks on their way from a lower tier
-        self.awaits_fetch = False  # since it last tried to start
+        self.restoration: Restoration | None = None  # its blocks on their way into the sequence
+        self.plans = 0  # made since it last held nothing
         self.offloaded = Offloaded(0, encoded.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
         # In the queue.
@@ -103,7 +103,8 @@ class Turn:
 
     @property
     def is_fetching(self) -> bool:
-        return self.fetch is not None and not self.fetch.done
+        """Whether it waits for blocks from a lower tier."""
+        return self.restoration is not None and bool(self.restoration.fetches)
 
     @property
     def generated_tokens(self) -> int:

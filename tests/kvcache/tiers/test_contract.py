@@ -63,8 +63,8 @@ class Place:
                 for write in self.tier.complete(event):
                     copy = BLOCKS[write.key].copies[self.tier.name]
                     copy.written = write.kind if isinstance(event, Written) else copy.written
-            case Fetched(_, fetch):
-                fetch.pending -= 1
+            case Fetched(fetch):
+                fetch.is_done = True
             case Flushed(then, is_safe):
                 then(is_safe)
 
@@ -77,9 +77,9 @@ class Place:
         return None if blob is None else bytes(blob)
 
     def read(self, block: Block) -> Fetch:
-        fetch = Fetch.of({self.tier.name: [block]})
+        fetch = Fetch.of(self.tier.name, [block])
         self.tier.read([block], fetch)
-        while not fetch.done:
+        while not fetch.is_done:
             self.take_in()
         return fetch
 
@@ -291,11 +291,11 @@ def test_many_blocks_are_read_at_once_and_reported_once(lower: Place) -> None:
         lower.tier.put(block, STATE)
     lower.flush()
     lower.reported.clear()
-    fetch = Fetch.of({lower.tier.name: blocks})
+    fetch = Fetch.of(lower.tier.name, blocks)
     lower.tier.read(blocks, fetch)
-    while not fetch.done:
+    while not fetch.is_done:
         lower.take_in()
-    assert lower.reported == [Fetched(lower.tier.name, fetch)]
+    assert lower.reported == [Fetched(fetch)]
     assert all(bytes(fetch.blob(block) or b"") == STATE for block in blocks)
     assert not fetch.bad
 

@@ -80,6 +80,9 @@ class NumpyEngine:
     def free_tokens(self) -> int:
         return self._cells.free
 
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        return self._cells.freed(sequence.slot for sequence in sequences)
+
     # -- sequences -----------------------------------------------------------------------------
 
     def open(self, *, exact: bool) -> Sequence:

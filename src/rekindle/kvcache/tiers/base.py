@@ -7,7 +7,7 @@ engine takes events in, and never waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -46,27 +46,25 @@ class StoredBlock:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up. When it is done each is among the records, or bad, or was missed for
-    no fault of its copy."""
+    """Blocks on their way up from a tier. When it is done each is among the records, or bad, or was
+    missed for no fault of its copy."""
 
-    blocks: dict[bytes, Block]  # what was asked for
+    tier: str
+    blocks: dict[bytes, Block]  # what was asked for, in order
     kinds: dict[bytes, BlockKind]  # what they were then
-    sources: dict[bytes, str]  # the tier that each is read from
-    pending: int  # tiers that have not reported
+    size_bytes: int  # that it takes of memory
+    is_done: bool = False
+    is_released: bool = False  # nobody waits for it: what is not being read yet need not be
+    is_late: bool = False  # it was given up, so its tier is left out until it is done
     records: dict[bytes, Record] = field(default_factory=dict)
     bad: dict[bytes, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, shares: Mapping[str, Sequence[Block]]) -> Fetch:
-        """Of these blocks from each of these tiers."""
-        blocks = {block.key: block for share in shares.values() for block in share}
-        kinds = {key: block.kind for key, block in blocks.items()}
-        sources = {block.key: name for name, share in shares.items() for block in share}
-        return cls(blocks, kinds, sources, pending=len(shares))
-
-    @property
-    def done(self) -> bool:
-        return not self.pending
+    def of(cls, tier: str, blocks: Sequence[Block]) -> Fetch:
+        kinds = {block.key: block.kind for block in blocks}
+        copies = [block.copies[tier].written or block.kind for block in blocks]
+        size_bytes = sum(kind.size_bytes for kind in copies)
+        return cls(tier, {block.key: block for block in blocks}, kinds, size_bytes)
 
     def blob(self, block: Block) -> Blob | None:
         """The state that was read, if it is of use for the block as it is now."""
@@ -103,9 +101,8 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A tier has read all that one fetch asked of it."""
+    """A tier has read all that a fetch asked of it."""
 
-    tier: str
     fetch: Fetch
 
 
@@ -162,7 +159,7 @@ class Tier(Protocol):
         """Count a copy that is here as one of this kind: its replacement was not written."""
 
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
-        """Start reading what is not at hand; `Fetched` follows."""
+        """Start reading what is not at hand; `Fetched` follows, soon if the fetch is released."""
 
     # -- its writes ----------------------------------------------------------------------------
 

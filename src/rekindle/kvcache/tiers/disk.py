@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind
@@ -29,6 +29,7 @@ log = logging.getLogger("rekindle.cache")
 
 NAME = "disk"
 READERS = 2
+LAST_READS_S = 5.0  # for reads in progress to end when the tier is closed
 PAGE_BYTES = 4096  # what a file system counts in
 ROW_BYTES = 256  # a block's row in the index, beside its tokens
 COPIES = 2  # of the index: one in use, one for the day it is damaged
@@ -56,6 +57,7 @@ class DiskTier(WriteBehindTier):
         self._on_event = on_event
         self._writer = Writer(folder, NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
+        self._reads: set[Future[None]] = set()  # that have not ended
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the disk: its file in whole pages, and its row."""
@@ -104,24 +106,28 @@ class DiskTier(WriteBehindTier):
         for block in blocks:
             kind = block.copies[self.name].written or block.kind
             size = record_bytes(len(block.tokens.packed), kind.size_bytes)
-            self._readers.submit(self._read_one, fetch, share, block.key, size)
+            read = self._readers.submit(self._read_one, fetch, share, block.key, size)
+            self._reads.add(read)
+            read.add_done_callback(self._reads.discard)
 
     def _read_one(self, fetch: Fetch, share: _Share, key: bytes, size: int) -> None:
         try:
-            fetch.records[key] = self.folder.block_files.read(key, size)
+            if not fetch.is_released:
+                fetch.records[key] = self.folder.block_files.read(key, size)
         except CorruptBlock as error:
             fetch.bad[key] = str(error)
         except Exception:  # no handles or no memory just now: a plain miss, and a turn waits
             log.exception("reading a block failed")
         if share.is_through():
-            self._on_event(Fetched(self.name, fetch))
+            self._on_event(Fetched(fetch))
 
     # -- ending --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Write what is queued, then let go of the folder."""
         self._writer.close()
-        self._readers.shutdown(wait=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._reads), LAST_READS_S)  # one may hang for ever
         self.folder.close()
 
 

@@ -15,7 +15,7 @@ class WriteBehindTier(BaseTier, ABC):
 
     def __init__(self, name: str, limit_bytes: int, queue_bytes: int) -> None:
         super().__init__(name, limit_bytes, persistent=True)
-        self._queue_bytes = queue_bytes
+        self.queue_bytes = queue_bytes
         self._pending: dict[bytes, Write] = {}  # asked for, not yet done
 
     @abstractmethod
@@ -31,7 +31,7 @@ class WriteBehindTier(BaseTier, ABC):
 
     @property
     def has_queue_room(self) -> bool:
-        return self.pending_bytes < self._queue_bytes
+        return self.pending_bytes < self.queue_bytes
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
         self.budget.enter(block, self.cost(block.tokens, kind.size_bytes), kind)

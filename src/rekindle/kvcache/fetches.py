@@ -1,0 +1,106 @@
+"""Reads from lower tiers: a window of blocks at a time, so that what they take is bounded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from rekindle.kvcache.block import Block
+from rekindle.kvcache.tiered import Tiers
+from rekindle.kvcache.tiers.base import Fetch, Tier
+
+WINDOWS = 4  # of a tier, at once: a turn restores one while the next is read; others want some too
+
+
+class Fetches:
+    """Each lower tier has a share of the limit, so that one that hangs holds up no other. A block
+    larger than all of it is read alone. Called by the engine's thread only."""
+
+    def __init__(self, tiers: Tiers, limit_bytes: int) -> None:
+        self._tiers = tiers
+        self.limit_bytes = limit_bytes
+        self._tier_bytes = limit_bytes // max(len(tiers) - 1, 1)
+        self._in_flight: Counter[str] = Counter()  # bytes, by tier
+        self._late: Counter[str] = Counter()  # reads that were given up and have not ended
+        #: Called with a tier that has stopped answering reads, or that answers again.
+        self.on_change: Callable[[Tier, bool], None] = lambda tier, answers: None
+
+    @property
+    def used_bytes(self) -> int:
+        """What all fetches take of memory, from their start to their release."""
+        return self._in_flight.total()
+
+    def answers(self, tier: Tier) -> bool:
+        """Whether no read of a tier is overdue."""
+        return not self._late[tier.name]
+
+    def is_readable(self, block: Block) -> bool:
+        """Whether a block is at hand, or can be had from a tier that answers."""
+        return self._tiers.get(block) is not None or self._source(block) is not None
+
+    def _source(self, block: Block) -> Tier | None:
+        return next((t for t in self._tiers if t.holds(block) and self.answers(t)), None)
+
+    # -- a fetch, from start to release ----------------------------------------------------------
+
+    def start(self, blocks: Sequence[Block]) -> Fetch | None:
+        """Start reading a window: the first of these that are not at hand and have the same source.
+        None: none is missing, none can be had, or there is no room for one now."""
+        missing = [block for block in blocks if self._tiers.get(block) is None]
+        tier = self._source(missing[0]) if missing else None
+        if tier is None:
+            return None
+        window = list(self._window(tier, missing))
+        if not window:
+            return None
+        fetch = Fetch.of(tier.name, window)
+        self._in_flight[tier.name] += fetch.size_bytes
+        tier.read(window, fetch)
+        return fetch
+
+    def _window(self, tier: Tier, missing: Sequence[Block]) -> Iterator[Block]:
+        room_bytes = self._tier_bytes - self._in_flight[tier.name]
+        room_bytes = min(room_bytes, self._tier_bytes // WINDOWS)
+        may_exceed = not self._in_flight[tier.name]
+        for block in missing:
+            if self._source(block) is not tier:
+                return
+            room_bytes -= block.size_bytes
+            if room_bytes < 0 and not may_exceed:
+                return
+            yield block
+            may_exceed = False
+
+    def release(self, fetch: Fetch) -> None:
+        """Nobody wants these bytes any more. What is being read takes memory until it is."""
+        fetch.is_released = True
+        if fetch.is_done:
+            self._forget(fetch)
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Release a fetch that takes too long; its tier is left out until it has answered."""
+        if not fetch.is_done:
+            fetch.is_late = True
+            self._count_late(fetch, +1)
+        self.release(fetch)
+
+    def on_fetched(self, fetch: Fetch) -> None:
+        """A tier has read all that it was asked for."""
+        fetch.is_done = True
+        if fetch.is_late:
+            self._count_late(fetch, -1)
+        if fetch.is_released:
+            self._forget(fetch)
+
+    def _count_late(self, fetch: Fetch, more: int) -> None:
+        tier = next(tier for tier in self._tiers if tier.name == fetch.tier)
+        answered = self.answers(tier)
+        self._late[tier.name] += more
+        if self.answers(tier) != answered:
+            self.on_change(tier, not answered)
+
+    def _forget(self, fetch: Fetch) -> None:
+        """The one place where bytes stop being in flight; again for a fetch is nothing more."""
+        self._in_flight[fetch.tier] -= fetch.size_bytes
+        fetch.size_bytes = 0
+        fetch.records.clear()

@@ -1,0 +1,168 @@
+"""Finished sequences that stay in the engine's memory, and how they make room again.
+
+Whatever is exported here is exported within the step's allowance: a sequence that takes longer is
+gone on with at the next step, and is of use to turns until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rekindle.engine.base import Engine, Sequence
+from rekindle.kvcache.block import PrefixHandle
+from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
+from rekindle.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """An export that somebody waits for."""
+
+    idle: IdleSequence
+    tokens: int  # so many of it at least
+    then: Callable[[], None]
+
+
+class IdlePool:
+    """Within so many sequences and tokens; those least recently used go first."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        offloader: Offloader,
+        allowance: Allowance,
+        *,
+        most_sequences: int,
+        most_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._offloader = offloader
+        self._allowance = allowance
+        self._most_sequences = most_sequences
+        self.most_tokens = most_tokens
+        self._idle: list[IdleSequence] = []  # least recently used first
+        self._asked: deque[_Asked] = deque()  # exports that somebody waits for
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __iter__(self) -> Iterator[IdleSequence]:
+        return iter(self._idle)
+
+    def add(self, idle: IdleSequence) -> None:
+        self._idle.append(idle)
+        self.trim()
+
+    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
+        """A sequence that was shared to its end lives on in the new one, if that is of the same
+        tenant."""
+        for idle in self._idle:
+            if idle.sequence is source:
+                self._idle.remove(idle)
+                if shared_tokens >= len(idle.tokens) and idle.namespace == namespace:
+                    self._engine.close_sequence(source)
+                else:
+                    self._idle.append(idle)  # used just now
+                return
+
+    def clear(self) -> None:
+        """The engine has lost them."""
+        self._idle.clear()
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def could_make_room(self, tokens: int, sequences: int, spared: Sequence | None) -> bool:
+        """Whether so many cells would be free if all of these left but the spared one, and no more
+        than so many sequences were here."""
+        mine = [idle.sequence for idle in self._idle if idle.sequence is not spared]
+        free_tokens = self._engine.free_tokens + self._engine.freed_tokens(mine)
+        return len(self) - len(mine) <= sequences and free_tokens >= tokens
+
+    def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
+        """Move sequences down to the store until so many cells are free, and no more than so many
+        sequences are here; False: there are no more, or the step's allowance is spent."""
+        while self._engine.free_tokens < tokens or len(self) > sequences:
+            victim = next((each for each in self._idle if each.sequence is not spared), None)
+            if victim is None or not self._evict(victim):
+                return False
+        return True
+
+    def trim(self) -> bool:
+        """Idle state in the pool slows every step down a little; keep it within its share. False:
+        the next step goes on."""
+        while (
+            len(self._idle) > self._most_sequences
+            or sum(len(each.tokens) for each in self._idle) > self.most_tokens
+        ):
+            if not self._evict(self._idle[0]):
+                return False
+        return True
+
+    def _evict(self, idle: IdleSequence) -> bool:
+        """Export a sequence and close it; False: the allowance did not do."""
+        while not self._offloader.is_offloaded(idle):
+            if self._allowance.is_spent:
+                return False
+            self._offloader.offload_next(idle)
+        self._idle.remove(idle)
+        self._engine.close_sequence(idle.sequence)
+        return True
+
+    def forget(self, handle: PrefixHandle) -> None:
+        """Close sequences of a conversation that was deleted: it is not reused from here."""
+        for idle in list(self._idle):
+            if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
+                if len(idle.tokens) > len(handle.tokens):
+                    self._offloader.offload(idle)  # a longer conversation may rest on it
+                self._idle.remove(idle)
+                self._engine.close_sequence(idle.sequence)
+
+    # -- exporting -----------------------------------------------------------------------------
+
+    def export_one(self) -> bool:
+        """Copy one block to the store, for idle moments; False when all of them are there."""
+        for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
+            if idle.offloaded.tokens < len(idle.tokens):
+                if not self._offloader.is_offloaded(idle):
+                    self._offloader.offload_next(idle)
+                return True
+        return False
+
+    def export_all(self) -> None:
+        for idle in self._idle:
+            self._offloader.offload(idle)
+
+    def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
+        """Call back when the state of a conversation that is here is in the store, and nothing
+        else's."""
+        mine = [idle for idle in self._idle if idle.namespace == handle.namespace]
+        common = [idle.tokens.common_prefix(handle.tokens) for idle in mine]
+        longest = max(common, default=0)
+        if longest > (handle.block.stop if handle.block else 0):
+            self._asked.append(_Asked(mine[common.index(longest)], longest, then))
+            self.export_asked()
+        else:
+            then()
+
+    def export_asked(self) -> bool:
+        """Go on with what somebody waits for; False: the next step goes on."""
+        while self._asked:
+            asked = self._asked[0]
+            while asked.idle in self._idle and not self._is_exported(asked):
+                if self._allowance.is_spent:
+                    return False
+                self._offloader.offload_next(asked.idle)
+            self._asked.popleft()
+            asked.then()
+        return True
+
+    def _is_exported(self, asked: _Asked) -> bool:
+        is_whole = self._offloader.is_offloaded(asked.idle)
+        return is_whole or asked.idle.offloaded.tokens >= asked.tokens
+
+
+def _is_along(one: Tokens, other: Tokens) -> bool:
+    """Whether one of the two is the beginning of the other."""
+    return one.common_prefix(other) == min(len(one), len(other))

@@ -1,0 +1,92 @@
+"""Finished sequences in the engine's memory: what makes them leave it, and at whose cost."""
+
+from __future__ import annotations
+
+from rekindle.protocol.admin import EntryInfo, Flush
+from rekindle.protocol.requests import Names
+from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.harness import RuntimeHarness
+
+BLOCK_BYTES = 8 * CELL_BYTES
+
+
+def key_of(harness: RuntimeHarness, tokens: list[int]) -> str:
+    """The key of a conversation that stays in the engine's memory."""
+    reply = harness.ask(tokens, max_tokens=1, names=Names(return_cache_key=True))
+    assert reply.finished.cache.new_cache_key is not None
+    return reply.finished.cache.new_cache_key
+
+
+def test_a_flush_exports_the_entry_that_it_is_about_and_no_other() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    keys = [key_of(harness, [number] * 41) for number in range(3)]
+    info = harness.administer(Flush(keys[1]))
+    assert isinstance(info, EntryInfo)
+    assert info.held_tokens == 41
+    assert engine.counts.exported_tokens == 41
+
+
+def test_a_flush_is_answered_though_it_takes_many_steps() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    key = key_of(harness, [1] * 400)
+    harness.kv.allowance.step_bytes = 2 * BLOCK_BYTES
+    info = harness.administer(Flush(key))
+    assert isinstance(info, EntryInfo)
+    assert info.held_tokens == engine.counts.exported_tokens == 400
+
+
+def test_nothing_is_evicted_for_a_turn_that_finds_no_room_anyway() -> None:
+    engine = FakeEngine(pool_tokens=400)
+    harness = RuntimeHarness(engine)
+    harness.ask([1] * 80, max_tokens=1)
+    running = harness.submit([2] * 200, max_tokens=40)
+    while not running.tokens:
+        harness.scheduler.step()
+    waiting = harness.submit([3] * 190, max_tokens=1)
+    harness.scheduler.step()
+    assert not waiting.started  # it needs more than the resident's 80
+    assert engine.counts.exported_tokens == 0
+    harness.cancel(waiting)
+    assert harness.ask([1] * 80, max_tokens=1).finished.cache.tier == "device"
+
+
+def test_a_reply_goes_on_while_a_long_conversation_is_exported() -> None:
+    engine = FakeEngine(context_tokens=2048, pool_tokens=8192)
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    harness.kv.allowance.step_bytes = 4 * BLOCK_BYTES
+    talker = harness.submit([2, 3, 4], max_tokens=100)
+    long = harness.submit([1] * 800, max_tokens=1)
+    harness.run(long)
+    for _ in range(20):
+        exported, said = engine.counts.exported_tokens, len(talker.tokens)
+        harness.scheduler.step()
+        assert engine.counts.exported_tokens - exported == 4 * 8
+        assert len(talker.tokens) == said + 1
+    harness.run(talker)
+    harness.offload()
+    assert engine.open_sequences == 0
+    assert harness.ask([1] * 801, max_tokens=1).reused == 800
+
+
+def test_a_turn_waits_for_room_that_takes_many_steps_to_make() -> None:
+    engine = FakeEngine(pool_tokens=512)
+    harness = RuntimeHarness(engine)
+    harness.ask([1] * 400, max_tokens=1)
+    harness.kv.allowance.step_bytes = 2 * BLOCK_BYTES
+    reply = harness.submit([2] * 300, max_tokens=1)
+    harness.scheduler.step()
+    assert not reply.started
+    assert engine.counts.exported_tokens == 2 * 8
+    harness.run(reply)
+    assert harness.ask([1] * 401, max_tokens=1).reused == 400
+
+
+def test_a_sequence_is_of_use_while_it_is_exported() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    harness.kv.allowance.step_bytes = BLOCK_BYTES
+    harness.ask([1] * 400, max_tokens=1)
+    again = harness.ask([*[1] * 400, 2], max_tokens=1)
+    assert (again.reused, again.finished.cache.tier) == (400, "device")
