@@ -186,6 +186,19 @@ def test_the_client_sends_its_key_and_json() -> None:
     assert request.headers["content-type"] == "application/json"
 
 
+def test_all_pages_are_read() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        number = int(request.url.params.get("after", "0"))
+        has_more = number < 3
+        page = {"entries": [entry(f"key{number}")], "count": 1, "has_more": has_more}
+        return httpx.Response(200, json={**page, "next": str(number + 1) if has_more else None})
+
+    client = CacheClient("http://here/v1", None, httpx.MockTransport(answer))
+    listing = client.listing()
+    assert [each["cache_key"] for each in listing["entries"]] == ["key0", "key1", "key2", "key3"]
+    assert listing["count"] == 4
+
+
 def test_a_key_never_becomes_another_path() -> None:
     server = Server({})
     with pytest.raises(Refused):

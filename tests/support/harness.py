@@ -282,7 +282,8 @@ class RuntimeHarness:
         encoded = EncodedPrompt(prompt) if isinstance(prompt, Prompt) else prompt
         results: list[AdminResult] = []
         request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
-        self.runtime.admin.answer(request, encoded, results.append)
+        for _ in self.runtime.admin.answer(request, encoded, results.append):
+            pass  # between two pieces of work
         while not results:
             self.take_events(wait=not self.scheduler.step())
         return results[0]

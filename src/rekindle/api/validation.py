@@ -10,6 +10,7 @@ from rekindle.errors import BadRequest
 TAKES = {
     "float_type": "a number",
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
     "int_from_float": "a whole number",
     "bool_type": "true or false",
     "string_type": "a string",
@@ -27,6 +28,7 @@ TAKES = {
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "at least {min_length} character",
 }
+SOURCES = ("body", "query")  # where FastAPI found the value
 WRONG_TYPE = {name for name in TAKES if name.endswith("_type")}
 JSON_NAMES = {
     dict: "an object",
@@ -44,7 +46,9 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     first = errors[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}.")
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in first["loc"]]
+    if path and path[0] in SOURCES:
+        del path[0]
     where = f"`{'.'.join(path)}`" if path else "The body"
     return BadRequest(f"{where} {_fault(first)}.", param=path[0] if path else None)
 

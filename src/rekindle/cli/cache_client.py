@@ -9,6 +9,7 @@ import httpx
 
 from rekindle.errors import RekindleError
 
+PAGE_ENTRIES = 1000  # the most that a server gives at a time
 TIMEOUT = httpx.Timeout(120, connect=5)
 
 Json = dict[str, Any]
@@ -35,7 +36,13 @@ class CacheClient:
         self._transport = transport
 
     def listing(self) -> Json:
-        return self._send("GET", "/cache")
+        """All entries, read page by page."""
+        page = self._send("GET", f"/cache?limit={PAGE_ENTRIES}")
+        entries: list[Json] = page["entries"]
+        while page.get("has_more"):
+            page = self._send("GET", f"/cache?limit={PAGE_ENTRIES}&after={quote(page['next'])}")
+            entries += page["entries"]
+        return {"entries": entries, "count": len(entries)}
 
     def stats(self) -> Json:
         return self._send("GET", "/cache/stats")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from rekindle.kvcache.disk.index_db import Change, DropEntry, EntryRow, PutEntry, TouchEntry
 from rekindle.kvcache.entry import (
@@ -59,7 +59,12 @@ class Entries:
         """A tenant's living entries, or everybody's."""
         return [entry for entry in self.index.of(namespace) if not entry.has_expired(self._clock)]
 
-    def by_key(self, namespace: bytes, key: str) -> Entry | None:
+    def newest(self, namespace: bytes | None, before: int | None) -> Iterator[Entry]:
+        """Living entries from below a place in the order of use on, the newest use first."""
+        found = self.index.newest(namespace, before)
+        return (entry for entry in found if not entry.has_expired(self._clock))
+
+    def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
         return _living(self.index.by_key(namespace, key), self._clock)
 
     def any_by_key(self, namespace: bytes | None, key: str) -> Entry | None:
@@ -75,10 +80,10 @@ class Entries:
         is_over = entry is not None and entry.has_expired(self._clock)
         return is_over or (namespace, key) in self._expired
 
-    def older(self, namespace: bytes | None, seconds: float) -> list[Entry]:
-        """Unpinned entries that were not used for so long."""
-        now = self._clock.steady_s()
-        return [e for e in self.of(namespace) if not e.pinned and now - e.used_s > seconds]
+    def is_older(self, entry: Entry, seconds: float) -> bool:
+        """Whether it is alive, unpinned and was not used for so long."""
+        unused_s = self._clock.steady_s() - entry.used_s
+        return not entry.pinned and unused_s > seconds and not entry.has_expired(self._clock)
 
     # -- remembering ---------------------------------------------------------------------------
 
@@ -156,14 +161,18 @@ class Entries:
 
     def collect(self, namespace: bytes | None = None) -> tuple[int, int]:
         """Remove what has expired; how many entries, and the bytes freed."""
-        found = self.index.of(namespace)
-        expired = [entry for entry in found if entry.has_expired(self._clock)]
-        freed = sum(self.remove(entry) for entry in expired)
-        for entry in expired:
-            self._expired[entry.namespace, entry.key] = None
+        offered = (self.expire(entry) for entry in self.index.of(namespace))
+        freed = [freed_bytes for freed_bytes in offered if freed_bytes is not None]
+        return len(freed), sum(freed)
+
+    def expire(self, entry: Entry) -> int | None:
+        """Remove an entry that has outlived its time; the bytes freed, None if it has not."""
+        if not entry.has_expired(self._clock):
+            return None
+        self._expired[entry.namespace, entry.key] = None
         while len(self._expired) > MOST_EXPIRED:
             self._expired.popitem(last=False)
-        return len(expired), freed
+        return self.remove(entry)
 
     def _make_room(self) -> None:
         """Keep what entries take within bounds. The tenant that has most gives way: its oldest that

@@ -126,6 +126,7 @@ class Entry(PrefixHandle):
         "keyed",
         "last_used_at",
         "names",
+        "place",
         "replies",
         "segments",
         "text",
@@ -149,6 +150,7 @@ class Entry(PrefixHandle):
         self.durable = True  # to be remembered across restarts
         self.was_computed = True  # else it was only noted
         self.hits = 0
+        self.place = 0  # in the order of last uses; 0: nowhere
         self.ttl_s: float | None = None
         self.created_at = self.last_used_at = clock.wall_s()
         self.used_s = clock.steady_s()

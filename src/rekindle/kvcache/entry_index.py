@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from itertools import islice
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from typing import Generic, TypeVar
 
 from rekindle.kvcache.entry import Clock, Entry, Name, Reply, newest_replies
+from rekindle.kvcache.use_order import UseOrder
 from rekindle.tokens import Tokens, common_bytes
 
 MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
@@ -98,7 +99,9 @@ class EntryIndex:
     def __init__(self) -> None:
         self.used_bytes = 0
         self.held_bytes: Counter[bytes] = Counter()  # by tenant
-        self._by_key: OrderedDict[tuple[bytes, str], Entry] = OrderedDict()  # oldest use first
+        self._by_key: dict[str, Entry] = {}
+        self._orders: defaultdict[bytes | None, UseOrder] = defaultdict(UseOrder)  # None: of all
+        self._places = count(1)
         self._by_name: dict[tuple[bytes, Name], Entry] = {}
         self._by_tokens: dict[tuple[bytes, Tokens], Entry] = {}
         self._texts: dict[bytes, TextIndex[Entry]] = {}
@@ -112,12 +115,18 @@ class EntryIndex:
 
     def of(self, namespace: bytes | None) -> list[Entry]:
         """A tenant's entries, or everybody's; the oldest use first."""
-        return [entry for entry in self._by_key.values() if namespace in (None, entry.namespace)]
+        order = self._orders.get(namespace)
+        return list(order) if order else []
+
+    def newest(self, namespace: bytes | None, before: int | None) -> Iterator[Entry]:
+        """A tenant's entries, or everybody's, from below a place in the order of use on; the newest
+        use first. Nothing may change while it is read."""
+        order = self._orders.get(namespace)
+        return order.newest(before) if order else iter(())
 
     def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
-        if namespace is not None:
-            return self._by_key.get((namespace, key))
-        return next((entry for entry in self._by_key.values() if entry.key == key), None)
+        entry = self._by_key.get(key)
+        return entry if entry is not None and namespace in (None, entry.namespace) else None
 
     def by_name(self, namespace: bytes, name: Name) -> Entry | None:
         return self._by_name.get((namespace, name))
@@ -151,7 +160,8 @@ class EntryIndex:
 
     def add(self, entry: Entry) -> None:
         """Take in an entry that has neither replies nor names yet."""
-        self._by_key[entry.namespace, entry.key] = entry
+        self._by_key[entry.key] = entry
+        self._set_place(entry, next(self._places))
         self._by_tokens[entry.namespace, entry.tokens] = entry
         self._count(entry.namespace, entry.cost_bytes)
         if entry.text:
@@ -159,7 +169,8 @@ class EntryIndex:
                 self._texts.setdefault(entry.namespace, TextIndex()).put(entry.text, entry)
 
     def remove(self, entry: Entry) -> None:
-        del self._by_key[entry.namespace, entry.key]
+        del self._by_key[entry.key]
+        self._set_place(entry, 0)
         if self._by_tokens.get((entry.namespace, entry.tokens)) is entry:
             del self._by_tokens[entry.namespace, entry.tokens]
         for name in entry.names:
@@ -178,7 +189,20 @@ class EntryIndex:
     def use(self, entry: Entry, clock: Clock) -> None:
         """Its time begins again, and it is the newest."""
         entry.use(clock)
-        self._by_key.move_to_end((entry.namespace, entry.key))
+        self._set_place(entry, next(self._places))
+
+    def _set_place(self, entry: Entry, place: int) -> None:
+        """The one place where the order of use changes; 0: the entry leaves it."""
+        before, views = entry.place, (entry.namespace, None)
+        if before:
+            for view in views:
+                self._orders[view].leave()
+        entry.place = place
+        for view in views:
+            if place:
+                self._orders[view].append(entry)
+            elif not self._orders[view]:
+                del self._orders[view]
 
     def set_name(self, entry: Entry, name: Name) -> Entry | None:
         """Let the name lead to this entry; returns the one that it led to before."""

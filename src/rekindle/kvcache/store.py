@@ -43,6 +43,10 @@ class Store:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._tree)
 
+    def size_bytes(self, namespace: bytes | None) -> int:
+        """What a tenant's state takes, or everybody's, wherever it lies; each block once."""
+        return self._tree.size_bytes[namespace]
+
     def evictions(self, namespace: bytes | None) -> int:
         """Blocks a tenant lost to make room, or all of them together."""
         return self.counts.evicted_blocks if namespace is None else self.counts.evicted[namespace]
@@ -124,7 +128,7 @@ class Store:
         if tiers is None:
             self.counts.refused_blocks += 1
             return False
-        known.kind = kind
+        self._tree.set_kind(known, kind)
         self._tiered.put(known, blob, tiers)
         return True
 

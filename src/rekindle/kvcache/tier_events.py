@@ -80,7 +80,7 @@ class TierEvents:
     def _fall_back(self, tier: Tier, block: Block, kind: BlockKind) -> None:
         """A copy is again what it was: the one before stands, or the new one does and the tier will
         know so when it is next opened. The block is what all its copies can serve."""
-        block.kind = block.kind.weaker(kind)
+        self._tree.set_kind(block, block.kind.weaker(kind))
         block.copies[tier.name].written = kind
         tier.resize(block, kind)
         if self._first.holds(block):

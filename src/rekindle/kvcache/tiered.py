@@ -194,6 +194,6 @@ class TieredTree:
                 found.namespace, above, found.tokens, size_bytes, exact=exact, resumable=resumable
             )
             block.write_back = WriteBack.SOON
-        block.kind = block.kind.weaker(found.kind)
+        self.tree.set_kind(block, block.kind.weaker(found.kind))
         tier.adopt(block, found.kind)
         self.cover(block)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.block import NO_HANDLES, Block, Handles, PrefixHandle, chain_key
+from rekindle.kvcache.block import NO_HANDLES, Block, BlockKind, Handles, PrefixHandle, chain_key
 from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
 
 
@@ -27,6 +28,8 @@ class Tree:
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[bytes, Block] = {}
         self._blocks: dict[bytes, Block] = {}
+        #: Of all state, each block once, by namespace; None: of all of them.
+        self.size_bytes: Counter[bytes | None] = Counter()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -154,7 +157,19 @@ class Tree:
         block = Block(key, above, tokens, size_bytes, exact=exact, resumable=resumable)
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
+        self._count(block, size_bytes)
         return block
+
+    def set_kind(self, block: Block, kind: BlockKind) -> None:
+        """Let a block be of another kind from now on."""
+        self._count(block, kind.size_bytes - block.size_bytes)
+        block.kind = kind
+
+    def _count(self, block: Block, more_bytes: int) -> None:
+        self.size_bytes[None] += more_bytes
+        self.size_bytes[block.namespace] += more_bytes
+        if not self.size_bytes[block.namespace]:
+            del self.size_bytes[block.namespace]
 
     def remove(self, block: Block) -> None:
         """Take a leaf out; a root left without children goes too."""
@@ -163,6 +178,7 @@ class Tree:
         assert above is not None
         if self._blocks.get(block.key) is block:
             del self._blocks[block.key]
+            self._count(block, -block.size_bytes)
         del above.children[block.tokens.packed]
         above.order.pop(bisect_left(above.order, block.tokens.packed))
         if not block.handles:  # else they are to be placed above it

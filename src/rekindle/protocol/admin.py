@@ -11,8 +11,11 @@ from rekindle.protocol.events import Divergence, Reason, Status
 from rekindle.protocol.requests import Prepare
 
 
-class ListEntries(Struct, tag=True):
-    """Answered with EntryList."""
+class ListEntries(Struct, tag=True, kw_only=True):
+    """A page of entries, the newest use first. Answered with EntryList."""
+
+    limit: int = 100
+    before: int | None = None  # a place in the order of use: entries below it; None: from the top
 
 
 class ShowEntry(Struct, tag=True):
@@ -23,6 +26,8 @@ class ShowEntry(Struct, tag=True):
 
 class GetStats(Struct, tag=True):
     """Answered with Stats."""
+
+    of_entries: bool = True  # False: leave out what has to be counted entry by entry
 
 
 class Validate(Struct, tag=True, kw_only=True):
@@ -68,7 +73,8 @@ class CollectExpired(Struct, tag=True):
 
 
 class RemoveSession(Struct, tag=True):
-    """Remove the entry of a numbered session, a session or a message. Answered with Removed."""
+    """Remove the tenant's own entry of a numbered session, a session or a message. Answered with
+    Removed."""
 
     session_id: int | str
 
@@ -134,10 +140,12 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     tenant: str  # a digest of who owns it
     preview: str = ""  # first words of its last user message; for its own tenant alone
     durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
+    place: int = 0  # in the order of use
 
 
 class EntryList(Struct, tag=True):
     entries: list[EntryInfo]
+    next: int | None = None  # `before` of the next page; None: this is the last
 
 
 HEALTHY_DISK_STATES = ("ok", "off")
@@ -148,7 +156,7 @@ class Stats(Struct, tag=True, kw_only=True):
 
     entries: int
     pinned_entries: int
-    by_tier: dict[str, int]
+    by_tier: dict[str, int]  # entries, by where their last block lies
     ram_bytes: int
     disk_bytes: int
     unique_bytes: int  # of state, each block once

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
-from blake3 import blake3
 from msgspec.structs import replace
 
-from rekindle.chat.preview import Preview
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
-from rekindle.kvcache.block import PrefixHandle, chain
+from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.entries import Draft, Entry
 from rekindle.protocol.admin import (
     AdminRequest,
     AdminResult,
     CollectExpired,
     DeleteEntry,
-    EntryInfo,
-    EntryList,
-    EntryName,
     Flush,
     GetStats,
     IndexPrompt,
@@ -28,25 +22,22 @@ from rekindle.protocol.admin import (
     Removed,
     RemoveOld,
     RemoveSession,
-    Segment,
     ShowEntry,
-    Stats,
     Validate,
     Validation,
 )
-from rekindle.protocol.events import Reason, Status
+from rekindle.protocol.events import Reason
+from rekindle.runtime.background import Pieces
+from rekindle.runtime.census import PIECE_ENTRIES, Census, View
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
-from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedPrompt
-from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
 from rekindle.runtime.storage import Storage
 
 Reply = Callable[[AdminResult], None]
-View = bytes | None  # the namespace that is seen; None: all of them
 
 
 class Admin:
@@ -59,29 +50,30 @@ class Admin:
         sessions: Sessions,
         kv: KvManager,
         planner: Planner,
-        pipeline: Pipeline,
-        scheduler: Scheduler,
-        preview: Preview,
+        census: Census,
     ) -> None:
-        self._storage = storage
         self._entries = storage.entries
         self._store = storage.store
-        self._clock = storage.clock
         self._input_processor = input_processor
         self._sessions = sessions
         self._kv = kv
         self._planner = planner
-        self._pipeline = pipeline
-        self._scheduler = scheduler
-        self._preview = preview
+        self._census = census
 
-    def answer(self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply) -> None:
-        """Reply now, or when the disk has done what was asked; raises a ServerError instead."""
+    def answer(
+        self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply
+    ) -> Pieces[None]:
+        """Reply in the end, or when the disk has done what was asked; raises a ServerError
+        instead. Yields between two pieces of work."""
         namespace = self._input_processor.namespace(request.salt)
         view = None if request.admin else namespace
         match request.op:
-            case ListEntries() | ShowEntry() | GetStats() as op:
-                reply(self._look(op, view, namespace))
+            case ListEntries() as op:
+                reply((yield from self._census.page(op, view, namespace)))
+            case GetStats() as op:
+                reply((yield from self._census.stats(op, view)))
+            case ShowEntry(key):
+                reply(self._census.seen(self._find(view, key), namespace))
             case Flush(key):
                 self._flush(view, key, reply)
             case PinEntry(key, pinned):
@@ -93,35 +85,20 @@ class Admin:
                 assert prompt is not None, "its prompt is encoded first"
                 self._index(op, namespace, prompt, reply)
             case op:
-                removed = self._remove(op, view)
+                removed = yield from self._remove(op, view, namespace)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
-
-    def _look(self, op: ListEntries | ShowEntry | GetStats, view: View, own: bytes) -> AdminResult:
-        match op:
-            case ListEntries():
-                return EntryList([self._seen(entry, own) for entry in self._entries.of(view)])
-            case ShowEntry(key):
-                return self._seen(self._find(view, key), own)
-            case GetStats():
-                return self._stats(view)
 
     def _find(self, view: View, key: str) -> Entry:
         """The entry, or CacheKeyNotFound: another tenant's is as unknown as any."""
-        if view is not None:
-            entry = self._entries.by_key(view, key)
-        else:
-            entry = next((each for each in self._entries.of(None) if each.key == key), None)
+        entry = self._entries.by_key(view, key)
         if entry is None:
             raise CacheKeyNotFound
         return entry
 
-    def _named(self, view: View, name: int | str) -> list[Entry]:
+    def _named(self, own: bytes, name: int | str) -> list[Entry]:
         kinds = (NUMBER,) if isinstance(name, int) else (SESSION, MESSAGE)
-        found = [
-            entry
-            for entry in self._entries.of(view)
-            if any((kind, str(name)) in entry.names for kind in kinds)
-        ]
+        named = {self._entries.by_name(own, (kind, str(name))) for kind in kinds}
+        found = [entry for entry in named if entry is not None]
         if not found:
             raise NotFound(
                 "No such session; GET /v1/internal/model/kv_cache/info lists those there are.",
@@ -137,21 +114,28 @@ class Admin:
         self._store.tiers.flush(then)
 
     def _reply_when_durable(self, entry: Entry, reply: Reply) -> None:
-        self._when_durable(lambda durable: reply(replace(self.info(entry), durable=durable)))
+        self._when_durable(
+            lambda durable: reply(replace(self._census.info(entry), durable=durable))
+        )
 
     def _remove(
-        self, op: DeleteEntry | RemoveSession | RemoveOld | CollectExpired, view: View
-    ) -> Removed:
+        self, op: DeleteEntry | RemoveSession | RemoveOld | CollectExpired, view: View, own: bytes
+    ) -> Pieces[Removed]:
+        remove, entries = self._entries.remove, self._entries
         match op:
-            case CollectExpired():
-                return Removed(*self._entries.collect(view))
             case DeleteEntry(key):
-                entries = [self._find(view, key)]
+                return (yield from _removing([self._find(view, key)], remove))
             case RemoveSession(name):
-                entries = self._named(view, name)
+                return (yield from _removing(self._named(own, name), remove))
+            case CollectExpired():
+                return (yield from _removing(entries.index.of(view), entries.expire))
             case RemoveOld(seconds):
-                entries = self._entries.older(view, seconds)
-        return Removed(len(entries), sum(self._entries.remove(entry) for entry in entries))
+                return (
+                    yield from _removing(
+                        entries.index.of(view),
+                        lambda entry: remove(entry) if entries.is_older(entry, seconds) else None,
+                    )
+                )
 
     def _pin(self, entry: Entry, reply: Reply, *, pinned: bool) -> None:
         if pinned and not entry.pinned:
@@ -233,61 +217,15 @@ class Admin:
             diverged_at=named.diverged_at,
         )
 
-    def info(self, entry: Entry) -> EntryInfo:
-        blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
-        left_s = entry.expires_in_s(self._clock)
-        count = len(entry.tokens)
-        stored = (block.stop for block in ends if block.stored)
-        return EntryInfo(
-            cache_key=entry.key,
-            segments=[Segment(*segment) for segment in entry.segments],
-            token_count=count,
-            tier=self._store.tiers.slowest(blocks),
-            size_bytes=sum(block.size_bytes for block in blocks),
-            held_tokens=min(max((block.stop for block in ends), default=0), count),
-            stored_tokens=min(max(stored, default=0), count),
-            hit_count=entry.hits,
-            pinned=entry.pinned,
-            ttl=entry.ttl_s,
-            created_at=entry.created_at,
-            last_used=entry.last_used_at,
-            expires_at=None if left_s is None else self._clock.wall_s() + left_s,
-            names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
-            tenant=blake3(entry.namespace).hexdigest()[:12],
-        )
 
-    def _seen(self, entry: Entry, own: bytes) -> EntryInfo:
-        """With words by which its own tenant recognises it; an admin is not shown other people's
-        text."""
-        info = self.info(entry)
-        return (
-            replace(info, preview=self._preview.of(entry.text)) if entry.namespace == own else info
-        )
-
-    def _stats(self, view: View) -> Stats:
-        entries = [self.info(entry) for entry in self._entries.of(view)]
-        blocks = [block for block in self._store if view in (None, block.namespace)]
-        turns: Counter[Status] = Counter()
-        for namespace, counts in self._pipeline.statuses.items():
-            if view in (None, namespace):
-                turns += counts
-        ram_bytes, disk_bytes = self._storage.held_bytes(view)
-        stats = Stats(
-            entries=len(entries),
-            pinned_entries=sum(entry.pinned for entry in entries),
-            by_tier=dict(Counter(entry.tier for entry in entries if entry.tier)),
-            ram_bytes=ram_bytes,
-            disk_bytes=disk_bytes,
-            unique_bytes=sum(block.size_bytes for block in blocks),
-            logical_bytes=sum(entry.size_bytes for entry in entries),
-            hits=turns["hit"],
-            partial_hits=turns["partial_hit"],
-            misses=turns["miss"],
-            evictions=self._store.evictions(view),
-        )
-        if view is None:
-            stats.computed_tokens = self._kv.counts.computed_tokens
-            stats.reused_tokens = self._kv.counts.reused_tokens
-            stats.active_turns = self._scheduler.turns
-            self._storage.add_totals(stats)
-        return stats
+def _removing(entries: list[Entry], remove: Callable[[Entry], int | None]) -> Pieces[Removed]:
+    """Offer each entry to `remove`, which returns the bytes freed, or None if it stays."""
+    removed = Removed(0, 0)
+    for number, entry in enumerate(entries, start=1):
+        freed_bytes = remove(entry) if entry.place else None  # it may have gone meanwhile
+        if freed_bytes is not None:
+            removed.entries += 1
+            removed.freed_bytes += freed_bytes
+        if freed_bytes is not None or number % PIECE_ENTRIES == 0:
+            yield
+    return removed

@@ -15,6 +15,7 @@ from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Admin
+from rekindle.runtime.census import Census
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output_format import OutputFormat
@@ -38,6 +39,7 @@ class Runtime:
     kv: KvManager
     pipeline: Pipeline
     scheduler: Scheduler
+    census: Census
     admin: Admin
 
     def tick(self) -> None:
@@ -97,8 +99,19 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
-    admin = Admin(storage, input_processor, sessions, kv, planner, pipeline, scheduler, preview)
-    return Runtime(engine, storage, input_processor, sessions, kv, pipeline, scheduler, admin)
+    census = Census(
+        storage,
+        kv,
+        planner,
+        pipeline,
+        scheduler,
+        preview,
+        token_bytes=capabilities.kv_layout.token_bytes,
+    )
+    admin = Admin(storage, input_processor, sessions, kv, planner, census)
+    return Runtime(
+        engine, storage, input_processor, sessions, kv, pipeline, scheduler, census, admin
+    )
 
 
 def _output_format(

@@ -41,6 +41,7 @@ from rekindle.protocol.frames import (
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.request import EncodedPrompt
@@ -75,6 +76,7 @@ class RuntimeProcess:
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._background = Background()
         check_names(*formats(load.settings))  # before anything slow
         engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
@@ -167,14 +169,16 @@ class RuntimeProcess:
 
     def run(self) -> None:
         """Step while there is work; sleep on the inbox while there is none."""
-        busy = True
+        idle = False
         while True:
-            for message in self._messages(wait=not busy):
+            for message in self._messages(wait=idle):
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
+            has_more = self._background.run()
             busy = self._runtime.scheduler.step()
             self._runtime.storage.give_way(busy)
+            idle = not (busy or has_more)
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         with contextlib.suppress(Empty):
@@ -190,7 +194,7 @@ class RuntimeProcess:
             case Turn():
                 self._submit(message)
             case _ReadyAdmin(request, prompt):
-                self._administer(request, prompt)
+                self._background.add(self._administer(request, prompt))
             case _Tick():
                 self._runtime.tick()
             case Stop():
@@ -206,10 +210,11 @@ class RuntimeProcess:
         else:
             self._runtime.scheduler.submit(turn)
 
-    def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> None:
+    def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> Pieces[None]:
         """An admin request must not cost the turns that are running."""
+        reply = partial(self._reply, request)
         try:
-            self._runtime.admin.answer(request, prompt, lambda result: self._reply(request, result))
+            yield from self._runtime.admin.answer(request, prompt, reply)
         except ServerError as error:
             self._reply(request, error)
         except Exception as error:

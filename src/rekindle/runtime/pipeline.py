@@ -15,7 +15,7 @@ Each step's result is a type: EncodedRequest, Lookup, Plan, Placed, CacheReport,
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from enum import Enum
 
 from rekindle.engine.base import Engine, Sampled
@@ -48,7 +48,8 @@ class Pipeline:
         self._input_processor = input_processor
         self._sessions = sessions
         self._kv = kv
-        self.statuses: dict[bytes, Counter[Status]] = {}  # turns by what they found, by namespace
+        #: Turns by what they found, by namespace; None: in all of them.
+        self.statuses: defaultdict[bytes | None, Counter[Status]] = defaultdict(Counter)
 
     def encode(self, request: GenerateRequest, stopwatch: Stopwatch | None = None) -> Turn:
         """The turn of a request for a single choice."""
@@ -138,7 +139,8 @@ class Pipeline:
             )
         )
         if turn.request.prepare is None:
-            self.statuses.setdefault(turn.namespace, Counter())[status] += 1
+            for view in (turn.namespace, None):
+                self.statuses[view][status] += 1
             if status != "miss":
                 self._sessions.count_hit(turn)
         return CacheReport(

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rekindle.api import validation
-from rekindle.api.cache import internal, prepare, routes, stats
+from rekindle.api.cache import internal, listing, prepare, routes, stats
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
@@ -37,7 +37,18 @@ OpenModels = Callable[[], AbstractAsyncContextManager[ServedModels]]
 
 # An endpoint is served by being listed here. Statistics come before entries: any other path under
 # /v1/cache is a cache key.
-ENDPOINTS = (chat, completions, embeddings, models, prepare, stats, routes, internal, metrics)
+ENDPOINTS = (
+    chat,
+    completions,
+    embeddings,
+    models,
+    prepare,
+    stats,
+    listing,
+    routes,
+    internal,
+    metrics,
+)
 
 
 def build_app(

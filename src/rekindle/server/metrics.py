@@ -75,7 +75,7 @@ async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
     stats = None
     try:
         async with asyncio.timeout(SCRAPE_S):
-            stats = await client.request(runtime, GetStats(), Stats)
+            stats = await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
         pass  # shown as a model that is not up
     return Reading(runtime.name, runtime.restarts, stats)

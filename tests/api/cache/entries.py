@@ -77,12 +77,18 @@ def stats(**fields: Any) -> Stats:
 
 def holding(*entries: EntryInfo) -> Answers:
     """A runtime that has these entries and no others."""
-    known = {each.cache_key: each for each in entries}
+    ascending = sorted(entries, key=lambda each: each.last_used)
+    known = {
+        each.cache_key: structs.replace(each, place=place)
+        for place, each in enumerate(ascending, start=1)
+    }
 
     def answer(op: AdminOp) -> AdminResult:
         match op:
-            case ListEntries():
-                return EntryList(list(known.values()))
+            case ListEntries(limit=limit, before=before):
+                below = [e for e in known.values() if before is None or e.place < before][::-1]
+                rest = below[limit:]
+                return EntryList(below[:limit], next=rest[0].place + 1 if rest else None)
             case ShowEntry(key) | Flush(key) if key in known:
                 return known[key]
             case PinEntry(key, pinned) if key in known:

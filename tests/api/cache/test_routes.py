@@ -48,24 +48,6 @@ def test_an_entry_is_shown_with_all_that_is_known_of_it() -> None:
     }
 
 
-def test_entries_of_all_models_are_listed_the_last_used_first() -> None:
-    front = front_of(
-        holding(entry("old", last_used=1.0), entry("new", last_used=3.0)),
-        holding(entry("between", last_used=2.0)),
-    )
-    listed = front.get("/v1/cache").json()
-    assert listed["count"] == 3
-    assert [(each["cache_key"], each["model"]) for each in listed["entries"]] == [
-        ("new", "m0"),
-        ("between", "m1"),
-        ("old", "m0"),
-    ]
-
-
-def test_an_empty_cache_is_an_empty_list() -> None:
-    assert front_of(holding()).get("/v1/cache").json() == {"entries": [], "count": 0}
-
-
 @pytest.mark.parametrize(
     ("method", "path"),
     [

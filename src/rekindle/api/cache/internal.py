@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
+from rekindle.api.cache.listing import MOST_PAGE_ENTRIES
 from rekindle.api.cache.schema import durability
 from rekindle.api.fields import MOST_ID_CHARACTERS, SessionNumber, takes
 from rekindle.errors import NotFound
@@ -27,6 +28,7 @@ from rekindle.protocol.admin import (
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
+from rekindle.server.runtime_client import RuntimeClient
 
 NUMBERED = "kv_cache_session_id"
 KINDS = (NUMBERED, "session_id", "message_id")
@@ -85,8 +87,8 @@ async def show_sessions(request: Request, number: ModelNumber = None) -> Session
     """The numbered sessions, sessions and messages whose state is kept, with its size."""
     models = models_of(request)
     runtime = models.runtime(None, number)
-    listing = await AdminClient.of_tenant(request).request(runtime, ListEntries(), EntryList)
-    named = [(info, list(_sessions(info))) for info in listing.entries]
+    entries = await _all_entries(AdminClient.of_tenant(request), runtime)
+    named = [(info, list(_sessions(info))) for info in entries]
     caches = [session for _, sessions in named for session in sessions]
     return Sessions(
         model=runtime.name,
@@ -135,6 +137,17 @@ async def remove_old(
         freed_bytes=removed.freed_bytes,
         **durability(removed),
     )
+
+
+async def _all_entries(client: AdminClient, runtime: RuntimeClient) -> list[EntryInfo]:
+    """The oldest use first."""
+    page = await client.request(runtime, ListEntries(limit=MOST_PAGE_ENTRIES), EntryList)
+    entries = page.entries
+    while page.next is not None:
+        rest = ListEntries(limit=MOST_PAGE_ENTRIES, before=page.next)
+        page = await client.request(runtime, rest, EntryList)
+        entries += page.entries
+    return entries[::-1]
 
 
 def _sessions(info: EntryInfo) -> Iterator[Session]:

@@ -1,4 +1,4 @@
-"""GET /v1/cache and what can be done with its entries."""
+"""What can be done with the entries of the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.cache.schema import EntryBody, Listing, durability, entry_body
+from rekindle.api.cache.schema import EntryBody, durability, entry_body
 from rekindle.api.fields import FreeObject, Id
 from rekindle.api.message import MOST_MESSAGES, Messages, rendered
 from rekindle.api.tools import Tools, described
@@ -17,8 +17,6 @@ from rekindle.protocol.admin import (
     CollectExpired,
     DeleteEntry,
     EntryInfo,
-    EntryList,
-    ListEntries,
     PinEntry,
     Removed,
     ShowEntry,
@@ -63,20 +61,6 @@ class Collected(BaseModel):
     removed: int
     freed_bytes: int
     durable: bool = True
-
-
-@router.get("/v1/cache", response_model_exclude_unset=True)
-async def list_entries(request: Request, number: ModelNumber = None) -> Listing:
-    """The entries of all models, or of the numbered one; most recently used first."""
-    models = models_of(request)
-    client = AdminClient.of(request)
-    found = [
-        entry_body(info, runtime.name, admin=client.is_admin)
-        for runtime in models.chosen(number)
-        for info in (await client.request(runtime, ListEntries(), EntryList)).entries
-    ]
-    found.sort(key=lambda entry: entry.last_used, reverse=True)
-    return Listing(entries=found, count=len(found))
 
 
 @router.post("/v1/cache/validate", response_model_exclude_unset=True)

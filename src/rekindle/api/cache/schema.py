@@ -40,11 +40,6 @@ class EntryBody(BaseModel):
     durable: bool = True  # only in an answer that says no
 
 
-class Listing(BaseModel):
-    entries: list[EntryBody]
-    count: int
-
-
 class Prepared(BaseModel):
     cache_key: str
     model: str

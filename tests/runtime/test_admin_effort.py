@@ -1,0 +1,99 @@
+"""Admin requests cost the turns that run next to nothing, however much is stored."""
+
+from __future__ import annotations
+
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminRequest,
+    AdminResult,
+    EntryList,
+    GetStats,
+    ListEntries,
+    RemoveOld,
+    Stats,
+)
+from rekindle.protocol.requests import Names
+from rekindle.runtime.census import PIECE_ENTRIES
+from tests.support.effort import calls_made
+from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
+
+
+def harness_with(tokens: int, *, entries: int = 1) -> RuntimeHarness:
+    """Conversations of so many tokens each."""
+    engine = FakeEngine(context_tokens=1 << 16, pool_tokens=1 << 17, block_tokens=8)
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    for number in range(entries):
+        prompt = [10 + number % 900, 10 + number // 900, *(token % 900 for token in range(tokens))]
+        harness.ask(prompt, max_tokens=1, names=Names(session_id=str(number)))
+    return harness
+
+
+def stats_of(harness: RuntimeHarness, salt: bytes = b"", *, admin: bool = False) -> Stats:
+    stats = harness.administer(GetStats(), salt=salt, admin=admin)
+    assert isinstance(stats, Stats)
+    return stats
+
+
+def test_stats_take_as_much_work_for_many_blocks_as_for_few() -> None:
+    few, many = harness_with(tokens=16), harness_with(tokens=16_000)
+    assert len(many.store) > 100 * len(few.store)
+    assert calls_made(lambda: stats_of(many)) <= calls_made(lambda: stats_of(few)) + 10
+
+
+def test_a_scrape_takes_as_much_work_for_many_entries_as_for_few() -> None:
+    few, many = harness_with(tokens=16), harness_with(tokens=16, entries=200)
+    scrape = GetStats(of_entries=False)
+    assert calls_made(lambda: many.administer(scrape, admin=True)) <= (
+        calls_made(lambda: few.administer(scrape, admin=True)) + 10
+    )
+
+
+def test_the_figures_are_those_of_a_count_of_everything() -> None:
+    harness = harness_with(tokens=100, entries=30)
+    for salt in (b"one", b"two"):
+        for length in (10, 30, 60):
+            harness.ask(list(range(100, 100 + length)), salt=salt, names=Names(session_id="s"))
+    for entry in harness.entries.of(None)[::3]:
+        harness.entries.remove(entry)
+    for salt, admin in ((b"", False), (b"one", False), (b"nobody", False), (b"", True)):
+        view = None if admin else harness.namespace(salt)
+        blocks = [block for block in harness.store if view in (None, block.namespace)]
+        listed = harness.administer(ListEntries(limit=1000), salt=salt, admin=admin)
+        assert isinstance(listed, EntryList)
+        stats = stats_of(harness, salt, admin=admin)
+        assert stats.unique_bytes == sum(block.size_bytes for block in blocks)
+        assert stats.entries == len(listed.entries)
+        assert stats.logical_bytes == sum(entry.size_bytes for entry in listed.entries)
+        assert stats.by_tier == ({"ram": len(listed.entries)} if listed.entries else {})
+
+
+def test_a_page_is_as_long_as_was_asked_for_and_says_where_the_next_begins() -> None:
+    harness = harness_with(tokens=16, entries=10)
+    keys, before = list[str](), None
+    for size in (4, 4, 2):
+        page = harness.administer(ListEntries(limit=4, before=before))
+        assert isinstance(page, EntryList)
+        assert len(page.entries) == size
+        keys += [entry.cache_key for entry in page.entries]
+        before = page.next
+    assert before is None
+    assert keys == [entry.key for entry in harness.entries.of(None)][::-1]
+
+
+def test_long_admin_work_is_done_in_pieces() -> None:
+    """A turn that comes meanwhile waits for one of them, not for all."""
+    harness = harness_with(tokens=16, entries=600)
+
+    def pieces(op: AdminOp) -> int:
+        request = AdminRequest(id=1, salt=b"", op=op)
+        replies: list[AdminResult] = []
+        count = sum(1 for _ in harness.runtime.admin.answer(request, None, replies.append))
+        assert len(replies) == 1
+        return count
+
+    assert pieces(ListEntries(limit=600)) >= 600
+    assert pieces(GetStats()) >= 600 // PIECE_ENTRIES
+    assert pieces(RemoveOld(seconds=1e9)) >= 600 // PIECE_ENTRIES
+    assert pieces(RemoveOld(seconds=-1)) >= 600
+    assert not harness.entries.of(None)

@@ -1,0 +1,57 @@
+"""Work between two steps: a slice of time, however much there is of it."""
+
+from __future__ import annotations
+
+from rekindle.runtime.background import SLICE_S, Background, Pieces
+
+PIECE_S = SLICE_S / 4
+
+
+class Clock:
+    """Time passes with each piece of work alone."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.done: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, name: str, pieces: int) -> Pieces[None]:
+        for number in range(pieces):
+            self.now_s += PIECE_S
+            self.done.append(f"{name}{number}")
+            yield
+
+
+def test_a_slice_ends_when_its_time_is_over_and_the_next_goes_on_from_there() -> None:
+    clock = Clock()
+    background = Background(clock)
+    background.add(clock.work("a", 10))
+    assert background.run()
+    assert clock.done == ["a0", "a1", "a2", "a3"]
+    assert background.run()
+    assert not background.run()
+    assert clock.done == [f"a{number}" for number in range(10)]
+
+
+def test_works_take_turns_so_a_short_one_does_not_wait_for_a_long_one() -> None:
+    clock = Clock()
+    background = Background(clock)
+    background.add(clock.work("long", 100))
+    background.add(clock.work("b", 1))
+    background.run()
+    assert clock.done == ["long0", "b0", "long1", "long2"]
+
+
+def test_a_flood_of_short_works_is_cut_off_as_well() -> None:
+    clock = Clock()
+    background = Background(clock)
+    for number in range(1000):
+        background.add(clock.work(str(number), 1))
+    assert background.run()
+    assert len(clock.done) == 4
+
+
+def test_nothing_to_do_is_no_work() -> None:
+    assert not Background().run()
