@@ -1,9 +1,9 @@
 """GBNF translated into llguidance's Lark.
 
-GBNF describes characters. llguidance first splits text into terminals and prefers the longest, so
-`[a-z]+ "end"` of two terminals would take no `enxend`: after `en` it waits for the string's end. A
-grammar without recursion therefore becomes one regular expression, and one with recursion has
-terminals of single characters, between which there is nothing to prefer.
+GBNF describes characters. llguidance first splits text into terminals and prefers the longest: of
+two terminals, `[a-z]+ "end"` would match nothing, and `"ab" "c" | "a" "bd"` no `abd`. A grammar
+without recursion therefore becomes one regular expression, and one with recursion has terminals of
+single characters, between which there is nothing to prefer.
 """
 
 from __future__ import annotations
