@@ -149,6 +149,22 @@ def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
     assert "</tool_call><|im_end|>" in spelled(later.turn.encoded.prompt.tokens)
 
 
+@pytest.mark.parametrize("tokens", range(8, 40))
+def test_a_call_cut_off_before_its_name_shows_nothing_of_it_and_the_next_turn_goes_on(
+    tokens: int,
+) -> None:
+    agent = Agent(HERMES, tools=TOOLS)
+    reply = agent.step("I will. " + call(0), max_tokens=tokens)
+    assert reply.finished.reason == "length"
+    assert reply.text.rstrip("< ") in ("I will.", "")  # as it is streamed
+    assert (reply.message["content"] or "").rstrip("< ") == reply.text.rstrip("< ")
+    assert "tool_calls" not in reply.message
+    agent.history += reply.message, {"role": "user", "content": "Go on."}
+    later, fresh = agent.step("ok"), agent.step("ok", exact=True)
+    spelled = agent.letters.spelled
+    assert spelled(later.turn.encoded.prompt.tokens) == spelled(fresh.turn.encoded.prompt.tokens)
+
+
 def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
     """In channels nothing but the next marker tells where the arguments end."""
     agent = Agent(CHANNELS, control=HARMONY_CONTROL, ends=("<|call|>",), tools=TOOLS)

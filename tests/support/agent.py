@@ -66,8 +66,7 @@ class Agent:
             turn=next(self._ids),
             messages=json.loads(json.dumps(self.history)),
             sampling=SamplingParams(temperature=0),
-            max_tokens=None,
-            **{"tools": self._tools, **ask},
+            **{"tools": self._tools, "max_tokens": None, **ask},
         )
         reply = self.harness.take_turn(self.harness.pipeline.encode(request))
         self.harness.run(reply)

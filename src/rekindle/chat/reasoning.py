@@ -67,6 +67,7 @@ class ReasoningParser(StreamParser):
         super().__init__()
         self.in_reasoning = opened
         self._format = format
+        self._begin = MarkerFinder(format.begin)
         self._rest = rest
 
     def push(self, text: str) -> list[Part]:
@@ -74,9 +75,10 @@ class ReasoningParser(StreamParser):
         self.ended_calls = self._rest.ended_calls
         return parts
 
-    def finish(self) -> list[Part]:
-        parts = super().finish()
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        parts = super().finish(cut=cut)
         self.ended_calls = self._rest.ended_calls
+        self.is_call_cut |= self._rest.is_call_cut
         return parts
 
     def _run(self) -> Steps[None]:
@@ -95,15 +97,16 @@ class ReasoningParser(StreamParser):
             reader.hold()
         yield from self._rest.push(reader.release())
         while (yield from reader.peek()):
-            yield from self._rest.push(reader.rest())
-        yield from self._rest.finish()
+            rest = self._without_partial_marker(reader.rest(), self._begin)
+            yield from self._rest.push(rest) if rest else []
+        yield from self._rest.finish(cut=self._cut)
 
     def _reasoning(self, ends: MarkerFinder) -> Steps[bool]:
         """Reasoning up to its end marker; whether there was one."""
         trailing = TrailingSpace()
         while True:
             text, marker = yield from self._reader.until(ends)
-            if certain := trailing.add(text):
+            if certain := trailing.add(self._without_partial_marker(text, ends)):
                 yield ReasoningDelta(certain)
             if marker is not None:
                 self._reader.skip(len(marker))

@@ -83,22 +83,23 @@ class ReplyOutput:
             return parts + self._break_off("length")
         return parts
 
-    def finish(self, reason: FinishReason) -> list[Part]:
-        """The rest of what was held back."""
+    def finish(self, reason: FinishReason, *, cut: bool = False) -> list[Part]:
+        """The rest of what was held back; `cut`: the model has not ended its reply itself."""
         parts = self._parts(self._text.finish())
         if self._parser is not None:
-            parts += self._delivered(self._parser.finish())
+            parts += self._delivered(self._parser.finish(cut=cut))
+            self.is_broken_off |= self._parser.is_call_cut
         self.finish_reason = reason
         if reason == "stop" and self.message.tool_calls and not self._is_call_cut:
             self.finish_reason = "tool_calls"
         return parts
 
     def _break_off(self, reason: FinishReason) -> list[Part]:
-        """The model has not ended its reply itself."""
+        """End the reply where it is."""
         self.is_broken_off = bool(self.message.tool_calls) or self._is_reasoning
         ended = self._parser.ended_calls if self._parser else 0
         self._is_call_cut = self._text.stopped and ended < len(self.message.tool_calls)
-        return self.finish(reason)
+        return self.finish(reason, cut=True)
 
     @property
     def _is_reasoning(self) -> bool:

@@ -64,7 +64,11 @@ def grammar(gbnf: str) -> Grammar:
         (TAGS, ["", "some words", "<b>a <em>b</em></b>".replace("a ", "")], ["<i></i>", "<b>"]),
         # What comes first must not swallow what has to follow it.
         (r'root ::= [a-z]+ "end"', ["xend", "enxend", "endend"], ["end", "endx"]),
-        (r'root ::= x' "\n" r'x ::= [a-z]+ "end" | "(" x ")"', ["(xend)", "enxend", "endend"], ["(end)"]),
+        (
+            'root ::= x\nx ::= [a-z]+ "end" | "(" x ")"',
+            ["(xend)", "enxend", "endend"],
+            ["(end)"],
+        ),
         (r'root ::= "ab" "c" | "a" "bd"', ["abc", "abd"], ["ab"]),
         (r'root ::= "ab" "c" | "a" "bd" | "(" root ")"', ["abc", "abd", "(abd)"], ["(ab)"]),
         (r'root ::= root "a" | "b"', ["b", "baa"], ["", "a"]),
@@ -72,8 +76,8 @@ def grammar(gbnf: str) -> Grammar:
         (r'root ::= [^"a-c] "\"/" [\\/]', ['d"/\\', '\n"//'], ['a"//']),
         (r'root ::= Item-1 | "_"' "\n" r'Item-1 ::= "é" "\U0001F600"', ["é😀", "_"], ["é"]),
     ],
-    ids=["list", "json", "sums", "chess", "tags", "greedy", "nested greedy", "strings", "nested strings", "left recursion",
-         "repetition", "classes", "names"],
+    ids=["list", "json", "sums", "chess", "tags", "greedy", "nested greedy", "strings",
+         "nested strings", "left recursion", "repetition", "classes", "names"],
 )  # fmt: skip
 def test_a_grammar_takes_what_it_describes(gbnf: str, taken: list[str], refused: list[str]) -> None:
     made = grammar(gbnf)

@@ -92,11 +92,11 @@ def join(parts: Iterable[Part]) -> list[Part]:
     return joined
 
 
-def feed(parser: ReplyParser, pieces: Iterable[str]) -> ParsedReply:
+def feed(parser: ReplyParser, pieces: Iterable[str], *, cut_off: bool = False) -> ParsedReply:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
-    parts += parser.finish()
+    parts += parser.finish(cut=cut_off)
     assert all(part.text for part in parts if not isinstance(part, ToolCallStart)), "no empty part"
     return ParsedReply(join(parts), parser.ended_calls)
 

@@ -26,8 +26,15 @@ class ReplyParser(Protocol):
     def push(self, text: str) -> list[Part]:
         """The parts that became certain with this text."""
 
-    def finish(self) -> list[Part]:
-        """The rest, when no more text comes."""
+    @property
+    def is_call_cut(self) -> bool:
+        """Whether the reply was cut off in a call of which nothing was passed on."""
+
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """The rest, when no more text comes; with `cut`, the model had not ended its reply.
+
+        Of a reply that was cut off, what may be the beginning of a marker or a call is no text.
+        """
 
 
 class TrailingSpace:
@@ -65,6 +72,8 @@ class StreamParser:
     def __init__(self) -> None:
         self.in_reasoning = False
         self.ended_calls = 0
+        self.is_call_cut = False
+        self._cut = False
         self._reader = StreamReader()
         self._calls = 0
         self._trailing = TrailingSpace()
@@ -76,7 +85,8 @@ class StreamParser:
         self._reader.feed(text)
         return self._advance()
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        self._cut = cut
         self._reader.ended = True
         return self._advance()
 
@@ -102,7 +112,7 @@ class StreamParser:
         """Pass on all text up to an opening marker, which is taken, or up to the end."""
         while True:
             text, marker = yield from self._reader.until(self._markers)
-            yield from self._text(text)
+            yield from self._text(self._without_partial_marker(text, self._markers))
             if marker is None:
                 if not text:
                     return None
@@ -122,7 +132,33 @@ class StreamParser:
 
     def _release_as_text(self) -> list[Part]:
         """What was held as a possible call is none: pass it on as text."""
-        return self._text(self._reader.release())
+        return self._possible_call(self._reader.release())
+
+    def _possible_call(self, held: str) -> list[Part]:
+        """Text, unless the reply was cut off before it was clear whether this is a call."""
+        if self._is_cut_here and self._may_be_call(held):
+            self.is_call_cut = True
+            self._reader.rest()
+            return []
+        return self._text(held)
+
+    @property
+    def _is_cut_here(self) -> bool:
+        return self._cut and self._reader.is_at_end
+
+    def _may_be_call(self, held: str) -> bool:
+        """Punctuation alone is as good as any other text, but not right after a call."""
+        return _has_letter(held) or (self._only_space_since_call and bool(held.strip()))
+
+    def _without_partial_marker(self, text: str, markers: MarkerFinder) -> str:
+        """The text less a marker at its end that was cut off."""
+        if not self._is_cut_here:
+            return text
+        end = markers.certain(text, 0)
+        if end < len(text) and (self._only_space_since_call or _has_letter(text[end:])):
+            self.is_call_cut = True
+            return text[:end]
+        return text
 
     def _flush(self) -> list[Part]:
         """What was held back, when no more text comes."""
@@ -157,3 +193,7 @@ class StreamParser:
         if empty:
             yield self._arguments("{}")
         self._end_call()
+
+
+def _has_letter(text: str) -> bool:
+    return any(map(str.isalpha, text))

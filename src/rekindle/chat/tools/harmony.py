@@ -87,6 +87,8 @@ class HarmonyParser(StreamParser):
                 texts.clear()
             texts[marker] = yield from self._header_text()
         rest = "".join(texts.values())
+        if self._cut:
+            rest = rest[: _ANY.certain(rest, 0)]
         if not _HEADER.fullmatch(rest):
             yield TextDelta(rest)
         return None
@@ -113,6 +115,9 @@ class HarmonyParser(StreamParser):
             text = reader.release()
             if (yield from reader.at_marker(_ANY)):
                 return text
+            if self._is_cut_here and (text + reader.rest()).strip():
+                self.is_call_cut = True
+                return ""
             yield from self._message(TextDelta, text)
             if not (yield from reader.peek()):
                 return ""
@@ -126,7 +131,7 @@ class HarmonyParser(StreamParser):
             yield from self._reader.space()
         trailing, marker = TrailingSpace(), None
         while True:
-            if certain := trailing.add(text):
+            if certain := trailing.add(self._without_partial_marker(text, _ANY)):
                 yield kind(before + certain)
                 self._emitted.add(kind)
                 first, before = True, ""

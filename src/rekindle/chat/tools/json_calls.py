@@ -54,7 +54,7 @@ class JsonCallParser(StreamParser):
         if called:
             rest = self._reader.release().lstrip()
             closed = not rest and (yield from self._reader.starts("]"))
-            yield from [] if closed else self._text(rest)
+            yield from [] if closed else self._possible_call(rest)
         return called
 
     def _object(self) -> Steps[bool]:
@@ -93,7 +93,9 @@ class JsonCallParser(StreamParser):
         """One key and its value; whether this may still be a call."""
         key = yield from self._string()
         yield from self._reader.space()
-        if key is None or not (yield from self._reader.starts(":")):
+        if key is None or (self.keys and key not in self.keys):
+            return False
+        if not (yield from self._reader.starts(":")):
             return False
         yield from self._reader.space()
         first = yield from self._reader.peek()
@@ -106,8 +108,6 @@ class JsonCallParser(StreamParser):
         if key in ARGUMENTS and first and not draft.begun and draft.held is None:
             yield from self._arguments_of(draft)
             return True
-        if self.keys and key not in self.keys:
-            return False
         yield from self._raw()
         return bool(first)
 

@@ -18,6 +18,8 @@ TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 MARKERS = (TAG, START, END)
 
 _BETWEEN = re.compile(r"[\s;]*")
+_CUT_NAME = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)$')
+_CUT_KEY = re.compile(r'\s*\{\s*"([^"\\]*)')
 
 
 class Llama3Parser(JsonCallParser):
@@ -34,6 +36,14 @@ class Llama3Parser(JsonCallParser):
 
     def _accepts(self, name: str) -> bool:
         return name in self._names
+
+    def _may_be_call(self, held: str) -> bool:
+        """Whether what was cut off may be a call's first key, or the name of a known tool."""
+        if name := _CUT_NAME.search(held):
+            return any(known.startswith(name[1]) for known in self._names)
+        if key := _CUT_KEY.fullmatch(held):
+            return bool(key[1]) and any(known.startswith(key[1]) for known in self.keys)
+        return super()._may_be_call(held)
 
     def _run(self) -> Steps[None]:
         yield from self._block("")

@@ -11,11 +11,12 @@ class PlainTextParser:
 
     in_reasoning = False
     ended_calls = 0
+    is_call_cut = False
 
     def push(self, text: str) -> list[Part]:
         return [TextDelta(text)] if text else []
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, cut: bool = False) -> list[Part]:
         return []
 
 

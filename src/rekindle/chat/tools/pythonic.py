@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from rekindle.chat.grammar.syntax import CallSyntax
@@ -14,6 +15,8 @@ from rekindle.chat.tools.reader import MarkerFinder, Steps
 OPENS = ("<|python_start|>", "<|tool_call_start|>")
 CLOSES = ("<|python_end|>", "<|tool_call_end|>")
 MARKERS = OPENS + CLOSES
+
+_FIRST_NAME = re.compile(r"\s*\[\s*([\w.-]*)")
 
 
 class PythonicParser(StreamParser):
@@ -28,6 +31,14 @@ class PythonicParser(StreamParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = names
+
+    def _may_be_call(self, held: str) -> bool:
+        """Whether the first name in the list may be that of a known tool."""
+        if any(marker in held for marker in MARKERS):
+            return True
+        found = _FIRST_NAME.match(held)
+        name = found[1] if found else ""
+        return bool(name) and any(known.startswith(name) for known in self._names)
 
     def _run(self) -> Steps[None]:
         yield from self._block("")

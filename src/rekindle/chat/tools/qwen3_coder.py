@@ -71,6 +71,7 @@ class Qwen3CoderParser(StreamParser):
             self._reader.hold(PARAMETER)
             key = yield from self._tag_rest()
             if key is None:
+                following = None
                 break
             text, end = yield from self._value()
             if end is None:  # cut off: the arguments stay invalid JSON
@@ -80,6 +81,9 @@ class Qwen3CoderParser(StreamParser):
             before = ", "
             self._reader.drop()
             following = yield from self._next_tag()
+        if following is None and self._is_cut_here:  # more parameters would have come
+            self._reader.rest()
+            return
         yield self._arguments("{}" if before == "{" else "}")
         self._end_call()
         yield from self._release_as_text()

@@ -69,11 +69,17 @@ class StreamReader:
         self._text = text
         self._at = 0
         self.ended = ended
+        self._is_marker_cut = False  # the end came in the middle of a marker that was looked for
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> None:
         self._text = self._text[self._at :] + text
         self._at = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether everything was taken, but for the beginning of a marker that was looked for."""
+        return self.ended and (self._at == len(self._text) or self._is_marker_cut)
 
     def hold(self, text: str = "") -> None:
         """Record what is taken from now on, after this text that was taken already."""
@@ -135,6 +141,7 @@ class StreamReader:
                     found = max(found, marker, key=len)
                 elif marker.startswith(self._text[self._at : self._at + len(marker)]):
                     waits = not self.ended  # it has arrived only in part
+                    self._is_marker_cut |= self.ended
             if not waits:
                 return found or None
             yield
