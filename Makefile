@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: install serve test stress check fmt lock bench
+.PHONY: install serve test stress check audit fmt lock bench
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -24,10 +24,14 @@ test: install           ## every test, on the real model too; chance and repetit
 stress: install         ## the tests with chance or repetition in them, in their long form
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long $(ARGS)
 
-check: install          ## format, lint and types; changes nothing
+check: install          ## format, lint, types and dependencies; changes nothing, needs no network
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_dependencies.py
+
+audit: install          ## ask the public lists of advisories about every locked package
+	$(BIN)/uv tool run pip-audit --require-hashes --disable-pip -r requirements.lock
 
 fmt: install            ## format and mend what lint can mend
 	$(BIN)/ruff format .

@@ -60,6 +60,7 @@ CROSS_CUTTING = {
     "runtime/test_promises.py",
     "runtime/test_restart.py",
     "runtime/test_tool_loop.py",
+    "test_dependencies.py",
     "test_docs.py",
     "server/test_disconnect.py",
     "server/test_failures.py",
