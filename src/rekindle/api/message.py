@@ -10,8 +10,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from rekindle.api.fields import Id, bounded_text, shallow, takes
 from rekindle.errors import Unsupported
@@ -21,6 +24,14 @@ MOST_PARTS = 20_000  # of content, and calls, in all messages together
 MEDIA = ("image", "image_url", "video", "video_url", "input_audio", "file")
 # Fields of replies that clients send back with them, and that no template reads.
 REPLY_ONLY = ("refusal", "annotations", "parsed")
+# The fields that a message needs beside its role.
+NEEDED = {
+    "system": ("content",),
+    "developer": ("content",),
+    "user": ("content",),
+    "assistant": (),
+    "tool": ("content", "tool_call_id"),
+}
 LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
@@ -90,12 +101,25 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _has_fields_of_its_role(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"needs `content`, as every {self.role} message does")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("needs `tool_call_id`, as every tool message does")
+        for name in NEEDED[self.role]:
+            if getattr(self, name) is None:
+                raise ValueError(f"needs `{name}`, as every {self.role} message does")
         shallow(self.model_extra)
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """A form for each role, with the fields that it needs."""
+        message = handler.resolve_ref_schema(handler(schema))
+        properties = message.pop("properties")
+        forms = [_form(role, needed, properties) for role, needed in NEEDED.items()]
+        return {
+            "title": message["title"],
+            "description": message["description"],
+            "oneOf": forms,
+        }
 
     def rendered(self) -> dict[str, Any]:
         """What the template reads: the message as it was sent, without its id."""
@@ -125,6 +149,21 @@ Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_boun
 
 def rendered(messages: list[Message]) -> list[dict[str, Any]]:
     return [message.rendered() for message in messages]
+
+
+def _form(role: str, needed: tuple[str, ...], properties: dict[str, Any]) -> dict[str, Any]:
+    """A message of one role, for the OpenAPI document; what it needs is not null."""
+    own = {name: {**properties[name], "anyOf": _not_null(properties[name])} for name in needed}
+    return {
+        "type": "object",
+        "properties": {**properties, "role": {"const": role, "type": "string"}, **own},
+        "required": ["role", *needed],
+        "additionalProperties": True,
+    }
+
+
+def _not_null(schema: dict[str, Any]) -> list[Any]:
+    return [each for each in schema["anyOf"] if each != {"type": "null"}]
 
 
 def _flat(lists: list[Any]) -> list[Any]:

@@ -19,12 +19,13 @@ from rekindle.api.cache import internal, listing, prepare, routes, stats
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
-from rekindle.server import metrics
+from rekindle.server import metrics, pages
 from rekindle.server.auth import Keys
 from rekindle.server.json_route import VALIDATORS, open_validators
 from rekindle.server.middleware import RequestMiddleware
 from rekindle.server.models import ServedModels
-from rekindle.server.responses import ErrorBody, ErrorResponse
+from rekindle.server.openapi import EVERY_OPERATION, DocumentedApp
+from rekindle.server.responses import ErrorResponse, documented
 from rekindle.server.turns import ClientGone
 from rekindle.version import __version__
 
@@ -48,6 +49,7 @@ ENDPOINTS = (
     routes,
     internal,
     metrics,
+    pages,
 )
 
 
@@ -60,13 +62,15 @@ def build_app(
             with open_validators() as validators:
                 yield {"models": models, VALIDATORS: validators}
 
-    app = FastAPI(
+    app = DocumentedApp(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
         lifespan=lifespan,
         redirect_slashes=False,  # a redirect would repeat a forged Host header
-        responses={"default": {"model": ErrorBody, "description": "An error, in OpenAI's shape"}},
+        responses=documented(*EVERY_OPERATION),
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
     )
     for endpoint in ENDPOINTS:
         app.include_router(endpoint.router)

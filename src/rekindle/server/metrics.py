@@ -23,6 +23,7 @@ from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
 from rekindle.server.models import models_of
+from rekindle.server.responses import documented
 from rekindle.server.runtime_client import RuntimeClient
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,7 +61,7 @@ class Reading:
     stats: Stats | None
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_class=PlainTextResponse, responses=documented(403))
 async def show_metrics(request: Request) -> Response:
     """Figures of the whole server in Prometheus' text format; with API keys, for admins alone."""
     if not caller_of(request).admin:

@@ -89,9 +89,11 @@ class RequestMiddleware:
         except ServerError as error:
             await ErrorResponse(error)(scope, receive, send)
             return
-        scope["path"] = self._with_version(scope["path"])
+        inner = {**scope, "path": self._with_version(scope["path"])}
+        if scope["method"] == "HEAD":  # the server below sends no body with it
+            inner["method"] = "GET"
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
-            await self._app(scope, body.receive, send)
+            await self._app(inner, body.receive, send)
 
     def _check_address(self, scope: Scope, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADER_BYTES:

@@ -25,6 +25,23 @@ ERROR_HEADERS = {
 }
 SSE_DONE = b"data: [DONE]\n\n"
 
+# What each status of an error means, for the OpenAPI document.
+ERRORS = {
+    400: "The request is wrong: the message names the field and what it takes",
+    401: "The API key is missing or wrong",
+    403: "This needs an admin's key, or a page of another origin",
+    404: "There is no such path, model, session or cache key",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    421: "The Host header names another server",
+    429: "Too many requests are in flight: try again later",
+    431: "The headers are too large",
+    500: "An unexpected error; the log has it under the answer's x-request-id",
+    503: "The model is loading, restarting or overloaded: try again later",
+    507: "What is to be kept exceeds the room for it",
+}
+
 
 class JsonResponse(Response):
     media_type = "application/json"
@@ -44,6 +61,20 @@ class ErrorBody(BaseModel):
     """The body of every error, for the OpenAPI page."""
 
     error: ErrorDetails
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Errors that a route may answer with, as FastAPI takes them."""
+    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses}
+
+
+# The answer of a route that streams when it is asked to, as FastAPI takes it.
+MAY_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream: true` its chunks as server-sent events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 
 
 class ErrorResponse(JsonResponse):

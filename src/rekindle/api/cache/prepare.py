@@ -20,6 +20,7 @@ from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
+from rekindle.server.responses import documented
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 
@@ -66,7 +67,7 @@ class PrepareRequest(BaseModel):
         return Prepare(pinned=self.pinned, ttl_s=self.ttl)
 
 
-@router.post("/v1/cache/prepare", response_model_exclude_unset=True)
+@router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(507))
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
     """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
     models = models_of(request)

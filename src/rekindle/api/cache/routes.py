@@ -26,6 +26,7 @@ from rekindle.protocol.admin import (
 from rekindle.server.admin_client import AdminClient, refine_reason
 from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ModelNumber, models_of
+from rekindle.server.responses import documented
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
@@ -105,7 +106,9 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
     )
 
 
-@router.post("/v1/cache/{key:path}/pin", response_model_exclude_unset=True)
+@router.post(
+    "/v1/cache/{key:path}/pin", response_model_exclude_unset=True, responses=documented(507)
+)
 async def pin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
     """Never evict this entry."""
     return await _entry(request, number, PinEntry(key, pinned=True))

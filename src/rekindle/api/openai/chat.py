@@ -24,11 +24,12 @@ from rekindle.protocol.message import ToolCall
 from rekindle.server.auth import caller_of
 from rekindle.server.json_route import JsonRoute, beside_loop
 from rekindle.server.models import ModelNumber, models_of
+from rekindle.server.responses import MAY_STREAM
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=MAY_STREAM)
 async def create_chat_completion(
     body: ChatRequest, request: Request, number: ModelNumber = None
 ) -> Response:

@@ -18,11 +18,12 @@ from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
 from rekindle.server.auth import caller_of
 from rekindle.server.json_route import JsonRoute, beside_loop
 from rekindle.server.models import ModelNumber, models_of
+from rekindle.server.responses import MAY_STREAM
 
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=MAY_STREAM)
 async def create_completion(
     body: CompletionRequest, request: Request, number: ModelNumber = None
 ) -> Response:

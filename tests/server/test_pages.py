@@ -1,0 +1,111 @@
+"""Pages for people: whole in themselves, so that they work without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import httpx
+import pytest
+
+from rekindle.version import __version__
+from tests.api.live import live
+from tests.api.scripted import Front, ScriptedRuntime
+
+PAGES = ("/", "/docs")
+
+
+class Page(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.attributes: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.attributes |= set(found)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found[name] for name in ("href", "src") if name in found]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_needs_nothing_but_itself(path: str) -> None:
+    answer = Front().get(path)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    page = Page(answer.text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert all(link.startswith(("/", "#")) for link in page.links)
+    assert not {name for name in page.attributes if name.startswith("on") or name == "style"}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_the_browser_is_told_to_load_nothing_and_allow_this_style_alone(path: str) -> None:
+    answer = Front().get(path)
+    [style] = re.findall(r"<style>(.*?)</style>", answer.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = answer.headers["content-security-policy"].split("; ")
+    assert {"default-src 'none'", f"style-src 'sha256-{digest}'"} <= set(policy)
+    assert not any("unsafe" in each or "http" in each for each in policy)
+
+
+def test_the_first_page_says_what_runs_here() -> None:
+    loading = ScriptedRuntime(name="<other>")
+    loading.ready = None
+    page = Front(ScriptedRuntime(), loading).get("/").text
+    assert f"<h1>Rekindle {__version__}</h1>" in page
+    assert "<code>tiny</code>: context 4096 tokens" in page
+    assert "<code>&lt;other&gt;</code>: loading" in page
+
+
+def test_each_link_of_the_first_page_leads_somewhere() -> None:
+    links = Page(Front().get("/").text).links
+    assert {"/docs", "/openapi.json", "/v1/models"} <= set(links)
+    for link in links:
+        assert "is not served here" not in Front().get(link).text
+
+
+@pytest.mark.parametrize(
+    ("accept", "json"),
+    [
+        ("application/json", True),
+        ("application/json, text/plain, */*", True),
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+def test_a_program_that_asks_for_json_gets_it(accept: str, json: bool) -> None:
+    answer = Front().get("/", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith("application/json" if json else "text/html")
+    if json:
+        assert answer.json()["version"] == __version__
+        assert answer.json()["models"] == [{"id": "tiny", "max_model_len": 4096}]
+
+
+def test_the_interface_lists_every_operation_and_every_type() -> None:
+    front = Front()
+    document = front.get("/openapi.json").json()
+    page = Page(front.get("/docs").text)
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"{method.upper()} {path}" in page.ids
+    assert set(document["components"]["schemas"]) <= set(page.ids)
+    targets = [link[1:] for link in page.links if link.startswith("#")]
+    assert set(targets) <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_every_page_and_list_answers_a_head_without_a_body() -> None:
+    with live(Front()) as server, server.client() as client:
+        for path in ("/", "/docs", "/health", "/v1/models"):
+            answer: httpx.Response = client.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+        assert client.get("/health").json() == {"status": "ok"}  # the connection is in step
