@@ -241,7 +241,7 @@ def test_turns_that_ended_together_stay_ended_when_keeping_the_first_breaks_the_
 ) -> None:
     fake = engine()
     harness = RuntimeHarness(fake, idle_tokens=0)
-    replies = [harness.submit([n, *range(100, 120)], max_tokens=3) for n in range(3)]
+    replies = [harness.submit([n, *range(100, 104)], max_tokens=3) for n in range(3)]
     while not all(reply.turn.generated_tokens == 2 for reply in replies):
         harness.scheduler.step()
 

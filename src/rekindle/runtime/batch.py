@@ -7,9 +7,10 @@ import math
 from rekindle.engine.base import Capabilities, Work
 from rekindle.runtime.turn import Turn
 
-ALONE_S, SHARED_S = 2.0, 0.25  # how long a prefill slice may hold up a cancel, or other replies
-LEAST_SLICE_TOKENS = 64
-UNKNOWN_SLICE_TOKENS = 256  # before the first slice has shown how fast the machine is
+ALONE_S, SHARED_S = 0.5, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+LEAST_SLICE_TOKENS = 4  # on the slowest machines
+WHOLE_SLICE_TOKENS = 64  # from here on slices are multiples of it, and as fast as large ones
+UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
 Batch = list[tuple[Turn, Work]]
@@ -98,12 +99,17 @@ class SliceSize:
         self._tokens_per_s = 0.0
 
     def learn(self, rows: int, took_s: float) -> None:
-        if rows >= LEAST_SLICE_TOKENS and took_s > 0:
-            speed = rows / took_s
-            self._tokens_per_s = 0.7 * (self._tokens_per_s or speed) + 0.3 * speed
+        """Less is believed at once, more by and by. Steps smaller than slices teach nothing: a
+        token takes longer in them."""
+        if rows < min(WHOLE_SLICE_TOKENS, self.tokens(SHARED_S)) or took_s <= 0:
+            return
+        speed, known = rows / took_s, self._tokens_per_s
+        self._tokens_per_s = 0.7 * known + 0.3 * speed if 0 < known < speed else speed
 
     def tokens(self, allowed_s: float) -> int:
         if not self._tokens_per_s:
             return min(UNKNOWN_SLICE_TOKENS, self._most)
-        wanted = round(self._tokens_per_s * allowed_s / LEAST_SLICE_TOKENS) * LEAST_SLICE_TOKENS
+        wanted = int(self._tokens_per_s * allowed_s)
+        if wanted > WHOLE_SLICE_TOKENS:
+            wanted -= wanted % WHOLE_SLICE_TOKENS
         return min(max(wanted, LEAST_SLICE_TOKENS), self._most)
