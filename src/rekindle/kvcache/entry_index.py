@@ -3,62 +3,20 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Generic, TypeVar
 
 from rekindle.kvcache.entry import Clock, Entry, Name, Reply, newest_replies
+from rekindle.kvcache.text_index import TextIndex
 from rekindle.kvcache.use_order import UseOrder
-from rekindle.tokens import Tokens, common_bytes
+from rekindle.tokens import Tokens
 
 MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
 MOST_FOUND = 8  # conversations that are looked at for one reply's key
 
 T = TypeVar("T")
-
-
-class TextIndex(Generic[T]):
-    """Values by text, sorted; of two equal texts the later value stays."""
-
-    def __init__(self) -> None:
-        self._order: list[bytes] = []
-        self._values: dict[bytes, T] = {}
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def put(self, text: bytes, value: T) -> None:
-        if text not in self._values:
-            insort(self._order, text)
-        self._values[text] = value
-
-    def drop(self, text: bytes, value: T) -> None:
-        """Forget the text, unless it has another value by now."""
-        if self._values.get(text) is value:
-            del self._values[text]
-            self._order.pop(bisect_left(self._order, text))
-
-    def longest(self, text: bytes) -> T | None:
-        """The value of the longest stored text that `text` begins with.
-
-        The greatest text not above it either is that prefix, or shows how long one can be at most.
-        """
-        while at := bisect_right(self._order, text):
-            nearest = self._order[at - 1]
-            if text.startswith(nearest):
-                return self._values[nearest]
-            text = text[: common_bytes(nearest, text)]
-        return None
-
-    def nearest(self, text: bytes) -> T | None:
-        """The value of a stored text that has most in common with `text` from the beginning on:
-        in order, none has more than the two beside it."""
-        at = bisect_left(self._order, text)
-        beside = self._order[max(at - 1, 0) : at + 1]
-        found = max(beside, key=lambda each: common_bytes(each, text), default=None)
-        return None if found is None else self._values[found]
 
 
 class ReplyIndex(Generic[T]):
