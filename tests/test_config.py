@@ -54,6 +54,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "log_level": ("debug", "debug"),
     "max_tokens": ("50", 50),
     "completion_max_tokens": ("null", None),
+    "prefill_assistant": ("true", True),
     "temperature": ("0", 0.0),
     "top_p": ("1", 1.0),
     "repetition_penalty": ("1.1", 1.1),

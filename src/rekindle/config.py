@@ -186,6 +186,9 @@ class Config(RuntimeSettings):
         Interval(ge=1, le=COUNT_LIMIT),
         Setting("The same of /v1/completions; null in the file: until the model stops", "Replies"),
     ] = 100
+    prefill_assistant: Annotated[
+        bool, Setting("Continue a final assistant message, as llama.cpp does", "Replies")
+    ] = False
     temperature: Annotated[
         float, Interval(ge=0, le=100), Setting("Default of requests", "Replies", flag=False)
     ] = 0.7

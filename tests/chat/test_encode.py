@@ -389,3 +389,46 @@ def test_the_generation_prompt_is_left_out_on_request() -> None:
     vocabulary = Vocabulary()
     prompt = chat(CHAT, vocabulary=vocabulary, add_generation_prompt=False)
     assert vocabulary.spell(prompt.tokens).endswith("Why?<|im_end|>\n")
+
+
+# -- a final message that is continued -----------------------------------------------------------
+
+BEGUN = "It is \n"
+
+
+@pytest.mark.parametrize("source", [CHATML, HEADERS, ALTERNATING, PARTS])
+@pytest.mark.parametrize("content", [BEGUN, [{"type": "text", "text": BEGUN}], "", "<|im_end|>"])
+def test_a_final_message_is_left_open_right_after_its_text(source: str, content: Any) -> None:
+    vocabulary = Vocabulary()
+    asked = CHAT[1:2]
+    begun = [*asked, {"role": "assistant", "content": content}]
+    prompt = chat(
+        begun, source, vocabulary, add_generation_prompt=False, continue_final_message=True
+    )
+    text = content if isinstance(content, str) else BEGUN
+    longer = [*asked, {"role": "assistant", "content": f"{text}needle"}]
+    whole, _, _ = vocabulary.spell(chat(longer, source, vocabulary).tokens).rpartition("needle")
+    assert vocabulary.spell(prompt.tokens) == whole
+    assert whole.endswith(text)
+    rendered = chat(longer, source, vocabulary).tokens
+    assert (
+        vocabulary.controls(prompt.tokens)
+        == vocabulary.controls(rendered)[: len(vocabulary.controls(prompt.tokens))]
+    )
+
+
+def test_the_spans_of_a_conversation_that_is_continued_are_those_of_its_messages() -> None:
+    begun = [*CHAT, {"role": "assistant", "content": BEGUN}]
+    prompt = chat(begun, add_generation_prompt=False, continue_final_message=True)
+    assert [span.index for span in prompt.spans] == [0, 1, 2, 3, 4]
+    assert prompt.spans[-1].end <= len(prompt.tokens)
+
+
+def test_a_final_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+    template = ChatTemplate(
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    encoder = Encoder(Vocabulary(), template)
+    begun = [*CHAT, {"role": "assistant", "content": BEGUN}]
+    with pytest.raises(TemplateFailed, match="cannot be continued"):
+        encoder.chat(begun, template_kwargs={}, continue_final_message=True)

@@ -10,6 +10,7 @@ from typing import Any
 from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
+    Placeholders,
     Span,
     escape,
     escape_prefix,
@@ -26,8 +27,14 @@ from rekindle.chat.known_prefix import (
     tokenise,
     tokens_after,
 )
-from rekindle.chat.message_spans import MessageSpan, TokenEdges, find_messages, token_offsets
-from rekindle.chat.messages import Message
+from rekindle.chat.message_spans import (
+    MessageSpan,
+    Render,
+    TokenEdges,
+    find_messages,
+    token_offsets,
+)
+from rekindle.chat.messages import Message, with_text_after
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import Tokenizer, Tokens
@@ -69,18 +76,21 @@ class Encoder:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         recall: Recall | None = None,
     ) -> Prompt:
         """A conversation's prompt, in which only the template writes control tokens."""
         template = self._required_template()
         template.check(template_kwargs)
         escaper = Escaper(self._control)
-        render = functools.partial(
+        render: Render = functools.partial(
             template.render,
             add_generation_prompt=add_generation_prompt,
             tools=escaper.hide(tools),
             **escaper.hide(template_kwargs),
         )
+        if continue_final_message:
+            render = _up_to_last_text(render)
         hidden = escaper.hide(messages)
         literals = escaper.spans(render(hidden))
         text = "".join(span.text for span in literals)
@@ -220,6 +230,22 @@ def _probed(
         return [encode([*messages, {"role": "user", "content": probe}]) for probe in PROBES]
     except TemplateFailed:
         return []
+
+
+def _up_to_last_text(render: Render) -> Render:
+    """Renders conversations up to the end of their last message's text, blanks at it included."""
+    end = Placeholders().of(0)
+
+    def up_to_end(messages: Sequence[Message]) -> str:
+        *before, last = messages
+        text, found, _ = render([*before, with_text_after(last, end)]).rpartition(end)
+        if not found:
+            raise TemplateFailed(
+                "The final message cannot be continued: the model's template does not show it."
+            )
+        return text
+
+    return up_to_end
 
 
 def _utf8(text: str) -> bytes:

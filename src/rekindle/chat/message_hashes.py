@@ -23,6 +23,7 @@ from rekindle.chat.messages import (
     canonical,
     content_text,
     tool_calls,
+    with_text_after,
 )
 
 CALL_KEY, HISTORY_KEY = "call:", "said:"  # by the id of a call; by all messages up to the reply
@@ -70,7 +71,14 @@ class ConversationHashes:
     for each turn: a user message with all that follows it, or what comes before the first.
     """
 
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        continued: bool = False,
+    ) -> None:
+        """`continued`: the reply goes on from the last message instead of following it."""
         self.reply_keys: dict[int, tuple[str, ...]] = {}  # by the index of an assistant message
         #: Of all before the last user message; None when that is the first one.
         self.previous_fingerprint: str | None = None
@@ -79,7 +87,10 @@ class ConversationHashes:
         self._history, self._outline = HashChain(), HashChain()
         self._system_hash = self._tools_hash = ""  # empty: there are none
         self._has_user = False
+        self._continued: Message | None = None
         for index, message in enumerate(messages):
+            if continued and index == len(messages) - 1:
+                self._continued, self._before_last = message, self._chains()
             self._add(index, message)
         if tools:
             self._tools_hash = _hash_tools(tools)
@@ -97,8 +108,12 @@ class ConversationHashes:
         return EntryHashes(self.segments, (), self.fingerprint)
 
     def after(self, reply: Message) -> EntryHashes:
-        """Those of the conversation with one more assistant message."""
-        last, history, outline = self._turn.copy(), self._history.copy(), self._outline.copy()
+        """Those of the conversation with one more assistant message, or with a longer last one."""
+        last, history, outline = self._chains()
+        if self._continued is not None:
+            last, history, outline = (chain.copy() for chain in self._before_last)
+            more = with_text_after(self._continued, content_text(reply.get("content")))
+            reply = {**reply, **more}
         segment, history_part = _forms(reply)
         last.add(segment)
         history.add(history_part)
@@ -110,6 +125,9 @@ class ConversationHashes:
             (*_call_keys(reply), HISTORY_KEY + history.hexdigest()),
             outline.hexdigest(),
         )
+
+    def _chains(self) -> tuple[HashChain, HashChain, HashChain]:
+        return self._turn.copy(), self._history.copy(), self._outline.copy()
 
     def first_change(self, stored: Segments) -> str | None:
         """The first part of what is stored that differs here: "system", "tools", "turn 3"…

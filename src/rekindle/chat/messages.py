@@ -32,6 +32,11 @@ def content_text(content: Any, separator: str = "\n") -> str:
     return content if isinstance(content, str) else ""
 
 
+def with_text_after(message: Message, text: str) -> Message:
+    """The message with more text at the end of its own."""
+    return {**message, "content": content_text(message.get("content")) + text}
+
+
 def reasoning(message: Message) -> Any:
     """The first reasoning field that is not empty, as it was sent; None when there is none."""
     return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)

@@ -106,6 +106,8 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     prepare: Prepare | None = None
     prompt: str | list[int] | None = None
     template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True  # the template's beginning of a reply
+    continue_final_message: bool = False  # no end of the last message, so that the reply goes on
     sampling: SamplingParams
     max_tokens: int | None
     stop: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -95,7 +96,7 @@ class InputProcessor:
             indexed, _ = _normalised(op)
             return self._prefix(indexed.messages, indexed.tools, {})
         asked, _ = _normalised(op)
-        return self._chat(asked.messages, asked.tools, asked.template_kwargs, self.namespace(salt))
+        return self._chat(asked.messages, asked, self.namespace(salt))
 
     def _check_bias(self, sampling: SamplingParams) -> None:
         most = self._tokenizer.size - 1
@@ -116,10 +117,9 @@ class InputProcessor:
         if request.messages is not None:
             if request.prepare is not None:
                 return self._prefix(request.messages, request.tools, request.template_kwargs)
-            kwargs = request.template_kwargs
             if not request.reuse:
-                return EncodedPrompt(self._plain_chat(request.messages, request.tools, kwargs))
-            return self._chat(request.messages, request.tools, kwargs, known)
+                return EncodedPrompt(self._plain_chat(request.messages, request))
+            return self._chat(request.messages, request, known)
         assert request.prompt is not None, "a request has messages or a prompt"
         if not request.prompt:
             return EncodedPrompt(self._beginning())
@@ -137,21 +137,21 @@ class InputProcessor:
         )
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
 
-    def _plain_chat(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> Prompt:
+    def _plain_chat(self, messages: Messages, request: GenerateRequest) -> Prompt:
         """A conversation's prompt of which nothing is remembered."""
         self._check_size(messages, "messages")
-        sent = [with_parsed_arguments(message) for message in messages]
-        return self._encoder.chat(sent, tools=without_strict(tools), template_kwargs=kwargs)
+        return self._encode(request)([with_parsed_arguments(message) for message in messages])
 
     def _chat(
-        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], known: bytes | None
+        self, messages: Messages, about: GenerateRequest | Validate, known: bytes | None
     ) -> EncodedPrompt:
         """A conversation's prompt; with the tokens remembered in the namespace `known`."""
         self._check_size(messages, "messages")
         sent = [with_parsed_arguments(message) for message in messages]
         # Long conversations are hashed here, on an encoder thread, not between two engine steps.
-        hashes = ConversationHashes(messages, tools)
-        encode = partial(self._encoder.chat, tools=without_strict(tools), template_kwargs=kwargs)
+        continued = isinstance(about, GenerateRequest) and about.continue_final_message
+        hashes = ConversationHashes(messages, about.tools, continued=continued)
+        encode = self._encode(about)
         if known is None:
             return EncodedPrompt(encode(sent), hashes)
         history = History(self._entries, known, sent, hashes)
@@ -161,6 +161,21 @@ class InputProcessor:
             with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
                 return EncodedPrompt(encode(as_sampled, recall=recall), hashes, changes)
         return EncodedPrompt(encode(sent, recall=recall), hashes)
+
+    def _encode(self, about: GenerateRequest | Validate) -> Callable[..., Prompt]:
+        """Encodes conversations as this request wants them."""
+        encode = partial(
+            self._encoder.chat,
+            tools=without_strict(about.tools),
+            template_kwargs=about.template_kwargs,
+        )
+        if isinstance(about, Validate):
+            return encode
+        return partial(
+            encode,
+            add_generation_prompt=about.add_generation_prompt,
+            continue_final_message=about.continue_final_message,
+        )
 
     def _text(self, text: str, known: bytes | None) -> Prompt:
         self._check_size(text, "prompt")

@@ -10,7 +10,7 @@ import pytest
 from rekindle.api.openai.schema import NOT_SERVED, ChatRequest
 from rekindle.protocol.frames import frame
 from rekindle.protocol.requests import GenerateRequest, ToolUse
-from tests.api.scripted import Front, ScriptedRuntime
+from tests.api.scripted import Front, ScriptedRuntime, error
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 
@@ -249,3 +249,44 @@ def test_each_key_has_a_salt_of_its_own() -> None:
     first, second, third = (request.salt for request in front.runtime.requests)
     assert first == third != second
     assert requested().salt == b""
+
+
+REPLY = {"role": "assistant", "content": "Once upon"}
+BEGUN = [{"role": "user", "content": "Tell me"}, REPLY]
+
+
+def prompt_end(settings: dict[str, Any] | None = None, **fields: Any) -> tuple[bool, bool]:
+    request = requested(settings, **{"messages": BEGUN, **fields})
+    return request.continue_final_message, request.add_generation_prompt
+
+
+def test_a_final_message_is_continued_when_that_is_asked_for() -> None:
+    assert prompt_end() == (False, True)
+    assert prompt_end(continue_final_message=True) == (True, False)
+    assert prompt_end(continue_final_message=True, add_generation_prompt=False) == (True, False)
+    assert prompt_end(add_generation_prompt=False) == (False, False)
+
+
+def test_a_server_may_be_set_to_continue_as_llama_cpp_does() -> None:
+    prefill = {"prefill_assistant": True}
+    assert prompt_end(prefill) == (True, False)
+    assert prompt_end(prefill, messages=BEGUN[:1]) == (False, True)
+    assert prompt_end(prefill, messages=[*BEGUN, {**REPLY, "tool_calls": [CALL]}]) == (False, True)
+    assert prompt_end(prefill, continue_final_message=False) == (False, True)
+    assert prompt_end(prefill, add_generation_prompt=True) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"add_generation_prompt": True}, "cannot both be true"),
+        ({"messages": BEGUN[:1]}, "needs a last message of the assistant"),
+        ({"messages": [{**REPLY, "content": None, "tool_calls": [CALL]}]}, "calls no tools"),
+        ({"messages": [{**REPLY, "tool_calls": [CALL]}]}, "calls no tools"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    answer = Front().chat(**{"messages": BEGUN, "continue_final_message": True, **fields})
+    assert answer.status_code == 400
+    assert error(answer)["param"] == "continue_final_message"
+    assert sentence in error(answer)["message"]

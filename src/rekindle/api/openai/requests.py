@@ -22,6 +22,7 @@ def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[Genera
     conversation = {
         "messages": rendered(body.messages),
         "template_kwargs": _template_kwargs(body),
+        **_prompt_end(body, config),
         "tools": described(tool_choice.offered(body.tool_choice, body.tools)),
         "tool_use": tool_choice.tool_use(
             body.tool_choice, parallel=body.parallel_tool_calls is not False
@@ -96,6 +97,15 @@ def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     return kwargs
+
+
+def _prompt_end(body: ChatRequest, config: Config) -> dict[str, bool]:
+    """How the prompt ends: with the beginning of a reply, or in the middle of one."""
+    continues = body.continue_final_message
+    if continues is None and body.add_generation_prompt is None:
+        continues = config.prefill_assistant and body.ends_with_reply
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return {"continue_final_message": bool(continues), "add_generation_prompt": begins}
 
 
 def _sampling(body: RequestBase, config: Config, *, top_logprobs: int | None) -> SamplingParams:

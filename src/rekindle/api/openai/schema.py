@@ -162,6 +162,8 @@ class ChatRequest(RequestBase):
     top_logprobs: Whole | None = Field(None, ge=0, le=20)
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prefill_progress: PrefillProgress | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -171,6 +173,24 @@ class ChatRequest(RequestBase):
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _final_message_can_be_continued(self) -> ChatRequest:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
+            raise BadRequest(
+                "`continue_final_message` and `add_generation_prompt` cannot both be true: a reply "
+                "goes on or begins.",
+                param="continue_final_message",
+            )
+        if not self.ends_with_reply:
+            raise BadRequest(
+                "`continue_final_message` needs a last message of the assistant that has text and "
+                "calls no tools.",
+                param="continue_final_message",
+            )
         return self
 
     @model_validator(mode="after")
@@ -190,6 +210,12 @@ class ChatRequest(RequestBase):
         if not (self.stream and self.prefill_progress):
             return None
         return "comments" if self.prefill_progress == "comments" else "chunks"
+
+    @property
+    def ends_with_reply(self) -> bool:
+        """Whether the last message is a text of the assistant, which can be continued."""
+        last = self.messages[-1]
+        return last.role == "assistant" and last.content is not None and not last.tool_calls
 
     @property
     def message_ids(self) -> list[str]:
