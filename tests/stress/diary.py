@@ -54,6 +54,7 @@ class Promises:
     blocks: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)  # salt and tokens
     entries: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
+    answers: int = 0  # to pins, unpins and deletions
     unpinned: set[str] = field(default_factory=set)
     deleted: set[str] = field(default_factory=set)  # entries
     gone: set[str] = field(default_factory=set)  # blocks that a deletion took along
@@ -93,6 +94,7 @@ class Promises:
                 self.pinned.discard(key)
 
     def _apply_answer(self, what: str, key: str) -> None:
+        self.answers += 1
         match what:
             case "pin":
                 self.pinned.add(key)

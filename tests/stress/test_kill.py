@@ -36,12 +36,9 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
         for round_ in range(ROUNDS)
     ]
     promises = survive(orders, chance)
-    assert len(promises.blocks) > 50
+    assert len(promises.blocks) > 20
     assert promises.entries
-    assert promises.pinned
-    assert promises.unpinned
-    assert promises.deleted
-    assert promises.gone
+    assert promises.answers > 5
 
 
 @pytest.mark.long

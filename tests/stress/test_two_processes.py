@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from rekindle.errors import FolderLocked
+from rekindle.errors import CorruptBlock, FolderLocked
+from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.disk.check import check
-from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.disk.folder import model_folders, open_block_files, open_folder
+from rekindle.kvcache.disk.secret import read_secret
+from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
 from tests.stress.aftermath import (
     PLENTY_BYTES,
     identity,
@@ -22,10 +26,12 @@ from tests.stress.diary import Diary
 from tests.stress.storage_harness import StorageHarness, load
 from tests.stress.writer import Order, writing
 from tests.support.fake import FakeEngine
+from tests.support.rounds import rounds
 from tests.support.server import running
 from tests.support.tiny import write_llama
 
-WRITING_S = 3.0
+WRITING_S = float(rounds(3, 30))
+SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
 
 
 def open_harness(folder: Path) -> StorageHarness:
@@ -48,35 +54,62 @@ def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> Non
     third.close()
 
 
+@pytest.mark.long
 def test_who_comes_while_another_writes_neither_waits_nor_disturbs(tmp_path: Path) -> None:
-    """Others claim the folder, check it, and work on another model's beside it."""
+    """Others claim the folder, check it, read its files, work on another model's beside it, and
+    collect what lies idle, while its owner writes and evicts."""
     home, diary = tmp_path / "kv", Diary(tmp_path / "diary")
     order = Order(
         folder=str(home),
         diary=str(tmp_path / "diary"),
         seed=5,
-        disk_bytes=PLENTY_BYTES,
+        disk_bytes=SMALL_BYTES,
         kill_after_s=WRITING_S,
+        kill_with=str(tmp_path / "enough"),
     )
-    visits = 0
-    safe_until_s = time.monotonic() + WRITING_S  # it is killed later than that
-    with writing() as write:
-        owner = threading.Thread(target=write, args=(order,))
-        owner.start()
-        while not diary.read().blocks:
-            assert owner.is_alive()
-        while time.monotonic() < safe_until_s:
-            visit(home)
-            visits += 1
-        owner.join()
-    assert visits
+    with writing() as write, ThreadPoolExecutor(2) as others:
+        owner = others.submit(write, order)
+        try:
+            while not diary.read().blocks:
+                assert not owner.done()
+            path = owned(home)
+            reads = others.submit(read_until, path, Path(order.kill_with))
+            until_s = time.monotonic() + WRITING_S
+            visit(home, path)
+            while time.monotonic() < until_s:
+                visit(home, path)
+        finally:
+            Path(order.kill_with).touch()
+        owner.result()
+        assert reads.result()
     assert not diary.read().errors
     index_agrees_with_files(home)
-    promises_are_kept(home, diary, random.Random(0))
+    promises_are_kept(home, diary, random.Random(0), disk_bytes=SMALL_BYTES)
     diary.close()
 
 
-def visit(home: Path) -> None:
+def owned(home: Path) -> Path:
+    """The folder of the model that the owner works for."""
+    [path] = (report.path for report in check(home, repair=False) if report.in_use)
+    return path
+
+
+def read_until(path: Path, enough: Path) -> int:
+    """Read the owner's files; each is what its name says, or has just gone. How many were read."""
+    chance, reads = random.Random(3), 0
+    with ExitStack() as resources:
+        block_files = open_block_files(path, read_secret(path.parent), resources)
+        while not enough.exists():
+            sizes = block_files.sizes()
+            for key in chance.sample(sorted(sizes), min(len(sizes), 20)):
+                with suppress(CorruptBlock):
+                    record = block_files.read(key, sizes[key])
+                    assert chain_key(record.parent, record.tokens) == key
+                    reads += 1
+    return reads
+
+
+def visit(home: Path, path: Path) -> None:
     with pytest.raises(FolderLocked):
         open_folder(home, identity(), limit_bytes=PLENTY_BYTES)
     assert [report.in_use for report in check(home, repair=True)].count(True) == 1
@@ -84,6 +117,9 @@ def visit(home: Path) -> None:
     assert neighbour.disk_state == "ok"
     neighbour.converse(1)
     neighbour.close()
+    collector = open_folder(home, b"a third model", limit_bytes=1)
+    assert {path.name for path in model_folders(home)} == {collector.path.name, path.name}
+    collector.close()
 
 
 def test_two_servers_on_one_folder_both_answer(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from tests.support.fake import FakeEngine
 ROOT = Path(__file__).parents[2]
 PREFIXES = 6
 MOST_TOKENS = 200
+POLL_S = 0.05
+LEAST_STEPS = 3  # of a round, however slow the machine is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Order:
     seed: int
     disk_bytes: int
     kill_after_s: float
+    kill_with: str = ""  # not before this file is there
     exit_at_call: int = 0  # 0: never; otherwise the end comes in front of this system call
 
 
@@ -48,7 +51,8 @@ class Load:
         self._harness = harness
         self._chance = chance
         self._talks: list[tuple[bytes, list[int]]] = []
-        self._keys: list[tuple[bytes, str]] = []
+        salts = {harness.namespace(salt): salt for salt in SALTS}
+        self._keys = [(salts[each.namespace], each.key) for each in harness.entries.of(None)]
 
     def step(self) -> None:
         self._turn()
@@ -137,6 +141,8 @@ def work(order: Order, ready: int) -> None:
             idle_tokens=0,
         )
         load = Load(harness, random.Random(order.seed))
+        for _ in range(LEAST_STEPS):
+            load.step()
         os.write(ready, b"!")
         while True:
             load.step()
@@ -155,6 +161,8 @@ def carry_out(order: Order) -> None:
     os.read(ready, 1)  # or its end, when the child is gone already
     os.close(ready)
     time.sleep(order.kill_after_s)
+    while order.kill_with and not Path(order.kill_with).exists():
+        time.sleep(POLL_S)
     os.kill(pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
     os.waitpid(pid, 0)
 
