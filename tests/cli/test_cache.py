@@ -94,7 +94,8 @@ def text(view: RenderableType) -> str:
 
 
 def test_entries_are_listed_as_people_read_them() -> None:
-    shown = text(views.entries_table([entry(), entry(TWO, pinned=True, expires_at=None)]))
+    pinned = entry(TWO, model="other", pinned=True, expires_at=None)
+    shown = text(views.entries_table([entry(), pinned]))
     first, second = shown.splitlines()[1:]
     for part in (
         "aaaa11110000",
@@ -110,6 +111,12 @@ def test_entries_are_listed_as_people_read_them() -> None:
     assert "in 12 min" in first
     assert "pinned, never" in second
     assert ONE not in shown
+
+
+def test_a_column_that_says_the_same_everywhere_is_left_out() -> None:
+    header, *_ = text(views.entries_table([entry(names=[]), entry(TWO, names=[])])).splitlines()
+    assert header.split() == ["key", "tier", "tokens", "size", "hits", "last", "used", "expires",
+                              "last", "message"]  # fmt: skip
 
 
 def test_keys_that_begin_alike_are_written_out() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 SHORT_KEY = 12  # characters of a key that are nearly always unique
-LEAST_PREVIEW = 20  # characters of a message, on a narrow terminal too
+LEAST_PREVIEW = 12  # characters of a message, on a narrow terminal too
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -20,32 +20,40 @@ Json = dict[str, Any]
 
 
 def entries_table(entries: Sequence[Json]) -> RenderableType:
+    """A line an entry; a column that would say the same on each is left out."""
     if not entries:
         return Text("Nothing is cached under a name yet.")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("key", no_wrap=True)
-    for name in ("model", "names", "tier"):
-        table.add_column(name, overflow="fold", min_width=len(name))
-    for name in ("tokens", "size", "hits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("last used", "expires"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("last message", min_width=LEAST_PREVIEW, no_wrap=True, overflow="ellipsis")
     short = _short_keys([entry["cache_key"] for entry in entries])
-    for entry in entries:
-        table.add_row(
-            Text(short[entry["cache_key"]]),
-            plain(entry["model"]),
-            plain(", ".join(each["name"] for each in entry["names"])),
-            plain(entry["tier"] or "none"),
-            f"{entry['token_count']:,}",
-            decimal(entry["size_bytes"]),
-            str(entry["hit_count"]),
-            ago(entry["last_used"]),
-            expiry(entry),
-            plain(entry["preview"]),
+    cells: dict[str, Callable[[Json], Text]] = {
+        "key": lambda entry: Text(short[entry["cache_key"]]),
+        "model": lambda entry: plain(entry["model"]),
+        "names": lambda entry: plain(", ".join(each["name"] for each in entry["names"])),
+        "tier": lambda entry: plain(entry["tier"] or "none"),
+        "tokens": lambda entry: Text(f"{entry['token_count']:,}", justify="right"),
+        "size": lambda entry: Text(decimal(entry["size_bytes"]), justify="right"),
+        "hits": lambda entry: Text(str(entry["hit_count"]), justify="right"),
+        "last used": lambda entry: Text(ago(entry["last_used"])),
+        "expires": lambda entry: Text(expiry(entry)),
+        "last message": lambda entry: plain(entry["preview"]),
+    }
+    for title in _needless(entries):
+        del cells[title]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in cells:
+        folds = title in ("model", "names")
+        least = LEAST_PREVIEW if title == "last message" else len(title)
+        table.add_column(
+            title, no_wrap=not folds, overflow="fold" if folds else "ellipsis", min_width=least
         )
+    for entry in entries:
+        table.add_row(*(cell(entry) for cell in cells.values()))
     return table
+
+
+def _needless(entries: Sequence[Json]) -> list[str]:
+    one_model = len({entry["model"] for entry in entries}) == 1
+    no_names = not any(entry["names"] for entry in entries)
+    return ["model"] * one_model + ["names"] * no_names
 
 
 def entry_table(entry: Json) -> RenderableType:
