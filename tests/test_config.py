@@ -31,6 +31,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "exact": ("1", True),
     "parallel": ("4", 4),
     "queue": ("8", 8),
+    "step_timeout": ("20", 20.0),
     "max_model_len": ("2048", 2048),
     "kv_fraction": ("0.5", 0.5),
     "fp8_kvcache": ("true", True),

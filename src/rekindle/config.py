@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
-from annotated_types import Interval
+from annotated_types import Gt, Interval
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -136,6 +136,15 @@ class Config(RuntimeSettings):
     queue: Annotated[
         int, Interval(ge=0, le=COUNT_LIMIT), Setting("Turns that may wait", "Server")
     ] = 256
+    step_timeout: Annotated[
+        float,
+        Gt(0),
+        Setting(
+            "Seconds without progress after which a model's process is replaced",
+            "Server",
+            flag=False,
+        ),
+    ] = 300.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Setting("debug, info, warning or error", "Server"),

@@ -39,6 +39,7 @@ from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
 from rekindle.server.models import ServedModels
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
+from rekindle.server.watchdog import Watchdog
 
 PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -149,7 +150,9 @@ class ScriptedRuntime(RuntimeClient):
     def __init__(self, *scripts: Script, name: str = "tiny", answers: Answers = refuse) -> None:
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
+        self.down_reason = "a model is loading"
         self.restarts = 0
+        self._watchdog = Watchdog(limit_s=1e9)
         self.frames: list[GenerateRequest] = []  # as they are sent
         self.requests: list[GenerateRequest] = []  # of those, each choice's own
         self.admin_requests: list[Received] = []

@@ -11,7 +11,7 @@ from rekindle.runtime.encoders import LARGE_BYTES
 from rekindle.server import runtime_client
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import answer, ask, run, running, soon
-from tests.support.faulty_engine import ENDLESS, RAISE, write_model
+from tests.support.faulty_engine import ENDLESS, HANG, RAISE, write_model
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
@@ -45,6 +45,28 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
                 assert (failed.error.status, failed.error.code) == (503, "model_restarting")
                 assert "exit status 1" in failed.error.message
             await soon(lambda: runtime.restarts == 1)
+            assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
+
+    run(scene)
+
+
+def test_a_process_whose_engine_is_stuck_is_replaced(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_client, "WATCH_S", 0.05)
+
+    async def scene() -> None:
+        async with running(model, step_timeout_s=5.0) as runtime:
+            assert runtime.ready is not None
+            stuck = begin(runtime, HANG)
+            await soon(lambda: runtime.ready is None)
+            assert "no progress" in runtime.down_reason
+            await soon(lambda: any(isinstance(event, Failed) for event in stuck))
+            assert isinstance(failed := stuck[-1], Failed)
+            assert (failed.error.status, failed.error.code) == (503, "model_restarting")
+            assert "made no progress" in failed.error.message
+            await soon(lambda: runtime.restarts == 1)
+            assert runtime.watchdog_fired == 1
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
 
     run(scene)

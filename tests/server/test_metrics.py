@@ -29,6 +29,7 @@ def test_every_model_tells_its_figures() -> None:
     assert {name.removeprefix("rekindle_"): value for (name, _), value in found.items()} == {
         "up": 1,
         "runtime_restarts_total": 0,
+        "watchdog_fired_total": 0,
         "active_turns": 3,
         "ram_bytes": 1000,
         "ram_limit_bytes": 1 << 20,

@@ -49,8 +49,11 @@ def endless() -> GenerateRequest:
 
 
 @asynccontextmanager
-async def running(path: Path, *, parallel: int = 2, queue: int = 8) -> AsyncIterator[RuntimeClient]:
-    runtime = RuntimeClient("tiny", load(path, parallel), queue=queue)
+async def running(
+    path: Path, *, parallel: int = 2, queue: int = 8, step_timeout_s: float = 300.0
+) -> AsyncIterator[RuntimeClient]:
+    order = load(path, parallel)
+    runtime = RuntimeClient("tiny", order, queue=queue, step_timeout_s=step_timeout_s)
     try:
         await runtime.start()
         yield runtime

@@ -39,6 +39,12 @@ class Ready(Struct, tag=True):
     conversations: int | None = None  # found on disk; None: the folder is still being read
 
 
+class Heartbeat(Struct, tag=True):
+    """A sign of life, every so often."""
+
+    working_s: float  # how long the engine's thread has been at its current step; 0: at rest
+
+
 class LoadFailed(Struct, tag=True):
     message: str
 
@@ -50,7 +56,7 @@ class Events(Struct, tag=True):
 
 
 ToRuntime = LoadModel | GenerateRequest | Cancel | AdminRequest | Stop
-ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine
+ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine | Heartbeat
 
 
 def _path_as_text(value: Any) -> str:

@@ -1,13 +1,14 @@
 """The runtime process: one loaded model behind a socket.
 
 Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
-of the disk tier, one that ticks, and the main thread, which alone owns the engine and the cache.
+of the disk tier, two that tick, and the main thread, which alone owns the engine and the cache.
 An exception that nobody expected, on whichever of them, ends the process at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, Index
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import (
     Events,
+    Heartbeat,
     LoadFailed,
     Loading,
     LogLine,
@@ -49,6 +51,7 @@ from rekindle.runtime.storage import open_storage
 from rekindle.runtime.turn import Stopwatch, Turn
 
 TICK_S = 60.0
+HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class RuntimeProcess:
         self._writer.start()
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._background = Background()
+        self._working_since_s: float | None = None  # the engine's thread; None: it is at rest
         check_names(*formats(load.settings))  # before anything slow
         engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
@@ -172,13 +176,16 @@ class RuntimeProcess:
         idle = False
         while True:
             for message in self._messages(wait=idle):
+                self._working_since_s = time.monotonic()
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
+            self._working_since_s = time.monotonic()
             has_more = self._background.run()
             busy = self._runtime.scheduler.step()
             self._runtime.storage.give_way(busy)
             idle = not (busy or has_more)
+            self._working_since_s = None
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         with contextlib.suppress(Empty):
@@ -228,6 +235,13 @@ class RuntimeProcess:
             time.sleep(TICK_S)
             self._inbox.put(_Tick())
 
+    def beat(self) -> None:
+        """The thread that tells the front whether the engine's makes progress."""
+        while True:
+            since_s = self._working_since_s
+            self.send(Heartbeat(time.monotonic() - since_s if since_s is not None else 0.0))
+            time.sleep(HEARTBEAT_S)
+
     def close(self) -> None:
         """The engine is closed last: whatever its end is like, everything has been sent."""
         self._runtime.close()
@@ -257,6 +271,7 @@ def main() -> None:
     """Entry point of the child process; its one argument is the socket's descriptor."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the front decides when we end: when it says
         signal.signal(stop, signal.SIG_IGN)  # so, or by hanging up
+    faulthandler.enable()  # a crash in native code, or the front's watchdog, shows every stack
     threading.excepthook = lambda raised: _end(raised.exc_value)
     sock = socket.socket(fileno=int(sys.argv[1]))
     received = receive(sock)
@@ -269,7 +284,8 @@ def main() -> None:
         return
     process.send(process.ready())
     threading.Thread(target=process.read, args=(received,), daemon=True).start()
-    threading.Thread(target=process.tick, daemon=True).start()
+    for run in (process.tick, process.beat):
+        threading.Thread(target=run, daemon=True).start()
     try:
         process.run()
         process.close()

@@ -118,6 +118,7 @@ async def open_models(
             name,
             LoadModel(path=str(path), served=served, settings=config.runtime),
             queue=config.queue,
+            step_timeout_s=config.step_timeout,
         )
         for name, path in files.items()
     ]

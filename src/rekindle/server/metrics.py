@@ -58,6 +58,7 @@ class Reading:
 
     model: str
     restarts: int
+    watchdog_fired: int
     stats: Stats | None
 
 
@@ -79,7 +80,7 @@ async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
             stats = await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
         pass  # shown as a model that is not up
-    return Reading(runtime.name, runtime.restarts, stats)
+    return Reading(runtime.name, runtime.restarts, runtime.watchdog_fired, stats)
 
 
 class Readings(Collector):
@@ -94,10 +95,16 @@ class Readings(Collector):
         restarts = CounterMetricFamily(
             "rekindle_runtime_restarts", "Times the model's process was replaced.", labels=["model"]
         )
+        stuck = CounterMetricFamily(
+            "rekindle_watchdog_fired",
+            "Times the model's process was replaced because it made no progress.",
+            labels=["model"],
+        )
         for reading in self._readings:
             up.add_metric([reading.model], reading.stats is not None)
             restarts.add_metric([reading.model], reading.restarts)
-        yield from (up, restarts)
+            stuck.add_metric([reading.model], reading.watchdog_fired)
+        yield from (up, restarts, stuck)
         for field, what in GAUGES.items():
             yield self._filled(
                 GaugeMetricFamily(f"rekindle_{field}", what, labels=["model"]), field

@@ -70,8 +70,11 @@ class ServedModels:
     def others(self, runtime: RuntimeClient) -> list[RuntimeClient]:
         return [other for other in self.runtimes if other is not runtime]
 
-    def is_ready(self) -> bool:
-        return self._default.ready is not None
+    @property
+    def problem(self) -> str | None:
+        """Why not every model answers; None: all do."""
+        down = (runtime.down_reason for runtime in self.runtimes if runtime.ready is None)
+        return next(down, None)
 
 
 def models_of(request: Request) -> ServedModels:

@@ -21,16 +21,18 @@ from rekindle.errors import (
 )
 from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResult
 from rekindle.protocol.events import TERMINAL, Event, Failed
-from rekindle.protocol.frames import Events, LogLine, Ready
+from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel
 from rekindle.server.open_turns import OpenTurns
 from rekindle.server.request_id import current_id
-from rekindle.server.runtime_process import OnLoading, RuntimeProcess
+from rekindle.server.runtime_process import AfterLoading, OnLoading, RuntimeProcess
+from rekindle.server.watchdog import Watchdog
 
 log = logging.getLogger("rekindle.runtime")
 
 MOST_UNSENT_BYTES = 128 << 20  # that a runtime is behind with reading
 RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
+WATCH_S = 1.0  # between two looks at whether there is progress
 MOST_ADMIN_REQUESTS = 64  # of one tenant at a time
 
 OnEvent = Callable[[int, Event], None]  # with the choice's number in its request, from 0
@@ -44,7 +46,9 @@ class _AdminCall(NamedTuple):
 class RuntimeClient:
     """One model in a process of its own. A crash fails the turns in flight, never the server."""
 
-    def __init__(self, name: str, load: LoadModel, *, queue: int) -> None:
+    def __init__(
+        self, name: str, load: LoadModel, *, queue: int, step_timeout_s: float = 300.0
+    ) -> None:
         self.name = name
         self._load = load
         self._turns = OpenTurns(load.settings.parallel + queue)
@@ -52,7 +56,9 @@ class RuntimeClient:
         self._ids = itertools.count(1)
         self._process: RuntimeProcess | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(step_timeout_s)
         self.ready: Ready | None = None
+        self.down_reason = "a model is loading"  # as long as there is none that is ready
         self.restarts = 0
 
     @property
@@ -62,6 +68,11 @@ class RuntimeClient:
     @property
     def turns(self) -> int:
         return len(self._turns)
+
+    @property
+    def watchdog_fired(self) -> int:
+        """Times the process was replaced because it made no progress."""
+        return self._watchdog.fired
 
     # -- the process ---------------------------------------------------------------------------
 
@@ -83,21 +94,38 @@ class RuntimeClient:
             self._process.close()
         self._process = await RuntimeProcess.spawn(self.name, self._load, self._receive)
         self.ready = await self._process.ready(on_loading)
+        self._watchdog.hear()
         return self._process
 
     async def _watch(self, process: RuntimeProcess) -> None:
         """When the process dies, fail its turns and start it again."""
         while True:
-            status = await process.died()
-            self.ready = None
-            log.error("runtime of %s died (exit status %s); restarting it", self.name, status)
+            end = await self._end_of(process)
             self._fail_all(
                 RuntimeDied(
-                    f"the process running model {self.name} died (exit status {status}) and is "
-                    "being restarted; send the request again"
+                    f"the process running model {self.name} {end} and is being restarted; "
+                    "send the request again"
                 )
             )
             process = await self._restart()
+
+    async def _end_of(self, process: RuntimeProcess) -> str:
+        """How a process ended that nobody stopped; one that is stuck is ended."""
+        died = asyncio.create_task(process.died())
+        try:
+            while not died.done() and not self._watchdog.fires():
+                await asyncio.wait({died}, timeout=WATCH_S)
+            is_stuck = not died.done()
+            end = f"made no progress for {self._watchdog.stalled_s:.0f} s" if is_stuck else "died"
+            self.down_reason = f"the process of a model {end} and is being restarted"
+            self.ready = None
+            if is_stuck:
+                await process.abort()
+            end += f" (exit status {await died})"
+        finally:
+            died.cancel()
+        log.error("runtime of %s %s; restarting it", self.name, end)
+        return end
 
     async def _restart(self) -> RuntimeProcess:
         for attempt in itertools.count():
@@ -178,8 +206,10 @@ class RuntimeClient:
 
     # -- what comes back -----------------------------------------------------------------------
 
-    def _receive(self, message: Events | AdminReply | LogLine) -> None:
+    def _receive(self, message: AfterLoading) -> None:
         match message:
+            case Heartbeat(working_s):
+                self._watchdog.hear(working_s)
             case Events(events):
                 for event in events:
                     self._turns.deliver(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
 from asyncio.subprocess import Process
@@ -13,6 +14,7 @@ from rekindle.protocol.admin import AdminReply
 from rekindle.protocol.frames import (
     Events,
     FrameReader,
+    Heartbeat,
     LoadFailed,
     Loading,
     LogLine,
@@ -23,10 +25,12 @@ from rekindle.protocol.frames import (
 )
 from rekindle.protocol.requests import LoadModel, Stop
 
+ABORT_S = 5.0  # for a runtime to show where it stands
 STOP_S = 120.0  # for a runtime to write its state to disk
 
 OnLoading = Callable[[float], None]
-OnMessage = Callable[[Events | AdminReply | LogLine], None]
+AfterLoading = Events | AdminReply | LogLine | Heartbeat
+OnMessage = Callable[[AfterLoading], None]
 States = asyncio.Queue[ToFront | None]  # of loading; None: the process has closed its socket
 
 
@@ -48,7 +52,7 @@ class RuntimeProcess:
 
         def receive(message: ToFront | None) -> None:
             match message:
-                case Events() | AdminReply() | LogLine():
+                case Events() | AdminReply() | LogLine() | Heartbeat():
                     on_message(message)
                 case _:
                     states.put_nowait(message)
@@ -107,6 +111,14 @@ class RuntimeProcess:
             self._process.kill()
             await self._process.wait()
         self.close()
+
+    async def abort(self) -> None:
+        """End a process that makes no progress; where it stands is on the standard error."""
+        self._process.send_signal(signal.SIGABRT)
+        try:
+            await asyncio.wait_for(self._process.wait(), ABORT_S)
+        except TimeoutError:
+            self._process.kill()
 
     def close(self) -> None:
         """Close the socket; a process that still runs ends by itself."""

@@ -50,17 +50,18 @@ def test_health_is_good_once_the_startup_model_answers() -> None:
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-def test_health_is_bad_while_the_startup_model_is_away(front: Front) -> None:
-    front.runtime.ready = None
+@pytest.mark.parametrize("place", [0, 1])
+def test_health_is_bad_with_a_reason_while_a_model_is_away(front: Front, place: int) -> None:
+    front.runtimes[place].ready = None
+    front.runtimes[place].down_reason = "the process of a model died and is being restarted"
     answer = front.get("/health")
-    assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
+    assert answer.status_code == 503
+    assert answer.json() == {
+        "status": "unavailable",
+        "reason": "the process of a model died and is being restarted",
+    }
     assert answer.headers["retry-after"]
-    assert front.get("/v1/models").json()["data"][0]["max_model_len"] is None
-
-
-def test_another_model_being_away_does_not_make_the_server_ill(front: Front) -> None:
-    front.runtimes[1].ready = None
-    assert front.get("/health").status_code == 200
+    assert front.get("/v1/models").json()["data"][place]["max_model_len"] is None
 
 
 def test_the_interface_has_a_page(front: Front) -> None:

@@ -34,10 +34,13 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 once the default model is loaded, 503 while it is not."""
-    if models_of(request).is_ready():
+    """200 while all models answer; 503 with the reason while one is loading, gone or stuck, or the
+    server is stopping."""
+    problem = models_of(request).problem
+    if problem is None:
         return JsonResponse({"status": "ok"})
-    return JsonResponse({"status": "unavailable"}, status_code=503, headers=RETRY_SOON)
+    body = {"status": "unavailable", "reason": problem}
+    return JsonResponse(body, status_code=503, headers=RETRY_SOON)
 
 
 def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
