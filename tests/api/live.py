@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
+from rekindle.server.http_protocol import HttpProtocol
 from rekindle.server.launch import finish_responses
 from tests.api.scripted import Front
 
@@ -37,7 +38,13 @@ class Live:
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server = uvicorn.Server(
-            uvicorn.Config(front.app(), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                front.app(),
+                http=HttpProtocol,
+                log_config=None,
+                lifespan="on",
+                timeout_graceful_shutdown=1,
+            )
         )
         self._thread = threading.Thread(target=self._run)
 
@@ -63,6 +70,10 @@ class Live:
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    def connections(self) -> list[HttpProtocol]:
+        found = list(self._server.server_state.connections)
+        return [each for each in found if isinstance(each, HttpProtocol)]
 
     def tasks(self) -> int:
         """How many tasks the server's loop has, its own two included."""

@@ -23,6 +23,7 @@ from rekindle.protocol.requests import LoadModel
 from rekindle.server.announcement import announce
 from rekindle.server.app import build_app
 from rekindle.server.auth import LOOPBACK, Keys
+from rekindle.server.http_protocol import HttpProtocol
 from rekindle.server.logs import log_to
 from rekindle.server.models import ServedModels, described_tools, preset_models, served_names
 from rekindle.server.runtime_client import RuntimeClient
@@ -156,6 +157,7 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
     return Server(
         uvicorn.Config(
             build_app(config, already_open, keys),
+            http=HttpProtocol,
             log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
             timeout_graceful_shutdown=DRAIN_S,

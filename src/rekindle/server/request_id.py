@@ -23,10 +23,14 @@ def current_id() -> str | None:
     return _current.get()
 
 
+def fresh_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
 @contextlib.contextmanager
 def answering(given: str | None) -> Iterator[str]:
     """The id of all that happens inside: the one given, unless it is not fit to be logged."""
-    request_id = given if given and _SAFE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+    request_id = given if given and _SAFE.fullmatch(given) else fresh_id()
     token = _current.set(request_id)
     try:
         yield request_id
