@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
+from rekindle.server.drain import Drain, Server
 from rekindle.server.http_protocol import HttpProtocol
 from rekindle.server.launch import finish_responses
 from tests.api.scripted import Front
@@ -37,15 +39,15 @@ class Live:
         self.port: int = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                front.app(),
-                http=HttpProtocol,
-                log_config=None,
-                lifespan="on",
-                timeout_graceful_shutdown=1,
-            )
+        drain = Drain()
+        config = uvicorn.Config(
+            front.app(drain),
+            http=HttpProtocol,
+            log_config=None,
+            lifespan="on",
+            timeout_graceful_shutdown=1,
         )
+        self._server = Server(config, drain)
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -59,6 +61,14 @@ class Live:
     def start(self) -> None:
         self._thread.start()
         soon(lambda: self._server.started)
+
+    def signal(self) -> None:
+        """Tell it to stop as a signal does."""
+        self._server.handle_exit(signal.SIGTERM, None)
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def tell_to_stop(self) -> None:
         self._server.should_exit = True
@@ -83,6 +93,11 @@ class Live:
 
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(count(), self._loop).result(PATIENCE_S)
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Call something in the server's loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(callback)
 
     def is_idle(self) -> bool:
         return self.runtime.open_turns == 0 and self.tasks() <= 2

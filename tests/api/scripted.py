@@ -37,6 +37,7 @@ from rekindle.protocol.events import (
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
+from rekindle.server.drain import Drain
 from rekindle.server.models import ServedModels
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
 from rekindle.server.watchdog import Watchdog
@@ -194,10 +195,14 @@ class ScriptedRuntime(RuntimeClient):
         await asyncio.sleep(0)
         return self._answers(op)
 
+    async def paused(self) -> None:
+        """Lasts as long as a pause does."""
+        await asyncio.Event().wait()
+
     async def _play(self, turn: int, script: Script, on_event: Callable[[Event], None]) -> None:
         for step in script:
             if isinstance(step, Pause):
-                await asyncio.Event().wait()
+                await self.paused()
             elif isinstance(step, TERMINAL):
                 del self._playing[turn]
                 self.open_turns -= 1
@@ -251,12 +256,12 @@ class Front:
         self.runtime = self.runtimes[0]
         self.config = Config(**settings)
 
-    def app(self) -> ASGIApp:
+    def app(self, drain: Drain | None = None) -> ASGIApp:
         @asynccontextmanager
         async def open_models() -> AsyncIterator[ServedModels]:
             yield ServedModels(self.config, [*self.runtimes])
 
-        return build_app(self.config, open_models)
+        return build_app(self.config, open_models, drain=drain)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return asyncio.run(self._request(method, path, options))

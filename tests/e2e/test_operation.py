@@ -121,7 +121,9 @@ def test_explain_shows_where_a_request_leaves_an_entry(
     assert told["diverged_at"]["message"] == 1
 
 
-def test_a_second_request_to_stop_does_not_wait_for_streams(tmp_path: Path) -> None:
+def test_a_stopping_server_refuses_what_is_new_and_ends_at_a_second_request(
+    tmp_path: Path,
+) -> None:
     model = write_llama(tmp_path / "tiny.gguf", context=32768)
     flags = ("--threads", "1", "--cache-dir", str(tmp_path / "kv"))
     endless = {"messages": [{"role": "user", "content": "hello"}], "stream": True,
@@ -129,20 +131,21 @@ def test_a_second_request_to_stop_does_not_wait_for_streams(tmp_path: Path) -> N
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(model, tmp_path, *flags))
         client = stack.enter_context(server.client())
-        for _ in range(4):
-            stream = client.stream("POST", "/v1/chat/completions", json=endless)
-            assert next(stack.enter_context(stream).iter_lines())
+        streams = [client.stream("POST", "/v1/chat/completions", json=endless) for _ in range(4)]
+        lines = [stack.enter_context(stream).iter_lines() for stream in streams]
+        assert all(next(each) for each in lines)
         server.process.send_signal(signal.SIGTERM)
-        await_closed_door(server)
+        await_refusal(server)
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=endless)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert refused.headers["retry-after"]
         assert server.process.poll() is None, "it did not wait for its streams"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == -signal.SIGTERM
 
 
-def await_closed_door(server: Server) -> None:
-    deadline = time.monotonic() + 10
-    with contextlib.suppress(httpx.TransportError):
-        while time.monotonic() < deadline:
-            httpx.get(f"{server.url}/health")
-            time.sleep(0.02)
-        raise AssertionError("the server still lets clients in")
+def await_refusal(server: Server) -> None:
+    deadline = time.monotonic() + 5
+    while httpx.get(f"{server.url}/health").status_code != httpx.codes.SERVICE_UNAVAILABLE:
+        assert time.monotonic() < deadline, "the server still lets clients in"
+        time.sleep(0.02)

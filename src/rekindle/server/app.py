@@ -21,6 +21,7 @@ from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.server import metrics, pages
 from rekindle.server.auth import Keys
+from rekindle.server.drain import Drain
 from rekindle.server.json_route import VALIDATORS, open_validators
 from rekindle.server.middleware import RequestMiddleware
 from rekindle.server.models import ServedModels
@@ -54,7 +55,10 @@ ENDPOINTS = (
 
 
 def build_app(
-    config: Config, open_models: OpenModels, keys: Keys | None = None
+    config: Config,
+    open_models: OpenModels,
+    keys: Keys | None = None,
+    drain: Drain | None = None,
 ) -> RequestMiddleware:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
@@ -81,7 +85,7 @@ def build_app(
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_unexpected_error)
     return RequestMiddleware(
-        app,
+        (drain or Drain()).guard(app),
         keys or Keys.of(config),
         config.host,
         origins=config.cors_origin,

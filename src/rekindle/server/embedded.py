@@ -24,6 +24,7 @@ from rekindle.errors import BadRequest, ConfigError
 from rekindle.protocol.events import Delta, TextDelta
 from rekindle.server import launch
 from rekindle.server.auth import OPEN_SALT, Keys
+from rekindle.server.drain import Server
 from rekindle.server.models import ServedModels
 from rekindle.server.turns import Turns
 
@@ -147,7 +148,7 @@ class Engine:
 class HttpServer:
     """HTTP that is being served in the background."""
 
-    server: launch.Server
+    server: Server
     ended: Future[None]
     base_url: str
 

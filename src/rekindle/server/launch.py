@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from rich.console import Console
@@ -23,6 +22,7 @@ from rekindle.protocol.requests import LoadModel
 from rekindle.server.announcement import announce
 from rekindle.server.app import build_app
 from rekindle.server.auth import LOOPBACK, Keys
+from rekindle.server.drain import DRAIN_S, Drain, Server
 from rekindle.server.http_protocol import HttpProtocol
 from rekindle.server.logs import log_to
 from rekindle.server.models import ServedModels, described_tools, preset_models, served_names
@@ -32,7 +32,6 @@ from rekindle.server.warmup import warm
 log = logging.getLogger("rekindle")
 
 LAST_WRITES_S = 1
-DRAIN_S = 10  # for streams in flight to finish after a request to stop
 
 
 def serve(config: Config, console: Console) -> None:
@@ -139,30 +138,22 @@ async def open_models(
         yield models
 
 
-class Server(uvicorn.Server):
-    """Drains at the first signal to stop; ends at once at the second."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # the runtimes see their sockets close, and end by themselves
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        super().handle_exit(sig, frame)
-
-
 def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
     @asynccontextmanager
     async def already_open() -> AsyncIterator[ServedModels]:
         yield models
 
+    drain = Drain()
     return Server(
         uvicorn.Config(
-            build_app(config, already_open, keys),
+            build_app(config, already_open, keys, drain),
             http=HttpProtocol,
             log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
             timeout_graceful_shutdown=DRAIN_S,
             lifespan="on",
-        )
+        ),
+        drain,
     )
 
 
