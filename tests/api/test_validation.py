@@ -224,6 +224,7 @@ def test_top_logprobs_need_logprobs() -> None:
         ("quantized_kv_start", 5000),
         ("resize", [224]),
         ("audio", {"voice": "x"}),
+        ("chat_template", "{{ ''.__class__ }}"),
     ],
 )
 def test_what_is_not_served_yet_is_refused_by_name(field: str, value: Any) -> None:

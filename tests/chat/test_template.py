@@ -100,8 +100,22 @@ def test_check_refuses_kwargs_that_are_arguments_of_their_own(name: str) -> None
         ChatTemplate(CHATML).check({name: []})
 
 
-def test_a_kwarg_called_self_is_only_a_variable() -> None:
-    assert rendered("ok", self=1, context=2, environment=3) == "ok"
+def test_a_kwarg_with_a_name_of_jinjas_own_is_only_a_variable() -> None:
+    assert rendered("{{ context }}{{ environment }}", context=2, environment=3) == "23"
+
+
+@pytest.mark.parametrize("name", ["unheard_of", "self", "__class__", "_x", "x" * 10_000, "ns"])
+def test_kwargs_that_the_template_does_not_read_are_refused_with_those_it_does(name: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        ChatTemplate("{% set ns = 1 %}{{ mood }}{{ range(tries) }}").check({"mood": 1, name: 2})
+    assert refusal.value.param == "chat_template_kwargs"
+    assert "takes enable_thinking, mood, preserve_thinking" in str(refusal.value)
+    assert "range" not in str(refusal.value)
+    assert len(str(refusal.value)) < 300
+
+
+def test_options_of_reasoning_are_taken_by_every_model() -> None:
+    assert rendered("ok", enable_thinking=False, reasoning_effort="low") == "ok"
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x | no_such_filter }}", "{% for x in %}"])

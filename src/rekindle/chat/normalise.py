@@ -15,6 +15,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rekindle.chat.messages import SYSTEM_ROLES, Message
+from rekindle.chat.session_paths import NAME as SESSION_PATHS
+from rekindle.chat.session_paths import without_session_paths
 
 TOOL_ORDER = "tools"  # the name of this change in reports
 
@@ -72,11 +74,17 @@ class Normalised(NamedTuple):
     changes: list[str]  # names of what was found
 
 
-def normalise(messages: Sequence[Message], tools: Sequence[Any] | None) -> Normalised:
-    """The request without known volatile headers, its tools in a fixed order."""
+def normalise(
+    messages: Sequence[Message], tools: Sequence[Any] | None, *, session_paths: bool = False
+) -> Normalised:
+    """The request without known volatile headers, its tools in a fixed order; with `session_paths`,
+    without those of the client's session either."""
     kept, changes = without_headers(messages)
     if not kept:  # a request has at least one message, if only a header
         kept, changes = list(messages), []
+    if session_paths:
+        kept, found = without_session_paths(kept)
+        changes += [SESSION_PATHS] if found else []
     if not tools:
         return Normalised(kept, None if tools is None else list(tools), changes)
     in_order = ordered_tools(tools)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Template
+from jinja2.meta import find_undeclared_variables
 
 from rekindle.chat.capabilities.template import TemplateCapabilities
 from rekindle.chat.messages import Message
@@ -14,6 +15,10 @@ from rekindle.errors import BadRequest, TemplateFailed
 
 RENDER_LIMIT_S = 10.0
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+#: Options of reasoning that clients send to every model; a template that reads none ignores them.
+COMMON_KWARGS = frozenset(
+    {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort"}
+)
 
 
 class ChatTemplate:
@@ -28,9 +33,10 @@ class ChatTemplate:
         time_limit_s: float = RENDER_LIMIT_S,
     ) -> None:
         self._sandbox = Sandbox(time_limit_s=time_limit_s)
-        self._reserved = OWN_VARIABLES | self._sandbox.globals.keys()
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._template = self._compile(source)
+        read = find_undeclared_variables(self._sandbox.parse(source)) | COMMON_KWARGS
+        self._kwargs = read - OWN_VARIABLES - self._sandbox.globals.keys()
         self._capabilities = TemplateCapabilities(source, self._run)
 
     @property
@@ -53,11 +59,13 @@ class ChatTemplate:
         return self._run(*adapted, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a client's kwargs that would replace what the server or Jinja gives."""
+        """Refuse a client's kwargs that are none of what the template reads of its own accord."""
         for name in kwargs:
-            if name in self._reserved:
+            if name not in self._kwargs:
                 raise BadRequest(
-                    f"chat_template_kwargs may not set '{name}'.", param="chat_template_kwargs"
+                    f"chat_template_kwargs may not set '{name[:80]}': this model's template takes "
+                    f"{', '.join(sorted(self._kwargs))}.",
+                    param="chat_template_kwargs",
                 )
 
     def _compile(self, source: str) -> Template:

@@ -130,6 +130,9 @@ class RuntimeSettings:
             "a random one in the cache folder",
         ),
     ] = None
+    normalise_session_paths: Annotated[
+        bool, Setting("Also take session ids out of paths in system prompts", "Cache")
+    ] = False
     cache_write: Annotated[
         WritePolicy, Setting("Write to disk always, named (only) or on-evict", "Cache")
     ] = "always"

@@ -74,6 +74,7 @@ def build(
         storage.entries,
         storage.secret,
         _output_format(engine, settings, template),
+        session_paths=settings.normalise_session_paths,
     )
     sessions = Sessions(
         storage.entries,

@@ -44,13 +44,17 @@ class InputProcessor:
         entries: Entries,
         secret: bytes,
         output_format: OutputFormat,
+        *,
+        session_paths: bool = False,
     ) -> None:
+        """`session_paths`: those in system prompts are normalised as well."""
         self._capabilities = capabilities
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._entries = entries.index
         self._secret = secret
         self._output_format = output_format
+        self._session_paths = session_paths
 
     def namespace(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
@@ -68,7 +72,7 @@ class InputProcessor:
         Raises a ServerError for a request that this model cannot answer.
         """
         self._check_bias(request.sampling)
-        request, changes = _normalised(request)
+        request, changes = self._normalised(request)
         encoded = self._encoded(request)
         normalised = [*changes, *encoded.normalised]
         return [self._choice(each, encoded, normalised) for each in request.choices()]
@@ -93,10 +97,20 @@ class InputProcessor:
     def encode_about(self, op: Validate | IndexPrompt, salt: bytes) -> EncodedPrompt:
         """The prompt that an admin request is about."""
         if isinstance(op, IndexPrompt):
-            indexed, _ = _normalised(op)
+            indexed, _ = self._normalised(op)
             return self._prefix(indexed.messages, indexed.tools, {})
-        asked, _ = _normalised(op)
+        asked, _ = self._normalised(op)
         return self._chat(asked.messages, asked, self.namespace(salt))
+
+    def _normalised(self, about: About) -> tuple[About, list[str]]:
+        """The request with messages and tools normalised, unless it asks not to; what changed."""
+        if about.messages is None or not about.normalise:
+            return about, []
+        messages, tools, changes = normalise(
+            about.messages, about.tools, session_paths=self._session_paths
+        )
+        plain = [dict(message) for message in messages]
+        return structs.replace(about, messages=plain, tools=tools), changes
 
     def _check_bias(self, sampling: SamplingParams) -> None:
         most = self._tokenizer.size - 1
@@ -210,15 +224,6 @@ class InputProcessor:
         if least >= self._capabilities.context_tokens:
             limit = self._capabilities.context_tokens
             raise ContextTooLong(f"at least {least}", limit, param=param)
-
-
-def _normalised(about: About) -> tuple[About, list[str]]:
-    """The request with its messages and tools normalised, unless it asks not to; what changed."""
-    if about.messages is None or not about.normalise:
-        return about, []
-    messages, tools, changes = normalise(about.messages, about.tools)
-    plain = [dict(message) for message in messages]
-    return structs.replace(about, messages=plain, tools=tools), changes
 
 
 def _characters(value: object) -> int:

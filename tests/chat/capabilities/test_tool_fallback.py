@@ -58,9 +58,11 @@ def test_a_template_that_shows_none_has_them_written_for_it(source: str) -> None
     assert ChatTemplate(source).render([ASKED]) not in text  # nothing is written twice
 
 
-def test_tools_follow_what_the_system_message_says() -> None:
+def test_tools_stand_before_what_the_system_message_says() -> None:
+    """Agents write what changes with each session there; tools stay the same."""
     text = rendered(CHATML, SYSTEM, ASKED)
-    assert text.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert text.startswith("<|im_start|>system\nYou have access to functions")
+    assert "</tool_response> tags.\n\nBe brief.<|im_end|>" in text
     assert text.count("<|im_start|>system") == 1
     assert rendered(CHATML, ASKED).startswith("<|im_start|>system\nYou have access to functions")
 

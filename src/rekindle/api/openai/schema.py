@@ -55,6 +55,7 @@ NOT_SERVED = {
     "audio": "audio is not supported: remove",
     "suffix": "filling in the middle is not supported: remove",
     "best_of": "best_of is not supported: remove",
+    "chat_template": "a template of your own is not taken, the model has one: remove",
     "grammar_lazy": "a grammar that waits for a trigger is not supported: remove",
     "grammar_triggers": "a grammar that waits for a trigger is not supported: remove",
     "guided_whitespace_pattern": "white space of your own in JSON is not supported: remove",

@@ -86,7 +86,8 @@ class ToolFallback:
         instructions = INSTRUCTIONS.format(tools="\n".join(map(dump_json, tools)))
         if self.takes_system:
             if messages and messages[0].get("role") in SYSTEM_ROLES:
-                first = {**messages[0], "content": f"{_text(messages[0])}\n\n{instructions}"}
+                # Before its text: agents write what changes with each session into it.
+                first = {**messages[0], "content": f"{instructions}\n\n{_text(messages[0])}"}
                 return [first, *messages[1:]]
             return [{"role": "system", "content": instructions}, *messages]
         for at, message in enumerate(messages):
