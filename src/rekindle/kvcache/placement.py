@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from itertools import takewhile
 
 from rekindle.kvcache.block import Block, WriteBack, chain
 from rekindle.kvcache.tiered import TieredTree
@@ -74,21 +73,27 @@ class Placement:
         any(self._write(tier, block) for tier in self._lower)
 
     def write_everything(self) -> None:
-        """Have all written that may be; the order of the index is parents first."""
+        """Have all written that may be; the order of the index is parents first, so a block whose
+        parent has not got there cannot either."""
         for block in list(self._tree):
             if block.write_back > WriteBack.NEVER and self._tiered.knows(block):
-                self.write_down(block)
+                any(
+                    self._has_parent(tier, block) and self._write(tier, block)
+                    for tier in self._lower
+                )
+
+    @staticmethod
+    def _has_parent(tier: Tier, block: Block) -> bool:
+        """Whether a tier holds what a block rests on there."""
+        return block.parent is None or block.parent.is_root or tier.holds(block.parent)
 
     def _write(self, tier: Tier, block: Block, *needed: Block | None) -> bool:
         """Have a block written, after those above it that are not; False: it cannot be. Room for
         it is not made at the cost of what is needed."""
-        if not tier.takes_writes:
+        missing = self._missing(tier, block) if tier.takes_writes else None
+        if missing is None:
             return False
-        missing = list(takewhile(lambda each: not tier.holds(each), chain(block)))
         for each in reversed(missing):
-            is_unwanted = each.write_back is WriteBack.NEVER and each is not block
-            if is_unwanted or self._tiered.get(each) is None:
-                return False
             cost = tier.cost(each.tokens, each.size_bytes)
             if not self.make_room(tier, cost, each.parent, *needed):
                 return False
@@ -97,6 +102,25 @@ class Placement:
                 return False
             tier.put(each, blob)
         return True
+
+    def _missing(self, tier: Tier, block: Block) -> list[Block] | None:
+        """A block and those above it that a tier does not hold, up to the first that it does; None:
+        it cannot have them all."""
+        missing: list[Block] = []
+        total_bytes = 0
+        for each in chain(block):
+            if tier.holds(each):
+                break
+            is_unwanted = each.write_back is WriteBack.NEVER and each is not block
+            total_bytes += tier.cost(each.tokens, each.size_bytes)
+            if (
+                is_unwanted
+                or self._tiered.get(each) is None
+                or not tier.budget.could_fit(total_bytes)
+            ):
+                return None
+            missing.append(each)
+        return missing
 
     # -- taking in -----------------------------------------------------------------------------
 
@@ -154,10 +178,9 @@ class Placement:
         tier below has it, and of none when that would not do."""
         if tier.budget.fits(cost):
             return True
-        kept_bytes = self._kept_bytes(needed) if tier is self._first else 0
-        if not tier.budget.could_fit(cost + kept_bytes):
-            return False
         spared = _Spared(self, tier, needed)
+        if not self._could_make_room(tier, cost, spared, needed):
+            return False
         while not tier.budget.fits(cost):
             key = tier.budget.lowest(spared)
             block = self._tree.get(key) if key is not None else None
@@ -165,6 +188,17 @@ class Placement:
                 return False
             self._give_up(tier, block, needed)
         return True
+
+    def _could_make_room(self, tier: Tier, cost: int, spared: _Spared, needed: Needed) -> bool:
+        """Whether so much would fit beside what stays. One leaf does it mostly; else the chains of
+        what is needed have to be walked."""
+        if tier is not self._first:
+            return tier.budget.could_fit(cost)
+        key = tier.budget.lowest(spared)
+        victim = self._tree.get(key) if key is not None else None
+        if victim is not None and tier.budget.fits(cost - victim.copies[tier.name].size_bytes):
+            return True
+        return tier.budget.could_fit(cost + self._kept_bytes(needed))
 
     def _kept_bytes(self, needed: Needed) -> int:
         """What needed blocks and those above them take of the first tier, unless a tier below has

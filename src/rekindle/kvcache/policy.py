@@ -118,6 +118,8 @@ class Shares:
     def __init__(self) -> None:
         self._rankings: dict[bytes, Ranking] = {}
         self._held_bytes: dict[bytes, int] = {}
+        #: A heap, those that hold most first; what is out of date dies on top.
+        self._by_size: list[tuple[int, bytes]] = []
 
     def held_bytes(self, namespace: bytes) -> int:
         return self._held_bytes.get(namespace, 0)
@@ -132,7 +134,7 @@ class Shares:
 
     def resize(self, namespace: bytes, more_bytes: int) -> None:
         """A key of this tenant takes so much more."""
-        self._held_bytes[namespace] = self.held_bytes(namespace) + more_bytes
+        self._hold(namespace, self.held_bytes(namespace) + more_bytes)
 
     def use(self, namespace: bytes, key: bytes) -> None:
         if ranking := self._rankings.get(namespace):
@@ -143,13 +145,29 @@ class Shares:
         if key not in self._rankings.get(namespace, ()):
             return
         self._rankings[namespace].leave(key)
-        self._held_bytes[namespace] -= size_bytes
-        if not self._rankings[namespace]:
+        if self._rankings[namespace]:
+            self.resize(namespace, -size_bytes)
+        else:
             del self._rankings[namespace], self._held_bytes[namespace]
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The key that makes room next. It stays until it leaves."""
-        for namespace in sorted(self._held_bytes, key=self._held_bytes.__getitem__, reverse=True):
-            if (key := self._rankings[namespace].lowest(spared)) is not None:
-                return key
-        return None
+        passed_over: dict[bytes, int] = {}
+        victim = None
+        while victim is None and self._by_size:
+            less_bytes, namespace = heapq.heappop(self._by_size)
+            if self._held_bytes.get(namespace) != -less_bytes or namespace in passed_over:
+                continue
+            passed_over[namespace] = less_bytes
+            victim = self._rankings[namespace].lowest(spared)
+        for namespace, less_bytes in passed_over.items():
+            heapq.heappush(self._by_size, (less_bytes, namespace))
+        return victim
+
+    def _hold(self, namespace: bytes, size_bytes: int) -> None:
+        """The one place where what a tenant holds changes."""
+        self._held_bytes[namespace] = size_bytes
+        heapq.heappush(self._by_size, (-size_bytes, namespace))
+        if len(self._by_size) > 64 + 2 * len(self._held_bytes):
+            self._by_size = [(-held, each) for each, held in self._held_bytes.items()]
+            heapq.heapify(self._by_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from rekindle.kvcache.block import Block, BlockKind, WriteBack, chain, chain_key
 from rekindle.kvcache.conversations import Conversations
@@ -150,8 +151,9 @@ class Store:
             self._placement.make_room(tier, 0)  # the budget may have become smaller
 
     def write_chain(self, block: Block) -> None:
-        """Have a conversation written whole, its tail too."""
-        for each in chain(block):
+        """Have a conversation written whole, its tail too. Where a block is to outlive the process,
+        so are those above it."""
+        for each in takewhile(lambda each: not each.is_persistent, chain(block)):
             each.write_back = max(each.write_back, WriteBack.LATE)
         self._placement.write_down(block)
 

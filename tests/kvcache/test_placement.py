@@ -1,0 +1,112 @@
+"""What moving blocks between tiers costs: as much as there is to move, however deep the chains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rekindle.kvcache import placement
+from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
+from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.tokens import Tokens
+from tests.support.memory_tier import MemoryTier
+
+DEEP = 300
+NAMESPACE = b"n" * 32
+
+
+class Steps:
+    """How many blocks of chains were looked at."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.taken = 0
+        patch.setattr(placement, "chain", self._chain)
+
+    def _chain(self, block: Block | None) -> Iterator[Block]:
+        for each in chain(block):
+            self.taken += 1
+            yield each
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def deep_store(lower_bytes: int | None = None, write_back: WriteBack = WriteBack.LATE) -> Store:
+    """One conversation, in RAM alone."""
+    lower = [] if lower_bytes is None else [MemoryTier(lower_bytes, lambda _event: None)]
+    store = Store(block_tokens=1, tiers=[RamTier(1 << 30), *lower])
+    extend(store, NAMESPACE, range(DEEP), write_back)
+    return store
+
+
+def extend(store: Store, parent: bytes, ids: range, write_back: WriteBack) -> None:
+    for token in ids:
+        tokens = Tokens.of([token])
+        assert store.put(NAMESPACE, parent, tokens, b"x", exact=False, write_back=write_back)
+        parent = chain_key(parent, tokens)
+
+
+def last_of(store: Store) -> Block:
+    return max(store, key=lambda block: block.stop)
+
+
+def test_writing_everything_looks_at_each_block_once(steps: Steps) -> None:
+    store = deep_store(1 << 30)
+    store.write_everything()
+    assert all(block.is_persistent for block in store)
+    assert steps.taken <= 4 * DEEP
+
+
+def test_nor_does_it_look_longer_where_a_tier_takes_nothing(steps: Steps) -> None:
+    store = deep_store(0)
+    store.write_everything()
+    assert steps.taken <= 4 * DEEP
+
+
+def test_nor_where_the_first_block_may_not_be_written(steps: Steps) -> None:
+    store = deep_store(1 << 30)
+    next(iter(store)).write_back = WriteBack.NEVER
+    store.write_everything()
+    assert not any(block.is_persistent for block in store)
+    assert steps.taken <= 4 * DEEP
+
+
+def test_a_chain_is_written_on_from_what_is_stored(steps: Steps) -> None:
+    store = deep_store(1 << 30)
+    store.write_everything()
+    extend(store, last_of(store).key, range(DEEP, DEEP + 5), WriteBack.NEVER)
+    steps.taken = 0
+    store.write_chain(last_of(store))
+    assert last_of(store).is_persistent
+    assert steps.taken <= 20
+
+
+def test_a_deep_conversation_grows_in_a_full_tier_for_the_price_of_its_new_blocks(
+    steps: Steps,
+) -> None:
+    store = deep_store()
+    stranger = b"s" * 32
+    for token in range(50):
+        store.put(stranger, stranger, Tokens.of([token]), b"x", exact=False)
+    budget = store.tiers[0].budget
+    budget.limit_bytes = budget.used_bytes
+    end = max((b for b in store if b.namespace == NAMESPACE), key=lambda block: block.stop)
+    steps.taken = 0
+    extend(store, end.key, range(DEEP, DEEP + 20), WriteBack.NEVER)
+    assert steps.taken <= 4 * 20
+
+
+def test_none_is_evicted_for_a_block_that_would_not_fit_even_then() -> None:
+    store = deep_store()
+    stranger = b"s" * 32
+    store.put(stranger, stranger, Tokens.of([1]), b"x", exact=False)
+    budget = store.tiers[0].budget
+    budget.limit_bytes = budget.used_bytes
+    large = b"x" * budget.held_bytes(stranger) * 2
+    end = max((b for b in store if b.namespace == NAMESPACE), key=lambda block: block.stop)
+    assert not store.put(NAMESPACE, end.key, Tokens.of([DEEP]), large, exact=False)
+    assert store.counts.evicted_blocks == 0
