@@ -137,6 +137,10 @@ def pin(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Respo
     return client.post(f"/v1/cache/{names['cache_key']}/pin", json={})
 
 
+def unpin(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
+    return client.post(f"/v1/cache/{names['cache_key']}/unpin", json={})
+
+
 def delete(client: httpx.Client, _messages: list[Json], names: Json) -> httpx.Response:
     return client.delete(f"/v1/cache/{names['cache_key']}")
 
@@ -150,6 +154,7 @@ WAYS: tuple[Ask, ...] = (
     validate,
     show,
     pin,
+    unpin,
     delete,
     remove_session,
     by_key,

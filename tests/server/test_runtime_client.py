@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from msgspec import structs
 
 from rekindle.errors import ModelError, TooManyRequests, Unavailable
@@ -255,6 +256,27 @@ def test_unanswered_admin_requests_of_a_tenant_are_bounded(
             assert isinstance(await runtime.admin(GetStats(), salt=b""), Stats)
 
     run(scene)
+
+
+def test_a_request_to_a_runtime_that_has_just_gone_fails_as_one_that_was_there(
+    model: Path,
+) -> None:
+    """On the server's own kind of event loop, whose transports raise when they are closed."""
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            process, ended = runtime._process, asyncio.Queue[Event]()
+            assert process is not None
+            process._transport.abort()
+            await soon(process._transport.is_closing)
+            runtime.submit(ask(), lambda _choice, event: ended.put_nowait(event))
+            async with asyncio.timeout(PATIENCE_S):
+                failed = await ended.get()
+            assert isinstance(failed, Failed)
+            assert failed.error.status == 503
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scene())
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    log.exception("unexpected error on %s", request.scope["path"], exc_info=error)
+    route = getattr(request.scope.get("route"), "path", "no route")  # a path may hold a cache key
+    log.exception("unexpected error on %s", route, exc_info=error)
     return ErrorResponse(
         ServerError("an unexpected error happened; the server's log has the details")
     )

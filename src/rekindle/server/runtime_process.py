@@ -74,10 +74,12 @@ class RuntimeProcess:
     @property
     def unsent_bytes(self) -> int:
         """What was sent and the process has not read yet."""
-        return self._transport.get_write_buffer_size()
+        return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def send(self, message: ToRuntime) -> None:
-        self._transport.write(frame(message))
+        """Nothing is sent to a process that has just gone: `died` will tell."""
+        if not self._transport.is_closing():  # uvloop raises, where asyncio would only log
+            self._transport.write(frame(message))
 
     async def ready(self, on_loading: OnLoading) -> Ready:
         """What the model is like, once it is loaded; raises ModelError when it cannot be."""

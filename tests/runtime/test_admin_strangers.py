@@ -1,0 +1,146 @@
+"""A tenant that sends another's names learns nothing, not even from the time it takes.
+
+Time is not measured: the same lines of the program are run, in the same order, for a name that is
+another tenant's as for one that is nobody's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import rekindle
+from rekindle.chat.encode import Prompt
+from rekindle.errors import ServerError
+from rekindle.protocol.admin import (
+    AdminOp,
+    DeleteEntry,
+    Flush,
+    PinEntry,
+    RemoveSession,
+    ShowEntry,
+    Validate,
+)
+from rekindle.protocol.requests import Names
+from rekindle.tokens import Tokens
+from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
+
+ANNA, BERT = b"anna", b"bert"
+PROMPT = list(range(100, 140))
+SOURCE = str(Path(rekindle.__file__).parent)
+
+Line = tuple[str, int]
+
+
+@pytest.fixture
+def harness() -> Iterator[RuntimeHarness]:
+    runtime = RuntimeHarness(FakeEngine())
+    yield runtime
+    runtime.close()
+
+
+def stolen(harness: RuntimeHarness) -> dict[str, str]:
+    """The names of what Anna has said."""
+    names = Names(return_cache_key=True, session_id="anna's", wants_message_id=True)
+    finished = harness.ask(PROMPT, salt=ANNA, names=names).finished
+    assert finished.cache.new_cache_key is not None
+    assert finished.message_id is not None
+    return {
+        "cache_key": finished.cache.new_cache_key,
+        "session_id": "anna's",
+        "message_id": finished.message_id,
+    }
+
+
+def made_up(names: dict[str, str]) -> dict[str, str]:
+    return {kind: name[::-1] for kind, name in names.items()}
+
+
+def lines_of(work: Callable[[], Any]) -> tuple[list[Line], Any]:
+    """The lines of our own program that the work runs, and its result or refusal."""
+    lines: list[Line] = []
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(SOURCE):
+            return None
+        if event == "line":
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = work()
+    except ServerError as error:
+        result = error.body()
+    finally:
+        sys.settrace(before)
+    return lines, result
+
+
+def validate(cache_key: str) -> Validate:
+    return Validate(cache_key=cache_key, messages=[{"role": "user", "content": "x"}])
+
+
+WAYS: dict[str, Callable[[dict[str, str]], AdminOp]] = {
+    "show": lambda names: ShowEntry(names["cache_key"]),
+    "delete": lambda names: DeleteEntry(names["cache_key"]),
+    "pin": lambda names: PinEntry(names["cache_key"], pinned=True),
+    "unpin": lambda names: PinEntry(names["cache_key"], pinned=False),
+    "flush": lambda names: Flush(names["cache_key"]),
+    "remove session": lambda names: RemoveSession(names["session_id"]),
+    "remove message": lambda names: RemoveSession(names["message_id"]),
+    "validate": lambda names: validate(names["cache_key"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stolen_name_takes_the_way_of_an_unknown_one(harness: RuntimeHarness, way: str) -> None:
+    names = stolen(harness)
+    prompt = Prompt(Tokens.of(PROMPT)) if way == "validate" else None
+
+    def asked(which: dict[str, str]) -> tuple[list[Line], Any]:
+        op = WAYS[way](which)
+        return lines_of(lambda: harness.administer(op, salt=BERT, prompt=prompt))
+
+    asked(made_up(names))  # whatever is done once only is done
+    lines, result = asked(names)
+    assert lines
+    assert (lines, result) == asked(made_up(names))
+    own = harness.administer(ShowEntry(names["cache_key"]), salt=ANNA)
+    assert not getattr(own, "pinned", True)
+
+
+@pytest.mark.parametrize("kind", ["cache_key", "session_id", "message_id"])
+def test_a_turn_with_a_stolen_name_takes_the_way_of_an_unknown_one(
+    harness: RuntimeHarness, kind: str
+) -> None:
+    names = stolen(harness)
+    fields: dict[str, Callable[[str], Names]] = {
+        "cache_key": lambda name: Names(cache_key=name),
+        "session_id": lambda name: Names(session_id=name),
+        "message_id": lambda name: Names(message_ids=[name]),
+    }
+
+    def found(name: str) -> tuple[list[Line], Any]:
+        reply = harness.submit(PROMPT, salt=BERT, names=fields[kind](name))
+        way = lines_of(lambda: harness.sessions.find(reply.turn.encoded))
+        harness.run(reply)
+        return way
+
+    before, with_stolen = found(names[kind][::-1]), found(names[kind])
+    assert before[0]
+    assert with_stolen == before
+
+
+def test_a_name_of_ones_own_takes_another_way(harness: RuntimeHarness) -> None:
+    """Or the tests above would see no difference where there is one."""
+    op = ShowEntry(stolen(harness)["cache_key"])
+    own = lines_of(lambda: harness.administer(op, salt=ANNA))
+    assert own[0] != lines_of(lambda: harness.administer(op, salt=BERT))[0]
