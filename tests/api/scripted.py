@@ -39,6 +39,7 @@ from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
 from rekindle.server.drain import Drain
 from rekindle.server.models import ServedModels
+from rekindle.server.open_turns import OpenTurns
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
 from rekindle.server.watchdog import Watchdog
 
@@ -154,6 +155,7 @@ class ScriptedRuntime(RuntimeClient):
         self.down_reason = "a model is loading"
         self.restarts = 0
         self._watchdog = Watchdog(limit_s=1e9)
+        self._turns = OpenTurns(places=0)  # those that are played are counted below
         self.frames: list[GenerateRequest] = []  # as they are sent
         self.requests: list[GenerateRequest] = []  # of those, each choice's own
         self.admin_requests: list[Received] = []

@@ -30,6 +30,7 @@ def test_every_model_tells_its_figures() -> None:
         "up": 1,
         "runtime_restarts_total": 0,
         "watchdog_fired_total": 0,
+        "open_turns": 0,
         "active_turns": 3,
         "ram_bytes": 1000,
         "ram_limit_bytes": 1 << 20,

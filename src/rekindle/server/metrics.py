@@ -59,6 +59,7 @@ class Reading:
     model: str
     restarts: int
     watchdog_fired: int
+    open_turns: int
     stats: Stats | None
 
 
@@ -80,7 +81,7 @@ async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
             stats = await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
         pass  # shown as a model that is not up
-    return Reading(runtime.name, runtime.restarts, runtime.watchdog_fired, stats)
+    return Reading(runtime.name, runtime.restarts, runtime.watchdog_fired, runtime.turns, stats)
 
 
 class Readings(Collector):
@@ -100,11 +101,17 @@ class Readings(Collector):
             "Times the model's process was replaced because it made no progress.",
             labels=["model"],
         )
+        turns = GaugeMetricFamily(
+            "rekindle_open_turns",
+            "Turns that have not ended, those that are still to be encoded included.",
+            labels=["model"],
+        )
         for reading in self._readings:
+            turns.add_metric([reading.model], reading.open_turns)
             up.add_metric([reading.model], reading.stats is not None)
             restarts.add_metric([reading.model], reading.restarts)
             stuck.add_metric([reading.model], reading.watchdog_fired)
-        yield from (up, restarts, stuck)
+        yield from (up, restarts, stuck, turns)
         for field, what in GAUGES.items():
             yield self._filled(
                 GaugeMetricFamily(f"rekindle_{field}", what, labels=["model"]), field

@@ -1,0 +1,138 @@
+"""More clients than there is room for, and clients that leave: nothing leaks, nothing grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import httpx
+import pytest
+
+from tests.stress.test_soak import size_of
+from tests.support.rounds import rounds
+from tests.support.server import Server, running
+from tests.support.tiny import write_llama
+
+PARALLEL, QUEUE, MORE = 4, 4, 20
+CANCELS = rounds(80, 600)
+ROUNDS = rounds(2, 20)
+PATIENCE_S = 60.0
+GROWN_BYTES = 64 << 20
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    model = write_llama(folder / "tiny.gguf", context=2048)
+    flags = ("--threads", "1", "--parallel", str(PARALLEL), "--queue", str(QUEUE),
+             "--ram-cache", "8MB", "--disk-cache", "0")  # fmt: skip
+    with running(model, folder, *flags) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    """Its connections are as many as there are threads that use it."""
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=limits) as opened:
+        yield opened
+
+
+def body(text: str = "hello", **more: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, **more}
+
+
+def gauge(client: httpx.Client, name: str) -> int:
+    lines = client.get("/metrics").text.splitlines()
+    [value] = [line.split()[-1] for line in lines if line.startswith(f"rekindle_{name}{{")]
+    return int(float(value))
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def is_at_rest(client: httpx.Client) -> bool:
+    return gauge(client, "open_turns") == gauge(client, "active_turns") == 0
+
+
+@contextlib.contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """No turn begins or ends meanwhile; the front answers."""
+    [worker] = server.worker_pids()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def ask(client: httpx.Client, number: int) -> httpx.Response:
+    asked = body(f"question {number}", max_tokens=16, ignore_eos=True)
+    return client.post(CHAT, json=asked)
+
+
+def test_the_excess_is_refused_at_once_and_all_that_were_admitted_finish(
+    server: Server, client: httpx.Client
+) -> None:
+    """Refused while nobody is answered: nobody has to wait for that."""
+    with ThreadPoolExecutor(PARALLEL + QUEUE + MORE) as clients:
+        with paused(server):
+            asked = [
+                clients.submit(ask, client, number) for number in range(PARALLEL + QUEUE + MORE)
+            ]
+            soon(lambda: sum(each.done() for each in asked) == MORE)
+            refused = [each.result() for each in asked if each.done()]
+        for answer in refused:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+            assert answer.headers["retry-after"]
+        statuses = Counter(each.result(PATIENCE_S).status_code for each in asked)
+    assert statuses == {429: MORE, 200: PARALLEL + QUEUE}
+    soon(lambda: is_at_rest(client))
+
+
+@pytest.mark.long
+def test_overload_again_and_again_takes_no_more_memory(
+    server: Server, client: httpx.Client
+) -> None:
+    sizes = []
+    for _ in range(ROUNDS):
+        with ThreadPoolExecutor(PARALLEL + QUEUE + MORE) as clients:
+            asked = clients.map(ask, [client] * 60, range(60))
+            assert {answer.status_code for answer in asked} <= {200, 429}
+        soon(lambda: is_at_rest(client))
+        sizes.append(size_of(server).memory_bytes)
+    print(f"memory after each round: {[size >> 20 for size in sizes]} MiB")
+    assert sizes[-1] <= sizes[0] + GROWN_BYTES
+
+
+@pytest.mark.long
+def test_clients_that_hang_up_at_any_moment_leave_no_turn_behind(
+    server: Server, client: httpx.Client
+) -> None:
+    """While they wait, while their prompt is read, while the reply comes, after it."""
+    chance = Random(11)
+    moments = [(chance.random() * 0.1, chance.random() < 0.5) for _ in range(CANCELS)]
+
+    def hang_up(number: int) -> None:
+        after_s, stream = moments[number]
+        words = "word " * (50 * (number % 6))
+        asked = body(f"{number} {words}", stream=stream, max_tokens=200, ignore_eos=True)
+        with contextlib.suppress(httpx.ReadTimeout):  # the connection is then closed
+            client.post(CHAT, json=asked, timeout=httpx.Timeout(PATIENCE_S, read=after_s))
+
+    with ThreadPoolExecutor(PARALLEL + QUEUE) as clients:
+        list(clients.map(hang_up, range(CANCELS)))
+    soon(lambda: is_at_rest(client))
+    assert ask(client, 0).status_code == 200
+    assert "Traceback" not in server.log.read_text()
