@@ -20,6 +20,8 @@ SYSTEM = (
     "short sentence, you know the tides, the ships and the birds, and you never leave your post."
 )
 
+EXACT: dict[str, Any] = {"extra_body": {"cache_exact": True}}  # for answers that are compared
+
 
 @pytest.fixture(scope="module")
 def server(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -69,17 +71,28 @@ def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI) -> None:
         {"role": "user", "content": "Name a bird."},
     ]
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "messages": messages}
-    whole = client.chat.completions.create(model="default", **options)
-    stream = client.chat.completions.create(
-        model="default", stream=True, stream_options={"include_usage": True}, **options
-    )
-    text, usage = "", None
-    for chunk in stream:
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        usage = chunk.usage or usage
-    assert text == whole.choices[0].message.content
-    assert usage is not None
-    assert cached(usage) == usage.prompt_tokens - 1
+    whole = client.chat.completions.create(model="default", **options, **EXACT)
+    stream = client.chat.completions.create(model="default", stream=True, **options, **EXACT)
+    pieces = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len(pieces) > 2
+
+
+def test_a_stream_tells_its_usage_in_the_end(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name a fish."}]
+    for asked in range(2):
+        stream = client.chat.completions.create(
+            model="default",
+            messages=messages,
+            temperature=0,
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *_, last = stream
+        assert last.usage is not None
+        if asked:
+            assert cached(last.usage) == last.usage.prompt_tokens - 1
 
 
 def test_text_completions_take_lists_and_logprobs(client: openai.OpenAI) -> None:
@@ -107,7 +120,7 @@ def test_a_seed_makes_sampling_repeatable_and_choices_differ(client: openai.Open
             seed=7,
             n=3,
             max_tokens=12,
-            extra_body={"cache_exact": True},
+            **EXACT,
         )
         return [choice.message.content for choice in answer.choices]
 
@@ -119,12 +132,12 @@ def test_a_seed_makes_sampling_repeatable_and_choices_differ(client: openai.Open
 def test_bias_penalties_and_stops_are_really_applied(client: openai.OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count to ten."}]
     plain = client.chat.completions.create(
-        model="default", messages=messages, temperature=0, max_tokens=12, logprobs=True
+        model="default", messages=messages, temperature=0, max_tokens=12, logprobs=True, **EXACT
     )
     text = plain.choices[0].message.content
     assert text
     stopped = client.chat.completions.create(
-        model="default", messages=messages, temperature=0, max_tokens=12, stop=text[4:7]
+        model="default", messages=messages, temperature=0, max_tokens=12, stop=text[4:7], **EXACT
     )
     assert stopped.choices[0].message.content == text[: text.index(text[4:7])]
     assert stopped.choices[0].finish_reason == "stop"
@@ -170,6 +183,7 @@ def test_curl_gets_the_same_answer_twice_and_pays_once(server: Server) -> None:
         "messages": [{"role": "user", "content": "What floats on water?"}],
         "temperature": 0,
         "max_tokens": 8,
+        "logit_bias": {"260": 100},  # so that no last bit decides
     }
     command = [
         "curl", "-s", f"{server.url}/v1/chat/completions",

@@ -313,15 +313,19 @@ def test_a_session_is_compared_not_trusted(smollm2: httpx.Client) -> None:
     first = chat(smollm2, [explain], model="default", session_id="chat-123")
     edited = [explain, {"role": "assistant", "content": "KV cache is..."}, user("Tell me more")]
     warm = chat(smollm2, edited, model="default", session_id="chat-123")
-    cold = chat(smollm2, edited, model="default", use_kv_cache=False)
     assert warm["x_cache"]["reason"] == "turn_changed"
     assert warm["x_cache"]["diverged_at"]["message"] == 1
     assert first["usage"]["prompt_tokens"] - 1 <= reused(warm) < warm["usage"]["prompt_tokens"] - 5
-    assert reused(cold) == 0
-    assert said(warm) == said(cold)
     more = [*edited, said(warm), user("And more")]
     told = chat(smollm2, more, model="default", session_id="chat-123")
     assert (told["x_cache"]["status"], reused(told)) == ("hit", held(warm))
+    exact = {"model": "default", "cache_exact": True}
+    again, cold = (
+        chat(smollm2, edited, **exact, **how)
+        for how in ({"session_id": "chat-123"}, {"use_kv_cache": False})
+    )
+    assert reused(cold) == 0
+    assert said(again) == said(cold)
 
 
 @contextlib.contextmanager

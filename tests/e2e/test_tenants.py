@@ -225,7 +225,7 @@ def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
     ]
     of_anna, of_bert, of_all = stats
     assert of_all["total_misses"] >= of_anna["total_misses"] + of_bert["total_misses"]
-    assert of_all.keys() - of_anna.keys() >= {"computed_tokens", "disk_state", "turns"}
+    assert of_all.keys() - of_anna.keys() >= {"computed_tokens", "disk_state", "active_turns"}
     assert anna.get("/metrics").status_code == httpx.codes.FORBIDDEN
     tenants = {
         each["cache_key"]: each["tenant"] for each in root.get("/v1/cache").json()["entries"]

@@ -22,6 +22,7 @@ from tests.support.server import Server, running
 from tests.support.tiny import write_lfm2, write_mamba
 
 STEPS = 12
+EXACT = {"extra_body": {"cache_exact": True}}  # for answers that are compared
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -130,13 +131,10 @@ def test_a_tool_loop_goes_on_after_a_restart(smollm2_path: Path, tmp_path: Path)
 
 def test_a_form_comes_parsed(client: openai.OpenAI) -> None:
     asked: list[Any] = [{"role": "user", "content": "Which animal says miaow?"}]
-    answer = client.chat.completions.parse(
-        model="default", messages=asked, response_format=Form, temperature=0, max_tokens=40
-    )
+    options: Any = {"model": "default", "temperature": 0, "max_tokens": 40, **EXACT}
+    answer = client.chat.completions.parse(messages=asked, response_format=Form, **options)
     assert isinstance(answer.choices[0].message.parsed, Form)
-    with client.chat.completions.stream(
-        model="default", messages=asked, response_format=Form, temperature=0, max_tokens=40
-    ) as stream:
+    with client.chat.completions.stream(messages=asked, response_format=Form, **options) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == answer.choices[0].message.parsed
 
@@ -153,6 +151,7 @@ def test_calls_come_parsed_and_streamed(client: openai.OpenAI) -> None:
         "parallel_tool_calls": False,
         "temperature": 0,
         "max_tokens": 40,
+        **EXACT,
     }
     answer = client.chat.completions.parse(**asked)
     [call] = answer.choices[0].message.tool_calls or []
