@@ -105,24 +105,26 @@ class Entries:
         _update(entry, draft)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
+        others = self._superseded(entry, [*left_behind, draft.after])
+        # It is the same conversation as these, a turn later.
+        entry.hits += sum(other.hits for other in others if other.is_free)
         self._journal.save(entry)  # before what it goes on from: the index keeps what they share
-        self._supersede(entry, [*left_behind, draft.after])
+        for other in others:
+            if other.is_free:
+                self.forget(other)
+            else:
+                self._journal.save(other)
         self._make_room()
         return entry
 
-    def _supersede(self, entry: Entry, left_behind: Iterable[Entry | None]) -> None:
-        """Forget free entries that this one goes on from, or that have lost their name to it."""
+    def _superseded(self, entry: Entry, left_behind: Iterable[Entry | None]) -> set[Entry]:
+        """Entries that this one goes on from, or that have lost their name to it; of those that are
+        free nothing is needed any more."""
         shorter = self.index.recall(entry.namespace, entry.text[:-1]) if entry.text else None
         if shorter and shorter.text_tokens < len(shorter.tokens):
             # Its text is not all of it: another reply to the same prompt leaves it as it is.
             shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
-        for other in {*left_behind, shorter} - {None, entry}:
-            assert other is not None
-            if other.is_free:
-                entry.hits += other.hits  # it is the same conversation, a turn later
-                self.forget(other)
-            else:
-                self._journal.save(other)
+        return {other for other in (*left_behind, shorter) if other not in (None, entry)}
 
     def touch(self, entry: Entry) -> None:
         """Its time begins again."""
