@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.protocol.requests import Prepare
-from rekindle.runtime.storage import LEAST_QUEUE_BYTES
+from rekindle.protocol.requests import Names, Prepare
+from rekindle.runtime.storage import LEAST_ENTRIES_DISK_BYTES, LEAST_QUEUE_BYTES
 from tests.stress.storage_harness import StorageHarness, load
 from tests.support.fake import FakeEngine
 from tests.support.rounds import rounds
@@ -17,6 +17,7 @@ PROMPTS = rounds(2_000, 10_000)
 LOOK_EVERY = 500
 DISK_BYTES = 6 * MB
 RAM_BYTES = LEAST_QUEUE_BYTES + MB
+ENTRIES_BYTES = LEAST_ENTRIES_DISK_BYTES  # a share of so small a disk would be less
 ALICE, BOB = b"alice", b"bob"
 PROMISED = list(range(300, 341))
 USUAL = list(range(400, 431))
@@ -35,13 +36,15 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
     order = load(tmp_path, disk_cache=DISK_BYTES, ram_cache=RAM_BYTES)
     harness = StorageHarness(FakeEngine(), order)
     harness.ask(PROMISED, salt=ALICE, prepare=Prepare(pinned=True, ttl_s=None), max_tokens=0)
-    harness.ask(USUAL, salt=ALICE)
+    harness.ask(USUAL, salt=ALICE, names=Names(session_id="usual"))
     for number in range(PROMPTS):
         flood = [*divmod(number, 900), *range(100, 108)]
-        harness.ask(flood, salt=BOB, max_tokens=1)
+        names = Names(session_id=str(number), return_cache_key=True) if number % 2 else None
+        harness.ask(flood, salt=BOB, max_tokens=1, names=names)
         if number % LOOK_EVERY == LOOK_EVERY - 1:
             harness.flush()
             assert harness.used_bytes_hold()
+            assert harness.entries.index.used_bytes <= ENTRIES_BYTES
             assert used_bytes(tmp_path) <= DISK_BYTES
     assert harness.store.evictions(harness.namespace(BOB)) > PROMPTS // 2
     assert harness.store.evictions(harness.namespace(ALICE)) == 0
@@ -54,6 +57,7 @@ def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
 
 
 def finds_her_own(harness: StorageHarness) -> None:
+    assert harness.entries.by_name(harness.namespace(ALICE), ("session_id", "usual")) is not None
     [pinned] = (entry for entry in harness.entries.of(harness.namespace(ALICE)) if entry.pinned)
     assert len(pinned.tokens) == len(PROMISED)
     assert harness.ask([*PROMISED, 7], salt=ALICE).reused == len(PROMISED)
