@@ -30,7 +30,9 @@ def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes 
 
 def chain_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of the block that holds these tokens after everything `parent` stands for."""
-    return blake3(_BLOCK + _framed(parent) + _framed(tokens.packed)).digest()
+    packed = tokens.packed  # framed as below, written out: this is called for every stored block
+    sizes = len(parent).to_bytes(8, "big"), len(packed).to_bytes(8, "big")
+    return blake3(b"%b%b%b%b%b" % (_BLOCK, sizes[0], parent, sizes[1], packed)).digest()
 
 
 def _framed(part: bytes) -> bytes:

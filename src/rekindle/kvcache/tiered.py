@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rekindle.kvcache.block import Block, WriteBack, below, chain_key
+from rekindle.kvcache.block import Block, WriteBack, below
 from rekindle.kvcache.tiers.base import Blob, StoredBlock, Tier
 from rekindle.kvcache.tree import Tree, shorter
 
@@ -139,6 +139,10 @@ class TieredTree:
         """Let go of the tails that a block covers; of a persistent one, not before the block is
         stored, and never of a pinned one, which was promised, or of one with a checkpoint. Then let
         the conversations that go through the block end there."""
+        above = block.parent
+        assert above is not None
+        if len(above.children) == 1 and not above.handles:
+            return  # as in nearly all of a long chain
         for covered in shorter(block):
             replaced = (block.exact or not covered.exact) and not covered.resumable
             needed = covered.is_persistent and not block.stored
@@ -171,6 +175,8 @@ class TieredTree:
                     tier.discard(found.key)
 
     def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
+        """Whether it has a place in the tree. That its key is the one of its tokens is the tier's
+        word: a wrong one names a record that says so when it is read."""
         known = self.tree.get(found.key)
         fits_in = (
             above is not None
@@ -183,7 +189,6 @@ class TieredTree:
             and (known is None or not tier.holds(known))
             and self.tree.could_hold(found.tokens)
             and found.kind.size_bytes >= 0
-            and chain_key(found.parent, found.tokens) == found.key
         )
 
     def _adopt(self, tier: Tier, found: StoredBlock, above: Block | None) -> None:
@@ -191,9 +196,16 @@ class TieredTree:
         if block is None:
             size_bytes, exact, resumable = found.kind
             block = self.tree.add(
-                found.namespace, above, found.tokens, size_bytes, exact=exact, resumable=resumable
+                found.namespace,
+                above,
+                found.tokens,
+                size_bytes,
+                exact=exact,
+                resumable=resumable,
+                key=found.key,
             )
             block.write_back = WriteBack.SOON
-        self.tree.set_kind(block, block.kind.weaker(found.kind))
+        else:
+            self.tree.set_kind(block, block.kind.weaker(found.kind))
         tier.adopt(block, found.kind)
         self.cover(block)

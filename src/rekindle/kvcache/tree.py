@@ -42,7 +42,10 @@ class Tree:
 
     def root(self, namespace: bytes) -> Block:
         """The node above the first blocks of a namespace."""
-        return self._roots.setdefault(namespace, Block(namespace, None, Tokens(), 0, exact=True))
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Block(namespace, None, Tokens(), 0, exact=True)
+        return root
 
     def is_full(self, block: Block) -> bool:
         """Whether others may follow it; nothing is ever found after a tail."""
@@ -147,14 +150,22 @@ class Tree:
         *,
         exact: bool,
         resumable: bool = False,
+        key: bytes | None = None,
     ) -> Block:
-        """Put a block under its parent; without one, under the root."""
+        """Put a block under its parent; without one, under the root. `key` is its chain key, where
+        that is known."""
         above = parent or self.root(namespace)
         packed = tokens.packed
         assert packed not in above.children, "one block for the same tokens"
         assert self.could_hold(tokens), "a full block or a tail"
-        key = chain_key(above.key, tokens)
-        block = Block(key, above, tokens, size_bytes, exact=exact, resumable=resumable)
+        block = Block(
+            key or chain_key(above.key, tokens),
+            above,
+            tokens,
+            size_bytes,
+            exact=exact,
+            resumable=resumable,
+        )
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
         self._count(block, size_bytes)

@@ -26,7 +26,8 @@ from rekindle.tokens import Tokens
 
 MOST_QUARANTINE = 16  # bad files kept for a look at them
 MOST_QUARANTINE_BYTES = 64 << 20  # unless the tier grants them less
-_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_NAME_DIGITS = 2 * KEY_BYTES
+_NAME = re.compile(f"[0-9a-f]{{{_NAME_DIGITS}}}")
 #: What says nothing about the file: this process has too much open, or too little memory.
 _OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 
@@ -94,12 +95,24 @@ class BlockFiles:
         """Take a bad file out of use; the latest few are kept."""
         self._quarantine(_name(key))
 
-    def quarantine_impostors(self) -> int:
-        """Take folders, links and pipes with a block's name out of the way of that block."""
-        impostors = [name for name in self.foreign() if _NAME.fullmatch(name)]
+    def tidy(self) -> tuple[dict[bytes, int], int]:
+        """The sizes of the files that have a block's name, when what unfinished writes have left is
+        removed, and folders, links and pipes with a block's name are out of its way; how many
+        those were. One walk over all names: there may be millions."""
+        sizes: dict[bytes, int] = {}
+        others: list[tuple[str, int | None]] = []
+        for name, size in self._files.scan():
+            if size is not None and len(name) == _NAME_DIGITS and _NAME.fullmatch(name):
+                sizes[bytes.fromhex(name)] = size
+            else:
+                others.append((name, size))
+        impostors = [name for name, _ in others if _NAME.fullmatch(name)]
         for name in impostors:
             self._quarantine(name)
-        return len(impostors)
+        for name, size in others:
+            if size is not None and is_temporary(name):
+                self._files.unlink(name)
+        return sizes, len(impostors)
 
     def quarantine_foreign(self) -> None:
         """Take everything that is not ours out of the folder."""

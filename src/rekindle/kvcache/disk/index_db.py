@@ -22,6 +22,7 @@ from rekindle.kvcache.disk.index_rows import (
     EntryRow,
     PutBlock,
     PutEntry,
+    RawBlock,
     SetMeta,
     TouchEntry,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "IndexDb",
     "PutBlock",
     "PutEntry",
+    "RawBlock",
     "SetMeta",
     "TouchEntry",
 ]
@@ -120,8 +122,12 @@ class IndexDb:
 
     def blocks(self) -> list[BlockRow]:
         """All blocks in the order in which they first came."""
+        return [rows.parse_block(raw) for raw in self.raw_blocks()]
+
+    def raw_blocks(self) -> Iterator[RawBlock]:
+        """The same, as quickly as they can be read."""
         with _raising_damage():
-            return [rows.parse_block(row) for row in self._db.execute(rows.SELECT_BLOCKS)]
+            yield from map(rows.parse_raw, self._db.execute(rows.SELECT_BLOCKS))
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""

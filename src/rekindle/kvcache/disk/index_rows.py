@@ -100,10 +100,20 @@ def put_block(block: BlockRow) -> tuple[Any, ...]:
     return (block.key, block.parent, block.namespace, block.packed, block.size_bytes, kind)
 
 
-def parse_block(row: Sequence[Any]) -> BlockRow:
+#: Key, parent, namespace, packed tokens, size in bytes, kind: what millions are read as.
+RawBlock = tuple[bytes, bytes, bytes, bytes, int, int]
+
+
+def parse_raw(row: tuple[Any, ...]) -> RawBlock:
     """The row, or ValueError: SQLite does not check what a damaged page says of its columns."""
-    key, parent, namespace, packed, size_bytes, kind = typed(row, _BLOCK_TYPES)
-    return BlockRow(key, parent, namespace, packed, size_bytes, bool(kind & 1), bool(kind & 2))
+    if tuple(map(type, row)) != _BLOCK_TYPES:
+        raise ValueError("a column is of another type")
+    return row  # type: ignore[return-value]  # just proved
+
+
+def parse_block(raw: RawBlock) -> BlockRow:
+    *values, kind = raw
+    return BlockRow(*values, exact=bool(kind & 1), resumable=bool(kind & 2))
 
 
 def upsert(table: str, columns: Sequence[str]) -> str:

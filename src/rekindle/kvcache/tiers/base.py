@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record
@@ -33,8 +33,7 @@ class Write:
         return BlockKind(len(self.record.blob), self.record.exact, self.record.resumable)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(NamedTuple):
     """A block that a tier held when it was opened."""
 
     key: bytes

@@ -68,10 +68,14 @@ class DiskTier(WriteBehindTier):
     # -- beginning -----------------------------------------------------------------------------
 
     def stored(self) -> Iterator[StoredBlock]:
-        for row in self.folder.index_db.blocks():
-            state_bytes = row.size_bytes - record_bytes(len(row.packed), 0)
-            kind = BlockKind(state_bytes, row.exact, row.resumable)
-            yield StoredBlock(row.key, row.parent, row.namespace, Tokens(row.packed), kind)
+        kinds: dict[tuple[int, int], BlockKind] = {}  # there are few
+        for key, parent, namespace, packed, size_bytes, bits in self.folder.index_db.raw_blocks():
+            state_bytes = size_bytes - record_bytes(len(packed), 0)
+            kind = kinds.get((state_bytes, bits))
+            if kind is None:
+                kind = BlockKind(state_bytes, bool(bits & 1), bool(bits & 2))
+                kinds[state_bytes, bits] = kind
+            yield StoredBlock(key, parent, namespace, Tokens(packed), kind)
 
     # -- writing -------------------------------------------------------------------------------
 
