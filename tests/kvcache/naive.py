@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rekindle.kvcache import block as blocks
-from rekindle.kvcache import conversations, store, tiered, tree
+from rekindle.kvcache import conversations, store, tree
 from rekindle.kvcache.block import Block
 from rekindle.kvcache.tree import Tree
 from rekindle.tokens import Tokens
@@ -92,6 +92,6 @@ def few_names(names: int) -> Iterator[None]:
         return bytes([real(parent, tokens)[0] % names])
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blocks, tree, store, tiered, conversations):
+        for module in (blocks, tree, store, conversations):
             patch.setattr(module, "chain_key", stub)
         yield

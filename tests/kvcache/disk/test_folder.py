@@ -228,7 +228,7 @@ def test_a_folder_is_free_again_after_closing_or_failing(
         def fail(files: Files) -> None:
             raise OSError("on purpose")
 
-        patched.setattr(Files, "sweep", fail)
+        patched.setattr(Files, "scan", fail)
         with pytest.raises(OSError, match="on purpose"):
             open_one()
     open_one()

@@ -297,7 +297,7 @@ def test_a_want_of_handles_does_not_cost_the_index(
         raise sqlite3.OperationalError("unable to open database file")
 
     with monkeypatch.context() as patched:
-        patched.setattr(IndexDb, "blocks", fail)
+        patched.setattr(IndexDb, "raw_blocks", fail)
         with pytest.raises(sqlite3.OperationalError):
             cache.open()
     assert not (cache.path / "index.db.damaged").exists()

@@ -108,12 +108,12 @@ def parse_raw(row: tuple[Any, ...]) -> RawBlock:
     """The row, or ValueError: SQLite does not check what a damaged page says of its columns."""
     if tuple(map(type, row)) != _BLOCK_TYPES:
         raise ValueError("a column is of another type")
-    return row  # type: ignore[return-value]  # just proved
+    return row
 
 
 def parse_block(raw: RawBlock) -> BlockRow:
-    *values, kind = raw
-    return BlockRow(*values, exact=bool(kind & 1), resumable=bool(kind & 2))
+    key, parent, namespace, packed, size_bytes, kind = raw
+    return BlockRow(key, parent, namespace, packed, size_bytes, bool(kind & 1), bool(kind & 2))
 
 
 def upsert(table: str, columns: Sequence[str]) -> str:
