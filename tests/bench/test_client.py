@@ -15,7 +15,7 @@ from rekindle.bench.client import (
     Reply,
     Usage,
     connect,
-    parse_line,
+    parse_data,
 )
 from rekindle.bench.options import BenchOptions
 
@@ -104,46 +104,54 @@ def test_a_server_that_is_not_there_fails_with_its_address() -> None:
 
 
 def test_text_of_a_delta_is_the_text_of_the_chunk() -> None:
-    assert parse_line('data: {"choices":[{"delta":{"content":" hi"}}]}') == Chunk(text=" hi")
+    assert parse_data('{"choices":[{"delta":{"content":" hi"}}]}') == Chunk(text=" hi")
 
 
 def test_the_opening_role_carries_no_text() -> None:
-    line = 'data: {"choices":[{"delta":{"role":"assistant","content":null}}]}'
-    assert parse_line(line) == Chunk()
+    line = '{"choices":[{"delta":{"role":"assistant","content":null}}]}'
+    assert parse_data(line) == Chunk()
 
 
 def test_reasoning_is_kept_apart_from_the_text() -> None:
-    line = 'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}'
-    assert parse_line(line) == Chunk(reasoning="hm")
+    line = '{"choices":[{"delta":{"reasoning_content":"hm"}}]}'
+    assert parse_data(line) == Chunk(reasoning="hm")
 
 
-@pytest.mark.parametrize("line", ["", ": ping", "event: message", "data: [DONE]", "data:[DONE]"])
-def test_a_line_without_an_event_gives_no_chunk(line: str) -> None:
-    assert parse_line(line) is None
+def test_the_end_of_a_stream_gives_no_chunk() -> None:
+    assert parse_data("[DONE]") is None
 
 
 def test_usage_is_read_from_a_chunk_without_choices() -> None:
     line = (
-        'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
+        '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
         '"prompt_tokens_details":{"cached_tokens":7}}}'
     )
-    assert parse_line(line) == Chunk(usage=Usage(9, 2, 7))
+    assert parse_data(line) == Chunk(usage=Usage(9, 2, 7))
 
 
 def test_cached_tokens_are_unknown_where_the_server_does_not_say() -> None:
-    line = 'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
-    assert parse_line(line) == Chunk(usage=Usage(9, 2, None))
+    line = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
+    assert parse_data(line) == Chunk(usage=Usage(9, 2, None))
 
 
 def test_an_error_event_fails_with_the_servers_own_words() -> None:
     with pytest.raises(BenchFailed, match="out of memory"):
-        parse_line('data: {"error":{"message":"out of memory"}}')
+        parse_data('{"error":{"message":"out of memory"}}')
 
 
-@pytest.mark.parametrize("data", ["not json", "[]", '{"choices":[3]}', '{"usage":{"total":1}}'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        "not json",
+        "[]",
+        '{"choices":[3]}',
+        '{"choices":[{"delta":{"content":[]}}]}',
+        '{"usage":{"total":1}}',
+    ],
+)
 def test_an_event_that_is_no_chunk_fails_and_is_shown(data: str) -> None:
     with pytest.raises(BenchFailed, match="no chunk"):
-        parse_line(f"data: {data}")
+        parse_data(data)
 
 
 def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:

@@ -16,6 +16,7 @@ import orjson
 
 from rekindle.bench.options import BenchOptions
 from rekindle.errors import RekindleError
+from rekindle.event_stream import EventReader, EventTooLarge
 
 Message = dict[str, Any]
 
@@ -53,12 +54,9 @@ class Chunk:
     usage: Usage | None = None
 
 
-def parse_line(line: str) -> Chunk | None:
-    """Return the line's chunk, None for a line without one; raise BenchFailed for an error."""
-    if not line.startswith("data:"):
-        return None
-    data = line.removeprefix("data:").strip()
-    if data == "[DONE]":
+def parse_data(data: str) -> Chunk | None:
+    """The chunk in an event's data, None at the end; raise BenchFailed for an error."""
+    if data.strip() == "[DONE]":
         return None
     try:
         return _chunk(orjson.loads(data))
@@ -73,10 +71,16 @@ def _chunk(event: Mapping[str, Any]) -> Chunk:
     delta = choices[0].get("delta") or {}
     usage = event.get("usage")
     return Chunk(
-        text=delta.get("content") or "",
-        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        text=_text(delta.get("content")),
+        reasoning=_text(delta.get("reasoning_content") or delta.get("reasoning")),
         usage=Usage.parse(usage) if usage else None,
     )
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError("a text is a string or null")
+    return value or ""
 
 
 def error_message(error: Any) -> str:
@@ -155,11 +159,15 @@ class Client:
         try:
             async with self._http.stream("POST", "chat/completions", json=body) as response:
                 await _check(response)
-                async for line in response.aiter_lines():
-                    if chunk := parse_line(line):
-                        recording.take(chunk, time.perf_counter())
+                reader = EventReader()
+                async for part in response.aiter_bytes():
+                    for data in reader.feed(part):
+                        if chunk := parse_data(data):
+                            recording.take(chunk, time.perf_counter())
         except httpx.HTTPError as error:
             raise _unreachable(self._http, error) from error
+        except EventTooLarge as error:
+            raise BenchFailed(str(error)) from None
         return recording.finish(time.perf_counter())
 
 

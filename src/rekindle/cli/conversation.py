@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx
+import orjson
 
 from rekindle.errors import RekindleError
+from rekindle.event_stream import EventReader, EventTooLarge
 
 
 class ChatFailed(RekindleError):
@@ -45,7 +46,7 @@ class Cost:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        cached = _object(self.usage.get("prompt_tokens_details")).get("cached_tokens", 0)
         prompt = self.usage.get("prompt_tokens", 0)
         first = f"{self.first_token_s:.2f} s" if self.first_token_s is not None else "no token"
         return (
@@ -82,8 +83,7 @@ class Conversation:
         cost = Cost()
         started = time.perf_counter()
         for chunk in self._chunks(messages):
-            if chunk.get("usage"):
-                cost.usage = chunk["usage"]
+            cost.usage = _object(chunk.get("usage")) or cost.usage
             for part in _parts(chunk):
                 if cost.first_token_s is None and not isinstance(part, PrefillProgress):
                     cost.first_token_s = time.perf_counter() - started
@@ -112,37 +112,38 @@ class Conversation:
                 if response.status_code != httpx.codes.OK:
                     response.read()
                     raise ChatFailed(_message(response))
-                yield from _parse(response.iter_lines())
+                yield from _parse(response.iter_bytes())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChatFailed(
                 f"cannot talk to {self.base_url} ({error}); is a server running? "
                 "start one with `rekindle serve`"
             ) from None
+        except EventTooLarge as error:
+            raise ChatFailed(str(error)) from None
 
 
-def _parse(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+def _parse(parts: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The chunks of a stream; raises ChatFailed when it ends without [DONE]."""
-    for line in lines:
-        if not line.startswith("data:"):
-            continue
-        payload = line.removeprefix("data:").strip()
-        if payload == "[DONE]":
-            return
-        yield _chunk(payload)
+    reader = EventReader()
+    for part in parts:
+        for data in reader.feed(part):
+            if data.strip() == "[DONE]":
+                return
+            yield _chunk(data)
     raise ChatFailed("the reply broke off, or this is not an OpenAI-compatible server")
 
 
-def _chunk(payload: str) -> dict[str, Any]:
+def _chunk(data: str) -> dict[str, Any]:
     try:
-        chunk = json.loads(payload)
+        chunk = orjson.loads(data)
     except ValueError:
         chunk = None
     match chunk:
         case {"error": {"message": message}}:
             raise ChatFailed(str(message))
-        case {"choices": list()}:
+        case {"choices": [*choices]} if all(isinstance(each, dict) for each in choices):
             return dict(chunk)
-    raise ChatFailed(f"the server sent something that is no part of a reply: {payload[:80]}")
+    raise ChatFailed(f"the server sent something that is no part of a reply: {data[:80]}")
 
 
 def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
@@ -151,14 +152,20 @@ def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
         case {"done_tokens": int(done), "prompt_tokens": int(total)}:
             yield PrefillProgress(done, total)
     for choice in chunk["choices"]:
-        delta = choice.get("delta") or {}
+        delta = _object(choice.get("delta"))
         if reasoning := delta.get("reasoning_content"):
-            yield Reasoning(reasoning)
+            yield Reasoning(str(reasoning))
         if text := delta.get("content"):
             yield str(text)
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            yield ToolCall(function.get("name") or "", function.get("arguments") or "")
+        calls = delta.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = _object(_object(call).get("function"))
+            yield ToolCall(str(function.get("name") or ""), str(function.get("arguments") or ""))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """What a server sent where an object belongs; an empty one when it sent something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _message(response: httpx.Response) -> str:

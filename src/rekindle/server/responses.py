@@ -24,6 +24,8 @@ ERROR_HEADERS = {
     503: RETRY_SOON,
 }
 SSE_DONE = b"data: [DONE]\n\n"
+# Characters that end a line for clients that read text and not bytes, as JSON can write them.
+LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
 
 # What each status of an error means, for the OpenAPI document.
 ERRORS = {
@@ -84,7 +86,11 @@ class ErrorResponse(JsonResponse):
 
 
 def sse_data(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    data = orjson.dumps(payload)
+    if not data.isascii():
+        for character, escaped in LINE_ENDS.items():
+            data = data.replace(character, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 def sse_event(event: str, payload: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,57 @@
+"""Server-sent events as a client reads them, by the rules of the WHATWG's HTML standard.
+
+A line ends with a line feed, a carriage return or both, and with nothing else: Python's own idea of
+lines, which HTTP clients use, also ends them at characters that a reply may contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rekindle.errors import RekindleError
+
+MOST_EVENT_BYTES = 64 << 20
+
+
+class EventTooLarge(RekindleError):
+    """A server sends an event without an end."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the server sent an event of more than {MOST_EVENT_BYTES} bytes")
+
+
+class EventReader:
+    """Takes a stream in parts as they come, and gives the data of each event that is complete."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()  # a line that has not ended
+        self._data: list[bytes] = []  # of an event that has not ended
+        self._size_bytes = 0
+
+    def feed(self, part: bytes) -> Iterator[str]:
+        self._rest += part
+        self._size_bytes += len(part)
+        if self._size_bytes > MOST_EVENT_BYTES:
+            raise EventTooLarge
+        if b"\n" in part or b"\r" in part:
+            for line in self._lines():
+                yield from self._take(line)
+
+    def _lines(self) -> list[bytes]:
+        """Those that have ended; a line feed may still follow a carriage return at the end."""
+        lines = bytes(self._rest).splitlines(keepends=True)
+        is_open = not lines[-1].endswith(b"\n")
+        self._rest = bytearray(lines.pop() if is_open else b"")
+        return lines
+
+    def _take(self, line: bytes) -> Iterator[str]:
+        line = line.rstrip(b"\r\n")
+        if line:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                self._data.append(value.removeprefix(b" "))
+            return
+        self._size_bytes = len(self._rest)
+        if self._data:
+            data, self._data = b"\n".join(self._data), []
+            yield data.decode(errors="replace")
