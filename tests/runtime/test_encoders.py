@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from random import Random
 
 import pytest
 
 from rekindle.protocol.events import Cancelled
 from rekindle.runtime.encoders import LARGE_BYTES, Encoders, Job, Lane
+from tests.support.rounds import rounds
 
 PATIENCE_S = 30.0
 SMALL, LARGE = 100, LARGE_BYTES + 1
@@ -144,3 +146,29 @@ def test_a_turn_that_was_delivered_is_no_longer_here() -> None:
         harness.submit("done", tenant=A, turns=(3,))
         assert harness.next() == "done"
         assert not harness.encoders.cancel(3)
+
+
+@pytest.mark.long
+def test_whenever_they_are_cancelled_turns_end_exactly_once() -> None:
+    turns = rounds(2_000, 50_000)
+    chance = Random(3)
+    cancels: SimpleQueue[int | None] = SimpleQueue()
+
+    def cancel_some(harness: EncodersHarness) -> None:
+        while (turn := cancels.get(timeout=PATIENCE_S)) is not None:
+            harness.encoders.cancel(turn)
+
+    with running() as harness:
+        canceller = threading.Thread(target=cancel_some, args=(harness,))
+        canceller.start()
+        for turn in range(turns):
+            size_bytes = chance.choice((SMALL, LARGE))
+            tenant = chance.choice((A, B, C))
+            harness.submit(str(turn), tenant=tenant, size_bytes=size_bytes, turns=(turn,))
+            cancels.put(chance.randrange(turn + 1))
+        cancels.put(None)
+        canceller.join(PATIENCE_S)
+        outcomes = [harness.next() for _ in range(turns)]
+    ended = [int(each) if isinstance(each, str) else each.turn for each in outcomes]
+    assert sorted(ended) == list(range(turns))
+    assert harness.outcomes.empty()

@@ -323,6 +323,7 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
             assert (last.error.status, last.error.code) == (503, "model_restarting")
             with pytest.raises(Unavailable):
                 await answer(runtime, ask())
+            assert runtime.down_reason == "the process of a model died and is being restarted"
             await soon(lambda: runtime.ready is not None)
             assert runtime.restarts == 1
             assert runtime.pid != first_pid
