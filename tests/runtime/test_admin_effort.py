@@ -13,7 +13,7 @@ from rekindle.protocol.admin import (
     Stats,
 )
 from rekindle.protocol.requests import Names
-from rekindle.runtime.census import PIECE_ENTRIES
+from rekindle.runtime.background import PIECE_ENTRIES
 from tests.support.effort import calls_made
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
@@ -94,6 +94,7 @@ def test_long_admin_work_is_done_in_pieces() -> None:
 
     assert pieces(ListEntries(limit=600)) >= 600
     assert pieces(GetStats()) >= 600 // PIECE_ENTRIES
+    assert sum(1 for _ in harness.runtime.upkeep()) >= 600 // PIECE_ENTRIES
     assert pieces(RemoveOld(seconds=1e9)) >= 600 // PIECE_ENTRIES
     assert pieces(RemoveOld(seconds=-1)) >= 600
     assert not harness.entries.of(None)

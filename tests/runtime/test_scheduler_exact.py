@@ -61,5 +61,6 @@ def test_idle_sequences_leave_one_for_every_turn_that_may_run() -> None:
 def test_the_engine_is_told_to_give_idle_memory_back_with_every_tick() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
-    harness.runtime.tick()
+    for _ in harness.runtime.upkeep():
+        pass
     assert engine.counts.releases == 1

@@ -27,8 +27,8 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.protocol.events import Reason
-from rekindle.runtime.background import Pieces
-from rekindle.runtime.census import PIECE_ENTRIES, Census, View
+from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.census import Census, View
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.planner import Planner

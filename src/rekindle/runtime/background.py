@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 SLICE_S = 0.002  # of work between two steps, which take ten times as long or more
+PIECE_ENTRIES = 256  # of the cache, that are looked at in one piece
 
 T = TypeVar("T")
 Pieces = Generator[None, None, T]  # work that yields between two pieces of it, and its result

@@ -15,6 +15,7 @@ from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Admin
+from rekindle.runtime.background import Pieces
 from rekindle.runtime.census import Census
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
@@ -42,9 +43,9 @@ class Runtime:
     census: Census
     admin: Admin
 
-    def tick(self) -> None:
-        """Once a minute: upkeep."""
-        self.storage.tick()
+    def upkeep(self) -> Pieces[None]:
+        """Once a minute."""
+        yield from self.storage.upkeep()
         self.engine.release_idle()
 
     def close(self) -> None:

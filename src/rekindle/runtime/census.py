@@ -20,14 +20,12 @@ from rekindle.protocol.admin import (
     Segment,
     Stats,
 )
-from rekindle.runtime.background import Pieces
+from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.storage import Storage
-
-PIECE_ENTRIES = 256  # that are counted at a time
 
 View = bytes | None  # the namespace that is seen; None: all of them
 

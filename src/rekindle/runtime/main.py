@@ -203,7 +203,7 @@ class RuntimeProcess:
             case _ReadyAdmin(request, prompt):
                 self._background.add(self._administer(request, prompt))
             case _Tick():
-                self._runtime.tick()
+                self._background.add(self._runtime.upkeep())
             case Stop():
                 raise AssertionError("handled by run")
             case _:

@@ -165,11 +165,12 @@ class Sessions:
         self._log(LogLine("info", f"FingerprintManager: {text}", request.request_id))
 
     def _new_auto_session(self, namespace: bytes) -> str:
-        taken = (_auto_session(entry) for entry in self._entries.of(namespace))
-        numbers = [int(name.rpartition("_")[2]) for name in taken if name]
-        number = max([*numbers, self._last_auto.get(namespace, -1)]) + 1
-        self._last_auto[namespace] = number
-        return f"auto_session_{number}"
+        last = self._last_auto.get(namespace)
+        if last is None:  # those of a runtime before this one
+            taken = (_auto_session(entry) for entry in self._entries.of(namespace))
+            last = max((int(name.rpartition("_")[2]) for name in taken if name), default=-1)
+        self._last_auto[namespace] = last + 1
+        return f"auto_session_{last + 1}"
 
     # -- after a turn --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from rekindle.protocol.admin import Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
@@ -94,8 +95,17 @@ class Storage:
             self.disk.give_way(busy)
 
     def tick(self) -> None:
+        """All of the upkeep at once."""
+        for _ in self.upkeep():
+            pass
+
+    def upkeep(self) -> Pieces[None]:
         """Once a minute: what has expired goes, a tier that failed is tried again."""
-        self.entries.collect()
+        for number, entry in enumerate(self.entries.index.of(None), start=1):
+            if entry.place:  # else it has gone meanwhile
+                self.entries.expire(entry)
+            if number % PIECE_ENTRIES == 0:
+                yield
         self.store.retry()
         self._ticks += 1
         if self.disk and self._ticks % BACKUP_TICKS == 0:
