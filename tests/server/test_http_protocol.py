@@ -18,9 +18,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 STREAM = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 1}'
 
 
-@pytest.fixture
-def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEADERS_S", 0.3)
+LITTLE_S = 0.3
 
 
 def drip(sock: socket.socket, byte: bytes) -> bytes:
@@ -60,9 +58,11 @@ def is_over(server: Live) -> bool:
     return not server.connections()
 
 
-@pytest.mark.usefixtures("little_time")
-def test_headers_one_byte_at_a_time_are_cut_off() -> None:
-    with live(Front()) as server, server.raw(HEALTH + b"X-Slow: ") as sock:
+def test_headers_one_byte_at_a_time_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(Front()) as server, server.raw(HEALTH + b"\r\n") as sock:
+        answered(sock, 200)
+        monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+        sock.sendall(HEALTH + b"X-Slow: ")
         answer = drip(sock, b"a")
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert b"x-request-id: req_" in answer
@@ -70,21 +70,28 @@ def test_headers_one_byte_at_a_time_are_cut_off() -> None:
         soon(lambda: is_over(server))
 
 
-@pytest.mark.usefixtures("little_time")
 @pytest.mark.parametrize("first", [b"", HEALTH + b"\r\n"], ids=["at first", "after a request"])
-def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
-    with live(Front()) as server, server.raw(first) as sock:
-        if first:
-            answered(sock, 200)
-        assert drip(sock, b"\r\n") == b""
-        soon(lambda: is_over(server))
+def test_a_connection_without_a_request_is_closed(
+    first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live(Front()) as server:
+        if not first:
+            monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+        with server.raw(first) as sock:
+            if first:
+                answered(sock, 200)
+                monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+            assert drip(sock, b"\r\n") == b""
+            soon(lambda: is_over(server))
 
 
-@pytest.mark.usefixtures("little_time")
-def test_a_body_that_goes_on_after_its_refusal_is_cut_off() -> None:
+def test_a_body_that_goes_on_after_its_refusal_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n"
     with live(Front()) as server, server.raw(head + b"Content-Type: text/plain\r\n\r\n") as sock:
         answered(sock, 415)
+        monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
         assert drip(sock, b"x") == b""
         soon(lambda: is_over(server))
 
