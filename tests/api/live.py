@@ -46,6 +46,7 @@ class Live:
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=60,  # on a slow machine the next request may be late
         )
         self._server = Server(config, drain)
         self._thread = threading.Thread(target=self._run)

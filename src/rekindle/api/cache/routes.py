@@ -24,7 +24,7 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.server.admin_client import AdminClient, refine_reason
-from rekindle.server.json_route import JsonRoute
+from rekindle.server.json_route import JsonRoute, beside_loop
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import documented
 
@@ -74,7 +74,7 @@ async def validate(
     client = AdminClient.of_tenant(request)
     op = Validate(
         cache_key=body.cache_key,
-        messages=rendered(body.messages),
+        messages=await beside_loop(request, rendered, body.messages),
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         normalise=models.config.normalise,
