@@ -26,6 +26,7 @@ ONE_OF = (
         ("json_schema", {}, {"schema": {}}),
         ("guided_json", SCHEMA, {"schema": SCHEMA}),
         ("guided_json", '{"type": "integer"}', {"schema": {"type": "integer"}}),
+        ("guided_json", f'{{"const": {10**30}}}', {"schema": {"const": 1e30}}),  # as in a body
         ("guided_regex", "[0-9]+", {"regex": "[0-9]+"}),
         ("guided_choice", ["yes", "no"], {"choices": ["yes", "no"]}),
         ("guided_grammar", GRAMMAR, {"grammar": GRAMMAR}),
@@ -66,6 +67,12 @@ def test_an_empty_field_asks_for_nothing(field: str, value: Any) -> None:
         ("grammar", "x" * 65_537, "`grammar` takes at most 65536 characters."),
         ("json_schema", "{}", "`json_schema` takes a JSON schema, which is an object."),
         ("guided_json", "{", "`guided_json` takes a JSON schema, which is an object."),
+        ("guided_json", '{"const": NaN}', "`guided_json` takes a JSON schema, which is an object."),
+        (
+            "guided_json",
+            r'{"const": "\ud800"}',
+            "`guided_json` takes a JSON schema, which is an object.",
+        ),
         ("guided_json", "[" * 100_000, "`guided_json` takes a JSON schema, which is an object."),
         ("guided_regex", "", "`guided_regex` takes at least 1 character."),
         ("guided_regex", "a" * 16_385, "`guided_regex` takes at most 16384 characters."),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
+import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rekindle.api.openai.response_format import ResponseFormat, Schema
@@ -37,8 +37,8 @@ def _parsed(schema: Any) -> Any:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError):
+        return orjson.loads(schema)  # by the rules that bodies obey
+    except orjson.JSONDecodeError:
         return schema
 
 
