@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -336,6 +337,16 @@ class Tiers(RuleBasedStateMachine):
             assert entry.block is not None
             assert entry.block.is_root == (not through)
             assert entry.block.start == max(through, default=0)
+            assert entry.state_bytes == sum(block.size_bytes for block in chain(entry.block))
+
+    @invariant()
+    def running_counts_are_those_of_a_count(self) -> None:
+        if self.begun:
+            sizes = Counter[bytes | None]()
+            for block in self.store:
+                sizes[block.namespace] += block.size_bytes
+                sizes[None] += block.size_bytes
+            assert all(self.store.size_bytes(each) == sizes[each] for each in (*sizes, None))
 
     def teardown(self) -> None:
         if self.begun:

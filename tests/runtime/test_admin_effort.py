@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from rekindle.kvcache.block import chain
 from rekindle.protocol.admin import (
     AdminOp,
     AdminRequest,
@@ -19,9 +22,11 @@ from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
 
-def harness_with(tokens: int, *, entries: int = 1) -> RuntimeHarness:
+def harness_with(tokens: int, *, entries: int = 1, can_truncate: bool = True) -> RuntimeHarness:
     """Conversations of so many tokens each."""
-    engine = FakeEngine(context_tokens=1 << 16, pool_tokens=1 << 17, block_tokens=8)
+    engine = FakeEngine(
+        context_tokens=1 << 16, pool_tokens=1 << 17, block_tokens=8, can_truncate=can_truncate
+    )
     harness = RuntimeHarness(engine, idle_tokens=0)
     for number in range(entries):
         prompt = [10 + number % 900, 10 + number // 900, *(token % 900 for token in range(tokens))]
@@ -49,8 +54,9 @@ def test_a_scrape_takes_as_much_work_for_many_entries_as_for_few() -> None:
     )
 
 
-def test_the_figures_are_those_of_a_count_of_everything() -> None:
-    harness = harness_with(tokens=100, entries=30)
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_the_figures_are_those_of_a_count_of_everything(can_truncate: bool) -> None:
+    harness = harness_with(tokens=100, entries=30, can_truncate=can_truncate)
     for salt in (b"one", b"two"):
         for length in (10, 30, 60):
             harness.ask(list(range(100, 100 + length)), salt=salt, names=Names(session_id="s"))
@@ -65,6 +71,8 @@ def test_the_figures_are_those_of_a_count_of_everything() -> None:
         assert stats.unique_bytes == sum(block.size_bytes for block in blocks)
         assert stats.entries == len(listed.entries)
         assert stats.logical_bytes == sum(entry.size_bytes for entry in listed.entries)
+        chains = (chain(entry.block) for entry in harness.entries.of(view))
+        assert stats.logical_bytes == sum(block.size_bytes for each in chains for block in each)
         assert stats.by_tier == ({"ram": len(listed.entries)} if listed.entries else {})
 
 

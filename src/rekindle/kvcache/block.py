@@ -158,7 +158,7 @@ class Block:
 class PrefixHandle:
     """The end of a conversation: all its tokens, and the last block that holds state of it."""
 
-    __slots__ = ("block", "namespace", "pinned", "serial", "tokens")
+    __slots__ = ("block", "namespace", "pinned", "serial", "state_bytes", "tokens")
 
     _serials = count()
 
@@ -167,6 +167,7 @@ class PrefixHandle:
         self.tokens = tokens
         self.pinned = pinned
         self.block: Block | None = None
+        self.state_bytes = 0  # of all blocks up to that one, whoever else shares them
         self.serial = next(self._serials)
 
 
@@ -227,6 +228,20 @@ def chain(block: Block | None) -> Iterator[Block]:
     while block is not None and block.parent is not None:
         yield block
         block = block.parent
+
+
+def more_bytes(block: Block | None, other: Block | None) -> int:
+    """How much more the chain up to a block takes than that up to another; what they share is not
+    walked."""
+    more = 0
+    while block is not other:
+        if block is not None and (other is None or block.stop >= other.stop):
+            more += block.size_bytes
+            block = block.parent
+        elif other is not None:
+            more -= other.size_bytes
+            other = other.parent
+    return more
 
 
 def below(block: Block) -> list[Block]:

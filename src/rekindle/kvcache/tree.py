@@ -7,7 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.block import NO_HANDLES, Block, BlockKind, Handles, PrefixHandle, chain_key
+from rekindle.kvcache.block import (
+    NO_HANDLES,
+    Block,
+    BlockKind,
+    Handles,
+    PrefixHandle,
+    below,
+    chain_key,
+    more_bytes,
+)
 from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
 
 
@@ -131,6 +140,7 @@ class Tree:
         before, handle.block = handle.block, node
         if before is node:
             return
+        handle.state_bytes += more_bytes(node, before)
         if before is not None:
             before.handles.remove(handle)
             if not before.handles:
@@ -173,8 +183,12 @@ class Tree:
 
     def set_kind(self, block: Block, kind: BlockKind) -> None:
         """Let a block be of another kind from now on."""
-        self._count(block, kind.size_bytes - block.size_bytes)
+        grown_bytes = kind.size_bytes - block.size_bytes
         block.kind = kind
+        if grown_bytes:  # by a checkpoint, which is seldom added to a block with others below it
+            self._count(block, grown_bytes)
+            for handle in (handle for each in below(block) for handle in each.handles):
+                handle.state_bytes += grown_bytes
 
     def _count(self, block: Block, more_bytes: int) -> None:
         self.size_bytes[None] += more_bytes

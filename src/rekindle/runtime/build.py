@@ -101,15 +101,7 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
-    census = Census(
-        storage,
-        kv,
-        planner,
-        pipeline,
-        scheduler,
-        preview,
-        token_bytes=capabilities.kv_layout.token_bytes,
-    )
+    census = Census(storage, kv, planner, pipeline, scheduler, preview)
     admin = Admin(storage, input_processor, sessions, kv, planner, census)
     return Runtime(
         engine, storage, input_processor, sessions, kv, pipeline, scheduler, census, admin

@@ -41,8 +41,6 @@ class Census:
         pipeline: Pipeline,
         scheduler: Scheduler,
         preview: Preview,
-        *,
-        token_bytes: int,
     ) -> None:
         self._storage = storage
         self._entries = storage.entries
@@ -53,7 +51,6 @@ class Census:
         self._pipeline = pipeline
         self._scheduler = scheduler
         self._preview = preview
-        self._token_bytes = token_bytes
 
     def info(self, entry: Entry) -> EntryInfo:
         blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
@@ -65,7 +62,7 @@ class Census:
             segments=[Segment(*segment) for segment in entry.segments],
             token_count=count,
             tier=self._store.tiers.slowest(blocks),
-            size_bytes=sum(block.size_bytes for block in blocks),
+            size_bytes=entry.state_bytes,
             held_tokens=min(max((block.stop for block in ends), default=0), count),
             stored_tokens=min(max(stored, default=0), count),
             hit_count=entry.hits,
@@ -133,5 +130,5 @@ class Census:
             stats.pinned_entries += entry.pinned
             if entry.block is not None and not entry.block.is_root:
                 tiers[self._store.tiers.source(entry.block).name] += 1
-                stats.logical_bytes += entry.block.stop * self._token_bytes
+                stats.logical_bytes += entry.state_bytes
         stats.by_tier = dict(tiers)
