@@ -379,7 +379,7 @@ def test_a_format_that_is_named_reaches_the_runtime(
 ) -> None:
     loads: list[LoadModel] = []
 
-    def stop_here(_name: str, load: LoadModel, *, queue: int) -> None:
+    def stop_here(_name: str, load: LoadModel, **_options: Any) -> None:
         loads.append(load)
         raise RekindleError("far enough")
 
