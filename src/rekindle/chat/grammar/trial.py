@@ -32,6 +32,7 @@ MOST_CPU_S = 2
 MOST_WALL_S = 30.0  # on a machine that does much else
 MOST_BYTES = 1 << 30
 MOST_REMEMBERED = 1_000
+TOO_COSTLY = "compiling it takes too much time or memory"
 _MOST_CHARACTERS = 300  # of llguidance's message
 _SILENT = 0
 _REGEX_ERROR = re.compile(r"regex parse error:.*^error: (.*?)$", re.DOTALL | re.MULTILINE)
@@ -74,12 +75,12 @@ def _tried(lark: str) -> str:
             command, input=lark.encode(), capture_output=True, timeout=MOST_WALL_S
         )
     except subprocess.TimeoutExpired:
-        return "compiling it takes too long"
+        return TOO_COSTLY
     except OSError as error:
         raise ServerError(f"no process to compile a grammar in: {error.strerror}") from None
     if tried.returncode == 0:
         return tried.stdout.decode(errors="replace")
-    return "compiling it takes too much time or memory"
+    return TOO_COSTLY
 
 
 def _main() -> None:
