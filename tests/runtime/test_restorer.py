@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -19,6 +21,7 @@ from tests.support.clock import FakeClock
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.memory_tier import MemoryTier
+from tests.support.rounds import rounds
 
 PATIENCE_S = 60.0
 BLOCK_BYTES = 8 * CELL_BYTES
@@ -253,6 +256,21 @@ def test_a_client_that_leaves_during_its_fetch_leaves_nothing_behind() -> None:
     assert again.tokens == cold([*SYSTEM, 1])
 
 
+def test_nobody_waits_for_the_room_that_a_hung_read_of_a_client_that_left_takes() -> None:
+    resumed = Resumed(SYSTEM, [1] * 40, fetch_bytes=1)
+    resumed.tier.hangs = True
+    gone = resumed.harness.submit(SYSTEM)
+    resumed.step(gone)
+    resumed.harness.cancel(gone)
+    reply = resumed.harness.submit([1] * 40)
+    resumed.step(reply)
+    assert not reply.ended
+    assert resumed.harness.scheduler.wait_s == FETCH_TIMEOUT_S
+    resumed.clock.pass_by(FETCH_TIMEOUT_S)
+    resumed.step(reply)
+    assert (reply.reused, reply.finished.cache.reason) == (0, "fetch_timeout")
+
+
 def test_a_follower_goes_on_when_the_turn_that_fetches_for_it_is_cancelled() -> None:
     resumed = Resumed(SYSTEM)
     resumed.tier.hangs = True
@@ -289,3 +307,94 @@ def test_a_reply_goes_on_while_a_long_conversation_is_restored() -> None:
         resumed.tokens
         == RuntimeHarness(FakeEngine(context_tokens=2048)).ask([*long, 5], max_tokens=1).tokens
     )
+
+
+def finish(harness: RuntimeHarness, clock: FakeClock) -> None:
+    """Step until all turns have ended; time passes when there is nothing to do."""
+    for _ in range(10_000):
+        if all(reply.ended for reply in harness.replies.values()):
+            return
+        harness.take_events()
+        if not harness.scheduler.step():
+            clock.pass_by(1.0)
+    raise AssertionError("the turns do not end")
+
+
+@pytest.mark.long
+@settings(max_examples=rounds(40, 300), deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(
+            st.integers(0, 90),  # tokens in common with the others
+            st.integers(0, 3),  # where it goes then
+            st.booleans(),  # exact
+            st.sampled_from(["nothing", "hang", "answer", "time passes", "cancel"]),
+            st.integers(0, 6),  # steps after that
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    pool=st.sampled_from([160, 1024]),
+    ram=st.sampled_from([0, 20_000, 1 << 20]),
+    idle=st.sampled_from([0, 64, 1 << 20]),
+    fetch_bytes=st.sampled_from([1, 3 * BLOCK_BYTES, 1 << 20]),
+    step_bytes=st.sampled_from([1, 2 * BLOCK_BYTES, 1 << 20]),
+    breaks=st.sets(st.integers(1, 30), max_size=1),
+    can_truncate=st.booleans(),
+)
+def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
+    turns: list[tuple[int, int, bool, str, int]],
+    pool: int,
+    ram: int,
+    idle: int,
+    fetch_bytes: int,
+    step_bytes: int,
+    breaks: set[int],
+    can_truncate: bool,
+) -> None:
+    shelf: dict[bytes, bytes] = {}
+    before = RuntimeHarness(FakeEngine(can_truncate=can_truncate), shelf=shelf)
+    expected = {}
+    for length, branch, exact, *_ in turns:
+        tokens = (*range(100, 100 + length), *[branch] * 5)
+        expected[tokens] = before.ask(tokens, exact=exact).tokens
+    before.close()
+    clock = FakeClock()
+    engine = FakeEngine(
+        pool_tokens=pool,
+        context_tokens=128,
+        break_steps=breaks,
+        break_restores=len(breaks),
+        can_truncate=can_truncate,
+    )
+    harness = RuntimeHarness(
+        engine, shelf=shelf, clock=clock, parallel=3, ram_bytes=ram, idle_tokens=idle,
+        fetch_bytes=fetch_bytes,
+    )  # fmt: skip
+    assert harness.memory is not None
+    harness.kv.allowance.step_bytes = step_bytes
+    replies = []
+    for length, branch, exact, event, steps in turns:
+        tokens = (*range(100, 100 + length), *[branch] * 5)
+        replies.append((harness.submit(tokens, exact=exact), tokens))
+        if event in ("hang", "answer"):
+            harness.memory.hangs = event == "hang"
+        clock.pass_by(FETCH_TIMEOUT_S if event == "time passes" else 0.0)
+        for _ in range(steps):
+            harness.take_events()
+            harness.scheduler.step()
+        if event == "cancel":
+            harness.cancel(replies[-1][0])
+    finish(harness, clock)
+    for reply, tokens in replies:
+        if not isinstance(reply.events[-1], Cancelled):
+            assert reply.tokens == expected[tokens]
+    harness.memory.hangs = False
+    harness.take_events()
+    harness.offload()
+    assert harness.store.fetches.used_bytes == 0
+    assert harness.scheduler.turns == 0
+    for _ in range(100):  # within the allowance of each
+        harness.kv.allowance.renew()
+        harness.kv.make_room(pool)
+    assert engine.open_sequences == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from rekindle.kvcache.block import Block
 from rekindle.kvcache.tiered import Tiers
@@ -20,7 +21,7 @@ class Fetches:
         self._tiers = tiers
         self.limit_bytes = limit_bytes
         self._tier_bytes = limit_bytes // max(len(tiers) - 1, 1)
-        self._in_flight: Counter[str] = Counter()  # bytes, by tier
+        self._in_flight: dict[str, set[Fetch]] = {tier.name: set() for tier in tiers}
         self._late: Counter[str] = Counter()  # reads that were given up and have not ended
         #: Called with a tier that has stopped answering reads, or that answers again.
         self.on_change: Callable[[Tier, bool], None] = lambda tier, answers: None
@@ -28,7 +29,10 @@ class Fetches:
     @property
     def used_bytes(self) -> int:
         """What all fetches take of memory, from their start to their release."""
-        return self._in_flight.total()
+        return sum(map(self._used_bytes, self._in_flight))
+
+    def _used_bytes(self, tier: str) -> int:
+        return sum(fetch.size_bytes for fetch in self._in_flight[tier])
 
     def answers(self, tier: Tier) -> bool:
         """Whether no read of a tier is overdue."""
@@ -46,30 +50,35 @@ class Fetches:
     def start(self, blocks: Sequence[Block]) -> Fetch | None:
         """Start reading a window: the first of these that are not at hand and have the same source.
         None: none is missing, none can be had, or there is no room for one now."""
-        missing = [block for block in blocks if self._tiers.get(block) is None]
-        tier = self._source(missing[0]) if missing else None
-        if tier is None:
+        missing = (block for block in blocks if self._tiers.get(block) is None)
+        first = next(missing, None)
+        tier = self._source(first) if first is not None else None
+        if first is None or tier is None:
             return None
-        window = list(self._window(tier, missing))
+        window = list(self._window(tier, chain([first], missing)))
         if not window:
             return None
         fetch = Fetch.of(tier.name, window)
-        self._in_flight[tier.name] += fetch.size_bytes
+        self._in_flight[tier.name].add(fetch)
         tier.read(window, fetch)
         return fetch
 
-    def _window(self, tier: Tier, missing: Sequence[Block]) -> Iterator[Block]:
-        room_bytes = self._tier_bytes - self._in_flight[tier.name]
+    def _window(self, tier: Tier, missing: Iterable[Block]) -> Iterator[Block]:
+        room_bytes = self._tier_bytes - self._used_bytes(tier.name)
         room_bytes = min(room_bytes, self._tier_bytes // WINDOWS)
         may_exceed = not self._in_flight[tier.name]
         for block in missing:
-            if self._source(block) is not tier:
-                return
             room_bytes -= block.size_bytes
-            if room_bytes < 0 and not may_exceed:
+            if self._source(block) is not tier or (room_bytes < 0 and not may_exceed):
                 return
             yield block
             may_exceed = False
+
+    def abandoned(self, block: Block) -> list[Fetch]:
+        """Reads that nobody waits for, where they alone take the room that a block's would."""
+        tier = self._source(block)
+        in_flight = self._in_flight[tier.name] if tier else set()
+        return list(in_flight) if all(fetch.is_released for fetch in in_flight) else []
 
     def release(self, fetch: Fetch) -> None:
         """Nobody wants these bytes any more. What is being read takes memory until it is."""
@@ -79,7 +88,7 @@ class Fetches:
 
     def give_up(self, fetch: Fetch) -> None:
         """Release a fetch that takes too long; its tier is left out until it has answered."""
-        if not fetch.is_done:
+        if not fetch.is_done and not fetch.is_late:
             fetch.is_late = True
             self._count_late(fetch, +1)
         self.release(fetch)
@@ -100,7 +109,6 @@ class Fetches:
             self.on_change(tier, not answered)
 
     def _forget(self, fetch: Fetch) -> None:
-        """The one place where bytes stop being in flight; again for a fetch is nothing more."""
-        self._in_flight[fetch.tier] -= fetch.size_bytes
-        fetch.size_bytes = 0
+        """The one place where bytes stop being in flight."""
+        self._in_flight[fetch.tier].discard(fetch)
         fetch.records.clear()

@@ -100,7 +100,15 @@ class Restorer:
         if window := self._fetches.start(restoration.rest):
             restoration.fetches.append(window)
             restoration.waits_since_s = self._now_s()
-        return True  # without a window there is no room yet: those that others wait for end
+            return True
+        abandoned = self._fetches.abandoned(block)  # else others look after what takes the room
+        restoration.waits_since_s = restoration.waits_since_s if abandoned else None
+        if not abandoned or not self._is_late(restoration):
+            return True
+        for window in abandoned:
+            self._fetches.give_up(window)
+        restoration.problem = Reason.FETCH_TIMEOUT
+        return False
 
     def _is_late(self, restoration: Restoration) -> bool:
         if restoration.waits_since_s is None:
