@@ -39,10 +39,16 @@ class StorageHarness(RuntimeHarness):
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
         storage = open_storage(order, self.capabilities, self._events.put, self.log_lines.append)
+        self.take_storage(storage, idle_tokens=0)
+        self.settle()
         if calls is not None and storage.disk is not None:
             folder = storage.disk.folder
             folder.block_files = block_files_with(folder.path, calls)
-        self.take_storage(storage, idle_tokens=0)
+
+    def settle(self) -> None:
+        """Wait until the folder is read, or known to be out of reach."""
+        while not self.storage.is_settled:
+            self.take_events(wait=True)
 
     # -- what a test wants to know -------------------------------------------------------------
 
@@ -61,6 +67,11 @@ class StorageHarness(RuntimeHarness):
         stats = self.administer(GetStats(), admin=True)
         assert isinstance(stats, Stats)
         return stats.disk_state
+
+    @property
+    def held(self) -> int:
+        """Blocks that the disk is known to have."""
+        return sum(self.tier.holds(block) for block in self.store)
 
     @property
     def stored_blocks(self) -> int:

@@ -16,6 +16,8 @@ from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.disk.folder import model_folders, open_block_files, open_folder
 from rekindle.kvcache.disk.secret import read_secret
 from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
+from rekindle.protocol.admin import EntryInfo, PinEntry
+from rekindle.protocol.requests import Names
 from tests.stress.aftermath import (
     PLENTY_BYTES,
     identity,
@@ -51,6 +53,30 @@ def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> Non
     third = open_harness(tmp_path)
     assert third.disk_state == "ok"
     assert third.ask([*reply.turn.tokens, 9]).finished.cache.tier == "disk"
+    third.close()
+
+
+def test_who_came_second_has_the_folder_when_the_first_has_gone(tmp_path: Path) -> None:
+    """As after a quick restart: the process before has not yet let go. What was remembered in RAM
+    meanwhile is kept, and nothing that the first had is lost."""
+    first, second = open_harness(tmp_path), open_harness(tmp_path)
+    reply = first.converse(2, turns=3)
+    named = second.ask(range(300, 320), names=Names(session_id="mine", return_cache_key=True))
+    key = named.finished.cache.new_cache_key
+    assert key is not None
+    answer = second.administer(PinEntry(key, pinned=True))
+    assert isinstance(answer, EntryInfo)
+    assert not answer.durable
+    first.close()
+    while second.disk_state != "ok":
+        second.take_events(wait=True)
+    assert [line.level for line in second.log_lines] == ["warning", "info"]
+    assert second.ask([*reply.turn.tokens, 9]).finished.cache.tier == "disk"
+    second.close()
+    third = open_harness(tmp_path)
+    assert third.entries.by_name(third.namespace(), ("session_id", "mine"))
+    assert [entry.key for entry in third.entries.of(None) if entry.pinned] == [key]
+    assert third.ask([*range(300, 320), 7]).finished.cache.tier == "disk"
     third.close()
 
 

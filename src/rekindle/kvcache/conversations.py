@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rekindle.kvcache.block import Block, PrefixHandle, below, chain_key
 from rekindle.kvcache.tiered import TieredTree
+from rekindle.kvcache.tiers.base import Tier
 from rekindle.tokens import Tokens
 
 
@@ -15,7 +16,6 @@ class Conversations:
     def __init__(self, tiered: TieredTree) -> None:
         self._tiered = tiered
         self._tree = tiered.tree
-        self._last_tier = tiered.tiers[-1]
 
     def attach(self, handle: PrefixHandle) -> None:
         """Let a conversation's end rest on its last block, from now on and as blocks change."""
@@ -54,6 +54,10 @@ class Conversations:
         return gone
 
     # -- pins ----------------------------------------------------------------------------------
+
+    @property
+    def _last_tier(self) -> Tier:
+        return next(tier for tier in reversed(self._tiered.tiers) if tier.is_open)
 
     @property
     def pin_limit_bytes(self) -> int:

@@ -47,7 +47,8 @@ class Entries:
         self._conversations = store.conversations
         self._clock = clock
         self._journal = _Journal(journal or (lambda _change: None), clock)
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self._removed_early: list[Entry] | None = None  # while blocks are still being read
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -97,7 +98,7 @@ class Entries:
         if entry is None:
             entry = _new_entry(draft, self._clock)
             reply_bytes = sum(reply.cost_bytes for reply in draft.replies)
-            if entry.cost_bytes + reply_bytes > self._limit_bytes:
+            if entry.cost_bytes + reply_bytes > self.limit_bytes:
                 return None
             self.index.add(entry)
             self._conversations.attach(entry)
@@ -153,6 +154,8 @@ class Entries:
         self.index.remove(entry)
         self._journal.drop(entry)
         self.on_remove(entry)
+        if self._removed_early is not None:
+            self._removed_early.append(entry)
         return self._conversations.release(entry)
 
     def forget(self, entry: Entry) -> None:
@@ -179,7 +182,7 @@ class Entries:
     def _make_room(self) -> None:
         """Keep what entries take within bounds. The tenant that has most gives way: its oldest that
         nobody named, then its oldest."""
-        index, limit_bytes = self.index, self._limit_bytes
+        index, limit_bytes = self.index, self.limit_bytes
         if index.used_bytes <= limit_bytes:
             return
         share = limit_bytes // len(index.held_bytes)
@@ -195,19 +198,36 @@ class Entries:
     def has_room(self) -> bool:
         """Whether something else could make room for one more."""
         pinned = sum(entry.cost_bytes for entry in self.index.of(None) if entry.pinned)
-        return pinned < self._limit_bytes
+        return pinned < self.limit_bytes
 
     # -- after a restart -----------------------------------------------------------------------
 
     def load(self, rows: Iterable[EntryRow]) -> None:
         """Take in what was remembered before a restart, oldest use first."""
+        self.load_early(rows)
+        self.settle()
+
+    def load_early(self, rows: Iterable[EntryRow]) -> None:
+        """Take in what was remembered, though the blocks it rests on are still being read; `settle`
+        when they are. What was named in the meantime keeps its name."""
+        self._removed_early = []
         for row in sorted(rows, key=lambda row: row.last_used_at):
             entry = _from_row(row, self._clock)
             self.index.add(entry)
-            self._conversations.attach(entry)
             self.index.add_replies(entry, decode_replies(row.replies))
             for name in row.names:
-                self.index.set_name(entry, name)
+                if self.index.by_name(entry.namespace, name) is None:
+                    self.index.set_name(entry, name)
+
+    def settle(self) -> None:
+        """Let entries rest on their blocks, and remove the state of those that are gone already."""
+        for entry in self.index.of(None):
+            if entry.block is None:
+                self._conversations.attach(entry)
+        removed, self._removed_early = self._removed_early or [], None
+        for entry in removed:
+            self._conversations.attach(entry)
+            self._conversations.release(entry)
         self._make_room()  # the budget may have become smaller
 
 

@@ -150,6 +150,11 @@ class Store:
         for tier in self.tiers:
             self._placement.make_room(tier, 0)  # the budget may have become smaller
 
+    def join(self, tier: Tier) -> None:
+        """All that a tier held is taken in, and it takes writes from now on."""
+        self._placement.make_room(tier, 0)
+        self._placement.plan_again()
+
     def write_chain(self, block: Block) -> None:
         """Have a conversation written whole, its tail too. Where a block is to outlive the process,
         so are those above it."""
@@ -167,7 +172,7 @@ class Store:
 
     def retry(self) -> None:
         """Try tiers again that had failed, and write what they missed."""
-        failed = [tier for tier in self.tiers if tier.state != "ok"]
+        failed = [tier for tier in self.tiers if tier.is_open and tier.state != "ok"]
         for tier in failed:
             tier.retry()
         if failed:

@@ -10,6 +10,7 @@ from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
     Flushed,
+    Found,
     Tier,
     TierEvent,
     Write,
@@ -41,6 +42,8 @@ class TierEvents:
                 self._fetches.on_fetched(fetch)
             case Flushed(then, is_safe):
                 then(is_safe)
+            case Found(name, blocks):
+                self._tiered.take_in(self._tiers[name], blocks)
 
     # -- writes --------------------------------------------------------------------------------
 

@@ -165,14 +165,18 @@ class TieredTree:
     # -- after a restart -----------------------------------------------------------------------
 
     def load(self) -> None:
-        """Take in what each tier lists, parents first; what cannot be right is removed from it."""
+        """Take in what each tier lists."""
         for tier in self.tiers:
-            for found in tier.stored():
-                above = None if found.parent == found.namespace else self.tree.get(found.parent)
-                if self._is_sound(tier, found, above):
-                    self._adopt(tier, found, above)
-                else:
-                    tier.discard(found.key)
+            self.take_in(tier, tier.stored())
+
+    def take_in(self, tier: Tier, blocks: Iterable[StoredBlock]) -> None:
+        """Take in what a tier lists, parents first; what cannot be right is removed from it."""
+        for found in blocks:
+            above = None if found.parent == found.namespace else self.tree.get(found.parent)
+            if self._is_sound(tier, found, above):
+                self._adopt(tier, found, above)
+            else:
+                tier.discard(found.key)
 
     def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
         """Whether it has a place in the tree. That its key is the one of its tokens is the tier's

@@ -148,7 +148,7 @@ class EntryList(Struct, tag=True):
     next: int | None = None  # `before` of the next page; None: this is the last
 
 
-HEALTHY_DISK_STATES = ("ok", "off")
+HEALTHY_DISK_STATES = ("ok", "opening", "off")
 
 
 class Stats(Struct, tag=True, kw_only=True):

@@ -51,6 +51,7 @@ from rekindle.runtime.storage import open_storage
 from rekindle.runtime.turn import Stopwatch, Turn
 
 TICK_S = 60.0
+FOLDER_PATIENCE_S = 5.0
 HEARTBEAT_S = 1.0
 
 
@@ -86,6 +87,14 @@ class RuntimeProcess:
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
+
+    def await_folder(self) -> None:
+        """Most cache folders are read in no time: then the first request finds its state. A large
+        one is read on beside the turns."""
+        until_s = time.monotonic() + FOLDER_PATIENCE_S
+        with contextlib.suppress(Empty):
+            while not self._runtime.storage.is_settled:
+                self._handle(self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0)))
 
     def ready(self) -> Ready:
         capabilities, storage = self._runtime.engine.capabilities, self._runtime.storage
@@ -282,6 +291,7 @@ def main() -> None:
     except RekindleError as error:
         sock.sendall(frame(LoadFailed(str(error))))
         return
+    process.await_folder()
     process.send(process.ready())
     threading.Thread(target=process.read, args=(received,), daemon=True).start()
     for run in (process.tick, process.beat):

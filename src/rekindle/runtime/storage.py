@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import secrets
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rekindle.engine.base import Capabilities
-from rekindle.errors import FolderLocked, RekindleError
+from rekindle.errors import RekindleError
 from rekindle.kvcache.disk.folder import Folder, open_folder
 from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import OnEvent, Tier, TierEvent, WriteFailed, Written
+from rekindle.kvcache.tiers.base import (
+    Found,
+    OnEvent,
+    Opened,
+    Tier,
+    TierEvent,
+    Unavailable,
+    WriteFailed,
+    Written,
+)
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import Stats
@@ -66,21 +75,68 @@ class Storage:
         self._log = log
         self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
         self._ticks = 0
-        rows = disk.folder.index_db.entries() if disk else []
-        store.load()  # from here on the writer uses the index
-        entries.load(rows)
+        if disk and disk.is_open:
+            store.load()
+            entries.load(disk.folder.index_db.entries())
+        elif disk:
+            self._no_disk_reason = "opening"
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
         store.fetches.on_change = self._log_reads
 
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier did; log it once when one starts or stops failing."""
         self.store.on_event(event)
+        match event:
+            case Unavailable(_, state, reason):
+                self._log_unavailable(state, reason)
+            case Opened():
+                self._attach()
+            case Found(is_all=is_all):
+                self._take_found(is_all=is_all)
         if not isinstance(event, Written | WriteFailed):
             return  # a tier works when it has been written to, not when it is tried again
         tier = next(each for each in self.store.tiers if each.name == event.tier)
         if tier.state != self._logged_states[tier.name]:
             self._logged_states[tier.name] = tier.state
             self._log(_state_line(tier, getattr(event, "reason", "")))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the folder is read, or known to be out of reach for now."""
+        return self._no_disk_reason != "opening" or (self.disk is not None and self.disk.is_open)
+
+    def _log_unavailable(self, state: str, reason: str) -> None:
+        if state == self._no_disk_reason:
+            return
+        self._no_disk_reason = state
+        where = self.settings.cache_dir
+        self._log(
+            LogLine("warning", _locked(reason) if state == "locked" else _unusable(where, reason))
+        )
+
+    def _attach(self) -> None:
+        """The folder is ours: what was remembered is known at once, its blocks as they are read."""
+        assert self.disk is not None
+        assert self.disk.opening is not None
+        folder = self.disk.opening.folder
+        assert folder is not None
+        if self._no_disk_reason != "opening":
+            self._log(LogLine("info", "the disk cache can be used now"))
+        self._no_disk_reason = "opening"
+        if line := _repair_line(folder):
+            self._log(line)
+        self.entries.limit_bytes = _entries_bytes(self.settings, folder)
+        self.disk.attach(folder, self.entries.limit_bytes)
+        self.entries.load_early(self.disk.opening.entries)
+
+    def _take_found(self, *, is_all: bool) -> None:
+        assert self.disk is not None
+        assert self.disk.opening is not None
+        self.disk.opening.take()
+        if is_all:
+            self.entries.settle()
+            self.disk.begin()
+            self.store.join(self.disk)
 
     def _log_reads(self, tier: Tier, answers: bool) -> None:
         if answers:
@@ -120,7 +176,7 @@ class Storage:
         """Figures of the whole runtime, for an admin."""
         stats.ram_limit_bytes = self.store.tiers[0].budget.limit_bytes
         stats.disk_state = self._no_disk_reason
-        if disk := self.disk:
+        if (disk := self.disk) and disk.is_open:
             stats.disk_limit_bytes = disk.budget.limit_bytes
             stats.disk_state = disk.state if self.store.fetches.answers(disk) else "hung"
             stats.disk_queued_bytes = disk.pending_bytes
@@ -144,20 +200,14 @@ def open_storage(
 ) -> Storage:
     """RAM, and the model's cache folder below it if there can be one."""
     settings, clock = load.settings, Clock()
-    opened = _open_disk(load, capabilities, log)
+    found = _find_disk(load, capabilities, log)
     queue_bytes = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
-    queue_bytes = min(MOST_QUEUE_BYTES, queue_bytes) if opened.folder else 0
-    fetch_bytes = min(MOST_FETCH_BYTES, settings.ram_cache // FETCH_SHARE) if opened.folder else 0
-    entries_bytes = _entries_bytes(settings, opened.folder)
+    queue_bytes = min(MOST_QUEUE_BYTES, queue_bytes) if found.open else 0
+    fetch_bytes = min(MOST_FETCH_BYTES, settings.ram_cache // FETCH_SHARE) if found.open else 0
     disk = None
-    if opened.folder is not None:
-        disk = DiskTier(
-            opened.folder,
-            on_event,
-            floor_bytes=settings.disk_floor,
-            queue_bytes=queue_bytes,
-            entries_bytes=entries_bytes,
-        )
+    if found.open is not None:
+        floor_bytes = settings.disk_floor
+        disk = DiskTier(found.open, on_event, floor_bytes=floor_bytes, queue_bytes=queue_bytes)
     tiers: list[Tier] = [RamTier(max(settings.ram_cache - queue_bytes - fetch_bytes, 0))]
     tiers += [disk] if disk else []  # a further tier below goes here
     store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
@@ -165,12 +215,12 @@ def open_storage(
     return Storage(
         settings,
         store,
-        Entries(store, clock, journal, limit_bytes=entries_bytes),
+        Entries(store, clock, journal, limit_bytes=_entries_bytes(settings, None)),
         clock,
-        secret=opened.secret,
+        secret=found.secret,
         log=log,
         disk=disk,
-        no_disk_reason=opened.no_disk_reason,
+        no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",
     )
 
@@ -184,54 +234,44 @@ def _entries_bytes(settings: RuntimeSettings, folder: Folder | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenedDisk:
-    folder: Folder | None
+class _FoundDisk:
     secret: bytes
+    open: Callable[[], Folder] | None = None
     no_disk_reason: str = "off"
 
 
-def _open_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _OpenedDisk:
-    """The folder of this model's state; without one there is RAM, and a warning."""
+def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundDisk:
+    """How to open the folder of this model's state; without one there is RAM, and a warning."""
     settings, cache_dir = load.settings, load.settings.cache_dir
     configured = settings.cache_secret_file
     secret = read_secret_file(configured) if configured else None  # a wrong one is no small matter
-    without_disk = secret or secrets.token_bytes(SECRET_BYTES)
     if not settings.disk_cache:
-        return _OpenedDisk(None, without_disk)
-    fingerprint = capabilities.kv_layout.fingerprint
+        return _FoundDisk(secret or secrets.token_bytes(SECRET_BYTES))
     try:
         own_secret = read_secret(cache_dir, secret)
-        folder = open_folder(
-            cache_dir,
-            fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
-            limit_bytes=settings.disk_cache,
-            served=[load.path, *(path for path in load.served if path != load.path)],
-            secret=secret,
-        )
-    except FolderLocked as error:
-        log(LogLine("warning", f"{error}; this model's state is kept in RAM only"))
-        return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "locked")
-    except (OSError, sqlite3.Error, RekindleError) as error:
-        log(LogLine("warning", _unusable(cache_dir, error)))
-        return _OpenedDisk(None, _readable_secret(cache_dir, secret) or without_disk, "failing")
-    for line in filter(None, (_repair_line(folder), _superseded_line(folder))):
-        log(line)
-    return _OpenedDisk(folder, own_secret)
+    except (OSError, RekindleError) as error:
+        log(LogLine("warning", _unusable(cache_dir, getattr(error, "strerror", "") or str(error))))
+        own_secret = secret or secrets.token_bytes(SECRET_BYTES)
+        return _FoundDisk(own_secret, no_disk_reason="failing")
+    open_ = partial(
+        open_folder,
+        cache_dir,
+        capabilities.kv_layout.fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
+        limit_bytes=settings.disk_cache,
+        served=[load.path, *(path for path in load.served if path != load.path)],
+        secret=secret,
+    )
+    return _FoundDisk(own_secret, open_)
 
 
-def _readable_secret(cache_dir: Path, configured: bytes | None) -> bytes | None:
-    """The folder's secret, if it can be read though the folder cannot be used."""
-    try:
-        return read_secret(cache_dir, configured)
-    except (OSError, RekindleError):
-        return None
+def _locked(reason: str) -> str:
+    return f"{reason} State is kept in RAM only until it is free"
 
 
-def _unusable(cache_dir: Path, error: Exception) -> str:
-    why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+def _unusable(cache_dir: Path, reason: str) -> str:
     return (
-        f"the disk cache in {cache_dir} cannot be used ({why}): state is kept in RAM only and is "
-        "lost at a restart; mend it, or choose another with --cache-dir"
+        f"the disk cache in {cache_dir} cannot be used ({reason}): state is kept in RAM only and "
+        "is lost at a restart; mend it, or choose another with --cache-dir"
     )
 
 

@@ -36,10 +36,10 @@ Order = Write | Remove | Flushed | BackUp
 
 
 class Writer:
-    """One thread that takes orders in batches: unlink, write, then one commit for all of it."""
+    """One thread that takes orders in batches: unlink, write, then one commit for all of it. What
+    is asked for before it is started waits."""
 
-    def __init__(self, folder: Folder, tier: str, on_event: OnEvent, floor_bytes: int) -> None:
-        self._folder = folder
+    def __init__(self, tier: str, on_event: OnEvent, floor_bytes: int) -> None:
         self._tier = tier
         self._on_event = on_event
         self._floor_bytes = floor_bytes
@@ -52,6 +52,10 @@ class Writer:
         self._closing = False
         self._urgent = 0  # somebody waits for so many flushes
         self._idle_since_s: float | None = -LULL_S  # None: turns are being computed
+
+    def start(self, folder: Folder) -> None:
+        """Begin with what was asked for until now."""
+        self._folder = folder
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
 

@@ -114,7 +114,32 @@ class Flushed:
     is_safe: bool = True
 
 
-TierEvent = Written | WriteFailed | Fetched | Flushed
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """A tier cannot be opened now, and why; it is tried again."""
+
+    tier: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tier is there; what it holds is reported as it is read."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a tier holds that was opened beside the turns, parents first; `is_all` at the end."""
+
+    tier: str
+    blocks: tuple[StoredBlock, ...]
+    is_all: bool = False
+
+
+TierEvent = Written | WriteFailed | Fetched | Flushed | Unavailable | Opened | Found
 OnEvent = Callable[[TierEvent], None]
 
 
@@ -131,6 +156,7 @@ class Tier(Protocol):
 
     name: str
     persistent: bool  # what it holds outlives the process
+    is_open: bool  # else it takes nothing yet, and may hold more than is known
     budget: TierBudget
     state: TierState
     counts: TierCounts
@@ -203,6 +229,7 @@ class BaseTier:
     def __init__(self, name: str, limit_bytes: int, *, persistent: bool) -> None:
         self.name = name
         self.persistent = persistent
+        self.is_open = True
         self.budget = TierBudget(name, limit_bytes, persistent=persistent)
         self.state: TierState = "ok"
         self.counts = TierCounts()
@@ -213,7 +240,7 @@ class BaseTier:
 
     @property
     def takes_writes(self) -> bool:
-        return self.state != "failing"
+        return self.is_open and self.state != "failing"
 
     def fail(self, event: WriteFailed) -> None:
         self.state = event.state

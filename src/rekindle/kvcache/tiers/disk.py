@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from rekindle.errors import CorruptBlock
-from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.block import Block
 from rekindle.kvcache.codec import record_bytes
 from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
+from rekindle.kvcache.disk.opening import Opening, stored_blocks
 from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
 from rekindle.kvcache.tiers.base import (
     Fetch,
@@ -37,45 +38,69 @@ LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and it
 
 
 class DiskTier(WriteBehindTier):
-    """Called by the engine's thread only, but for what the writer and the readers do inside."""
+    """Called by the engine's thread only, but for what the writer and the readers do inside.
+
+    Given a folder it is open at once. Given how to have one it opens beside the turns: `attach`
+    when that is `Opened`, `begin` when all in it is taken in. Until then nothing is written, and
+    changes of entries wait.
+    """
 
     def __init__(
         self,
-        folder: Folder,
+        folder: Folder | Callable[[], Folder],
         on_event: OnEvent,
         *,
         floor_bytes: int = 0,
         queue_bytes: int = 128 << 20,
         entries_bytes: int = 0,  # what entries may take of the index
     ) -> None:
+        super().__init__(NAME, 0, queue_bytes)
+        self._on_event = on_event
+        self._writer = Writer(NAME, on_event, floor_bytes)
+        self._readers = ThreadPoolExecutor(READERS, "disk-reader")
+        self._reads: set[Future[None]] = set()  # that have not ended
+        self._flushes: list[Flushed] = []  # asked for before it was open
+        self._folder: Folder | None = None
+        self.opening: Opening | None = None
+        if isinstance(folder, Folder):
+            self.attach(folder, entries_bytes)
+            self.begin()
+        else:
+            self.is_open = False
+            self.opening = Opening(NAME, folder, on_event)
+
+    @property
+    def folder(self) -> Folder:
+        assert self._folder is not None, "it is not there yet"
+        return self._folder
+
+    # -- beginning -----------------------------------------------------------------------------
+
+    def attach(self, folder: Folder, entries_bytes: int) -> None:
+        """This is its folder; what is in it is reported next."""
         files = folder.block_files
         files.most_quarantine_bytes = min(MOST_QUARANTINE_BYTES, folder.limit_bytes // 16)
         index_bytes = LEAST_INDEX_BYTES + COPIES * entries_bytes
         reserved_bytes = index_bytes + files.most_quarantine_bytes
-        super().__init__(NAME, max(folder.limit_bytes - reserved_bytes, 0), queue_bytes)
-        self.folder = folder
-        self._on_event = on_event
-        self._writer = Writer(folder, NAME, on_event, floor_bytes)
-        self._readers = ThreadPoolExecutor(READERS, "disk-reader")
-        self._reads: set[Future[None]] = set()  # that have not ended
+        self.budget.limit_bytes = max(folder.limit_bytes - reserved_bytes, 0)
+        self._folder = folder
+
+    def begin(self) -> None:
+        """All that the folder held is taken in: from here on the writer uses the index."""
+        self.is_open = True
+        self._writer.start(self.folder)
+        flushes, self._flushes = self._flushes, []
+        for flush in flushes:
+            self._writer.put(flush)
+
+    def stored(self) -> Iterator[StoredBlock]:
+        return stored_blocks(self.folder.index_db) if self.is_open else iter(())
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the disk: its file in whole pages, and its row."""
         packed_bytes = len(tokens.packed)
         size = record_bytes(packed_bytes, state_bytes)
         return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + packed_bytes)
-
-    # -- beginning -----------------------------------------------------------------------------
-
-    def stored(self) -> Iterator[StoredBlock]:
-        kinds: dict[tuple[int, int], BlockKind] = {}  # there are few
-        for key, parent, namespace, packed, size_bytes, bits in self.folder.index_db.raw_blocks():
-            state_bytes = size_bytes - record_bytes(len(packed), 0)
-            kind = kinds.get((state_bytes, bits))
-            if kind is None:
-                kind = BlockKind(state_bytes, bool(bits & 1), bool(bits & 2))
-                kinds[state_bytes, bits] = kind
-            yield StoredBlock(key, parent, namespace, Tokens(packed), kind)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -94,10 +119,16 @@ class DiskTier(WriteBehindTier):
         self._writer.give_way(busy)
 
     def back_up(self) -> None:
-        self._writer.put(BackUp())
+        if self.is_open:
+            self._writer.put(BackUp())
 
     def flush(self, then: Callable[[bool], None]) -> None:
-        self._writer.put(Flushed(then))
+        if self.is_open:
+            self._writer.put(Flushed(then))
+        elif self._folder is not None:
+            self._flushes.append(Flushed(then))  # what there is to remove may not be found yet
+        else:
+            then(False)
 
     def retry(self) -> None:
         super().retry()
@@ -129,6 +160,13 @@ class DiskTier(WriteBehindTier):
 
     def close(self) -> None:
         """Write what is queued, then let go of the folder."""
+        if self.opening is not None:
+            self.opening.close()
+            self._folder = self._folder or self.opening.folder
+        if self._folder is None:
+            return
+        if not self.is_open:
+            self.begin()
         self._writer.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
         wait(list(self._reads), LAST_READS_S)  # one may hang for ever

@@ -1,0 +1,85 @@
+"""Opening a model's folder beside the turns: again until it can be had, then block by block."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from rekindle.errors import FolderLocked, RekindleError
+from rekindle.kvcache.block import BlockKind
+from rekindle.kvcache.codec import record_bytes
+from rekindle.kvcache.disk.folder import Folder
+from rekindle.kvcache.disk.index_db import EntryRow, IndexDb
+from rekindle.kvcache.tiers.base import Found, OnEvent, Opened, StoredBlock, Unavailable
+from rekindle.tokens import Tokens
+
+LOCKED_S = 2.0  # between two tries, while another process has the folder: it may be about to end
+FAILING_S = 60.0  # while it cannot be opened for any other reason
+CHUNK_BLOCKS = 256  # that are handed over at once: a few milliseconds between two steps
+MOST_CHUNKS = 2  # that may wait for the engine's thread
+
+
+class Opening:
+    """A thread that reports `Unavailable` or `Opened`, and then what was `Found`."""
+
+    def __init__(self, tier: str, open_: Callable[[], Folder], on_event: OnEvent) -> None:
+        self.folder: Folder | None = None  # from `Opened` on
+        self.entries: list[EntryRow] = []
+        self._tier = tier
+        self._open = open_
+        self._on_event = on_event
+        self._closing = threading.Event()
+        self._room = threading.Semaphore(MOST_CHUNKS)
+        self._thread = threading.Thread(target=self._run, name="disk-opener", daemon=True)
+        self._thread.start()
+
+    def take(self) -> None:
+        """What was found last is taken in."""
+        self._room.release()
+
+    def close(self) -> None:
+        """Give up, unless it is done."""
+        self._closing.set()
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                folder = self._open()
+                self.entries = folder.index_db.entries()
+            except FolderLocked as error:
+                self._on_event(Unavailable(self._tier, "locked", str(error)))
+                self._closing.wait(LOCKED_S)
+            except (OSError, sqlite3.Error, RekindleError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                self._on_event(Unavailable(self._tier, "failing", reason))
+                self._closing.wait(FAILING_S)
+            else:
+                self.folder = folder
+                self._on_event(Opened(self._tier))
+                self._list(folder)
+                return
+
+    def _list(self, folder: Folder) -> None:
+        found = stored_blocks(folder.index_db)
+        while blocks := tuple(islice(found, CHUNK_BLOCKS)):
+            self._room.acquire()
+            if self._closing.is_set():
+                return
+            self._on_event(Found(self._tier, blocks))
+        self._on_event(Found(self._tier, (), is_all=True))
+
+
+def stored_blocks(index_db: IndexDb) -> Iterator[StoredBlock]:
+    """What an index says is there, parents first."""
+    kinds: dict[tuple[int, int], BlockKind] = {}  # there are few
+    for key, parent, namespace, packed, size_bytes, bits in index_db.raw_blocks():
+        state_bytes = size_bytes - record_bytes(len(packed), 0)
+        kind = kinds.get((state_bytes, bits))
+        if kind is None:
+            kind = BlockKind(state_bytes, bool(bits & 1), bool(bits & 2))
+            kinds[state_bytes, bits] = kind
+        yield StoredBlock(key, parent, namespace, Tokens(packed), kind)
