@@ -163,7 +163,8 @@ class Entry(PrefixHandle):
     @property
     def cost_bytes(self) -> int:
         replies = sum(reply.cost_bytes for reply in self.replies)
-        return len(self.tokens.packed) + len(self.text) + replies + OVERHEAD_BYTES
+        texts = 2 * len(self.text)  # the index by text has a copy
+        return len(self.tokens.packed) + texts + replies + OVERHEAD_BYTES
 
     def first(self, count: int) -> list[int]:
         """Its first so many token ids."""
