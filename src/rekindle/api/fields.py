@@ -108,9 +108,12 @@ Id = Annotated[
     takes(f"a string of 1 to {MOST_ID_CHARACTERS} characters"),
 ]
 SessionNumber = Annotated[int, Field(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
-Whole = Annotated[int, BeforeValidator(_as_whole)]
+WHOLE = BeforeValidator(_as_whole)  # behind the bounds, which would not be documented else
 TokenLimit = Annotated[
-    Whole, Field(le=MOST_TOKENS, json_schema_extra={"minimum": NO_LIMIT}), AfterValidator(_positive)
+    int,
+    Field(le=MOST_TOKENS, json_schema_extra={"minimum": NO_LIMIT, "not": {"const": 0}}),
+    AfterValidator(_positive),
+    WHOLE,
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Stop = Annotated[

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from rekindle.api.openai.schema import NOT_SERVED, ChatRequest
+from rekindle.api.openai.schema import NOT_SERVED, ChatRequest, CompletionRequest
 from rekindle.protocol.frames import frame
 from rekindle.protocol.requests import GenerateRequest, ToolUse
 from tests.api.scripted import Front, ScriptedRuntime, error
@@ -290,3 +291,12 @@ def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], sentence: s
     assert answer.status_code == 400
     assert error(answer)["param"] == "continue_final_message"
     assert sentence in error(answer)["message"]
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_the_bounds_of_numbers_are_documented(model: type[BaseModel]) -> None:
+    fields = model.model_json_schema()["properties"]
+    for name in {"max_tokens", "top_k", "n", "seed", "temperature", "top_logprobs"} & fields.keys():
+        number = fields[name]["anyOf"][0]
+        assert {"minimum", "maximum", "exclusiveMaximum"} & number.keys(), name
+        assert not {"ge", "le", "gt", "lt"} & number.keys(), name

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rekindle.api.fields import (
     MOST_TOKENS,
+    WHOLE,
     FreeObject,
     Id,
     LogitBias,
@@ -18,7 +19,6 @@ from rekindle.api.fields import (
     SessionNumber,
     Stop,
     TokenLimit,
-    Whole,
 )
 from rekindle.api.message import MOST_MESSAGES, Messages
 from rekindle.api.openai import tool_choice
@@ -93,16 +93,16 @@ class RequestBase(StructuredFields):
     max_tokens: TokenLimit | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Whole | None = Field(None, ge=-1, le=MOST_TOKENS)
+    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS), WHOLE] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    repetition_context_size: Whole | None = Field(None, ge=0, le=MOST_TOKENS)
+    repetition_context_size: Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
-    seed: Whole | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), WHOLE] | None = None
     stop: Stop | None = None
-    n: Whole | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -160,11 +160,15 @@ class ChatRequest(RequestBase):
     messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="False: the prompt ends with the last message"
+    )
+    continue_final_message: bool | None = Field(
+        None, description="The reply goes on from the last message, which is the assistant's"
+    )
     prefill_progress: PrefillProgress | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -238,7 +242,7 @@ class CompletionRequest(RequestBase):
 
     prompt: PromptInput
     echo: bool | None = None
-    logprobs: Whole | None = Field(None, ge=0, le=20)
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
 
     @field_validator("prompt")
     @classmethod

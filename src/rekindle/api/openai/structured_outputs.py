@@ -64,7 +64,7 @@ Choices = Annotated[
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's object."""
+    """What a reply has to be: one of these."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -109,13 +109,19 @@ class StructuredFields(BaseModel):
     """The fields of a request that say what its reply has to be."""
 
     response_format: ResponseFormat | None = None
-    grammar: Annotated[GrammarText | None, BeforeValidator(_none_if_empty)] = None
-    json_schema: Schema | None = None
-    guided_json: SchemaOrText | None = None
-    guided_regex: Regex | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
-    structured_outputs: StructuredOutputs | None = None
+    grammar: Annotated[GrammarText | None, BeforeValidator(_none_if_empty)] = Field(
+        None, description="llama.cpp's: GBNF, or Lark, that the reply follows"
+    )
+    json_schema: Schema | None = Field(None, description="llama.cpp's: the reply is such JSON")
+    guided_json: SchemaOrText | None = Field(None, description="vLLM's: the reply is such JSON")
+    guided_regex: Regex | None = Field(None, description="vLLM's: the whole reply matches it")
+    guided_choice: Choices | None = Field(None, description="vLLM's: the reply is one of these")
+    guided_grammar: GrammarText | None = Field(
+        None, description="vLLM's: GBNF, or Lark, that the reply follows"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="vLLM's: what the reply has to be"
+    )
 
     @model_validator(mode="after")
     def _one_structure(self) -> StructuredFields:
