@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
+from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -90,3 +91,76 @@ def test_a_sequence_is_of_use_while_it_is_exported() -> None:
     harness.ask([1] * 400, max_tokens=1)
     again = harness.ask([*[1] * 400, 2], max_tokens=1)
     assert (again.reused, again.finished.cache.tier) == (400, "device")
+
+
+# -- on a CPU, where idle state costs those who compute ------------------------------------------
+
+CONVERSATION = [1] * 80
+
+
+def test_a_conversation_that_goes_on_alone_finds_its_state_in_place_and_in_the_store() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    history = list(CONVERSATION)
+    for _ in range(3):
+        reply = harness.ask(history, max_tokens=4)
+        assert engine.counts.restored_tokens == 0
+        stored = harness.store.match(harness.namespace(), Tokens.of(history)).tokens
+        assert stored == len(history), "it is in RAM as soon as the turn has ended"
+        history += [*reply.tokens, 5]
+    assert reply.finished.cache.tier == "device"
+    assert engine.open_sequences == 1
+
+
+def test_a_turn_that_computes_much_beside_it_sends_it_down_first() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    first = harness.ask(CONVERSATION, max_tokens=4)
+    other = harness.submit([2] * 60, max_tokens=30)
+    harness.scheduler.step()
+    assert engine.pool_tokens - engine.free_tokens <= 60
+    again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
+    assert (again.reused, again.finished.cache.tier) == (83, "ram")
+    harness.run(other)
+
+
+def test_a_few_rows_beside_it_leave_it_where_it_is() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    first = harness.ask(CONVERSATION, max_tokens=4)
+    harness.ask([2, 3, 4], max_tokens=3)
+    again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
+    assert again.finished.cache.tier == "device"
+
+
+def test_rows_beside_it_add_up_until_it_leaves() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    talker = harness.submit([2, 3, 4], max_tokens=100)
+    while not talker.tokens:
+        harness.scheduler.step()
+    harness.run(harness.submit(CONVERSATION, max_tokens=1))
+    steps = 0
+    while engine.open_sequences == 2:
+        harness.scheduler.step()
+        steps += 1
+    assert 4 <= steps <= 12
+    harness.run(talker)
+
+
+def test_exact_turns_compute_elsewhere_and_send_nothing_down() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    first = harness.ask(CONVERSATION, max_tokens=4)
+    harness.ask([2] * 100, max_tokens=30, exact=True)
+    again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
+    assert again.finished.cache.tier == "device"
+
+
+def test_on_a_gpu_idle_state_stays_until_room_is_needed() -> None:
+    engine = FakeEngine(device="gpu")
+    harness = RuntimeHarness(engine, idle_tokens=None)
+    first = harness.ask(CONVERSATION, max_tokens=4)
+    harness.ask([2] * 100, max_tokens=30)
+    again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
+    assert again.finished.cache.tier == "device"

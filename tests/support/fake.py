@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -100,6 +101,7 @@ class FakeEngine:
     batch_tokens: int = 128
     can_truncate: bool = True
     embeds: bool = False
+    device: Literal["cpu", "gpu"] = "cpu"
     fingerprint: bytes = b"fake"
     chat_template: str | None = TEMPLATE
     break_steps: set[int] = field(default_factory=set)
@@ -128,7 +130,7 @@ class FakeEngine:
             sequences=self.sequences,
             exact_sequences=self.exact_sequences,
             can_truncate=self.can_truncate,
-            device="cpu",
+            device=self.device,
             kv_type="fake",
             kv={"fake": self._layout},
             embeds=self.embeds,

@@ -95,7 +95,7 @@ class RuntimeHarness:
         engine: Engine,
         *,
         ram_bytes: int = 1 << 30,
-        idle_tokens: int = 1 << 20,
+        idle_tokens: int | None = 1 << 20,
         folder: Path | None = None,
         disk_bytes: int = 1 << 30,
         shelf: dict[bytes, bytes] | None = None,

@@ -26,8 +26,6 @@ from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.storage import Storage
 
-CPU_IDLE_TOKENS = 0  # idle cells slow every step on a CPU, and RAM gives them back at once
-
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
@@ -87,14 +85,13 @@ def build(
         kv_layout=capabilities.kv_layout,
     )
     planner = Planner(capabilities, storage.store, input_processor.shared_namespace)
-    if idle_tokens is None:
-        idle_tokens = capabilities.pool_tokens if capabilities.device == "gpu" else CPU_IDLE_TOKENS
     kv = KvManager(
         engine,
         storage.store,
         planner,
         storage.clock.steady_s,
-        idle_tokens=idle_tokens,
+        idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
+        idle_by_cost=idle_tokens is None and capabilities.device == "cpu",
         parallel=settings.parallel,
     )
     storage.entries.on_remove = kv.forget

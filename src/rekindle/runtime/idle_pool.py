@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, Sequence
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.runtime.idle_cost import stays_in_place
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.tokens import Tokens
 
@@ -36,12 +37,16 @@ class IdlePool:
         *,
         most_sequences: int,
         most_tokens: int,
+        token_bytes: int,
+        by_cost: bool,
     ) -> None:
         self._engine = engine
         self._offloader = offloader
         self._allowance = allowance
         self._most_sequences = most_sequences
         self.most_tokens = most_tokens
+        self._token_bytes = token_bytes
+        self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
         self._idle: list[IdleSequence] = []  # least recently used first
         self._asked: deque[_Asked] = deque()  # exports that somebody waits for
 
@@ -89,25 +94,43 @@ class IdlePool:
                 return False
         return True
 
-    def trim(self) -> bool:
-        """Idle state in the pool slows every step down a little; keep it within its share. False:
-        the next step goes on."""
+    def trim(self, rows_ahead: int = 0) -> bool:
+        """Idle state in the pool slows every step down a little; keep it within its share, and to
+        what is worth its place while so many rows are computed. False: the next step goes on."""
         while (
             len(self._idle) > self._most_sequences
             or sum(len(each.tokens) for each in self._idle) > self.most_tokens
         ):
             if not self._evict(self._idle[0]):
                 return False
-        return True
+        return not self._by_cost or all(self._weigh(idle, rows_ahead) for idle in list(self._idle))
+
+    def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
+        """Let a sequence stay or go; its state is in the store either way, so that it can go at
+        once. False: the allowance did not do."""
+        idle_bytes = len(idle.tokens) * self._token_bytes
+        if stays_in_place(idle_bytes, idle.rows_meanwhile + rows_ahead):
+            return self._export(idle)
+        return self._evict(idle)
+
+    def count_rows(self, rows: int) -> None:
+        """Other turns have computed so many rows beside these sequences."""
+        for idle in self._idle:
+            idle.rows_meanwhile += rows
 
     def _evict(self, idle: IdleSequence) -> bool:
         """Export a sequence and close it; False: the allowance did not do."""
+        if not self._export(idle):
+            return False
+        self._idle.remove(idle)
+        self._engine.close_sequence(idle.sequence)
+        return True
+
+    def _export(self, idle: IdleSequence) -> bool:
         while not self._offloader.is_offloaded(idle):
             if self._allowance.is_spent:
                 return False
             self._offloader.offload_next(idle)
-        self._idle.remove(idle)
-        self._engine.close_sequence(idle.sequence)
         return True
 
     def forget(self, handle: PrefixHandle) -> None:

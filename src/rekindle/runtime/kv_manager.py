@@ -44,6 +44,7 @@ class KvManager:
         now_s: NowS,
         *,
         idle_tokens: int,
+        idle_by_cost: bool,
         parallel: int,
     ) -> None:
         self._engine = engine
@@ -60,6 +61,8 @@ class KvManager:
             self.allowance,
             most_sequences=self._capabilities.sequences - parallel,
             most_tokens=idle_tokens,
+            token_bytes=self._capabilities.kv_layout.token_bytes,
+            by_cost=idle_by_cost,
         )
         self.broken: EngineBroken | None = None  # since the last step
 
@@ -206,9 +209,10 @@ class KvManager:
         if self._offloader.offload(idle):
             turn.offloaded = idle.offloaded.full_blocks(self._capabilities.block_tokens)
 
-    def export_some(self) -> bool:
+    def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""
-        return self.idle.export_asked() and self.idle.trim()
+        rows_ahead = sum(turn.pending_tokens for turn in running if not turn.request.exact)
+        return self.idle.export_asked() and self.idle.trim(rows_ahead)
 
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of

@@ -57,6 +57,7 @@ class IdleSequence:
     write_back: WriteBack  # when its blocks are to be written to disk
     offloaded: Offloaded  # up to here its blocks are in the store
     restarts: int = 0  # how often they had left it, and were exported again
+    rows_meanwhile: int = 0  # that other turns have computed beside it
 
 
 class Offloader:

@@ -81,7 +81,7 @@ class Scheduler:
         try:
             self._restore()
             self._admit()
-            self._kv.export_some()
+            self._kv.export_some(self._running)
             batch = self._batcher.compose(self._running)
             if batch:
                 return self._compute(batch)
@@ -190,6 +190,7 @@ class Scheduler:
         events: list[Event] = []
         ended = []
         self._kv.counts.computed_tokens += self._batcher.learn(batch, took_s)
+        self._kv.idle.count_rows(_shared_rows(batch))
         for (turn, work), sampled in zip(batch, results, strict=True):
             self._account(turn, work, took_s, events)
             brought = self._pipeline.accept(turn, sampled)
@@ -238,7 +239,7 @@ class Scheduler:
 
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
-        rows = sum(len(work.tokens) for turn, work in batch if not turn.request.exact)
+        rows = _shared_rows(batch)
         if self._engine.free_tokens >= rows:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
@@ -276,6 +277,11 @@ class Scheduler:
             self._end(turn)
             failure = ServerError(f"the engine failed repeatedly: {error}")
             self._emit([Failed(turn.id, failure.info)])
+
+
+def _shared_rows(batch: Batch) -> int:
+    """Rows that are computed in the pool."""
+    return sum(len(work.tokens) for turn, work in batch if not turn.request.exact)
 
 
 def _insert(turns: list[Turn], turn: Turn) -> None:

@@ -1,0 +1,139 @@
+"""What a finished conversation costs in the engine's pool, and what bringing it back costs.
+
+Prints, for each length: the time to share it in place, the time to restore it from blocks in RAM,
+and how long a decode step and a slice of prefill of another turn take beside it and without it. One
+thread, in processor time, so that a busy machine measures about the same.
+
+    python benchmarks/idle_state.py [--model MODEL.gguf] [2048 8192 32768]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from rekindle.engine.base import EngineOptions, Sequence, Work
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.protocol.requests import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.tiny import write_llama
+
+ROUNDS = 41
+SLICE_TOKENS = 64
+OTHER_TOKENS = 256  # of the turn that runs meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    share_s: float
+    restore_s: float
+    decode_s: float  # of another turn's step, beside the idle state and without it
+    decode_alone_s: float
+    prefill_s: float  # likewise, of a slice
+    prefill_alone_s: float
+
+    @property
+    def worth_rows(self) -> float:
+        """Rows of other turns that cost as much as restoring does."""
+        return self.restore_s / max(self.decode_s - self.decode_alone_s, 1e-9)
+
+
+def measure(model: Path, tokens: int) -> Costs:
+    options = EngineOptions(path=model, parallel=2, context_tokens=tokens + 1024, threads=1)
+    engine = LlamaCppEngine(options)
+    try:
+        return _measure(engine, tokens)
+    finally:
+        engine.close()
+
+
+def _measure(engine: LlamaCppEngine, tokens: int) -> Costs:
+    idle, other = engine.open(exact=False), engine.open(exact=False)
+    _prefill(engine, idle, tokens)
+    _prefill(engine, other, OTHER_TOKENS)
+    share_s = _timed(lambda: _share(engine, idle))
+    decode_s, prefill_s = _steps(engine, other)
+    size = engine.capabilities.block_tokens
+    blobs = [engine.export(idle, start, start + size) for start in range(0, tokens, size)]
+    engine.close_sequence(idle)
+    restore_s = _timed(lambda: _restore(engine, blobs))
+    engine.close_sequence(other)
+    other = engine.open(exact=False)
+    _prefill(engine, other, OTHER_TOKENS)
+    decode_alone_s, prefill_alone_s = _steps(engine, other)
+    return Costs(share_s, restore_s, decode_s, decode_alone_s, prefill_s, prefill_alone_s)
+
+
+def _prefill(engine: LlamaCppEngine, sequence: Sequence, tokens: int) -> None:
+    for start in range(sequence.length, tokens, SLICE_TOKENS):
+        engine.step([Work(sequence, _tokens(start, SLICE_TOKENS), None)])
+
+
+def _tokens(start: int, count: int) -> list[int]:
+    return [3 + (7 * n) % 200 for n in range(start, start + count)]
+
+
+def _share(engine: LlamaCppEngine, source: Sequence) -> None:
+    into = engine.open(exact=False)
+    engine.share(source, source.length, into)
+    engine.close_sequence(into)
+
+
+def _restore(engine: LlamaCppEngine, blobs: list[bytes]) -> None:
+    into = engine.open(exact=False)
+    for blob in blobs:
+        engine.restore(into, blob, engine.capabilities.block_tokens)
+    engine.close_sequence(into)
+
+
+def _steps(engine: LlamaCppEngine, sequence: Sequence) -> tuple[float, float]:
+    """One decode step, and one slice of prefill, each undone."""
+    sampler = engine.sampler(SamplingParams(temperature=0), [])
+    held = sequence.length
+
+    def step(tokens: int) -> None:
+        engine.step([Work(sequence, _tokens(held, tokens), sampler)])
+        engine.truncate(sequence, held)
+
+    return _timed(lambda: step(1)), _timed(lambda: step(SLICE_TOKENS))
+
+
+def _timed(act: Callable[[], None]) -> float:
+    took_s = []
+    for _ in range(ROUNDS):
+        began_s = time.process_time()
+        act()
+        took_s.append(time.process_time() - began_s)
+    return median(took_s)
+
+
+def main(
+    lengths: Annotated[list[int] | None, typer.Argument()] = None,
+    model: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    lengths = lengths or [2048, 8192, 32768]
+    print("tokens  share ms  restore ms  decode ms (alone)   slice of 64 ms (alone)  worth rows")
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
+        path = model or write_llama(Path(folder) / "tiny.gguf", context=max(lengths) + 1024)
+        for tokens in lengths:
+            found = measure(path, tokens)
+            print(
+                f"{tokens:6}  {1e3 * found.share_s:8.3f}  {1e3 * found.restore_s:10.2f}  "
+                f"{1e3 * found.decode_s:9.3f} ({1e3 * found.decode_alone_s:.3f})  "
+                f"{1e3 * found.prefill_s:18.2f} ({1e3 * found.prefill_alone_s:.2f})  "
+                f"{found.worth_rows:10.0f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)
