@@ -11,7 +11,7 @@ from rekindle.runtime.encoders import LARGE_BYTES
 from rekindle.server import runtime_client
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import answer, ask, run, running, soon
-from tests.support.faulty_engine import ENDLESS, HANG, RAISE, write_model
+from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
@@ -94,3 +94,20 @@ def test_hanging_up_on_prompts_that_take_long_holds_up_nobody(model: Path) -> No
 
 def large(word: str) -> str:
     return word + " 20" * LARGE_BYTES
+
+
+def test_a_read_that_hangs_is_given_up_by_a_process_that_has_nothing_else_to_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wakes it but its own deadline."""
+    prompt = " ".join(map(str, range(20, 60)))
+
+    async def scene(reason: str) -> None:
+        async with running(model, cache_dir=model.parent / "kv") as runtime:
+            finished = (await answer(runtime, ask(prompt)))[-1]
+            assert isinstance(finished, Finished)
+            assert (finished.cache.reason, finished.cache.reused_tokens) == (reason, 0)
+
+    run(lambda: scene("not_cached"))
+    monkeypatch.setenv(HUNG_READS, "1")
+    run(lambda: scene("fetch_timeout"))

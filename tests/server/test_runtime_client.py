@@ -35,8 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=CONTEXT)
 
 
-def load(path: Path, parallel: int = 2) -> LoadModel:
-    settings = RuntimeSettings(parallel=parallel, threads=1, ram_cache=1 << 26, disk_cache=0)
+def load(path: Path, parallel: int = 2, cache_dir: Path | None = None) -> LoadModel:
+    disk: dict[str, Any] = {"disk_cache": 0}
+    if cache_dir is not None:
+        disk = {"disk_cache": 1 << 26, "cache_dir": cache_dir}
+    settings = RuntimeSettings(parallel=parallel, threads=1, ram_cache=1 << 26, **disk)
     return LoadModel(path=str(path), settings=settings)
 
 
@@ -51,9 +54,14 @@ def endless() -> GenerateRequest:
 
 @asynccontextmanager
 async def running(
-    path: Path, *, parallel: int = 2, queue: int = 8, step_timeout_s: float = 300.0
+    path: Path,
+    *,
+    parallel: int = 2,
+    queue: int = 8,
+    step_timeout_s: float = 300.0,
+    cache_dir: Path | None = None,
 ) -> AsyncIterator[RuntimeClient]:
-    order = load(path, parallel)
+    order = load(path, parallel, cache_dir)
     runtime = RuntimeClient("tiny", order, queue=queue, step_timeout_s=step_timeout_s)
     try:
         await runtime.start()

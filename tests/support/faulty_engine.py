@@ -12,13 +12,19 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, OnProgress, Sampled, Work
 from rekindle.engine.registry import EngineKind
+from rekindle.kvcache.codec import Record
+from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.tiers import disk
 from rekindle.protocol.requests import ENGINE_MODULE
+from rekindle.runtime import restorer
 from tests.support.fake import FakeEngine, NumberTokenizer
 
 SUFFIX = ".faulty"
 RAISE = "13"  # a step that has this token raises
 HANG = "14"  # a step that has this token does not return
 ENDLESS = "endless"  # a prompt with this word is never encoded
+HUNG_READS = "REKINDLE_TEST_HUNG_READS"  # with this variable set, no read of a block ever ends
+FETCH_TIMEOUT_S = 0.2  # then, instead of ten seconds
 
 _ROOT = Path(__file__).parents[2]
 
@@ -46,7 +52,15 @@ class FaultyEngine(FakeEngine):
 def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:
     engine = FaultyEngine(context_tokens=options.context_tokens or 512)
     engine.tokenizer = FaultyTokenizer()
+    if HUNG_READS in os.environ:
+        BlockFiles.read = _hang  # type: ignore[method-assign]
+        restorer.FETCH_TIMEOUT_S, disk.LAST_READS_S = FETCH_TIMEOUT_S, 0.0
     return engine
+
+
+def _hang(self: BlockFiles, key: bytes, size_bytes: int) -> Record:
+    threading.Event().wait()
+    raise AssertionError("nobody sets the event")
 
 
 def write_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
