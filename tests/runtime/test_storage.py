@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from rekindle.errors import ConfigError
+from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
@@ -15,6 +17,7 @@ from rekindle.runtime.storage import Storage, open_storage
 from tests.support.fake import FakeEngine
 
 SECRET = bytes(range(32))
+PATIENCE_S = 30.0
 
 
 def opened(
@@ -23,7 +26,11 @@ def opened(
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
     load = LoadModel(path="model", settings=settings)
     capabilities = FakeEngine(fingerprint=fingerprint).capabilities
-    return open_storage(load, capabilities, lambda _event: None, log.append)
+    events = SimpleQueue[TierEvent]()
+    storage = open_storage(load, capabilities, events.put, log.append)
+    while not storage.is_settled:  # the folder is opened by a thread of its own
+        storage.on_event(events.get(timeout=PATIENCE_S))
+    return storage
 
 
 def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:

@@ -123,8 +123,9 @@ class Storage:
         if self._no_disk_reason != "opening":
             self._log(LogLine("info", "the disk cache can be used now"))
         self._no_disk_reason = "opening"
-        if line := _repair_line(folder):
-            self._log(line)
+        for line in (_repair_line(folder), _superseded_line(folder)):
+            if line is not None:
+                self._log(line)
         self.entries.limit_bytes = _entries_bytes(self.settings, folder)
         self.disk.attach(folder, self.entries.limit_bytes)
         self.entries.load_early(self.disk.opening.entries)
