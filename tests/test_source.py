@@ -51,6 +51,7 @@ CROSS_CUTTING = {
     "chat/tools/test_fuzz.py",
     "chat/tools/test_slips.py",
     "chat/tools/test_transcripts.py",
+    "kvcache/disk/test_fuzz.py",
     "kvcache/test_resumable.py",
     "kvcache/test_tiers.py",
     "kvcache/tiers/test_contract.py",

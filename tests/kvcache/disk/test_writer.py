@@ -1,0 +1,112 @@
+"""The order of what the writer asks of the operating system, up to the word that it is done."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from rekindle.kvcache.block import Block, chain_key
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.disk.index_db import IndexDb
+from rekindle.kvcache.tiers.base import Flushed, TierEvent, Written
+from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.tokens import Tokens
+from tests.stress.trouble import Trouble, block_files_with
+
+ROOT = Block(b"r" * 32, None, Tokens(), 0, exact=True)
+TOKENS = Tokens.of([1, 2])
+KEY = chain_key(ROOT.key, TOKENS)
+PATIENCE_S = 30.0
+
+
+class Recorded:
+    """A disk tier whose calls, commits and words stand in one log, in the order they were made."""
+
+    def __init__(self, home: Path) -> None:
+        trouble = Trouble(())
+        folder = open_folder(home, b"model", limit_bytes=1 << 30)
+        folder.block_files = block_files_with(folder.path, trouble.calls())
+        self.log = trouble.log
+        self._events: SimpleQueue[TierEvent] = SimpleQueue()
+        folder.index_db._db.set_trace_callback(self._on_statement)
+        self.tier = DiskTier(folder, self._on_event)
+
+    def _on_statement(self, statement: str) -> None:
+        if statement == "COMMIT":
+            self.log.append(("commit", ""))
+
+    def _on_event(self, event: TierEvent) -> None:
+        self.log.append((type(event).__name__, ""))
+        self._events.put(event)
+
+    def flush(self) -> list[str]:
+        """What was done since the last time, until the answer."""
+        self.tier.flush(lambda _: None)
+        while not isinstance(self._events.get(timeout=PATIENCE_S), Flushed):
+            pass
+        steps = [_step(kind, what) for kind, what in self.log]
+        self.log.clear()
+        return steps
+
+
+def _step(kind: str, what: object) -> str:
+    if kind != "fsync":
+        return kind
+    return "fsync folder" if what in FOLDERS else "fsync file"
+
+
+FOLDERS: set[object] = set()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    real = os.open
+
+    def opened(path: object, flags: int, *args: int, **options: int) -> int:
+        handle = real(path, flags, *args, **options)  # type: ignore[arg-type]  # as it was called
+        FOLDERS.discard(handle)
+        if flags & os.O_DIRECTORY:
+            FOLDERS.add(handle)
+        return handle
+
+    monkeypatch.setattr("os.open", opened)
+    made = Recorded(tmp_path / "kv")
+    yield made
+    made.tier.close()
+
+
+def test_a_block_is_called_stored_after_file_name_folder_and_index_are_on_disk(
+    recorded: Recorded,
+) -> None:
+    block = Block(KEY, ROOT, TOKENS, 4, exact=False)
+    recorded.tier.put(block, b"data")
+    assert recorded.flush() == [
+        *("open", "writev", "fsync file", "replace", "fsync folder"),
+        *("commit", Written.__name__, Flushed.__name__),
+    ]
+
+
+def test_a_block_is_called_removed_after_file_folder_and_index_are_on_disk(
+    recorded: Recorded,
+) -> None:
+    block = Block(KEY, ROOT, TOKENS, 4, exact=False)
+    recorded.tier.put(block, b"data")
+    recorded.flush()
+    recorded.tier.remove(block)
+    assert recorded.flush() == ["unlink", "fsync folder", "commit", Flushed.__name__]
+
+
+def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
+    """SQLite syncs its log with every commit, the blocks before it with the rest on a Mac."""
+    index_db = IndexDb(tmp_path / "index.db")
+    [(mode,)] = index_db._db.execute("PRAGMA journal_mode")
+    [(synchronous,)] = index_db._db.execute("PRAGMA synchronous")
+    [(full,)] = index_db._db.execute("PRAGMA fullfsync")
+    index_db.close()
+    assert (mode, synchronous, full) == ("wal", 2, 1)
+    assert sqlite3.threadsafety == 3  # the thread that commits is not the one that opened
