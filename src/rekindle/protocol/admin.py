@@ -168,7 +168,8 @@ class Stats(Struct, tag=True, kw_only=True):
     # Of the whole runtime; zero for a tenant that is not the admin.
     ram_limit_bytes: int = 0
     disk_limit_bytes: int = 0
-    #: "ok", "off", or why nothing is written ("full", "failing", "locked") or read ("hung").
+    #: "ok", "off", or why nothing is written ("opening", "full", "failing", "locked") or read
+    #: ("hung").
     disk_state: str = "off"
     disk_queued_bytes: int = 0
     disk_written_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
 LOGGED_WRITE_BYTES = 64 << 20  # a stop that writes more than this says so
+FROZEN_CHUNKS = (
+    64  # of blocks, that are taken in between two times they are left out of collections
+)
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Log = Callable[[LogLine], None]
@@ -75,6 +79,7 @@ class Storage:
         self._log = log
         self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
         self._ticks = 0
+        self._chunks = 0  # of blocks, that were found in the folder
         if disk and disk.is_open:
             store.load()
             entries.load(disk.folder.index_db.entries())
@@ -134,6 +139,9 @@ class Storage:
         assert self.disk is not None
         assert self.disk.opening is not None
         self.disk.opening.take()
+        self._chunks += 1
+        if is_all or not self._chunks % FROZEN_CHUNKS:
+            gc.freeze()  # or every collection would walk over all the blocks, for a second a million
         if is_all:
             self.entries.settle()
             self.disk.begin()
