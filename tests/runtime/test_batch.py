@@ -18,11 +18,16 @@ PROMISED_S = 1.0  # a cancelled turn's sequence is free within this
 
 
 class TimedEngine(FakeEngine):
-    """Computes so many tokens a second, by a clock of its own."""
+    """Computes so many tokens a second, by a clock of its own; a step takes some time besides."""
 
-    def __init__(self, tokens_per_s: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        tokens_per_s: Callable[[int], float],
+        overhead_s: Callable[[int], float] = lambda _computed: 0.0,
+    ) -> None:
         super().__init__(context_tokens=8192, pool_tokens=8192, batch_tokens=MOST_TOKENS + 4)
         self.tokens_per_s = tokens_per_s
+        self.overhead_s = overhead_s
         self.now_s = 0.0
         self.steps_s: list[float] = []
         self.rows: list[int] = []
@@ -30,15 +35,16 @@ class TimedEngine(FakeEngine):
     def step(self, work: Any) -> list[Sampled | None]:
         tokens = sum(len(item.tokens) for item in work)
         self.rows.append(tokens)
-        self.steps_s.append(tokens / self.tokens_per_s(self.counts.computed_tokens))
+        computed = self.counts.computed_tokens
+        self.steps_s.append(self.overhead_s(computed) + tokens / self.tokens_per_s(computed))
         self.now_s += self.steps_s[-1]
         return super().step(work)
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TimedEngine]]:
-    def runner(tokens_per_s: Callable[[int], float], prompt_tokens: int = 3000) -> TimedEngine:
-        engine = TimedEngine(tokens_per_s)
+    def runner(*speeds: Callable[[int], float], prompt_tokens: int = 3000) -> TimedEngine:
+        engine = TimedEngine(*speeds)
         monkeypatch.setattr("rekindle.runtime.scheduler.time.perf_counter", lambda: engine.now_s)
         prompt = [100 + n % 800 for n in range(prompt_tokens)]
         RuntimeHarness(engine).ask(prompt, max_tokens=1)
@@ -80,6 +86,38 @@ def test_a_slow_moment_is_soon_forgotten(run: Callable[..., TimedEngine]) -> Non
     """The first steps read the weights from disk."""
     engine = run(lambda computed: 10 if computed < 30 else 1_000)
     assert max(engine.rows[:20]) > 256
+
+
+@pytest.mark.parametrize(
+    ("overhead_s", "speed"), [(0.1, 200), (0.4, 200), (0.4, 2_000), (1.0, 100), (3.0, 50)]
+)
+def test_slices_do_not_shrink_to_nothing_where_a_step_itself_takes_long(
+    run: Callable[..., TimedEngine], overhead_s: float, speed: int
+) -> None:
+    """Large models read all their weights in every step, however few rows it has; and threads
+    wait for each other on a busy machine."""
+    engine = run(lambda _computed: speed, lambda _computed: overhead_s)
+    assert sum(engine.steps_s) < 3 * sum(engine.rows) / speed + 20 * overhead_s
+    assert max(engine.steps_s) <= max(ALONE_S, 2 * overhead_s) + 0.1
+
+
+def test_slices_recover_from_a_time_in_which_steps_took_long(
+    run: Callable[..., TimedEngine],
+) -> None:
+    engine = run(
+        lambda _computed: 1_000, lambda computed: 0.6 if 100 < computed < 900 else 0.0,
+        prompt_tokens=6000,
+    )  # fmt: skip
+    assert max(engine.rows[-8:]) >= 256
+    assert max(engine.steps_s[-8:]) <= ALONE_S
+
+
+def test_one_odd_moment_does_not_make_a_slice_that_holds_a_cancel_for_long() -> None:
+    """Twice the rows in the same time look as if rows cost nothing."""
+    size = SliceSize(MOST_TOKENS)
+    size.learn(16, 0.2)
+    size.learn(32, 0.201)
+    assert size.tokens(ALONE_S) / (16 / 0.2) <= PROMISED_S
 
 
 def test_short_prompts_and_decode_steps_teach_nothing() -> None:

@@ -92,24 +92,47 @@ def _work(turn: Turn, tokens: list[int]) -> Work:
 
 
 class SliceSize:
-    """How many prompt tokens one step may take, learnt from how fast they go."""
+    """How many prompt tokens one step may take, learnt from how long steps take: some time for the
+    step itself, and some for each row. Of a large model all weights are read in every step; were
+    that time put down to the rows, slices would shrink until they are nothing but overhead.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tokens_per_s = 0.0
+        self._step_s = self._row_s = 0.0
+        self._has_seen_two_sizes = False
+        self._last_rows, self._last_s = 0, 0.0
 
     def learn(self, rows: int, took_s: float) -> None:
-        """Less is believed at once, more by and by. Steps smaller than slices teach nothing: a
-        token takes longer in them."""
-        if rows < min(WHOLE_SLICE_TOKENS, self.tokens(SHARED_S)) or took_s <= 0:
+        """Slower is believed at once, faster by and by. Steps much smaller than slices teach
+        nothing: other kernels compute them."""
+        if rows < min(WHOLE_SLICE_TOKENS, self.tokens(SHARED_S)) / 2 or took_s <= 0:
             return
-        speed, known = rows / took_s, self._tokens_per_s
-        self._tokens_per_s = 0.7 * known + 0.3 * speed if 0 < known < speed else speed
+        more_rows, more_s = rows - self._last_rows, took_s - self._last_s
+        if self._is_other_size(rows) and more_rows * more_s > 0:
+            # What more rows take more is theirs, the rest the step's own.
+            self._has_seen_two_sizes = self._last_rows > 0
+            self._row_s = min(more_s / more_rows, took_s / rows)
+            self._step_s = took_s - rows * self._row_s
+        else:
+            slower = took_s / (self._step_s + rows * self._row_s)
+            factor = slower if slower > 1 else 0.7 + 0.3 * slower
+            self._step_s, self._row_s = self._step_s * factor, self._row_s * factor
+        self._last_rows, self._last_s = rows, took_s
+
+    def _is_other_size(self, rows: int) -> bool:
+        return 3 * abs(rows - self._last_rows) > max(rows, self._last_rows)
 
     def tokens(self, allowed_s: float) -> int:
-        if not self._tokens_per_s:
+        """At least half of a step is spent on rows, though it then takes longer than allowed."""
+        if not self._row_s:
             return min(UNKNOWN_SLICE_TOKENS, self._most)
-        wanted = int(self._tokens_per_s * allowed_s)
+        wanted = int(max(allowed_s - self._step_s, self._step_s) / self._row_s)
+        if not (self._has_seen_two_sizes or self._is_other_size(wanted)):
+            wanted = self._last_rows // 2
+        # Times vary: no more than twice the last slice, or than what its average allows.
+        safe = max(2 * self._last_rows, int(self._last_rows * allowed_s / self._last_s))
+        wanted = min(wanted, safe)
         if wanted > WHOLE_SLICE_TOKENS:
             wanted -= wanted % WHOLE_SLICE_TOKENS
         return min(max(wanted, LEAST_SLICE_TOKENS), self._most)
