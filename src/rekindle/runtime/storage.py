@@ -45,9 +45,7 @@ LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
 LOGGED_WRITE_BYTES = 64 << 20  # a stop that writes more than this says so
-FROZEN_CHUNKS = (
-    64  # of blocks, that are taken in between two times they are left out of collections
-)
+FROZEN_CHUNKS = 64  # of blocks: when so many are taken in, collections leave them out
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Log = Callable[[LogLine], None]
@@ -142,7 +140,7 @@ class Storage:
         self.disk.opening.take()
         self._chunks += 1
         if is_all or not self._chunks % FROZEN_CHUNKS:
-            gc.freeze()  # or every collection would walk over all the blocks, for a second a million
+            gc.freeze()  # or collections would walk over all the blocks, for a second a million
         if is_all:
             self.entries.settle()
             self.disk.begin()
