@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from rekindle.engine.base import Capabilities
 from rekindle.errors import RekindleError
@@ -33,6 +32,7 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.storage_log import opened_lines, reads_line, state_line, unavailable_line
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
@@ -102,7 +102,7 @@ class Storage:
         tier = next(each for each in self.store.tiers if each.name == event.tier)
         if tier.state != self._logged_states[tier.name]:
             self._logged_states[tier.name] = tier.state
-            self._log(_state_line(tier, getattr(event, "reason", "")))
+            self._log(state_line(tier, getattr(event, "reason", "")))
 
     @property
     def is_settled(self) -> bool:
@@ -113,10 +113,7 @@ class Storage:
         if state == self._no_disk_reason:
             return
         self._no_disk_reason = state
-        where = self.settings.cache_dir
-        self._log(
-            LogLine("warning", _locked(reason) if state == "locked" else _unusable(where, reason))
-        )
+        self._log(unavailable_line(self.settings.cache_dir, state, reason))
 
     def _attach(self) -> None:
         """The folder is ours: what was remembered is known at once, its blocks as they are read."""
@@ -127,9 +124,8 @@ class Storage:
         if self._no_disk_reason != "opening":
             self._log(LogLine("info", "the disk cache can be used now"))
         self._no_disk_reason = "opening"
-        for line in (_repair_line(folder), _superseded_line(folder)):
-            if line is not None:
-                self._log(line)
+        for line in opened_lines(folder):
+            self._log(line)
         self.entries.limit_bytes = _entries_bytes(self.settings, folder)
         self.disk.attach(folder, self.entries.limit_bytes)
         self.entries.load_early(self.disk.opening.entries)
@@ -147,11 +143,7 @@ class Storage:
             self.store.join(self.disk)
 
     def _log_reads(self, tier: Tier, answers: bool) -> None:
-        if answers:
-            self._log(LogLine("info", f"the {tier.name} cache answers reads again"))
-        else:
-            text = f"the {tier.name} does not answer reads: state that lies there alone is computed"
-            self._log(LogLine("warning", f"{text} again until it does"))
+        self._log(reads_line(tier, answers))
 
     def give_way(self, busy: bool) -> None:
         """Called around every step: on a CPU, writing would slow down the turn that comes next."""
@@ -258,7 +250,8 @@ def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundD
     try:
         own_secret = read_secret(cache_dir, secret)
     except (OSError, RekindleError) as error:
-        log(LogLine("warning", _unusable(cache_dir, getattr(error, "strerror", "") or str(error))))
+        reason = getattr(error, "strerror", None) or str(error)
+        log(unavailable_line(cache_dir, "failing", reason))
         own_secret = secret or secrets.token_bytes(SECRET_BYTES)
         return _FoundDisk(own_secret, no_disk_reason="failing")
     open_ = partial(
@@ -270,47 +263,3 @@ def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundD
         secret=secret,
     )
     return _FoundDisk(own_secret, open_)
-
-
-def _locked(reason: str) -> str:
-    return f"{reason} State is kept in RAM only until it is free"
-
-
-def _unusable(cache_dir: Path, reason: str) -> str:
-    return (
-        f"the disk cache in {cache_dir} cannot be used ({reason}): state is kept in RAM only and "
-        "is lost at a restart; mend it, or choose another with --cache-dir"
-    )
-
-
-def _repair_line(folder: Folder) -> LogLine | None:
-    found = folder.recovery
-    if not (found.rebuilt or found.lost or found.quarantined):
-        return None
-    return LogLine(
-        "warning",
-        f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: {found.lost}, "
-        f"quarantined: {found.quarantined}, found again: {found.adopted}",
-    )
-
-
-def _superseded_line(folder: Folder) -> LogLine | None:
-    if not folder.superseded_bytes:
-        return None
-    return LogLine(
-        "info",
-        f"{folder.superseded_bytes / 1e6:.1f} MB of this model's state come from another build of "
-        "the engine, other engine settings or another secret: they are not used, and give way when "
-        "room is needed",
-    )
-
-
-def _state_line(tier: Tier, why: str) -> LogLine:
-    name = tier.name
-    if tier.state == "full":
-        text = f"the {name} is full ({why}): the {name} cache gives way, requests go on"
-        return LogLine("warning", text)
-    if tier.state == "failing":
-        text = f"writing to the {name} cache failed ({why}): state is kept in RAM meanwhile"
-        return LogLine("warning", text)
-    return LogLine("info", f"the {name} cache works again")
