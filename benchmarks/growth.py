@@ -4,7 +4,7 @@
 
 Every line is measured on its own, in a folder and (where one is needed) a server of its own; one
 that fails says so and the others go on. The table is Markdown; the figures go to a JSON file, too.
-Folders are made where TMPDIR says: on a file system in memory a busy disk is no part of the figures.
+Folders are made where TMPDIR says: in a file system in memory a busy disk does not matter.
 """
 
 from __future__ import annotations

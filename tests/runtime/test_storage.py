@@ -20,14 +20,20 @@ SECRET = bytes(range(32))
 PATIENCE_S = 30.0
 
 
-def opened(
+def opening(
     cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
-) -> Storage:
+) -> tuple[Storage, SimpleQueue[TierEvent]]:
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
     load = LoadModel(path="model", settings=settings)
     capabilities = FakeEngine(fingerprint=fingerprint).capabilities
     events = SimpleQueue[TierEvent]()
-    storage = open_storage(load, capabilities, events.put, log.append)
+    return open_storage(load, capabilities, events.put, log.append), events
+
+
+def opened(
+    cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
+) -> Storage:
+    storage, events = opening(cache_dir, log, fingerprint, **more)
     while not storage.is_settled:  # the folder is opened by a thread of its own
         storage.on_event(events.get(timeout=PATIENCE_S))
     return storage
@@ -36,6 +42,26 @@ def opened(
 def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:
     storage = opened(tmp_path, [])
     assert [tier.name for tier in storage.store.tiers] == ["ram", "disk"]
+    storage.close()
+
+
+def test_a_folder_that_is_still_being_read_is_said_to_be(tmp_path: Path) -> None:
+    storage, events = opening(tmp_path, [])
+    assert (storage.is_on_disk, storage.conversations) == (True, None)
+    while not storage.is_settled:
+        storage.on_event(events.get(timeout=PATIENCE_S))
+    assert (storage.is_on_disk, storage.conversations) == (True, 0)
+    second = opened(tmp_path, [])
+    assert not second.is_on_disk, "another process has the folder"
+    second.close()
+    storage.close()
+
+
+def test_without_a_disk_there_is_none(tmp_path: Path) -> None:
+    settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=0, cache_dir=tmp_path)
+    load = LoadModel(path="model", settings=settings)
+    storage = open_storage(load, FakeEngine().capabilities, lambda _: None, lambda _: None)
+    assert (storage.is_on_disk, storage.conversations) == (False, 0)
     storage.close()
 
 

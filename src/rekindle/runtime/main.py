@@ -102,8 +102,8 @@ class RuntimeProcess:
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
             has_template=self._runtime.engine.chat_template is not None,
-            on_disk=storage.disk is not None,
-            conversations=len(storage.entries),
+            on_disk=storage.is_on_disk,
+            conversations=storage.conversations,
         )
 
     # -- out -----------------------------------------------------------------------------------

@@ -109,6 +109,17 @@ class Storage:
         """Whether the folder is read, or known to be out of reach for now."""
         return self._no_disk_reason != "opening" or (self.disk is not None and self.disk.is_open)
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether there is a folder, be it that it is still being read."""
+        is_open = self.disk is not None and self.disk.is_open
+        return is_open or self._no_disk_reason == "opening"
+
+    @property
+    def conversations(self) -> int | None:
+        """How many are remembered; None: the folder is still being read."""
+        return len(self.entries) if self.is_settled else None
+
     def _log_unavailable(self, state: str, reason: str) -> None:
         if state == self._no_disk_reason:
             return
