@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
+from rekindle.runtime.offload import ALONE_STEPS
 from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import RuntimeHarness
@@ -32,7 +33,7 @@ def test_a_flush_is_answered_though_it_takes_many_steps() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     key = key_of(harness, [1] * 400)
-    harness.kv.allowance.step_bytes = 2 * BLOCK_BYTES
+    harness.kv.allowance.step_bytes = BLOCK_BYTES
     info = harness.administer(Flush(key))
     assert isinstance(info, EntryInfo)
     assert info.held_tokens == engine.counts.exported_tokens == 400
@@ -75,11 +76,11 @@ def test_a_turn_waits_for_room_that_takes_many_steps_to_make() -> None:
     engine = FakeEngine(pool_tokens=512)
     harness = RuntimeHarness(engine)
     harness.ask([1] * 400, max_tokens=1)
-    harness.kv.allowance.step_bytes = 2 * BLOCK_BYTES
+    harness.kv.allowance.step_bytes = BLOCK_BYTES
     reply = harness.submit([2] * 300, max_tokens=1)
     harness.scheduler.step()
     assert not reply.started
-    assert engine.counts.exported_tokens == 2 * 8
+    assert engine.counts.exported_tokens == ALONE_STEPS * 8
     harness.run(reply)
     assert harness.ask([1] * 401, max_tokens=1).reused == 400
 

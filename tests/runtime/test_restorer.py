@@ -395,6 +395,6 @@ def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
     assert harness.store.fetches.used_bytes == 0
     assert harness.scheduler.turns == 0
     for _ in range(100):  # within the allowance of each
-        harness.kv.allowance.renew()
+        harness.kv.allowance.renew(is_shared=False)
         harness.kv.make_room(pool)
     assert engine.open_sequences == 0

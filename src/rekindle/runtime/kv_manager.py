@@ -20,7 +20,7 @@ from rekindle.runtime.turn import Offloaded, Turn
 
 DEVICE = "device"  # the tier that is the engine's own memory
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
-STEP_BYTES = 64 << 20  # of state that a step moves at most: some hundredths of a second
+STEP_BYTES = 64 << 20  # of state that a step moves beside replies: some hundredths of a second
 MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
 
 

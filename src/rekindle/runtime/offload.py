@@ -10,6 +10,7 @@ from rekindle.kvcache.store import Store
 from rekindle.runtime.turn import Offloaded, Turn
 from rekindle.tokens import Tokens
 
+ALONE_STEPS = 16  # that a step's allowance is worth while no reply waits
 MOST_RESTARTS = 3  # of one sequence's export
 
 
@@ -30,20 +31,22 @@ class Counts:
 
 
 class Allowance:
-    """How much state a step may move between engine and store: other turns wait meanwhile."""
+    """How much state a step may move between engine and store: replies wait meanwhile. More while
+    none is being written, for steps are long then, and a turn that is restored waits for them."""
 
     def __init__(self, counts: Counts, step_bytes: int) -> None:
         self.step_bytes = step_bytes
         self._counts = counts
-        self._began_bytes = 0
+        self._stop_bytes = ALONE_STEPS * step_bytes
 
-    def renew(self) -> None:
-        """A step begins."""
-        self._began_bytes = self._counts.moved_bytes
+    def renew(self, *, is_shared: bool) -> None:
+        """A step begins; `is_shared` with replies."""
+        steps = 1 if is_shared else ALONE_STEPS
+        self._stop_bytes = self._counts.moved_bytes + steps * self.step_bytes
 
     @property
     def is_spent(self) -> bool:
-        return self._counts.moved_bytes - self._began_bytes >= self.step_bytes
+        return self._counts.moved_bytes >= self._stop_bytes
 
 
 @dataclass(slots=True, eq=False)

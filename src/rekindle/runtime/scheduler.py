@@ -77,7 +77,7 @@ class Scheduler:
         """One native call's worth of work; False when there is nothing to do but wait."""
         self._check_engine()
         allowance = self._kv.allowance
-        allowance.renew()
+        allowance.renew(is_shared=any(turn.pending_tokens == 1 for turn in self._running))
         try:
             self._restore()
             self._admit()
