@@ -149,8 +149,6 @@ class RuntimeHarness:
         store = Store(
             block_tokens=self.capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes
         )
-        if disk is None:
-            store.load()  # what the shelf holds; a disk is read by the storage
         clock = clock or Clock()
         entries = Entries(store, clock, disk.journal if disk else None)
         return Storage(
