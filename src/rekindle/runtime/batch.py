@@ -7,9 +7,10 @@ import math
 from rekindle.engine.base import Capabilities, Work
 from rekindle.runtime.turn import Turn
 
-ALONE_S, SHARED_S = 0.5, 0.25  # how long a prefill slice may hold up a cancel, or other replies
+ALONE_S, SHARED_S = 0.9, 0.25  # how long a prefill slice may hold up a cancel, or other replies
 LEAST_SLICE_TOKENS = 4  # on the slowest machines
-WHOLE_SLICE_TOKENS = 64  # from here on slices are multiples of it, and as fast as large ones
+WHOLE_SLICE_TOKENS = 64  # from here on slices are nearly as fast a token as large ones
+GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
@@ -124,15 +125,21 @@ class SliceSize:
         return 3 * abs(rows - self._last_rows) > max(rows, self._last_rows)
 
     def tokens(self, allowed_s: float) -> int:
+        """Beside other replies, too, a slice is no smaller than it has to be for its speed, if it
+        could be as large alone."""
+        wanted = self._fitting(allowed_s)
+        if allowed_s < ALONE_S:
+            wanted = max(wanted, min(self._fitting(ALONE_S), WHOLE_SLICE_TOKENS))
+        return min(wanted, self._most)
+
+    def _fitting(self, allowed_s: float) -> int:
         """At least half of a step is spent on rows, though it then takes longer than allowed."""
         if not self._row_s:
-            return min(UNKNOWN_SLICE_TOKENS, self._most)
+            return UNKNOWN_SLICE_TOKENS
         wanted = int(max(allowed_s - self._step_s, self._step_s) / self._row_s)
         if not (self._has_seen_two_sizes or self._is_other_size(wanted)):
             wanted = self._last_rows // 2
-        # Times vary: no more than twice the last slice, or than what its average allows.
-        safe = max(2 * self._last_rows, int(self._last_rows * allowed_s / self._last_s))
-        wanted = min(wanted, safe)
-        if wanted > WHOLE_SLICE_TOKENS:
-            wanted -= wanted % WHOLE_SLICE_TOKENS
-        return min(max(wanted, LEAST_SLICE_TOKENS), self._most)
+        # Times vary: no more than twice the last slice, or what half the time allows on average.
+        safe = max(2 * self._last_rows, int(self._last_rows * allowed_s / 2 / self._last_s))
+        wanted = max(min(wanted, safe), LEAST_SLICE_TOKENS)
+        return wanted - wanted % GRAIN_TOKENS if wanted > WHOLE_SLICE_TOKENS else wanted
