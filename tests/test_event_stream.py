@@ -21,7 +21,7 @@ from rekindle.event_stream import EventReader, EventTooLarge
 from rekindle.server.responses import SSE_DONE, sse_comment, sse_data, sse_event
 from tests.support.rounds import rounds
 
-EXAMPLES = settings(max_examples=rounds(60, 5000), derandomize=True, database=None, deadline=None)
+EXAMPLES = settings(max_examples=rounds(60, 2000), derandomize=True, database=None, deadline=None)
 ODD = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\ni\r\nj\x00k: data: x"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 # Bytes that look like events more often than chance would have it.

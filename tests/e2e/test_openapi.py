@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def attempt(server: Server, label: str, mode: GenerationMode) -> None:
     @settings(
-        max_examples=rounds(4, 60),
+        max_examples=rounds(4, 30),
         derandomize=True,
         database=None,
         deadline=None,

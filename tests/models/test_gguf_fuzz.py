@@ -19,7 +19,7 @@ from .tiny import write_gguf
 
 MOST_BYTES = 4 * WINDOW_BYTES  # the window, another while it is replaced, and odds and ends
 EXAMPLES = settings(
-    max_examples=rounds(short=150, long=5_000),
+    max_examples=rounds(short=150, long=1_500),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -150,7 +150,7 @@ def test_a_turn_that_was_delivered_is_no_longer_here() -> None:
 
 @pytest.mark.long
 def test_whenever_they_are_cancelled_turns_end_exactly_once() -> None:
-    turns = rounds(2_000, 50_000)
+    turns = rounds(2_000, 20_000)
     chance = Random(3)
     cancels: SimpleQueue[int | None] = SimpleQueue()
 

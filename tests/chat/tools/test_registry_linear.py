@@ -39,7 +39,7 @@ def spent_s(name: str, text: str, piece: int, reasoning: str, *, cut: bool) -> f
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
 def test_any_repetition_of_markup_is_parsed_in_linear_time(name: str) -> None:
-    @settings(deadline=None, max_examples=rounds(3, 200))
+    @settings(deadline=None, max_examples=rounds(3, 60))
     @given(
         st.lists(st.sampled_from(scraps(name)), max_size=3).map("".join),
         st.lists(st.sampled_from(scraps(name)), min_size=1, max_size=4).map("".join),

@@ -29,7 +29,7 @@ ENTRIES = [
 ]
 
 fuzzed = settings(
-    max_examples=rounds(100, 3000),
+    max_examples=rounds(100, 1500),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
