@@ -117,7 +117,8 @@ class Visitor:
     def prepare(self, client: httpx.Client) -> None:
         system = {"role": "system", "content": f"Be brief. {self._topic()}"}
         body = {"messages": [system], "warm": self.chance.random() < 0.5}
-        self._post(client, "/v1/cache/prepare", body)
+        path = "/v1/cache/prepare"  # all room may be pinned, or wait to be written
+        self._check(client.post(path, json=body), path, httpx.codes.INSUFFICIENT_STORAGE)
 
     # -- asking --------------------------------------------------------------------------------
 
