@@ -115,7 +115,7 @@ def test_every_locked_package_is_one_version_with_its_hashes() -> None:
         ("blake3 @ https://somewhere/blake3.whl", ("--hash=sha256:" + "0" * 64,)),
         ("blake3==1.*", ("--hash=sha256:" + "0" * 64,)),
         ("-e .", ()),
-        ("--extra-index-url https://somewhere", ()),
+        ("--find-links somewhere", ()),
         ("blake3==1.0.11", ()),
         ("blake3==1.0.11", ("--hash=md5:" + "0" * 32,)),
         ("blake3==1.0.11", ("--hash=sha256:" + "0" * 64, "--trusted-host somewhere")),
