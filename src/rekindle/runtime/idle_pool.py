@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, Sequence
 from rekindle.kvcache.block import PrefixHandle
-from rekindle.runtime.idle_cost import stays_in_place
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.tokens import Tokens
+
+#: Rows that others compute beside an idle sequence on a CPU for as much time as restoring it would
+#: take: every row passes over its cells, so that both grow with its length (decision 6).
+ROWS_WORTH_A_RESTORE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,6 @@ class IdlePool:
         *,
         most_sequences: int,
         most_tokens: int,
-        token_bytes: int,
         by_cost: bool,
     ) -> None:
         self._engine = engine
@@ -45,7 +47,6 @@ class IdlePool:
         self._allowance = allowance
         self._most_sequences = most_sequences
         self.most_tokens = most_tokens
-        self._token_bytes = token_bytes
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
         self._idle: list[IdleSequence] = []  # least recently used first
         self._asked: deque[_Asked] = deque()  # exports that somebody waits for
@@ -108,8 +109,7 @@ class IdlePool:
     def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
         """Let a sequence stay or go; its state is in the store either way, so that it can go at
         once. False: the allowance did not do."""
-        idle_bytes = len(idle.tokens) * self._token_bytes
-        if stays_in_place(idle_bytes, idle.rows_meanwhile + rows_ahead):
+        if idle.rows_meanwhile + rows_ahead <= ROWS_WORTH_A_RESTORE:
             return self._export(idle)
         return self._evict(idle)
 

@@ -61,7 +61,6 @@ class KvManager:
             self.allowance,
             most_sequences=self._capabilities.sequences - parallel,
             most_tokens=idle_tokens,
-            token_bytes=self._capabilities.kv_layout.token_bytes,
             by_cost=idle_by_cost,
         )
         self.broken: EngineBroken | None = None  # since the last step
