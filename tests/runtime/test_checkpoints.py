@@ -321,18 +321,18 @@ def test_what_an_entry_holds_is_what_a_turn_could_go_on_from(tmp_path: Path) -> 
     [entry] = [
         e for e in harness.entries.of(None) if e.key == prepared.finished.cache.new_cache_key
     ]
-    assert harness.runtime.census.info(entry).held_tokens == len(PROMPT)
+    assert harness.runtime.cache_info.info(entry).held_tokens == len(PROMPT)
     harness.flush()
     assert (
-        harness.runtime.census.info(entry).stored_tokens == 0
+        harness.runtime.cache_info.info(entry).stored_tokens == 0
     )  # whole blocks are; no checkpoint is
     harness.store.write_everything()
     harness.flush()
-    assert harness.runtime.census.info(entry).stored_tokens == len(PROMPT)
+    assert harness.runtime.cache_info.info(entry).stored_tokens == len(PROMPT)
     for block in list(harness.store):
         if block.stop == len(PROMPT):
             harness.store.drop(block)
-    assert harness.runtime.census.info(entry).held_tokens == len(PROMPT) - 1
+    assert harness.runtime.cache_info.info(entry).held_tokens == len(PROMPT) - 1
     harness.close()
 
 

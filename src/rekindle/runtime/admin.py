@@ -28,7 +28,7 @@ from rekindle.protocol.admin import (
 )
 from rekindle.protocol.events import Reason
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
-from rekindle.runtime.census import Census, View
+from rekindle.runtime.cache_info import CacheInfo, View
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.planner import Planner
@@ -50,7 +50,7 @@ class Admin:
         sessions: Sessions,
         kv: KvManager,
         planner: Planner,
-        census: Census,
+        cache_info: CacheInfo,
     ) -> None:
         self._entries = storage.entries
         self._store = storage.store
@@ -58,7 +58,7 @@ class Admin:
         self._sessions = sessions
         self._kv = kv
         self._planner = planner
-        self._census = census
+        self._cache_info = cache_info
 
     def answer(
         self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply
@@ -69,11 +69,11 @@ class Admin:
         view = None if request.admin else namespace
         match request.op:
             case ListEntries() as op:
-                reply((yield from self._census.page(op, view, namespace)))
+                reply((yield from self._cache_info.page(op, view, namespace)))
             case GetStats() as op:
-                reply((yield from self._census.stats(op, view)))
+                reply((yield from self._cache_info.stats(op, view)))
             case ShowEntry(key):
-                reply(self._census.seen(self._find(view, key), namespace))
+                reply(self._cache_info.seen(self._find(view, key), namespace))
             case Flush(key):
                 self._flush(view, key, reply)
             case PinEntry(key, pinned):
@@ -115,7 +115,7 @@ class Admin:
 
     def _reply_when_durable(self, entry: Entry, reply: Reply) -> None:
         self._when_durable(
-            lambda durable: reply(replace(self._census.info(entry), durable=durable))
+            lambda durable: reply(replace(self._cache_info.info(entry), durable=durable))
         )
 
     def _remove(

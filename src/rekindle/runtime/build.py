@@ -16,7 +16,7 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Admin
 from rekindle.runtime.background import Pieces
-from rekindle.runtime.census import Census
+from rekindle.runtime.cache_info import CacheInfo
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output_format import OutputFormat
@@ -38,7 +38,7 @@ class Runtime:
     kv: KvManager
     pipeline: Pipeline
     scheduler: Scheduler
-    census: Census
+    cache_info: CacheInfo
     admin: Admin
 
     def upkeep(self) -> Pieces[None]:
@@ -98,10 +98,10 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
-    census = Census(storage, kv, planner, pipeline, scheduler, preview)
-    admin = Admin(storage, input_processor, sessions, kv, planner, census)
+    cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
+    admin = Admin(storage, input_processor, sessions, kv, planner, cache_info)
     return Runtime(
-        engine, storage, input_processor, sessions, kv, pipeline, scheduler, census, admin
+        engine, storage, input_processor, sessions, kv, pipeline, scheduler, cache_info, admin
     )
 
 

@@ -30,7 +30,7 @@ from rekindle.runtime.storage import Storage
 View = bytes | None  # the namespace that is seen; None: all of them
 
 
-class Census:
+class CacheInfo:
     """Called by the engine's thread; what takes long yields between its pieces."""
 
     def __init__(
