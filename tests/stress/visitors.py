@@ -117,8 +117,9 @@ class Visitor:
     def prepare(self, client: httpx.Client) -> None:
         system = {"role": "system", "content": f"Be brief. {self._topic()}"}
         body = {"messages": [system], "warm": self.chance.random() < 0.5}
-        path = "/v1/cache/prepare"  # all room may be pinned, or wait to be written
-        self._check(client.post(path, json=body), path, httpx.codes.INSUFFICIENT_STORAGE)
+        path = "/v1/cache/prepare"  # all room may be pinned, or another visitor may remove it
+        response = client.post(path, json=body)
+        self._check(response, path, httpx.codes.INSUFFICIENT_STORAGE, httpx.codes.CONFLICT)
 
     # -- asking --------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ ERRORS = {
     403: "This needs an admin's key, or a page of another origin",
     404: "There is no such path, model, session or cache key",
     408: "The body did not arrive in time",
+    409: "What was asked for was undone by another request meanwhile",
     413: "The body is too large",
     415: "The body is not JSON",
     421: "The Host header names another server",

@@ -108,7 +108,8 @@ def test_a_warming_that_fails_is_that_failure() -> None:
 def test_state_that_is_lost_at_once_is_a_failure_too() -> None:
     assert prepare(ready(finished())).status_code == 500
     front = Front(ScriptedRuntime([KEPT], answers=holding()))
-    assert error(prepare(front))["code"] == "cache_key_not_found"
+    answer = prepare(front)
+    assert (answer.status_code, error(answer)["code"]) == (409, "removed_meanwhile")
 
 
 def test_a_server_that_reuses_nothing_prepares_nothing() -> None:

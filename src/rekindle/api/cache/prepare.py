@@ -13,7 +13,7 @@ from rekindle.api.fields import characters
 from rekindle.api.message import Messages, rendered
 from rekindle.api.tools import Tools, described
 from rekindle.config import Config
-from rekindle.errors import BadRequest, ServerError, Unsupported
+from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
@@ -67,7 +67,7 @@ class PrepareRequest(BaseModel):
         return Prepare(pinned=self.pinned, ttl_s=self.ttl)
 
 
-@router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(507))
+@router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(409, 507))
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
     """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
     models = models_of(request)
@@ -100,13 +100,25 @@ async def _warmed(
         finished = await _finished(turns)
     if finished.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
-    info = await client.request(runtime, Flush(finished.cache.new_cache_key), EntryInfo)
+    try:
+        info = await client.request(runtime, Flush(finished.cache.new_cache_key), EntryInfo)
+    except ServerError as error:
+        if error.code != CacheKeyNotFound.code:
+            raise
+        raise RemovedMeanwhile(
+            "The prompt was computed, but its entry was removed before it was written, by another "
+            "request or to make room. Prepare it again."
+        ) from None
     if info.held_tokens < info.token_count:
         raise NoRoom(
             f"The prompt was computed, but of its {info.token_count} tokens only "
             f"{info.held_tokens} could be kept. Raise --ram-cache or --disk-cache."
         )
     return info
+
+
+class RemovedMeanwhile(ServerError):
+    status, kind, code = 409, "invalid_request_error", "removed_meanwhile"
 
 
 class NoRoom(ServerError):
