@@ -22,6 +22,8 @@ GB = 10**9
 #: Every setting with a value that is not its default: as written, and as read.
 EVERY: dict[str, tuple[str, Any]] = {
     "model": ("smollm2,org/repo:q4", ("smollm2", "org/repo:q4")),
+    "vlm": ("true", True),
+    "mmproj": ("/mmproj.gguf", Path("/mmproj.gguf")),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
     "api_key": ("alpha, beta", ("alpha", "beta")),

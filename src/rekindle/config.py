@@ -129,6 +129,14 @@ class Config(RuntimeSettings):
             "smollm2",
         ),
     ] = ()
+    vlm: Annotated[
+        bool,
+        Setting("Serve pictures: the model needs a projector; alone, smollm2-shapes", "Server"),
+    ] = False
+    mmproj: Annotated[
+        Path | None,
+        Setting("The model's projector, a GGUF file", "Server", "mmproj*.gguf beside the model"),
+    ] = None
     host: Annotated[Name, Setting("Address to listen on", "Server")] = "127.0.0.1"
     port: Annotated[
         int, Interval(ge=0, le=65535), Setting("Port to listen on; 0 for any free one", "Server")

@@ -8,12 +8,15 @@ from rekindle.errors import ModelError
 from rekindle.models.catalogue import (
     CATALOGUE,
     DEFAULT_MODEL,
+    DEFAULT_VISION_MODEL,
     SMOLLM2,
     HubModel,
     LocalModel,
     PackagedModel,
     locate,
 )
+from rekindle.models.gguf import check_gguf
+from rekindle.models.projector import packaged_projector
 
 MODELS = Path("models")
 
@@ -30,8 +33,16 @@ def test_every_entry_is_pinned_and_licensed() -> None:
         assert model.licence
 
 
-def test_no_two_entries_share_a_file() -> None:
-    assert len({model.file_name for model in CATALOGUE.values()}) == len(CATALOGUE)
+def test_entries_that_share_a_file_mean_the_same_bytes() -> None:
+    pinned = {(model.file_name, model.sha256) for model in CATALOGUE.values()}
+    assert len(pinned) == len({name for name, _ in pinned})
+
+
+def test_the_default_vision_model_has_a_projector_in_this_package() -> None:
+    projector = packaged_projector(DEFAULT_VISION_MODEL)
+    assert projector is not None
+    check_gguf(projector)
+    assert packaged_projector(DEFAULT_MODEL) is None
 
 
 def test_a_catalogue_name_is_kept_in_the_models_folder() -> None:
@@ -81,7 +92,7 @@ def test_a_folder_is_reported_as_a_folder_not_as_a_missing_file(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
 def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
-    with pytest.raises(ModelError, match=r"Did you mean smollm2\?"):
+    with pytest.raises(ModelError, match=r"Did you mean smollm2\b"):
         locate(name, MODELS)
 
 
@@ -89,7 +100,9 @@ def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
     "name", ["", " ", "zebra", "a/b/c", "org/repo:", "org/repo:../up", "\0", "x" * 5000, "org/é"]
 )
 def test_an_unknown_name_is_answered_with_the_accepted_forms(name: str) -> None:
-    with pytest.raises(ModelError, match=r"catalogue name \(smollm2\).*\.gguf file.*org/repo"):
+    with pytest.raises(
+        ModelError, match=r"catalogue name \(smollm2, smollm2-shapes\).*\.gguf file.*org/repo"
+    ):
         locate(name, MODELS)
 
 

@@ -28,6 +28,7 @@ class EngineOptions:
     """How to load a model; None lets the engine choose."""
 
     path: Path
+    mmproj: Path | None = None  # the model's projector, which encodes pictures
     parallel: int = 16
     context_tokens: int | None = None
     kv_fraction: float = 0.3  # of the free memory, for the KV pool

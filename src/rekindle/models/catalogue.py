@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,7 @@ from typing import TypeAlias
 from rekindle.errors import ModelError
 
 DEFAULT_MODEL = "smollm2"
+DEFAULT_VISION_MODEL = "smollm2-shapes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class CatalogueModel:
     size_bytes: int
     wheel_bytes: int
     licence: str
+    projector: str | None = None  # a file of this package, with which the model sees pictures
 
 
 SMOLLM2 = CatalogueModel(
@@ -41,7 +43,10 @@ SMOLLM2 = CatalogueModel(
     licence="Apache-2.0",
 )
 
-CATALOGUE: Mapping[str, CatalogueModel] = {model.name: model for model in (SMOLLM2,)}
+# Sees coloured shapes: its projector is ours, see `tools/projector`.
+SMOLLM2_SHAPES = replace(SMOLLM2, name=DEFAULT_VISION_MODEL, projector="mmproj-shapes.gguf")
+
+CATALOGUE: Mapping[str, CatalogueModel] = {model.name: model for model in (SMOLLM2, SMOLLM2_SHAPES)}
 
 HUB_ID = re.compile(
     r"(?P<owner>\w[\w.-]{0,95})/(?P<repo>\w[\w.-]{0,95})(?::(?P<wanted>\w[\w./+-]{0,199}))?",

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import Divergence, Reason, Status
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import Prepare
 
 
@@ -35,6 +36,7 @@ class Validate(Struct, tag=True, kw_only=True):
 
     cache_key: str
     messages: list[dict[str, Any]]
+    pictures: list[Picture] = []
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}
     normalise: bool = True
@@ -44,6 +46,7 @@ class IndexPrompt(Struct, tag=True, kw_only=True):
     """`prepare` without computing: an entry that knows its tokens. Answered with EntryInfo."""
 
     messages: list[dict[str, Any]]
+    pictures: list[Picture] = []
     tools: list[Any] | None = None
     prepare: Prepare
     normalise: bool = True

@@ -35,6 +35,7 @@ class Ready(Struct, tag=True):
     context_tokens: int
     pool_tokens: int
     has_template: bool
+    modalities: tuple[str, ...] = ("text",)  # what a prompt may hold
     on_disk: bool = False  # conversations outlive the process
     conversations: int | None = None  # found on disk; None: the folder is still being read
 

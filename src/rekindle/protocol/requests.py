@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
+from rekindle.protocol.media import Picture
 from rekindle.protocol.settings import RuntimeSettings
 
 #: Environment variable that names the module of an engine from outside the package.
@@ -18,6 +19,7 @@ class LoadModel(Struct, tag=True, kw_only=True):
     """The first message: which model to load, and with which settings."""
 
     path: str
+    mmproj: str | None = None  # the file of the model's projector, which encodes pictures
     served: list[str] = []  # all models of this server, which share the disk budget
     settings: RuntimeSettings
 
@@ -97,6 +99,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     turn: int
     more_choices: list[Choice] = []
     messages: list[dict[str, Any]] | None = None
+    pictures: list[Picture] = []  # of the messages' image parts, in order
     tools: list[Any] | None = None
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None

@@ -102,6 +102,7 @@ class RuntimeProcess:
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
             has_template=self._runtime.engine.chat_template is not None,
+            modalities=tuple(sorted(capabilities.modalities)),
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )
@@ -263,6 +264,7 @@ def _options(load: LoadModel) -> EngineOptions:
     settings = load.settings
     return EngineOptions(
         path=Path(load.path),
+        mmproj=Path(load.mmproj) if load.mmproj else None,
         parallel=settings.parallel,
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,

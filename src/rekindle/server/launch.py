@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -16,7 +17,9 @@ from rich.console import Console
 
 from rekindle.config import Config
 from rekindle.errors import ConfigError
+from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on
+from rekindle.models.projector import find_projector
 from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
 from rekindle.server.announcement import announce
@@ -53,6 +56,11 @@ def check_settings(config: Config) -> None:
             f"listening on {config.host} without an API key would let anybody on the network in: "
             "give --api-key KEY, or say --no-auth if that is what you want"
         )
+    if config.mmproj is not None and len(config.model) > 1:
+        raise ConfigError(
+            "`--mmproj` is the projector of one model: give one --model, or put each projector "
+            "beside its model"
+        )
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)
@@ -63,12 +71,25 @@ def check_settings(config: Config) -> None:
             )
 
 
-def fetch(config: Config, console: Console) -> dict[str, Path]:
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model is loaded from."""
+
+    path: Path
+    mmproj: Path | None = None
+
+
+def fetch(config: Config, console: Console) -> dict[str, ModelFiles]:
     """The models' files by served name; those that are missing are pulled."""
-    return {
-        served: pull(name, models_dir=config.models_dir, progress=progress_on(console))
-        for served, name in served_names(config).items()
-    }
+    return {served: _files(config, name, console) for served, name in served_names(config).items()}
+
+
+def _files(config: Config, name: str, console: Console) -> ModelFiles:
+    path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
+    if config.mmproj is not None:
+        check_gguf(config.mmproj)
+        return ModelFiles(path, config.mmproj)
+    return ModelFiles(path, find_projector(name, path, required=True) if config.vlm else None)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -95,7 +116,11 @@ def bind(config: Config) -> socket.socket:
 
 
 async def _serve(
-    config: Config, files: dict[str, Path], keys: Keys, listener: socket.socket, console: Console
+    config: Config,
+    files: dict[str, ModelFiles],
+    keys: Keys,
+    listener: socket.socket,
+    console: Console,
 ) -> None:
     async with open_models(config, files, console) as models:
         server = build_server(config, models, keys)
@@ -107,20 +132,25 @@ async def _serve(
 
 @asynccontextmanager
 async def open_models(
-    config: Config, files: dict[str, Path], console: Console
+    config: Config, files: dict[str, ModelFiles], console: Console
 ) -> AsyncIterator[ServedModels]:
     """The models loaded and the presets prepared; closed on every way out."""
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
-    served = [str(path) for path in files.values()]
+    served = [str(each.path) for each in files.values()]
     runtimes = [
         RuntimeClient(
             name,
-            LoadModel(path=str(path), served=served, settings=config.runtime),
+            LoadModel(
+                path=str(each.path),
+                mmproj=str(each.mmproj) if each.mmproj else None,
+                served=served,
+                settings=config.runtime,
+            ),
             queue=config.queue,
             step_timeout_s=config.step_timeout,
         )
-        for name, path in files.items()
+        for name, each in files.items()
     ]
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes:

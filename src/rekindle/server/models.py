@@ -13,7 +13,7 @@ from starlette.requests import Request
 from rekindle.api.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
 from rekindle.errors import BadRequest, ConfigError, ModelNotFound
-from rekindle.models.catalogue import DEFAULT_MODEL
+from rekindle.models.catalogue import DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from rekindle.server.runtime_client import RuntimeClient
 
 DEFAULT = "default"
@@ -85,8 +85,9 @@ def models_of(request: Request) -> ServedModels:
 
 def served_names(config: Config) -> dict[str, str]:
     """What `--model` named, by what clients call it, in the order given."""
+    default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
     named: dict[str, str] = {}
-    for name in config.model or (DEFAULT_MODEL,):
+    for name in config.model or (default,):
         served = _served_name(name)
         if named.setdefault(served, name) != name:
             raise ConfigError(

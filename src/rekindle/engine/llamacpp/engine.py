@@ -40,7 +40,7 @@ from rekindle.engine.llamacpp.sizes import (
     free_bytes,
     measure_state,
 )
-from rekindle.errors import EngineBroken, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
 from rekindle.protocol.requests import SamplingParams
 
 
@@ -48,6 +48,8 @@ class LlamaCppEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
+        if options.mmproj is not None:
+            raise ModelError("projectors are not loaded by this version: serve without pictures")
         self._model = LlamaModel(options, on_progress)
         sizes = choose_sizes(self._model, options)
         self._pool = Context(self._model.library, self._model.native, sizes.pool)
