@@ -245,7 +245,7 @@ def test_a_dialect_imports_no_other_dialect() -> None:
 
 
 def test_no_engine_is_named_outside_the_engines() -> None:
-    """But for one line of the registry."""
+    """But for two lines of the registry: what generates text, and what makes vectors."""
     named = [
         f"{path.relative_to(SOURCE)}: {line.strip()}"
         for path in FILES
@@ -254,7 +254,7 @@ def test_no_engine_is_named_outside_the_engines() -> None:
         if re.search(r"llama_?cpp", line, re.IGNORECASE)
     ]
     assert [line for line in named if not line.startswith("engine/registry.py: ")] == []
-    assert len(named) <= 1
+    assert len(named) <= 2
 
 
 def tiers_named(path: Path) -> set[str]:

@@ -59,7 +59,7 @@ def build(name: str, folder: Path) -> Engine:
         path = write_numpy(folder / f"tiny{SUFFIX}", context=1024)
         return NumpyEngine(EngineOptions(path=path, parallel=4))
     if name.startswith("fake"):
-        return FakeEngine(can_truncate=name == "fake", embeds=name == "fake")
+        return FakeEngine(can_truncate=name == "fake")
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
     return LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, kv_type=kv_type))

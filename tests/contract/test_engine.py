@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Engine, Work
-from rekindle.errors import CorruptBlock, PoolFull, Unsupported
+from rekindle.errors import CorruptBlock, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
 from tests.contract.engines import every_engine
@@ -168,17 +168,3 @@ def test_a_mask_is_applied_to_every_choice_and_is_given_it(
     sampler.close()
     assert only_even.accepted == tokens[10:]
     assert all(token % 2 == 0 for token in tokens[10:])
-
-
-def test_inputs_are_embedded_or_the_request_is_refused(engine: Engine) -> None:
-    inputs = [PROMPT[:10], PROMPT[:3], PROMPT[:10]]
-    if not engine.capabilities.embeds:
-        with pytest.raises(Unsupported):
-            engine.embed(inputs)
-        return
-    free = engine.free_tokens
-    first, other, same = engine.embed(inputs)
-    assert first.shape == other.shape
-    assert np.array_equal(first, same)
-    assert not np.array_equal(first, other)
-    assert engine.free_tokens == free

@@ -18,11 +18,10 @@ from rekindle.engine.base import (
     Sampler,
     Sequence,
     TokenMask,
-    Vector,
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
+from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer
 
@@ -100,7 +99,6 @@ class FakeEngine:
     exact_sequences: int = 4
     batch_tokens: int = 128
     can_truncate: bool = True
-    embeds: bool = False
     device: Literal["cpu", "gpu"] = "cpu"
     fingerprint: bytes = b"fake"
     chat_template: str | None = TEMPLATE
@@ -133,7 +131,6 @@ class FakeEngine:
             device=self.device,
             kv_type="fake",
             kv={"fake": self._layout},
-            embeds=self.embeds,
         )
 
     @property
@@ -264,14 +261,6 @@ class FakeEngine:
             if not sequence.exact:
                 self._cells.truncate(sequence.slot, tokens)
             sequence.length = tokens
-
-    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
-        if not self.embeds:
-            raise Unsupported("this engine makes no embeddings")
-        return [
-            np.random.default_rng(list(tokens)).standard_normal(8).astype(np.float32)
-            for tokens in inputs
-        ]
 
     def reset(self) -> None:
         self.counts.resets += 1

@@ -85,9 +85,13 @@ class TinyModel:
         self.writer.close()
 
 
-def write_llama(path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096) -> Path:
+def write_llama(
+    path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096, pooling: int | None = None
+) -> Path:
     """Full attention: state can be truncated anywhere."""
     model = TinyModel(path, "llama", layers, seed, context)
+    if pooling is not None:
+        model.number("pooling_type", pooling)
     model.number("attention.head_count", HEADS)
     model.number("attention.head_count_kv", KV_HEADS)
     model.number("rope.dimension_count", HEAD_WIDTH)

@@ -19,7 +19,7 @@ from rekindle.tokens import Tokenizer
 
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
-Vector = np.ndarray[Any, np.dtype[np.float32]]
+Matrix = np.ndarray[Any, np.dtype[np.float32]]
 OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 
@@ -62,7 +62,6 @@ class Capabilities:
     kv_type: KvType  # the one that sequences have
     kv: Mapping[KvType, KvLayout]
     modalities: frozenset[str] = frozenset({"text"})
-    embeds: bool = False
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -178,9 +177,6 @@ class Engine(Protocol):
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut."""
 
-    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
-        """One vector for each input; raises Unsupported unless `capabilities.embeds`."""
-
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""
 
@@ -188,5 +184,40 @@ class Engine(Protocol):
         """Give back what is kept for sequences to come and was not used since the last call."""
 
     def close_sequence(self, sequence: Sequence) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedderInfo:
+    """What a model that makes vectors is like."""
+
+    context_tokens: int  # the longest input
+    batch_tokens: int  # that a call should have, for speed: the caller decides between two calls
+    dimensions: int  # of a vector
+    ranks: bool = False  # it scores pairs of texts, and makes no vectors
+
+
+class Embedder(Protocol):
+    """A model loaded to make vectors of texts, or to score pairs of them. It has no sequences and
+    keeps nothing between two calls, of which any may raise EngineBroken."""
+
+    @property
+    def info(self) -> EmbedderInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def embed(self, inputs: Seq[Seq[int]]) -> Matrix:
+        """A row of length one for each input; any number of inputs, in any order of lengths."""
+
+    def rank(self, pairs: Seq[Seq[int]]) -> list[float]:
+        """For each pair, from 0 to 1, how well its document answers its query."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of an input, with those that the model wants around it; any thread."""
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """A query and a document as the tokens of one input; any thread."""
 
     def close(self) -> None: ...

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
-from rekindle.engine.base import Engine, EngineOptions, OnProgress
+from rekindle.engine.base import Embedder, Engine, EngineOptions, OnProgress
 from rekindle.errors import ConfigError, ModelError
 from rekindle.protocol.requests import ENGINE_MODULE
 
@@ -26,10 +26,17 @@ class EngineKind:
     format: str  # of its files, as people call it
     matches: Callable[[Path], bool]
     factory: str  # "module:name" of a callable(EngineOptions, OnProgress) -> Engine
+    embedder_factory: str | None = None  # the same, -> Embedder; None: it makes no vectors
 
     def load(self, options: EngineOptions, on_progress: OnProgress) -> Engine:
         engine: Engine = resolve_name(self.factory)(options, on_progress)
         return engine
+
+    def load_embedder(self, options: EngineOptions, on_progress: OnProgress) -> Embedder:
+        if self.embedder_factory is None:
+            raise ModelError(f"{self.name} makes no embeddings: give a model of another format")
+        embedder: Embedder = resolve_name(self.embedder_factory)(options, on_progress)
+        return embedder
 
 
 def _is_gguf(path: Path) -> bool:
@@ -46,7 +53,13 @@ def _is_gguf(path: Path) -> bool:
 
 
 ENGINES = (
-    EngineKind("llama.cpp", "GGUF", _is_gguf, "rekindle.engine.llamacpp.engine:LlamaCppEngine"),
+    EngineKind(
+        "llama.cpp",
+        "GGUF",
+        _is_gguf,
+        "rekindle.engine.llamacpp.engine:LlamaCppEngine",
+        "rekindle.engine.llamacpp.embedder:LlamaCppEmbedder",
+    ),
 )
 
 
@@ -70,11 +83,20 @@ def load_engine(
     options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
 ) -> Engine:
     """The first engine that takes the file, or the one called `name`; raises ModelError."""
+    return _kind_of(options.path, name).load(options, on_progress)
+
+
+def load_embedder(options: EngineOptions, on_progress: OnProgress = lambda _done: None) -> Embedder:
+    """The same for a model that makes vectors."""
+    return _kind_of(options.path, None).load_embedder(options, on_progress)
+
+
+def _kind_of(path: Path, name: str | None) -> EngineKind:
     engines = known_engines()
     for kind in engines:
-        if kind.name == name or (name is None and kind.matches(options.path)):
-            return kind.load(options, on_progress)
+        if kind.name == name or (name is None and kind.matches(path)):
+            return kind
     supported = ", ".join(f"{kind.format} ({kind.name})" for kind in engines)
     if name is not None:
         raise ModelError(f"there is no engine called {name}; supported: {supported}")
-    raise ModelError(f"no engine loads {options.path.name}; supported formats: {supported}")
+    raise ModelError(f"no engine loads {path.name}; supported formats: {supported}")

@@ -19,7 +19,6 @@ from rekindle.engine.base import (
     Sampler,
     Sequence,
     TokenMask,
-    Vector,
     Work,
 )
 from rekindle.engine.cells import Cells
@@ -70,7 +69,6 @@ class NumpyEngine:
             device="cpu",
             kv_type=KV_TYPE,
             kv={KV_TYPE: layout},
-            embeds=True,
         )
 
     def _empty(self, tokens: int = 0) -> Array:
@@ -170,13 +168,6 @@ class NumpyEngine:
         if self.observe is not None:
             self.observe(item.sequence, logits)
         return item.sampler.sample(logits)
-
-    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
-        """The mean of an input's hidden states, of length one."""
-        means = (
-            self._model.forward(tokens, self._empty(len(tokens))).mean(axis=0) for tokens in inputs
-        )
-        return [mean / np.linalg.norm(mean) for mean in means]
 
     def close(self) -> None:
         self.reset()

@@ -46,6 +46,7 @@ WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what ca
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
 GGUF_UINT32, GGUF_STRING = 4, 8  # gguf_type
+POOLING_MEAN, POOLING_LAST, POOLING_RANK = 1, 3, 4  # LLAMA_POOLING_TYPE
 DEVICE_CPU, DEVICE_GPU = 0, 1  # GGML_BACKEND_DEVICE_TYPE
 
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
@@ -172,6 +173,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_get_vocab": (_P, [_P]),
     "llama_model_n_ctx_train": (c_int32, [_P]),
     "llama_model_n_embd": (c_int32, [_P]),
+    "llama_model_n_embd_out": (c_int32, [_P]),
+    "llama_model_n_cls_out": (c_uint32, [_P]),
     "llama_model_n_layer": (c_int32, [_P]),
     "llama_model_n_swa": (c_int32, [_P]),
     "llama_model_size": (c_uint64, [_P]),
@@ -200,6 +203,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
     ),
     "llama_decode": (c_int32, [_P, Batch]),
+    "llama_encode": (c_int32, [_P, Batch]),
+    "llama_get_embeddings_seq": (POINTER(c_float), [_P, c_int32]),
     "llama_get_logits_ith": (POINTER(c_float), [_P, c_int32]),
     "llama_vocab_n_tokens": (c_int32, [_P]),
     "llama_vocab_type": (c_int, [_P]),
@@ -208,7 +213,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_is_eog": (c_bool, [_P, c_int32]),
     "llama_vocab_bos": (c_int32, [_P]),
     "llama_vocab_eos": (c_int32, [_P]),
+    "llama_vocab_sep": (c_int32, [_P]),
     "llama_vocab_get_add_bos": (c_bool, [_P]),
+    "llama_vocab_get_add_eos": (c_bool, [_P]),
+    "llama_vocab_get_add_sep": (c_bool, [_P]),
     "llama_tokenize": (
         c_int32,
         [_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool],

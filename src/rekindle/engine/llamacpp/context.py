@@ -49,7 +49,7 @@ class Context:
         self._model = model
         self.shape = shape
         self.scratch = shape.sequences  # one slot more than is handed out
-        self._batch = _BatchArrays(shape.batch)
+        self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
         self._build()
 
@@ -187,7 +187,7 @@ class LogitsRow:
         return self.context.logits(self.index, self.vocabulary_size)
 
 
-class _BatchArrays:
+class BatchArrays:
     """Batch arrays allocated once; filling them is what Python does in every step."""
 
     def __init__(self, rows: int) -> None:
@@ -211,7 +211,10 @@ class _BatchArrays:
             self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
-    def fill(self, rows: Seq[Rows]) -> tuple[bindings.Batch, list[int]]:
+    def fill(
+        self, rows: Seq[Rows], *, all_wanted: bool = False
+    ) -> tuple[bindings.Batch, list[int]]:
+        """`all_wanted`: every row counts for what is made of its sequence, as for a vector."""
         filled = 0
         last = []
         for run in rows:
@@ -219,7 +222,7 @@ class _BatchArrays:
             self._tokens[filled:stop] = run.tokens
             self._positions[filled:stop] = np.arange(run.start, run.start + len(run.tokens))
             self._slots[filled:stop] = run.slot
-            self._wanted[filled:stop] = 0
+            self._wanted[filled:stop] = all_wanted
             self._wanted[stop - 1] = run.wanted
             last.append(stop - 1)
             filled = stop

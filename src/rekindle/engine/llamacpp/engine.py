@@ -24,7 +24,6 @@ from rekindle.engine.base import (
     Sampler,
     Sequence,
     TokenMask,
-    Vector,
     Work,
 )
 from rekindle.engine.cells import Cells
@@ -40,7 +39,7 @@ from rekindle.engine.llamacpp.sizes import (
     free_bytes,
     measure_state,
 )
-from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, ModelError, PoolFull
 from rekindle.protocol.requests import SamplingParams
 
 
@@ -51,6 +50,11 @@ class LlamaCppEngine:
         if options.mmproj is not None:
             raise ModelError("projectors are not loaded by this version: serve without pictures")
         self._model = LlamaModel(options, on_progress)
+        if not self._model.is_causal:
+            raise ModelError(
+                f"{options.path.name} makes vectors and generates no text: "
+                "give it as --embedding-model"
+            )
         sizes = choose_sizes(self._model, options)
         self._pool = Context(self._model.library, self._model.native, sizes.pool)
         self._cells = Cells(sizes.pool.cells)
@@ -209,9 +213,6 @@ class LlamaCppEngine:
         if self.observe is not None:
             self.observe(item.sequence, row.values())
         return item.sampler.sample(row)
-
-    def embed(self, inputs: Seq[Seq[int]]) -> list[Vector]:
-        raise Unsupported("This model is loaded for text generation and makes no embeddings.")
 
     def close(self) -> None:
         self._pool.close()

@@ -76,6 +76,17 @@ class LlamaModel:
         return max(int(self.library.llama_model_n_swa(self.native)), 0)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether a token sees those before it alone, without which no text can be generated."""
+        return _value(self.library, self.native, "attention.causal") != "false"
+
+    @property
+    def pooling(self) -> int:
+        """How its vectors are made of its tokens'; where the file does not say, as is usual."""
+        usual = bindings.POOLING_LAST if self.is_causal else bindings.POOLING_MEAN
+        return _number(self.library, self.native, "pooling_type") or usual
+
+    @property
     def can_truncate(self) -> bool:
         """Recurrent state is of one position and cannot be taken apart."""
         recurrent = self.library.llama_model_is_recurrent(self.native)
@@ -107,6 +118,11 @@ def _head_width(library: Any, model: int, kind: str) -> int | None:
 
 def _number(library: Any, model: int, name: str) -> int:
     """A number of the architecture's own, 0 when the model does not say."""
-    architecture = bindings.metadata(library, model, "general.architecture")
-    value = bindings.metadata(library, model, f"{architecture}.{name}")
+    value = _value(library, model, name)
     return int(value) if value.isdecimal() else 0
+
+
+def _value(library: Any, model: int, name: str) -> str:
+    """A value of the architecture's own as text, empty when the model does not say."""
+    architecture = bindings.metadata(library, model, "general.architecture")
+    return bindings.metadata(library, model, f"{architecture}.{name}")

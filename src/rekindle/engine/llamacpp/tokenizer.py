@@ -58,19 +58,31 @@ class LlamaTokenizer:
         raw: bytes = self._library.llama_vocab_get_text(self._vocab, token)
         return raw.decode(errors="replace")
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Tokens of the text; `special` lets control-token text become control tokens."""
+    def encode(self, text: str, *, special: bool, add_special: bool = False) -> list[int]:
+        """Tokens of the text; `special` lets control-token text become control tokens, and
+        `add_special` adds those that the model wants around a text."""
         if not self._has_text:
             raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
         room = len(raw) + 8  # never more tokens than bytes, plus what a tokenizer puts in front
         tokens = (ctypes.c_int32 * room)()
         count = self._library.llama_tokenize(
-            self._vocab, raw, len(raw), tokens, room, False, special
+            self._vocab, raw, len(raw), tokens, room, add_special, special
         )
         if count < 0:
             raise BadRequest("the tokenizer cannot take this text", param="messages")
         return list(tokens[:count])
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """Two texts as one input of a model that scores pairs."""
+        library, vocab = self._library, self._vocab
+        separator = [int(library.llama_vocab_sep(vocab))]
+        if separator == [NO_TOKEN] or not library.llama_vocab_get_add_sep(vocab):
+            separator = []
+        end = [self.eos] if self.eos is not None and library.llama_vocab_get_add_eos(vocab) else []
+        start = [self.bos] if self.bos is not None and self.add_bos else []
+        first, second = (self.encode(text, special=False) for text in (query, document))
+        return [*start, *first, *end, *separator, *second, *(end or separator)]
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """A token's bytes; a control token has none unless `special`."""

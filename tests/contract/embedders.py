@@ -1,0 +1,24 @@
+"""Every embedder the contract is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import gguf
+
+from rekindle.engine.base import Embedder, EngineOptions
+from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
+from tests.support.tiny import write_llama
+from tests.support.tiny_bert import write_bert
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "llama.cpp-bert": write_bert,
+    "llama.cpp-decoder": partial(write_llama, context=256, pooling=gguf.PoolingType.LAST),
+}
+
+
+def build_embedder(name: str, folder: Path) -> Embedder:
+    path = WRITERS[name](folder / f"{name}.gguf")
+    return LlamaCppEmbedder(EngineOptions(path=path, threads=1))
