@@ -22,10 +22,12 @@ from tests.support.tiny import (
     write_llama,
     write_mamba,
 )
+from tests.support.tiny_projector import write_gemma3_projector, write_llava_projector
 
 LAYERS = 2
 TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
 WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be truncated
+SEEING = ("fake", "numpy", "llama", "gemma3", "lfm2")  # those that take pictures
 
 
 def write_wide_llama(path: Path) -> Path:
@@ -54,17 +56,30 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+PROJECTORS: dict[str, Callable[[Path], Path]] = {
+    "llama": write_llava_projector,
+    "gemma3": write_gemma3_projector,
+    "lfm2": write_llava_projector,
+}
+
+
 def build(name: str, folder: Path) -> Engine:
     if name == "numpy":
         path = write_numpy(folder / f"tiny{SUFFIX}", context=1024)
         return NumpyEngine(EngineOptions(path=path, parallel=4))
     if name.startswith("fake"):
-        return FakeEngine(can_truncate=name == "fake")
+        return FakeEngine(can_truncate=name == "fake", sees=name in SEEING)
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
-    return LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, kv_type=kv_type))
+    write_projector = PROJECTORS.get(name)
+    mmproj = write_projector(folder / "mmproj.gguf") if write_projector else None
+    return LlamaCppEngine(
+        EngineOptions(path=path, mmproj=mmproj, parallel=4, threads=1, kv_type=kv_type)
+    )
 
 
 every_engine = pytest.mark.parametrize("engine", [*TRUNCATING, *WHOLE], indirect=True)
 truncating_engines = pytest.mark.parametrize("engine", TRUNCATING, indirect=True)
+seeing_engines = pytest.mark.parametrize("engine", SEEING, indirect=True)
+blind_engines = pytest.mark.parametrize("engine", ["fake-whole", "mamba"], indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

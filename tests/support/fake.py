@@ -14,6 +14,7 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     KvLayout,
+    Matrix,
     Sampled,
     Sampler,
     Sequence,
@@ -21,13 +22,16 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull
+from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
-from rekindle.tokens import Tokenizer
+from rekindle.tokens import Tokenizer, Tokens, pack
+from tests.support.pictures import PlainProjector
 
 CELL_BYTES = 16
 CHECKPOINT_BYTES = 40
 VOCABULARY_SIZE = 1000
+VECTOR_WIDTH = 4
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -105,9 +109,13 @@ class FakeEngine:
     break_steps: set[int] = field(default_factory=set)
     break_restores: int = 0
     exact_contexts: int | None = None
+    sees: bool = False
+    whole_pictures: bool = False
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()
+        self.projector = PlainProjector(VECTOR_WIDTH)
+        self._spans: set[bytes] = set()  # ids of all pictures
         self.tokenizer: Tokenizer = NumberTokenizer()
         self._empty()
 
@@ -131,6 +139,8 @@ class FakeEngine:
             device=self.device,
             kv_type="fake",
             kv={"fake": self._layout},
+            modalities=frozenset({"text", "image"} if self.sees else {"text"}),
+            whole_pictures=self.whole_pictures,
         )
 
     @property
@@ -233,8 +243,8 @@ class FakeEngine:
     def _compute(self, item: Work) -> Sampled | None:
         self._grow(item.sequence, len(item.tokens))
         state = self._state(item.sequence)
-        for token in item.tokens:
-            before = self._before(item.sequence) + token.to_bytes(4, "big")
+        for row in self._rows(item):
+            before = self._before(item.sequence) + row
             state.append(hashlib.blake2b(before, digest_size=CELL_BYTES).digest())
             going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES - 4).digest()
             position = len(state).to_bytes(4, "big")
@@ -244,6 +254,16 @@ class FakeEngine:
         if item.sampler is None:
             return None
         return item.sampler.sample(state[-1])
+
+    def _rows(self, item: Work) -> list[bytes]:
+        """What each token adds to the state: its id, or the vector that stands for it."""
+        if item.vectors is None:
+            assert all(token < VOCABULARY_SIZE for token in item.tokens)
+            return [token.to_bytes(4, "big") for token in item.tokens]
+        if item.vectors.shape != (len(item.tokens), VECTOR_WIDTH):
+            raise ValueError("these are not the vectors of this picture")
+        assert not self.whole_pictures or pack(item.tokens) in self._spans
+        return [row.tobytes() for row in item.vectors]
 
     def _before(self, sequence: Sequence) -> bytes:
         """What the next token's state depends on; an empty sequence is a new one."""
@@ -261,6 +281,18 @@ class FakeEngine:
             if not sequence.exact:
                 self._cells.truncate(sequence.slot, tokens)
             sequence.length = tokens
+
+    def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        if not self.sees:
+            raise Unsupported("this engine sees no pictures")
+        tokens = self.projector.tokens(width, height, digest)
+        self._spans |= {span.ids() for span in tokens.media}
+        return tokens
+
+    def encode_picture(self, picture: Picture) -> list[Matrix]:
+        if not self.sees:
+            raise Unsupported("this engine sees no pictures")
+        return self.projector.encode(picture)
 
     def reset(self) -> None:
         self.counts.resets += 1

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
-from rekindle.tokens import Tokenizer
+from rekindle.tokens import Tokenizer, Tokens
 
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
@@ -62,6 +63,7 @@ class Capabilities:
     kv_type: KvType  # the one that sequences have
     kv: Mapping[KvType, KvLayout]
     modalities: frozenset[str] = frozenset({"text"})
+    whole_pictures: bool = False  # all vectors of a picture are computed in one step
 
     @property
     def kv_layout(self) -> KvLayout:
@@ -117,11 +119,15 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens to append to a sequence; with a sampler, the token after them is chosen."""
+    """Tokens to append to a sequence; with a sampler, the token after them is chosen.
+
+    They are all text, or all of one picture; then `vectors` has a row for each of them.
+    """
 
     sequence: Sequence
     tokens: Seq[int]
     sampler: Sampler | None
+    vectors: Matrix | None = None
 
 
 class Engine(Protocol):
@@ -169,13 +175,21 @@ class Engine(Protocol):
 
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
-    ) -> Sampler: ...
+    ) -> Sampler:
+        """`prompt` are the ids of its text, without those of pictures."""
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         """Do all the work, or none of it and raise PoolFull; one result for each piece."""
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut."""
+
+    def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        """What a picture takes: its vectors' tokens, and those that the model has around them. Any
+        thread; raises Unsupported without the modality "image"."""
+
+    def encode_picture(self, picture: Picture) -> list[Matrix]:
+        """The vectors of each picture span of its tokens; raises Unsupported likewise."""
 
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""

@@ -14,6 +14,7 @@ from rekindle.engine.base import (
     Capabilities,
     EngineOptions,
     KvLayout,
+    Matrix,
     OnProgress,
     Sampled,
     Sampler,
@@ -23,10 +24,13 @@ from rekindle.engine.base import (
 )
 from rekindle.engine.cells import Cells
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
-from tests.support.numpy_engine.model import FORMAT, Array, ModelFile, TinyTransformer
+from rekindle.tokens import Tokens
+from tests.support.numpy_engine.model import FORMAT, WIDTH, Array, ModelFile, TinyTransformer
 from tests.support.numpy_engine.sampler import NumpySampler
 from tests.support.numpy_engine.tokenizer import TEMPLATE, ByteTokenizer
+from tests.support.pictures import PlainProjector
 
 BLOCK_TOKENS = STEP_TOKENS = 64
 BATCH_TOKENS = 128  # beside one row for each turn that decodes
@@ -43,6 +47,7 @@ class NumpyEngine:
         self.tokenizer = ByteTokenizer()
         self.chat_template = TEMPLATE
         self._model = TinyTransformer(file, self.tokenizer.size)
+        self._projector = PlainProjector(WIDTH)
         self.capabilities = self._describe(options)
         self._cells = Cells(self.capabilities.pool_tokens)
         self._rows: dict[tuple[bool, int], Array] = {}
@@ -69,6 +74,7 @@ class NumpyEngine:
             device="cpu",
             kv_type=KV_TYPE,
             kv={KV_TYPE: layout},
+            modalities=frozenset({"text", "image"}),
         )
 
     def _empty(self, tokens: int = 0) -> Array:
@@ -160,14 +166,23 @@ class NumpyEngine:
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:
+        if item.vectors is not None and item.vectors.shape != (len(item.tokens), WIDTH):
+            raise ValueError("these are not the vectors of this picture")
         rows = self._grow(item.sequence, len(item.tokens))
-        hidden = self._model.forward(item.tokens, rows)
+        entering = self._model.embedded(item.tokens) if item.vectors is None else item.vectors
+        hidden = self._model.forward(entering, rows)
         if item.sampler is None:
             return None
         logits = self._model.logits(hidden[-1])
         if self.observe is not None:
             self.observe(item.sequence, logits)
         return item.sampler.sample(logits)
+
+    def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        return self._projector.tokens(width, height, digest)
+
+    def encode_picture(self, picture: Picture) -> list[Matrix]:
+        return self._projector.encode(picture)
 
     def close(self) -> None:
         self.reset()

@@ -95,11 +95,14 @@ class TinyTransformer:
         """The KV row of one token: keys and values of each layer."""
         return (len(self._layers), 2, HEADS, HEAD_WIDTH)
 
-    def forward(self, tokens: Seq[int], rows: Array) -> Array:
-        """The last hidden state of each token; their KV rows become the end of `rows`."""
-        count = len(tokens)
+    def embedded(self, tokens: Seq[int]) -> Array:
+        return self._embedding[list(tokens)]
+
+    def forward(self, hidden: Array, rows: Array) -> Array:
+        """The last hidden state of each token, from its first; their KV rows become the end of
+        `rows`."""
+        count = len(hidden)
         start = len(rows) - count
-        hidden = self._embedding[list(tokens)]
         for number, layer in enumerate(self._layers):
             before = _normalised(hidden)
             query, key, value = (

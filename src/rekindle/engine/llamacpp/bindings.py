@@ -173,6 +173,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_get_vocab": (_P, [_P]),
     "llama_model_n_ctx_train": (c_int32, [_P]),
     "llama_model_n_embd": (c_int32, [_P]),
+    "llama_model_n_embd_inp": (c_int32, [_P]),
     "llama_model_n_embd_out": (c_int32, [_P]),
     "llama_model_n_cls_out": (c_uint32, [_P]),
     "llama_model_n_layer": (c_int32, [_P]),
@@ -203,6 +204,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
     ),
     "llama_decode": (c_int32, [_P, Batch]),
+    "llama_set_causal_attn": (None, [_P, c_bool]),
     "llama_encode": (c_int32, [_P, Batch]),
     "llama_get_embeddings_seq": (POINTER(c_float), [_P, c_int32]),
     "llama_get_logits_ith": (POINTER(c_float), [_P, c_int32]),
@@ -313,16 +315,21 @@ def load_library() -> Any:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryMismatch(f"cannot load the llama.cpp library: {error}") from None
-    for name, (result, arguments) in _SIGNATURES.items():
+    declare(library, _SIGNATURES)
+    check_layout("context", library.llama_context_default_params(), _KNOWN_CONTEXT)
+    check_layout("model", library.llama_model_default_params(), _KNOWN_MODEL)
+    _silence(library)
+    library.llama_backend_init()
+    return library
+
+
+def declare(library: Any, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
+    """Tell ctypes the results and arguments of functions; raises LibraryMismatch."""
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
             raise LibraryMismatch(f"the llama.cpp library lacks `{name}`; use the pinned version")
         function.restype, function.argtypes = result, arguments
-    _check_layout("context", library.llama_context_default_params(), _KNOWN_CONTEXT)
-    _check_layout("model", library.llama_model_default_params(), _KNOWN_MODEL)
-    _silence(library)
-    library.llama_backend_init()
-    return library
 
 
 def metadata(library: Any, model: int, name: str) -> str:
@@ -332,7 +339,8 @@ def metadata(library: Any, model: int, name: str) -> str:
     return text.value.decode(errors="replace") if length >= 0 else ""
 
 
-def _check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
+def check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
+    """Refuse a library whose default parameters read back as others; raises LibraryMismatch."""
     wrong = {
         name: read for name, value in known.items() if (read := getattr(defaults, name)) != value
     }

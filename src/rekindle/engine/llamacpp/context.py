@@ -9,19 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Blob
+from rekindle.engine.base import Blob, Matrix
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive tokens of one sequence; `wanted` asks for the last one's logits."""
+    """Consecutive tokens of one sequence; `wanted` asks for the last one's logits. A picture's are
+    computed from `vectors`."""
 
     slot: int
     start: int
     tokens: Seq[int]
     wanted: bool
+    vectors: Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +90,17 @@ class Context:
         assert self._native is not None, "context is closed"
         return self._native
 
-    def decode(self, rows: Seq[Rows]) -> list[int]:
-        """Compute all rows in one native call; the batch index of each run's last row."""
+    def decode(self, rows: Seq[Rows], *, causal: bool = True) -> list[int]:
+        """Compute all rows, of text or of pictures, in one native call; the batch index of each
+        run's last row. Unless `causal`, each row sees those after it, too."""
         batch, last = self._batch.fill(rows)
-        status = self._library.llama_decode(self.native, batch)
+        if not causal:
+            self._library.llama_set_causal_attn(self.native, False)
+        try:
+            status = self._library.llama_decode(self.native, batch)
+        finally:
+            if not causal:
+                self._library.llama_set_causal_attn(self.native, True)
         if status == bindings.DECODE_NO_ROOM:
             raise PoolFull("no free cells for this step")
         if status != bindings.DECODE_OK:
@@ -201,9 +210,10 @@ class BatchArrays:
         self._slot_pointers = (int_pointer * rows)(
             *(ctypes.cast(base + 4 * row, int_pointer) for row in range(rows))
         )
+        self._token_pointer = self._tokens.ctypes.data_as(int_pointer)
         self._native = bindings.Batch(
             0,
-            self._tokens.ctypes.data_as(int_pointer),
+            self._token_pointer,
             None,
             self._positions.ctypes.data_as(int_pointer),
             self._ones.ctypes.data_as(int_pointer),
@@ -219,7 +229,8 @@ class BatchArrays:
         last = []
         for run in rows:
             stop = filled + len(run.tokens)
-            self._tokens[filled:stop] = run.tokens
+            if run.vectors is None:
+                self._tokens[filled:stop] = run.tokens
             self._positions[filled:stop] = np.arange(run.start, run.start + len(run.tokens))
             self._slots[filled:stop] = run.slot
             self._wanted[filled:stop] = all_wanted
@@ -227,4 +238,15 @@ class BatchArrays:
             last.append(stop - 1)
             filled = stop
         self._native.n_tokens = filled
+        self._take_vectors([run.vectors for run in rows if run.vectors is not None])
         return self._native, last
+
+    def _take_vectors(self, vectors: Seq[Matrix]) -> None:
+        """Let the rows be those of pictures; of text, where there are no vectors."""
+        if not vectors:
+            self._native.token, self._native.embd = self._token_pointer, None
+            return
+        # Kept here: the native batch does not keep it alive.
+        self._vectors = np.ascontiguousarray(np.concatenate(vectors), np.float32)
+        self._native.token = None
+        self._native.embd = self._vectors.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

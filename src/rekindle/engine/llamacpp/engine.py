@@ -19,6 +19,7 @@ from rekindle.engine.base import (
     Capabilities,
     EngineOptions,
     KvLayout,
+    Matrix,
     OnProgress,
     Sampled,
     Sampler,
@@ -39,23 +40,26 @@ from rekindle.engine.llamacpp.sizes import (
     free_bytes,
     measure_state,
 )
-from rekindle.errors import EngineBroken, ModelError, PoolFull
+from rekindle.engine.llamacpp.vision import Projector
+from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
+from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
+from rekindle.tokens import Tokens
 
 
 class LlamaCppEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
-        if options.mmproj is not None:
-            raise ModelError("projectors are not loaded by this version: serve without pictures")
         self._model = LlamaModel(options, on_progress)
         if not self._model.is_causal:
             raise ModelError(
                 f"{options.path.name} makes vectors and generates no text: "
                 "give it as --embedding-model"
             )
-        sizes = choose_sizes(self._model, options)
+        path = options.mmproj
+        self._projector = Projector(self._model, options, path) if path else None
+        sizes = choose_sizes(self._model, options, self._projector)
         self._pool = Context(self._model.library, self._model.native, sizes.pool)
         self._cells = Cells(sizes.pool.cells)
         self._slots = _all_slots(self._pool)
@@ -65,7 +69,9 @@ class LlamaCppEngine:
         self._state_bytes = measure_state(self._pool)
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
-        self.capabilities = _capabilities(options, self._model, sizes, self._state_bytes)
+        self.capabilities = _capabilities(
+            options, self._model, sizes, self._state_bytes, self._projector
+        )
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
@@ -179,25 +185,45 @@ class LlamaCppEngine:
         if sum(len(item.tokens) for item in shared) > self._cells.free:
             # Checked here because a recurrent memory has no cells whose lack llama.cpp would see.
             raise PoolFull("no free cells for this step")
-        if shared:
-            results.update(self._step_in(self._pool, shared))
+        for number, group in enumerate(self._native_calls(shared)):
+            try:
+                results.update(self._step_in(self._pool, group))
+            except PoolFull as error:
+                if not number:
+                    raise
+                self.reset()  # some of the work is done: there is no way back
+                raise EngineBroken("no room for the second part of a step") from error
         for item in work:
             if item.sequence.exact:
                 results.update(self._step_in(self._exact[item.sequence.slot], [item]))
         return [results[id(item)] for item in work]
 
+    def _native_calls(self, work: Seq[Work]) -> Iterator[Seq[Work]]:
+        """Text and pictures are computed in calls of their own."""
+        pictures = [item for item in work if item.vectors is not None]
+        if text := [item for item in work if item.vectors is None]:
+            yield text
+        if self.capabilities.whole_pictures:
+            yield from ([item] for item in pictures)
+        elif pictures:
+            yield pictures
+
     def _step_in(self, context: Context, work: Seq[Work]) -> dict[int, Sampled | None]:
+        for item in work:
+            if item.vectors is not None and item.vectors.shape != self._vision.shape(item.tokens):
+                raise ValueError("these are not the vectors of this picture")
         rows = [
             Rows(
                 0 if item.sequence.exact else item.sequence.slot,
                 item.sequence.length,
                 item.tokens,
                 item.sampler is not None,
+                item.vectors,
             )
             for item in work
         ]
         with self._reset_when_broken():
-            last = context.decode(rows)
+            last = context.decode(rows, causal=not self._sees_ahead(work))
         results: dict[int, Sampled | None] = {}
         for item, index in zip(work, last, strict=True):
             if not item.sequence.exact:
@@ -205,6 +231,9 @@ class LlamaCppEngine:
             item.sequence.length += len(item.tokens)
             results[id(item)] = self._sample(context, item, index)
         return results
+
+    def _sees_ahead(self, work: Seq[Work]) -> bool:
+        return self.capabilities.whole_pictures and work[0].vectors is not None
 
     def _sample(self, context: Context, item: Work, index: int) -> Sampled | None:
         if item.sampler is None:
@@ -214,9 +243,23 @@ class LlamaCppEngine:
             self.observe(item.sequence, row.values())
         return item.sampler.sample(row)
 
+    def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        return self._vision.tokens(width, height, digest)
+
+    def encode_picture(self, picture: Picture) -> list[Matrix]:
+        return self._vision.encode(picture)
+
+    @property
+    def _vision(self) -> Projector:
+        if self._projector is None:
+            raise Unsupported("This model sees no pictures: it is served without a projector.")
+        return self._projector
+
     def close(self) -> None:
         self._pool.close()
         self._exact.close_all()
+        if self._projector is not None:
+            self._projector.close()
         self._model.close()
 
 
@@ -225,13 +268,17 @@ def _all_slots(pool: Context) -> list[int]:
 
 
 def _capabilities(
-    options: EngineOptions, model: LlamaModel, sizes: Sizes, state: StateBytes
+    options: EngineOptions,
+    model: LlamaModel,
+    sizes: Sizes,
+    state: StateBytes,
+    projector: Projector | None,
 ) -> Capabilities:
     numerics = Numerics.of(model, options, sizes.step_tokens)
     layout = KvLayout(
         token_bytes=state.each,
         checkpoint_bytes=state.checkpoint,
-        fingerprint=state_fingerprint(options.path, numerics),
+        fingerprint=state_fingerprint(options.path, numerics, options.mmproj),
     )
     return Capabilities(
         block_tokens=sizes.block_tokens,
@@ -245,4 +292,6 @@ def _capabilities(
         device="gpu" if model.on_gpu else "cpu",
         kv_type=options.kv_type,
         kv={options.kv_type: layout},
+        modalities=frozenset({TEXT, IMAGE} if projector else {TEXT}),
+        whole_pictures=projector is not None and projector.is_whole,
     )

@@ -47,10 +47,11 @@ class Numerics:
         )
 
 
-def state_fingerprint(path: Path, numerics: Numerics) -> bytes:
-    """Weights, tokenizer and template are in the model's files, all of which are hashed. The first
-    file of a split may hold no tensor at all."""
-    files = (path.with_name(name) for name in split_names(path.name))
+def state_fingerprint(path: Path, numerics: Numerics, mmproj: Path | None = None) -> bytes:
+    """Weights, tokenizer and template are in the model's files, all of which are hashed; the first
+    file of a split may hold no tensor at all. Another projector makes other state of a picture."""
+    files = [path.with_name(name) for name in split_names(path.name)]
+    files += [mmproj] if mmproj else []
     return blake3(repr(astuple(numerics)).encode() + _hash(*files)).digest()
 
 

@@ -13,6 +13,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, Rows, Shape
 from rekindle.engine.llamacpp.exact_contexts import ExactBudget
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.vision import Projector
 from rekindle.errors import CorruptBlock
 
 LEAST_CONTEXT_TOKENS = 512
@@ -55,7 +56,9 @@ class Sizes:
     exact: ExactBudget  # for the contexts that exact sequences have to themselves
 
 
-def choose_sizes(model: LlamaModel, options: EngineOptions) -> Sizes:
+def choose_sizes(
+    model: LlamaModel, options: EngineOptions, projector: Projector | None = None
+) -> Sizes:
     sequences = _sequences(model, options.parallel)
     state = _sample_state(model, options)
     budget_bytes = int(options.kv_fraction * free_bytes(model))
@@ -63,8 +66,10 @@ def choose_sizes(model: LlamaModel, options: EngineOptions) -> Sizes:
     affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
     context_tokens, cells = _cells(model, options, affordable)
     step_tokens = 512 if model.on_gpu else 64
-    batch = (2048 if model.on_gpu else 512) + options.parallel
-    exact = _shape(model, options, cells=context_tokens, sequences=1, batch=step_tokens)
+    whole = projector.most_vectors if projector and projector.is_whole else 0
+    batch = max((2048 if model.on_gpu else 512) + options.parallel, whole)
+    exact_batch = max(step_tokens, whole)
+    exact = _shape(model, options, cells=context_tokens, sequences=1, batch=exact_batch)
     left_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),

@@ -1,0 +1,190 @@
+"""A model's projector: which tokens a picture takes, and the vectors that stand for them.
+
+mtmd says both. Around a picture some models have tokens of their own (`<start_of_image>`), and a
+large picture may be cut into tiles with tokens between them, so a picture is a run of tokens with
+one or more spans that are computed from vectors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import add
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from rekindle.engine.base import EngineOptions, Matrix
+from rekindle.engine.llamacpp import mtmd
+from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.errors import BadRequest, ModelError, ServerError
+from rekindle.protocol.media import Picture
+from rekindle.tokens import LEAST_MEDIA_TOKENS, Tokens
+
+PROBE_PIXELS = 512  # the side of the picture that a projector is tried with
+LARGE_PIXELS = 4096  # the side of one that takes as many tokens at once as any
+KNOWN_SIZES = 256  # of pictures, whose parts are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of what a picture takes: tokens of the vocabulary, or so many vectors."""
+
+    ids: tuple[int, ...] = ()
+    vectors: int = 0
+
+
+class Projector:
+    """Owns the native projector; raises ModelError when the file is none for this model.
+
+    `tokens` may be called from any thread, `encode` by the engine's alone.
+    """
+
+    def __init__(self, model: LlamaModel, options: EngineOptions, path: Path) -> None:
+        self._library = mtmd.load_mtmd()
+        self._width = int(self._library.llama_model_n_embd_inp(model.native))
+        self._native = self._load(model, options, path)
+        self._parts = lru_cache(KNOWN_SIZES)(self._read_parts)
+        try:
+            self._check(path.name)
+            #: Every vector of a picture sees all others, so that they are computed together.
+            self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
+            large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
+            self.most_vectors = max(part.vectors for part in large)  # in one span
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, model: LlamaModel, options: EngineOptions, path: Path) -> int:
+        params = self._library.mtmd_context_params_default()
+        params.use_gpu = model.gpu_layers(options) > 0
+        params.n_threads = options.threads
+        params.print_timings = params.warmup = False
+        native = self._library.mtmd_init_from_file(str(path).encode(), model.native, params)
+        if not native:
+            raise ModelError(
+                f"{path.name} is no projector for {options.path.name}: the file is damaged, was "
+                "made for another model, or is newer than the pinned llama.cpp"
+            )
+        return int(native)
+
+    def _check(self, name: str) -> None:
+        """Refuse what would be computed wrongly: a picture's rows have to follow each other in
+        ordinary positions, and its tokens to depend on its size alone."""
+        if not self._library.mtmd_support_vision(self._native):
+            raise ModelError(f"{name} does not encode pictures")
+        with self._chunks(PROBE_PIXELS, PROBE_PIXELS, None, copies=2) as chunks:
+            images = [each for each in chunks if self._is_image(each)]
+            has_ordinary_positions = all(map(self._has_ordinary_positions, images))
+            counts = [self._library.mtmd_input_chunk_get_n_tokens(each) for each in images]
+        half = len(counts) // 2
+        if self._library.mtmd_decode_use_mrope(self._native) or not has_ordinary_positions:
+            raise ModelError(
+                f"{name} needs positions in two dimensions (M-RoPE), as Qwen-VL does; such "
+                "models are served without pictures: leave --mmproj and --vlm out"
+            )
+        if not counts or counts[:half] != counts[half:]:
+            raise ModelError(f"{name} encodes a picture by its place, which is not supported")
+
+    def _has_ordinary_positions(self, chunk: int) -> bool:
+        image = self._library.mtmd_input_chunk_get_tokens_image(chunk)
+        position = self._library.mtmd_image_tokens_get_decoder_pos
+        tokens = range(self._library.mtmd_input_chunk_get_n_tokens(chunk))
+        return all(position(image, 0, token).t == token for token in tokens)
+
+    def close(self) -> None:
+        if self._native:
+            self._library.mtmd_free(self._native)
+            self._native = 0
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        """What a picture of this size takes; raises BadRequest for one that cannot be encoded."""
+        parts = self._parts(width, height)
+        spans = sum(part.vectors > 0 for part in parts)
+        digests = iter([digest] if spans == 1 else [_span_digest(digest, n) for n in range(spans)])
+        return reduce(
+            add,
+            (
+                Tokens.of_media(next(digests), part.vectors, part.vectors)
+                if part.vectors
+                else Tokens.of(part.ids)
+                for part in parts
+            ),
+        )
+
+    def _read_parts(self, width: int, height: int) -> tuple[Part, ...]:
+        with self._chunks(width, height, None) as chunks:
+            parts = tuple(map(self._part, chunks))
+        sizes = [part.vectors for part in parts if part.vectors]
+        if not sizes or min(sizes) < LEAST_MEDIA_TOKENS:
+            raise BadRequest(
+                f"A picture of {width} x {height} pixels is too small for this model.",
+                param="messages",
+            )
+        return parts
+
+    def _part(self, chunk: int) -> Part:
+        if self._is_image(chunk):
+            return Part(vectors=int(self._library.mtmd_input_chunk_get_n_tokens(chunk)))
+        count = ctypes.c_size_t()
+        ids = self._library.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+        return Part(ids=tuple(ids[: count.value]))
+
+    def _is_image(self, chunk: int) -> bool:
+        return bool(self._library.mtmd_input_chunk_get_type(chunk) == mtmd.CHUNK_IMAGE)
+
+    @contextmanager
+    def _chunks(
+        self, width: int, height: int, pixels: bytes | None, *, copies: int = 1
+    ) -> Iterator[list[int]]:
+        """A picture as mtmd takes it apart; without pixels it can be counted, not encoded."""
+        library = self._library
+        buffer = None
+        if pixels is not None:
+            view = np.frombuffer(pixels, np.uint8)
+            buffer = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = library.mtmd_bitmap_init(width, height, buffer)
+        chunks = library.mtmd_input_chunks_init()
+        try:
+            part = ctypes.pointer(mtmd.InputPart(None, bitmap))
+            parts = (ctypes.POINTER(mtmd.InputPart) * copies)(*[part] * copies)
+            if library.mtmd_tokenize_from_parts(self._native, chunks, parts, copies, False):
+                raise BadRequest(
+                    f"This model's projector cannot take a picture of {width} x {height} pixels.",
+                    param="messages",
+                )
+            count = library.mtmd_input_chunks_size(chunks)
+            yield [library.mtmd_input_chunks_get(chunks, index) for index in range(count)]
+        finally:
+            library.mtmd_input_chunks_free(chunks)
+            library.mtmd_bitmap_free(bitmap)
+
+    # -- vectors -------------------------------------------------------------------------------
+
+    def shape(self, tokens: Seq[int]) -> tuple[int, int]:
+        """That of the vectors of so many tokens: llama.cpp reads as much, whatever is there."""
+        return len(tokens), self._width
+
+    def encode(self, picture: Picture) -> list[Matrix]:
+        """The vectors of each span of its tokens."""
+        with self._chunks(picture.width, picture.height, picture.pixels) as chunks:
+            return [self._encode(chunk) for chunk in chunks if self._is_image(chunk)]
+
+    def _encode(self, chunk: int) -> Matrix:
+        if self._library.mtmd_encode_chunk(self._native, chunk):
+            raise ServerError("the projector failed to encode a picture; see the log")
+        rows = self._library.mtmd_input_chunk_get_n_tokens(chunk)
+        output = self._library.mtmd_get_output_embd(self._native)  # until the next one is encoded
+        return np.ctypeslib.as_array(output, shape=(rows, self._width)).copy()
+
+
+def _span_digest(digest: bytes, number: int) -> bytes:
+    """Of one of several spans: tiles of one picture must differ, and only they."""
+    return blake3(digest + number.to_bytes(4, "big")).digest()

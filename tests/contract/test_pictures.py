@@ -1,0 +1,134 @@
+"""What every engine that takes pictures promises about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import Engine, Matrix, Sequence, Work
+from rekindle.errors import Unsupported
+from rekindle.protocol.media import Picture
+from rekindle.tokens import Media, Tokens
+from tests.contract.actions import GREEDY, PROMPT, blocks, decode, prefill
+from tests.contract.engines import blind_engines, seeing_engines
+from tests.support.pictures import drawn
+
+BEFORE, AFTER = PROMPT[:10], PROMPT[10:20]
+
+
+def encoded(engine: Engine, picture: Picture) -> tuple[Tokens, Media, Matrix]:
+    tokens = engine.picture_tokens(picture.width, picture.height, picture.digest)
+    [span], [vectors] = tokens.media, engine.encode_picture(picture)
+    return tokens, span, vectors
+
+
+def show(engine: Engine, sequence: Sequence, picture: Picture, *, cut: int | None = None) -> None:
+    """Append a picture, in one step or in two."""
+    tokens, span, vectors = encoded(engine, picture)
+    ids = tokens.ids()
+    if span.start:
+        engine.step([Work(sequence, ids[: span.start], None)])
+    for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
+        engine.step([Work(sequence, ids[span.start : span.stop][rows], None, vectors[rows])])
+    if ids[span.stop :]:
+        engine.step([Work(sequence, ids[span.stop :], None)])
+
+
+def answer(engine: Engine, *pictures: Picture, exact: bool = False) -> list[int]:
+    sequence = engine.open(exact=exact)
+    engine.step([Work(sequence, BEFORE, None)])
+    for picture in pictures:
+        show(engine, sequence, picture)
+    said = ask(engine, sequence)
+    engine.close_sequence(sequence)
+    return said
+
+
+def ask(engine: Engine, sequence: Sequence) -> list[int]:
+    [sampled] = engine.step([Work(sequence, AFTER, engine.sampler(GREEDY, AFTER))])
+    assert sampled is not None
+    return decode(engine, sequence, sampled.token, 8)
+
+
+@seeing_engines
+def test_a_picture_takes_as_many_vectors_as_tokens(engine: Engine) -> None:
+    assert engine.capabilities.modalities == {"text", "image"}
+    tokens, span, vectors = encoded(engine, drawn(1))
+    assert len(vectors) == span.length == span.positions
+    assert len(tokens) - span.length == len([each for each in tokens if each < 1 << 31])
+    assert vectors.dtype == np.float32
+    assert np.array_equal(vectors, engine.encode_picture(drawn(1))[0])
+
+
+@seeing_engines
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_answer_depends_on_the_picture_and_on_nothing_else(engine: Engine, exact: bool) -> None:
+    one, other = drawn(1), drawn(2)
+    said = {order: answer(engine, *order, exact=exact) for order in ((one,), (one, other))}
+    assert answer(engine, one, exact=exact) == said[one,]
+    assert answer(engine, one, other, exact=exact) == said[one, other]
+    first, second = (engine.encode_picture(each)[0] for each in (one, other))
+    assert not np.array_equal(first, second)
+
+
+@seeing_engines
+def test_pictures_and_text_of_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
+    expected = [answer(engine, drawn(seed)) for seed in (1, 2)]
+    sequences = [engine.open(exact=False) for _ in range(3)]
+    shown = [encoded(engine, drawn(seed)) for seed in (1, 2)]
+    for sequence, (tokens, span, _) in zip(sequences, shown, strict=False):
+        engine.step([Work(sequence, [*BEFORE, *tokens.ids()[: span.start]], None)])
+    pictures = [
+        Work(sequence, tokens.ids()[span.start : span.stop], None, vectors)
+        for sequence, (tokens, span, vectors) in zip(sequences, shown, strict=False)
+    ]
+    text = Work(sequences[2], PROMPT[:30], engine.sampler(GREEDY, []))
+    *nothing, sampled = engine.step([*pictures, text])
+    assert nothing == [None, None]
+    assert sampled is not None
+    for sequence, (tokens, span, _), said in zip(sequences, shown, expected, strict=False):
+        if rest := tokens.ids()[span.stop :]:
+            engine.step([Work(sequence, rest, None)])
+        assert ask(engine, sequence) == said
+
+
+@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3"], indirect=True)
+def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
+    sequence, size = engine.open(exact=True), engine.capabilities.block_tokens
+    prefill(engine, sequence, PROMPT[: size - 6])
+    show(engine, sequence, drawn(3))
+    prefill(engine, sequence, [*PROMPT[: size - 6], *[0] * (sequence.length - size + 6), *BEFORE])
+    stop = sequence.length - sequence.length % size
+    kept = blocks(engine, sequence, stop)
+    tail = engine.export(sequence, stop, sequence.length)
+    into = engine.open(exact=True)
+    for blob in kept:
+        engine.restore(into, blob, size)
+    engine.restore(into, tail, sequence.length - stop)
+    assert ask(engine, into) == ask(engine, sequence)
+
+
+@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "lfm2"], indirect=True)
+def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) -> None:
+    assert not engine.capabilities.whole_pictures
+    whole, cut = engine.open(exact=True), engine.open(exact=True)
+    show(engine, whole, drawn(4))
+    show(engine, cut, drawn(4), cut=5)
+    assert ask(engine, cut) == ask(engine, whole)
+
+
+@seeing_engines
+def test_vectors_of_another_shape_are_refused(engine: Engine) -> None:
+    sequence = engine.open(exact=False)
+    _, span, vectors = encoded(engine, drawn(1))
+    with pytest.raises(ValueError, match="vectors"):
+        engine.step([Work(sequence, [0] * span.length, None, vectors[1:])])
+
+
+@blind_engines
+def test_without_a_projector_pictures_are_refused(engine: Engine) -> None:
+    assert engine.capabilities.modalities == {"text"}
+    with pytest.raises(Unsupported):
+        engine.picture_tokens(8, 8, b"digest")
+    with pytest.raises(Unsupported):
+        engine.encode_picture(drawn(1))

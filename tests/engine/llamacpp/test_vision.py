@@ -1,0 +1,177 @@
+"""Projectors: which are taken, what they make of a picture, and whose state is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import EngineOptions, Matrix, Work
+from rekindle.engine.llamacpp import bindings, mtmd
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.errors import LibraryMismatch, ModelError
+from tests.support.pictures import drawn
+from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
+from tests.support.tiny_projector import write_gemma3_projector, write_llava_projector
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    return EngineOptions(
+        path=write_llama(tmp_path / "tiny.gguf"),
+        mmproj=write_llava_projector(tmp_path / "mmproj.gguf"),
+        parallel=2,
+        threads=1,
+        context_tokens=512,
+    )
+
+
+@contextmanager
+def loaded(options: EngineOptions) -> Iterator[LlamaCppEngine]:
+    engine = LlamaCppEngine(options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def fingerprint(options: EngineOptions) -> bytes:
+    with loaded(options) as engine:
+        return engine.capabilities.kv_layout.fingerprint
+
+
+def test_two_projectors_never_share_state(options: EngineOptions, tmp_path: Path) -> None:
+    other = write_llava_projector(tmp_path / "other.gguf", seed=1)
+    same = write_llava_projector(tmp_path / "same.gguf")
+    known = [fingerprint(replace(options, mmproj=path)) for path in (options.mmproj, other, None)]
+    assert len(set(known)) == 3
+    assert fingerprint(replace(options, mmproj=same)) == known[0]
+
+
+def test_a_picture_of_any_size_takes_the_tokens_that_encoding_brings(
+    options: EngineOptions,
+) -> None:
+    with loaded(options) as engine:
+        for width, height in ((1, 1), (7, 300), (300, 7), (64, 64)):
+            picture = drawn(1, width, height)
+            tokens = engine.picture_tokens(width, height, picture.digest)
+            [vectors] = engine.encode_picture(picture)
+            assert [span.length for span in tokens.media] == [len(vectors)] == [len(tokens)]
+            assert tokens.media[0].digest == picture.digest
+
+
+def test_tokens_that_the_model_has_around_a_picture_are_part_of_it(tmp_path: Path) -> None:
+    options = EngineOptions(
+        path=write_gemma3(tmp_path / "tiny.gguf"),
+        mmproj=write_gemma3_projector(tmp_path / "mmproj.gguf"),
+        parallel=2,
+        threads=1,
+    )
+    with loaded(options) as engine:
+        tokens = engine.picture_tokens(100, 80, b"x" * 32)
+        [span] = tokens.media
+        text = [engine.tokenizer.piece(each, special=True) for each in tokens if each < 1 << 31]
+    assert b"".join(text) == b"<start_of_image><end_of_image>"
+    assert (span.start, len(tokens) - span.stop) == (len(b"<start_of_image>"), 14)
+
+
+Row = bytes
+
+
+def first_row(engine: LlamaCppEngine, ids: list[int], vectors: Matrix) -> Row:
+    """The state of a picture's first token."""
+    sequence = engine.open(exact=True)
+    engine.step([Work(sequence, ids, None, vectors)])
+    row = engine.export(sequence, 0, 1)
+    engine.close_sequence(sequence)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("write", "write_projector", "sees_ahead"),
+    [(write_llama, write_llava_projector, False), (write_gemma3, write_gemma3_projector, True)],
+    ids=["llava", "gemma3"],
+)
+def test_vectors_see_those_after_them_where_the_model_wants_it(
+    tmp_path: Path,
+    write: Callable[[Path], Path],
+    write_projector: Callable[[Path], Path],
+    sees_ahead: bool,
+) -> None:
+    path, mmproj = write(tmp_path / "tiny.gguf"), write_projector(tmp_path / "mmproj.gguf")
+    with loaded(EngineOptions(path=path, mmproj=mmproj, parallel=2, threads=1)) as engine:
+        [vectors] = engine.encode_picture(drawn(1))
+        other = vectors.copy()
+        other[-1] += 1
+        ids = [0] * len(vectors)
+        assert engine.capabilities.whole_pictures == sees_ahead
+        is_same = first_row(engine, ids, vectors) == first_row(engine, ids, other)
+    assert is_same != sees_ahead
+
+
+def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) -> None:
+    """It would read as far as it wants, whatever is there."""
+    with loaded(options) as engine:
+        narrow = np.zeros((16, WIDTH - 1), np.float32)
+        with pytest.raises(ValueError, match="vectors"):
+            engine.step([Work(engine.open(exact=False), [0] * 16, None, narrow)])
+
+
+# -- files that are refused ----------------------------------------------------------------------
+
+
+def write_qwen2vl(path: Path) -> Path:
+    """M-RoPE: three positions to a token."""
+    layers = 1
+    model = TinyModel(path, "qwen2vl", layers, 0, 512)
+    model.number("attention.head_count", 4)
+    model.number("attention.head_count_kv", 2)
+    model.writer.add_array("qwen2vl.rope.dimension_sections", [4, 2, 2, 0])
+    model.ones("output_norm.weight", WIDTH)
+    block = "blk.0."
+    model.ones(block + "attn_norm.weight", WIDTH)
+    model.ones(block + "ffn_norm.weight", WIDTH)
+    model.attention_and_hidden(block)
+    for name, width in (("q", WIDTH), ("k", WIDTH // 2), ("v", WIDTH // 2)):
+        model.ones(f"{block}attn_{name}.bias", width)
+    model.finish()
+    return path
+
+
+def test_a_model_with_positions_in_two_dimensions_is_refused_with_a_way_out(
+    options: EngineOptions, tmp_path: Path
+) -> None:
+    path = write_qwen2vl(tmp_path / "qwen.gguf")
+    with pytest.raises(ModelError, match=r"M-RoPE.*leave --mmproj"):
+        LlamaCppEngine(replace(options, path=path))
+    with loaded(replace(options, path=path, mmproj=None)) as engine:
+        assert engine.capabilities.modalities == {"text"}
+
+
+@pytest.mark.parametrize("damage", ["language model", "truncated", "other width"])
+def test_a_file_that_is_no_projector_of_the_model_is_refused(
+    options: EngineOptions, tmp_path: Path, damage: str
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    match damage:
+        case "language model":
+            write_llama(bad)
+        case "truncated":
+            assert options.mmproj is not None
+            whole = options.mmproj.read_bytes()
+            bad.write_bytes(whole[: len(whole) // 2])
+        case "other width":
+            write_llava_projector(bad, width=WIDTH // 2)
+    with pytest.raises(ModelError, match=r"no projector for tiny\.gguf"):
+        LlamaCppEngine(replace(options, mmproj=bad))
+
+
+def test_a_library_with_another_layout_is_refused() -> None:
+    defaults = mtmd.load_mtmd().mtmd_context_params_default()
+    defaults.n_threads = 5
+    with pytest.raises(LibraryMismatch, match="n_threads"):
+        bindings.check_layout("projector", defaults, mtmd._KNOWN_PARAMS)

@@ -1,0 +1,38 @@
+"""Pictures for tests, and the simplest projector there can be."""
+
+from __future__ import annotations
+
+import numpy as np
+from blake3 import blake3
+
+from rekindle.engine.base import Matrix
+from rekindle.protocol.media import Picture, picture
+from rekindle.tokens import Tokens
+
+BEGIN, END = 5, 6  # tokens around every picture
+
+
+def drawn(seed: int, width: int = 24, height: int = 16) -> Picture:
+    """A picture that is nothing but its seed."""
+    pixels = np.random.default_rng(seed).integers(0, 256, width * height * 3, dtype=np.uint8)
+    return picture(width, height, pixels.tobytes())
+
+
+class PlainProjector:
+    """A vector for every 8 columns, and 8 more; drawn from the pixels, between two tokens."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self.encoded = 0
+
+    def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
+        count = 8 + width // 8
+        span = Tokens.of_media(digest, count, count)
+        return Tokens.of([BEGIN]) + span + Tokens.of([END])
+
+    def encode(self, picture: Picture) -> list[Matrix]:
+        self.encoded += 1
+        seed = int.from_bytes(blake3(picture.pixels).digest()[:8], "big")
+        [span] = self.tokens(picture.width, picture.height, picture.digest).media
+        shape = (span.length, self._width)
+        return [np.random.default_rng(seed).standard_normal(shape).astype(np.float32)]
