@@ -150,6 +150,13 @@ class NoMemory(ServerError):
             "Try again later or without cache_exact; the operator can lower --max-model-len."
         )
 
+    @classmethod
+    def for_kv_type(cls, needed_bytes: int) -> NoMemory:
+        return cls(
+            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB that turns of these kv_bits "
+            "need. Try again later or without kv_bits; the operator can lower --max-model-len."
+        )
+
 
 class RuntimeDied(ServerError):
     status, kind, code = 503, "server_error", "model_restarting"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.engine.base import Engine, Sampler, Sequence, Work
+from rekindle.engine.base import Engine, KvType, Sampler, Sequence, Work
 from rekindle.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -40,8 +40,10 @@ def answer(engine: Engine, sequence: Sequence, tokens: list[int]) -> list[int]:
     return decode(engine, sequence, prefill(engine, sequence, tokens), 12)
 
 
-def cold(engine: Engine, tokens: list[int], *, exact: bool = True) -> list[int]:
-    sequence = engine.open(exact=exact)
+def cold(
+    engine: Engine, tokens: list[int], *, exact: bool = True, kv_type: KvType | None = None
+) -> list[int]:
+    sequence = engine.open(exact=exact, kv_type=kv_type)
     said = answer(engine, sequence, tokens)
     engine.close_sequence(sequence)
     return said

@@ -29,6 +29,11 @@ TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
 WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be truncated
 SEEING = ("fake", "numpy", "llama", "gemma3", "lfm2")  # those that take pictures
 
+SEVERAL_KV_TYPES = (
+    *("fake", "fake-whole", "numpy"),
+    *("llama-wide", "llama-q8_0", "gemma3-wide", "lfm2-wide"),
+)
+
 
 def write_wide_llama(path: Path) -> Path:
     """Half as many heads, each 32 wide: what 8-bit cells need."""
@@ -51,8 +56,11 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "gemma3": write_gemma3,
     "gemma3-narrow": partial(write_gemma3, window=40),  # narrower than the usual block
     "llama-q8_0": write_wide_llama,
+    "llama-wide": write_wide_llama,
     "mamba": write_mamba,
     "lfm2": write_lfm2,
+    "lfm2-wide": partial(write_lfm2, head_width=32),
+    "gemma3-wide": partial(write_gemma3, head_width=32),
 }
 
 
@@ -82,4 +90,5 @@ every_engine = pytest.mark.parametrize("engine", [*TRUNCATING, *WHOLE], indirect
 truncating_engines = pytest.mark.parametrize("engine", TRUNCATING, indirect=True)
 seeing_engines = pytest.mark.parametrize("engine", SEEING, indirect=True)
 blind_engines = pytest.mark.parametrize("engine", ["fake-whole", "mamba"], indirect=True)
+several_kv_types = pytest.mark.parametrize("engine", SEVERAL_KV_TYPES, indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

@@ -38,11 +38,11 @@ def test_blocks_move_between_shared_and_exact_sequences(engine: Engine) -> None:
 def test_a_shared_prefix_costs_no_cells(engine: Engine) -> None:
     source = engine.open(exact=False)
     prefill(engine, source, PROMPT)
-    free = engine.free_tokens
+    free = engine.free_tokens()
     into = engine.open(exact=False)
     engine.share(source, 100, into)
     assert into.length == 100
-    assert engine.free_tokens == free
+    assert engine.free_tokens() == free
 
 
 def test_a_sharer_outlives_its_source(engine: Engine) -> None:
@@ -67,16 +67,16 @@ def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None
 
 
 def test_closing_gives_all_cells_back(engine: Engine) -> None:
-    before = engine.free_tokens
+    before = engine.free_tokens()
     one, two = engine.open(exact=False), engine.open(exact=False)
     prefill(engine, one, PROMPT)
     engine.share(one, 77, two)
     prefill(engine, two, [*PROMPT[:77], 5, 6, 7])
-    assert engine.free_tokens == before - len(PROMPT) - 3
+    assert engine.free_tokens() == before - len(PROMPT) - 3
     assert engine.freed_tokens([]) == 0
     assert engine.freed_tokens([one]) == len(PROMPT) - 77
     assert engine.freed_tokens([one, two]) == len(PROMPT) + 3
     engine.close_sequence(one)
-    assert engine.free_tokens == before - 80
+    assert engine.free_tokens() == before - 80
     engine.close_sequence(two)
-    assert engine.free_tokens == before
+    assert engine.free_tokens() == before

@@ -125,5 +125,5 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     cut = -engine.capabilities.kv_layout.checkpoint_bytes
     with pytest.raises(EngineBroken):
         engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)
-    assert engine.free_tokens == engine.capabilities.pool_tokens
+    assert engine.free_tokens() == engine.capabilities.pool_tokens
     assert cold(engine, PROMPT, exact=False) == expected

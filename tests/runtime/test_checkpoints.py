@@ -282,7 +282,7 @@ def test_choices_of_one_prompt_share_its_cells() -> None:
     replies = [harness.submit(PROMPT, max_tokens=30) for _ in range(4)]
     while not all(reply.started for reply in replies):
         harness.scheduler.step()
-    assert fake.pool_tokens - fake.free_tokens < 2 * len(PROMPT)
+    assert fake.pool_tokens - fake.free_tokens() < 2 * len(PROMPT)
     harness.run()
     assert fake.counts.computed_tokens == len(PROMPT) - 1 + 4 * 30
     assert {tuple(reply.tokens) for reply in replies} == {tuple(cold(PROMPT, max_tokens=30))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,9 @@ WORDS = [
 CONVERSATIONS = 16
 
 
-MODELS = {  # full attention, sliding window, recurrent, hybrid; and an engine of another kind
+MODELS: dict[
+    str, Callable[[Path], Path]
+] = {  # full attention, sliding window, recurrent, hybrid; and an engine of another kind
     "llama": write_llama,
     "gemma3": write_gemma3,
     "mamba": write_mamba,

@@ -14,6 +14,7 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     KvLayout,
+    KvType,
     Matrix,
     Sampled,
     Sampler,
@@ -29,6 +30,8 @@ from rekindle.tokens import Tokenizer, Tokens, pack
 from tests.support.pictures import PlainProjector
 
 CELL_BYTES = 16
+CELLS_BYTES: dict[KvType, int] = {"fake": CELL_BYTES, "fake8": 8, "fake4": 4}
+BITS: dict[KvType, int] = {"fake": 16, "fake8": 8, "fake4": 4}
 CHECKPOINT_BYTES = 40
 VOCABULARY_SIZE = 1000
 VECTOR_WIDTH = 4
@@ -81,11 +84,23 @@ class FakeSampler:
         self.closed = True
 
 
+Place = tuple[bool, KvType, int]  # of a sequence: whether it is exact, its KV type, its slot
+
+
+def _place(sequence: Sequence) -> Place:
+    return sequence.exact, sequence.kv_type, sequence.slot
+
+
+def _cells(blob: Blob, size: int) -> list[bytes]:
+    return [bytes(blob[at : at + size]) for at in range(0, len(blob), size)]
+
+
 @dataclass
 class FakeCounts:
     computed_tokens: int = 0
     restored_tokens: int = 0
     exported_tokens: int = 0
+    transcoded_tokens: int = 0
     steps: int = 0
     resets: int = 0
     releases: int = 0
@@ -94,7 +109,10 @@ class FakeCounts:
 @dataclass
 class FakeEngine:
     """`break_steps` holds the numbers of steps that end in EngineBroken, `exact_contexts` how many
-    exact sequences there is memory for."""
+    exact sequences there is memory for, `no_memory_for` the KV types whose pool there is none for.
+
+    A cell of a smaller KV type is the beginning of one of a larger type, and all that follows
+    depends on which of them it was."""
 
     block_tokens: int = 8
     context_tokens: int = 512
@@ -111,6 +129,8 @@ class FakeEngine:
     exact_contexts: int | None = None
     sees: bool = False
     whole_pictures: bool = False
+    kv_type: KvType = "fake"
+    no_memory_for: set[KvType] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()
@@ -120,10 +140,10 @@ class FakeEngine:
         self._empty()
 
     def _empty(self) -> None:
-        self._cells = Cells(self.pool_tokens)
-        self._states: dict[tuple[bool, int], list[bytes]] = {}
-        self._going: dict[tuple[bool, int], bytes | None] = {}  # where state cannot be truncated:
-        # that of the last token; None after a block without a checkpoint
+        self._pools = {kv_type: Cells(self.pool_tokens) for kv_type in CELLS_BYTES}
+        self._states: dict[Place, list[bytes]] = {}
+        self._going: dict[Place, bytes | None] = {}  # where state cannot be truncated: that of the
+        # last token; None after a block without a checkpoint
 
     @property
     def capabilities(self) -> Capabilities:
@@ -137,58 +157,66 @@ class FakeEngine:
             exact_sequences=self.exact_sequences,
             can_truncate=self.can_truncate,
             device=self.device,
-            kv_type="fake",
-            kv={"fake": self._layout},
+            kv_type=self.kv_type,
+            kv={kv_type: self._layout(kv_type) for kv_type in CELLS_BYTES},
             modalities=frozenset({"text", "image"} if self.sees else {"text"}),
             whole_pictures=self.whole_pictures,
         )
 
-    @property
-    def _layout(self) -> KvLayout:
+    def _layout(self, kv_type: KvType) -> KvLayout:
         return KvLayout(
-            token_bytes=CELL_BYTES,
+            bits=BITS[kv_type],
+            group_size=None if kv_type == "fake" else 1,
+            token_bytes=CELLS_BYTES[kv_type],
             checkpoint_bytes=0 if self.can_truncate else CHECKPOINT_BYTES,
-            fingerprint=self.fingerprint,
+            fingerprint=self.fingerprint + kv_type.removeprefix("fake").encode(),
         )
 
-    @property
-    def free_tokens(self) -> int:
-        return self._cells.free
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        return self._pools[kv_type or self.kv_type].free
 
     def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        return self._cells.freed(sequence.slot for sequence in sequences)
+        kv_types = {sequence.kv_type for sequence in sequences}
+        assert len(kv_types) <= 1
+        cells = self._pools[kv_types.pop() if kv_types else self.kv_type]
+        return cells.freed(sequence.slot for sequence in sequences)
 
     @property
     def open_sequences(self) -> int:
         return len(self._states)
 
-    def open(self, *, exact: bool) -> Sequence:
-        most = self.exact_sequences if exact else self.sequences
-        slot = next((n for n in range(most) if (exact, n) not in self._states), None)
-        if slot is None:
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        kv_type = kv_type or self.kv_type
+        alike = (place for place in self._states if place[0] == exact)
+        taken = [place for place in alike if exact or place[1] == kv_type]
+        if len(taken) >= (self.exact_sequences + 1 if exact else self.sequences):
             raise PoolFull("all sequences are open")
-        if exact and self.exact_contexts is not None and slot >= self.exact_contexts:
+        if exact and self.exact_contexts is not None and len(taken) >= self.exact_contexts:
             raise NoMemory.for_exact_context(needed_bytes=1 << 30)
-        self._states[exact, slot] = []
-        self._going[exact, slot] = b"start"
-        return Sequence(slot, exact=exact)
+        if kv_type in self.no_memory_for:
+            raise NoMemory.for_kv_type(needed_bytes=1 << 30)
+        slot = next(n for n in range(len(taken) + 1) if (exact, kv_type, n) not in self._states)
+        self._states[exact, kv_type, slot] = []
+        self._going[exact, kv_type, slot] = b"start"
+        return Sequence(slot, exact=exact, kv_type=kv_type)
 
     def _state(self, sequence: Sequence) -> list[bytes]:
-        return self._states[sequence.exact, sequence.slot]
+        return self._states[_place(sequence)]
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        if into.length or source.exact or into.exact:
-            raise ValueError("only shared sequences share, and only into an empty one")
+        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
+            raise ValueError("only shared sequences of one KV type share, and into an empty one")
         if tokens != source.length and not self.can_truncate:
             raise ValueError("this state is shared whole or not at all")
         self._state(into)[:] = self._state(source)[:tokens]
-        self._going[into.exact, into.slot] = self._going[source.exact, source.slot]
-        self._cells.share(source.slot, tokens, into.slot)
+        self._going[_place(into)] = self._going[_place(source)]
+        self._pools[into.kv_type].share(source.slot, tokens, into.slot)
         into.length = tokens
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        size = tokens * CELL_BYTES
-        if len(blob) != size + resumable * self._layout.checkpoint_bytes:
+        layout = self._layout(into.kv_type)
+        size = tokens * layout.token_bytes
+        if len(blob) != size + resumable * layout.checkpoint_bytes:
             raise CorruptBlock("wrong length")
         blob, checkpoint = blob[:size], bytes(blob[size:])
         if self.break_restores:
@@ -199,17 +227,16 @@ class FakeEngine:
             self.reset()
             raise EngineBroken("a checkpoint is of another position")
         self._grow(into, tokens)
-        cells = [bytes(blob[at : at + CELL_BYTES]) for at in range(0, len(blob), CELL_BYTES)]
-        self._state(into).extend(cells)
-        self._going[into.exact, into.slot] = checkpoint or None
+        self._state(into).extend(_cells(blob, layout.token_bytes))
+        self._going[_place(into)] = checkpoint or None
         into.length += tokens
         self.counts.restored_tokens += tokens
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         if not sequence.exact:
-            if self._cells.free < tokens:
+            if self._pools[sequence.kv_type].free < tokens:
                 raise PoolFull("no free cells")
-            self._cells.append(sequence.slot, tokens)
+            self._pools[sequence.kv_type].append(sequence.slot, tokens)
 
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
@@ -219,10 +246,20 @@ class FakeEngine:
         if not resumable:
             return cells
         assert stop == sequence.length
-        checkpoint = self._going[sequence.exact, sequence.slot]
+        checkpoint = self._going[_place(sequence)]
         assert checkpoint is not None
         assert len(checkpoint) == CHECKPOINT_BYTES
         return cells + checkpoint
+
+    def transcode(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        if BITS[target] >= BITS[source]:
+            raise ValueError("no fewer bits")
+        size, kept = CELLS_BYTES[source], CELLS_BYTES[target]
+        self.counts.transcoded_tokens += tokens
+        cells = b"".join(cell[:kept] for cell in _cells(blob[: tokens * size], size))
+        return cells + bytes(blob[tokens * size :])
 
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
@@ -234,10 +271,13 @@ class FakeEngine:
         if self.counts.steps in self.break_steps:
             self.reset()
             raise EngineBroken("step failed")
-        rows = sum(len(item.tokens) for item in work if not item.sequence.exact)
-        if rows > self._cells.free:
-            raise PoolFull("no free cells")
-        assert rows <= self.batch_tokens
+        for kv_type, cells in self._pools.items():
+            shared = [item for item in work if not item.sequence.exact]
+            mine = [item for item in shared if item.sequence.kv_type == kv_type]
+            rows = sum(len(item.tokens) for item in mine)
+            if rows > cells.free:
+                raise PoolFull("no free cells")
+            assert rows <= self.batch_tokens
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:
@@ -245,10 +285,11 @@ class FakeEngine:
         state = self._state(item.sequence)
         for row in self._rows(item):
             before = self._before(item.sequence) + row
-            state.append(hashlib.blake2b(before, digest_size=CELL_BYTES).digest())
+            cell = hashlib.blake2b(before, digest_size=CELL_BYTES).digest()
+            state.append(cell[: CELLS_BYTES[item.sequence.kv_type]])
             going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES - 4).digest()
             position = len(state).to_bytes(4, "big")
-            self._going[item.sequence.exact, item.sequence.slot] = going + position
+            self._going[_place(item.sequence)] = going + position
         item.sequence.length += len(item.tokens)
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:
@@ -270,7 +311,7 @@ class FakeEngine:
         state = self._state(sequence)
         if not state:
             return b"start"
-        going = b"" if self.can_truncate else self._going[sequence.exact, sequence.slot]
+        going = b"" if self.can_truncate else self._going[_place(sequence)]
         assert going is not None, "it was restored without a checkpoint"
         return state[-1] + going
 
@@ -279,7 +320,7 @@ class FakeEngine:
             assert self.can_truncate or not tokens, "this state cannot be truncated"
             del self._state(sequence)[tokens:]
             if not sequence.exact:
-                self._cells.truncate(sequence.slot, tokens)
+                self._pools[sequence.kv_type].truncate(sequence.slot, tokens)
             sequence.length = tokens
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
@@ -302,9 +343,9 @@ class FakeEngine:
         self.counts.releases += 1
 
     def close_sequence(self, sequence: Sequence) -> None:
-        del self._states[sequence.exact, sequence.slot]
+        del self._states[_place(sequence)]
         if not sequence.exact:
-            self._cells.close(sequence.slot)
+            self._pools[sequence.kv_type].close(sequence.slot)
         sequence.length = 0
 
     def close(self) -> None:

@@ -132,15 +132,21 @@ def write_phi3(
 
 
 def write_gemma3(
-    path: Path, *, layers: int = 6, seed: int = 0, context: int = 4096, window: int = 64
+    path: Path,
+    *,
+    layers: int = 6,
+    seed: int = 0,
+    context: int = 4096,
+    window: int = 64,
+    head_width: int = HEAD_WIDTH,
 ) -> Path:
     """Sliding windows beside full attention."""
     model = TinyModel(path, "gemma3", layers, seed, context)
     for key, value in {
-        "head_count": HEADS,
-        "head_count_kv": KV_HEADS,
-        "key_length": HEAD_WIDTH,
-        "value_length": HEAD_WIDTH,
+        "head_count": HEADS * HEAD_WIDTH // head_width,
+        "head_count_kv": KV_HEADS * HEAD_WIDTH // head_width,
+        "key_length": head_width,
+        "value_length": head_width,
         "sliding_window": window,
     }.items():
         model.number(f"attention.{key}", value)
@@ -150,7 +156,7 @@ def write_gemma3(
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             model.ones(f"{block}{name}.weight", WIDTH)
         for name in ("attn_q_norm", "attn_k_norm"):
-            model.ones(f"{block}{name}.weight", HEAD_WIDTH)
+            model.ones(f"{block}{name}.weight", head_width)
         model.attention_and_hidden(block)
     model.finish()
     return path
@@ -187,13 +193,21 @@ def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 40
     return path
 
 
-def write_lfm2(path: Path, *, layers: int = 4, seed: int = 0, context: int = 4096) -> Path:
+def write_lfm2(
+    path: Path,
+    *,
+    layers: int = 4,
+    seed: int = 0,
+    context: int = 4096,
+    head_width: int = HEAD_WIDTH,
+) -> Path:
     """Hybrid: short convolutions (their state cannot be truncated), attention in every other
     layer."""
     kernel = 3
     model = TinyModel(path, "lfm2", layers, seed, context)
-    heads = [KV_HEADS if layer % 2 else 0 for layer in range(layers)]
-    model.number("attention.head_count", HEADS)
+    kv_heads = KV_HEADS * HEAD_WIDTH // head_width
+    heads = [kv_heads if layer % 2 else 0 for layer in range(layers)]
+    model.number("attention.head_count", HEADS * HEAD_WIDTH // head_width)
     model.writer.add_array("lfm2.attention.head_count_kv", heads)
     model.number("shortconv.l_cache", kernel)
     model.ones("token_embd_norm.weight", WIDTH)
@@ -202,8 +216,8 @@ def write_lfm2(path: Path, *, layers: int = 4, seed: int = 0, context: int = 409
         model.ones(block + "attn_norm.weight", WIDTH)
         model.ones(block + "ffn_norm.weight", WIDTH)
         if attends:
-            model.ones(block + "attn_q_norm.weight", HEAD_WIDTH)
-            model.ones(block + "attn_k_norm.weight", HEAD_WIDTH)
+            model.ones(block + "attn_q_norm.weight", head_width)
+            model.ones(block + "attn_k_norm.weight", head_width)
             model.attention(block)
         else:
             model.matrix(block + "shortconv.conv.weight", kernel, WIDTH)

@@ -42,6 +42,8 @@ class EngineOptions:
 class KvLayout:
     """State of one KV type: what it takes, and which other state it can be exchanged with."""
 
+    bits: int  # of a value in a cell
+    group_size: int | None = None  # values that share a scale; None: each stands for itself
     token_bytes: int  # state that one token adds to a block
     checkpoint_bytes: int  # what a checkpoint adds; 0 where state can be truncated
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
@@ -55,30 +57,31 @@ class Capabilities:
     step_tokens: int  # canonical prefill step of exact sequences, a multiple of block_tokens
     context_tokens: int  # the longest sequence
     batch_tokens: int  # the most rows of one step
-    pool_tokens: int  # KV cells that all shared sequences have together
-    sequences: int  # how many shared sequences may be open at once
-    exact_sequences: int  # how many exact ones
+    pool_tokens: int  # KV cells that all shared sequences of the usual type have together
+    sequences: int  # how many shared sequences of one KV type may be open at once
+    exact_sequences: int  # how many exact ones, of all types, that compute
     can_truncate: bool  # state can be cut and shared at any position, not at checkpoints alone
     device: Literal["cpu", "gpu"]
-    kv_type: KvType  # the one that sequences have
-    kv: Mapping[KvType, KvLayout]
+    kv_type: KvType  # the one that sequences have unless another is asked for
+    kv: Mapping[KvType, KvLayout]  # every type that they may have
     modalities: frozenset[str] = frozenset({"text"})
     whole_pictures: bool = False  # all vectors of a picture are computed in one step
 
     @property
     def kv_layout(self) -> KvLayout:
-        """The layout of the KV type in use."""
+        """The layout of the usual KV type."""
         return self.kv[self.kv_type]
 
 
 class Sequence:
     """One run of tokens in the engine's memory. `length` is what has been computed or restored."""
 
-    __slots__ = ("exact", "length", "slot")
+    __slots__ = ("exact", "kv_type", "length", "slot")
 
-    def __init__(self, slot: int, *, exact: bool) -> None:
+    def __init__(self, slot: int, *, exact: bool, kv_type: KvType) -> None:
         self.slot = slot
         self.exact = exact
+        self.kv_type = kv_type
         self.length = 0
 
 
@@ -131,8 +134,11 @@ class Work:
 
 
 class Engine(Protocol):
-    """A loaded model. `free_tokens`, `freed_tokens`, `export` and the attributes change nothing;
-    other calls do.
+    """A loaded model. `free_tokens`, `freed_tokens`, `export`, `transcode` and the attributes
+    change nothing; other calls do.
+
+    Sequences of one KV type share a pool of cells; the pool of a type other than the usual one is
+    made when it is first needed and given back when it is idle.
 
     Any call may raise EngineBroken: the native memory was undefined, has been rebuilt, and every
     sequence is gone. Callers drop their handles and start again from tokens.
@@ -148,30 +154,38 @@ class Engine(Protocol):
     def chat_template(self) -> str | None:
         """The model's own Jinja template."""
 
-    @property
-    def free_tokens(self) -> int:
-        """Cells of the pool that no sequence holds."""
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        """Cells of a type's pool that no sequence holds, or will when it is made; None: of the
+        usual type."""
 
     def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        """Cells of the pool that closing all these sequences would free."""
+        """Cells that closing all these sequences, which are of one KV type, would free."""
 
-    def open(self, *, exact: bool) -> Sequence:
-        """An empty sequence; raises PoolFull when none is left, NoMemory when an exact one cannot
-        have the memory of its own that it needs."""
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        """An empty sequence of the usual KV type or another; raises PoolFull when none is left,
+        NoMemory when an exact one, or the pool of another type, cannot have the memory it needs.
+        One exact sequence more than compute may be open, to be given what another one holds."""
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying; all of them where
         state cannot be truncated."""
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """Append a block; raises PoolFull, or CorruptBlock when it cannot be one of ours. Where
-        state cannot be truncated, the sequence is of use only after a block with a checkpoint."""
+        """Append a block of the sequence's KV type; raises PoolFull, or CorruptBlock when it cannot
+        be one of ours. Where state cannot be truncated, the sequence is of use only after a block
+        with a checkpoint."""
 
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
         """The state of positions [start, stop) as one block; `resumable` adds a checkpoint, which
         exists for the sequence's end alone."""
+
+    def transcode(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        """A block of one KV type as a block of another with fewer bits; a function of its bytes
+        alone, whatever block they are divided into."""
 
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None

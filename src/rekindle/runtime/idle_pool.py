@@ -83,13 +83,13 @@ class IdlePool:
         """Whether so many cells would be free if all of these left but the spared one, and no more
         than so many sequences were here."""
         mine = [idle.sequence for idle in self._idle if idle.sequence is not spared]
-        free_tokens = self._engine.free_tokens + self._engine.freed_tokens(mine)
+        free_tokens = self._engine.free_tokens() + self._engine.freed_tokens(mine)
         return len(self) - len(mine) <= sequences and free_tokens >= tokens
 
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
         """Move sequences down to the store until so many cells are free, and no more than so many
         sequences are here; False: there are no more, or the step's allowance is spent."""
-        while self._engine.free_tokens < tokens or len(self) > sequences:
+        while self._engine.free_tokens() < tokens or len(self) > sequences:
             victim = next((each for each in self._idle if each.sequence is not spared), None)
             if victim is None or not self._evict(victim):
                 return False

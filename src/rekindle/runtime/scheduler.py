@@ -240,7 +240,7 @@ class Scheduler:
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
         rows = _shared_rows(batch)
-        if self._engine.free_tokens >= rows:
+        if self._engine.free_tokens() >= rows:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
         if self._kv.make_room(rows):

@@ -12,7 +12,12 @@ import pytest
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.fingerprint import Numerics, library_files, state_fingerprint
+from rekindle.engine.llamacpp.fingerprint import (
+    Numerics,
+    library_files,
+    state_fingerprint,
+    weights_digest,
+)
 from tests.contract.actions import PROMPT, prefill
 from tests.contract.engines import write_wide_llama
 from tests.support.tiny import write_phi3
@@ -94,12 +99,16 @@ def test_the_layers_on_a_gpu_are_in_the_fingerprint_as_far_as_there_are_any(
     engine = LlamaCppEngine(options)
     model = engine._model
     try:
-        on_cpu = [Numerics.of(model, replace(options, gpu_layers=n), 64) for n in (None, 0, 1)]
+        on_cpu = [
+            Numerics.of(model, replace(options, gpu_layers=n), 64, "f16") for n in (None, 0, 1)
+        ]
         assert len(set(on_cpu)) == 1
         model.on_gpu = True
-        some = [Numerics.of(model, replace(options, gpu_layers=n), 64) for n in (0, 1, 2)]
+        some = [Numerics.of(model, replace(options, gpu_layers=n), 64, "f16") for n in (0, 1, 2)]
         assert len(set(some)) == 3
-        every = [Numerics.of(model, replace(options, gpu_layers=n), 64) for n in (None, 3, 999)]
+        every = [
+            Numerics.of(model, replace(options, gpu_layers=n), 64, "f16") for n in (None, 3, 999)
+        ]
         assert len(set(every)) == 1
     finally:
         model.on_gpu = False
@@ -110,12 +119,12 @@ def test_the_layers_on_a_gpu_are_in_the_fingerprint_as_far_as_there_are_any(
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Numerics)])
-def test_every_part_of_the_numerics_is_in_the_fingerprint(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"weights")
+def test_every_part_of_the_numerics_is_in_the_fingerprint(name: str) -> None:
     other = replace(NUMERICS, **{name: OTHER[name]})
-    assert state_fingerprint(path, NUMERICS) != state_fingerprint(path, other)
-    assert state_fingerprint(path, NUMERICS) == state_fingerprint(path, replace(NUMERICS))
+    assert state_fingerprint(b"weights", NUMERICS) != state_fingerprint(b"weights", other)
+    assert state_fingerprint(b"weights", NUMERICS) == state_fingerprint(
+        b"weights", replace(NUMERICS)
+    )
 
 
 def write_split(folder: Path, *parts: bytes) -> Path:
@@ -129,8 +138,8 @@ def test_splits_that_differ_in_a_later_file_alone_are_other_models(tmp_path: Pat
     one = write_split(tmp_path / "one", b"metadata", b"weights")
     other = write_split(tmp_path / "other", b"metadata", b"tuned weights")
     same = write_split(tmp_path / "same", b"metadata", b"weights")
-    assert state_fingerprint(one, NUMERICS) == state_fingerprint(same, NUMERICS)
-    assert state_fingerprint(one, NUMERICS) != state_fingerprint(other, NUMERICS)
+    assert weights_digest(one) == weights_digest(same)
+    assert weights_digest(one) != weights_digest(other)
 
 
 # -- the library ---------------------------------------------------------------------------------
@@ -141,14 +150,14 @@ def test_another_build_of_the_library_has_state_of_its_own(
 ) -> None:
     engine = LlamaCppEngine(options)
     try:
-        pinned = Numerics.of(engine._model, options, 64)
+        pinned = Numerics.of(engine._model, options, 64, "f16")
         for name in ("one", "other"):
             (tmp_path / name).mkdir()
             (tmp_path / name / "libllama.so").write_text(f"{name} build of llama.cpp")
         found = {pinned}
         for name in ("one", "other", "one"):
             monkeypatch.setenv("REKINDLE_LLAMA_LIB", str(tmp_path / name / "libllama.so"))
-            found.add(Numerics.of(engine._model, options, 64))
+            found.add(Numerics.of(engine._model, options, 64, "f16"))
         assert len(found) == 3
     finally:
         engine.close()

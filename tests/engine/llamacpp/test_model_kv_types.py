@@ -18,7 +18,7 @@ def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
     """Bytes of one more token, and the fingerprint."""
     engine = LlamaCppEngine(EngineOptions(path=path, threads=1, kv_type=kv_type))
     try:
-        return engine._state_bytes.each, engine.capabilities.kv_layout.fingerprint
+        return engine.capabilities.kv_layout.token_bytes, engine.capabilities.kv_layout.fingerprint
     finally:
         engine.close()
 

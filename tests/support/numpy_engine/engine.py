@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from blake3 import blake3
@@ -14,6 +14,7 @@ from rekindle.engine.base import (
     Capabilities,
     EngineOptions,
     KvLayout,
+    KvType,
     Matrix,
     OnProgress,
     Sampled,
@@ -34,14 +35,28 @@ from tests.support.pictures import PlainProjector
 
 BLOCK_TOKENS = STEP_TOKENS = 64
 BATCH_TOKENS = 128  # beside one row for each turn that decodes
-KV_TYPE = "f32"
+KV_TYPE, SMALL_KV_TYPE = "f32", "i8"
+SCALE = np.float32(32)  # of 8-bit cells: what is kept is kept again without a change
+
+Place = tuple[bool, KvType, int]  # of a sequence: whether it is exact, its KV type, its slot
+
+
+def _kept(values: Array) -> Array:
+    """Values as 8-bit cells hold them."""
+    return np.asarray(np.clip(np.round(values * SCALE), -127, 127) / SCALE, np.float32)
+
+
+def _place(sequence: Sequence) -> Place:
+    return sequence.exact, sequence.kv_type, sequence.slot
 
 
 class NumpyEngine:
+    _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
+
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
-        if options.kv_type == "q8_0":
+        if options.kv_type != "f16":
             raise ModelError(f"this engine has {KV_TYPE} KV cells; leave --fp8-kvcache out")
         file = ModelFile.read(options.path)
         self.tokenizer = ByteTokenizer()
@@ -49,19 +64,26 @@ class NumpyEngine:
         self._model = TinyTransformer(file, self.tokenizer.size)
         self._projector = PlainProjector(WIDTH)
         self.capabilities = self._describe(options)
-        self._cells = Cells(self.capabilities.pool_tokens)
-        self._rows: dict[tuple[bool, int], Array] = {}
+        self._pools = {kv_type: Cells(self.capabilities.pool_tokens) for kv_type in self._kv_types}
+        self._rows: dict[Place, Array] = {}
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
         on_progress(1.0)
 
     def _describe(self, options: EngineOptions) -> Capabilities:
         context = options.context_tokens or self._model.context_tokens
-        layout = KvLayout(
-            token_bytes=self._empty().itemsize * int(np.prod(self._model.row_shape)),
-            checkpoint_bytes=0,
-            fingerprint=blake3(FORMAT.encode() + options.path.read_bytes()).digest(),
-        )
+        weights = options.path.read_bytes()
+        values = int(np.prod(self._model.row_shape))
+        layouts = {
+            kv_type: KvLayout(
+                bits=8 * size_bytes,
+                group_size=None if kv_type == KV_TYPE else values,
+                token_bytes=size_bytes * values,
+                checkpoint_bytes=0,
+                fingerprint=blake3(f"{FORMAT} {kv_type}".encode() + weights).digest(),
+            )
+            for kv_type, size_bytes in self._kv_types.items()
+        }
         return Capabilities(
             block_tokens=BLOCK_TOKENS,
             step_tokens=STEP_TOKENS,
@@ -73,84 +95,103 @@ class NumpyEngine:
             can_truncate=True,
             device="cpu",
             kv_type=KV_TYPE,
-            kv={KV_TYPE: layout},
+            kv=layouts,
             modalities=frozenset({"text", "image"}),
         )
 
     def _empty(self, tokens: int = 0) -> Array:
         return np.empty((tokens, *self._model.row_shape), np.float32)
 
-    @property
-    def free_tokens(self) -> int:
-        return self._cells.free
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        return self._pools[kv_type or KV_TYPE].free
 
     def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        return self._cells.freed(sequence.slot for sequence in sequences)
+        cells = self._pools[sequences[0].kv_type if sequences else KV_TYPE]
+        return cells.freed(sequence.slot for sequence in sequences)
 
     # -- sequences -----------------------------------------------------------------------------
 
-    def open(self, *, exact: bool) -> Sequence:
-        known = self.capabilities
-        most = known.exact_sequences if exact else known.sequences
-        slot = next((n for n in range(most) if (exact, n) not in self._rows), None)
-        if slot is None:
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        known, kv_type = self.capabilities, kv_type or KV_TYPE
+        most = known.exact_sequences + 1 if exact else known.sequences
+        alike = [place for place in self._rows if place[0] == exact]
+        if len([place for place in alike if exact or place[1] == kv_type]) >= most:
             raise PoolFull("all sequences are open")
-        self._rows[exact, slot] = self._empty()
-        return Sequence(slot, exact=exact)
+        slot = next(n for n in range(most) if (exact, kv_type, n) not in self._rows)
+        self._rows[exact, kv_type, slot] = self._empty()
+        return Sequence(slot, exact=exact, kv_type=kv_type)
 
     def release_idle(self) -> None: ...
 
     def close_sequence(self, sequence: Sequence) -> None:
-        del self._rows[sequence.exact, sequence.slot]
+        del self._rows[_place(sequence)]
         if not sequence.exact:
-            self._cells.close(sequence.slot)
+            self._pools[sequence.kv_type].close(sequence.slot)
         sequence.length = 0
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        if into.length or source.exact or into.exact:
-            raise ValueError("only shared sequences share, and only into an empty one")
-        self._rows[False, into.slot] = self._held(source)[:tokens].copy()
-        self._cells.share(source.slot, tokens, into.slot)
+        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
+            raise ValueError("only shared sequences of one KV type share, and into an empty one")
+        self._rows[_place(into)] = self._held(source)[:tokens].copy()
+        self._pools[into.kv_type].share(source.slot, tokens, into.slot)
         into.length = tokens
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         if tokens < sequence.length:
             if not sequence.exact:
-                self._cells.truncate(sequence.slot, tokens)
+                self._pools[sequence.kv_type].truncate(sequence.slot, tokens)
             sequence.length = tokens
 
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
         assert not resumable, "state can be truncated, so there are no checkpoints"
-        return self._held(sequence)[start:stop].tobytes()
+        return self._packed(self._held(sequence)[start:stop], sequence.kv_type)
+
+    def _packed(self, rows: Array, kv_type: KvType) -> bytes:
+        return (rows if kv_type == KV_TYPE else np.round(rows * SCALE).astype(np.int8)).tobytes()
+
+    def _unpacked(self, blob: Blob, tokens: int, kv_type: KvType) -> Array:
+        if len(blob) != tokens * self.capabilities.kv[kv_type].token_bytes:
+            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
+        if kv_type == KV_TYPE:
+            rows = np.frombuffer(blob, np.float32)
+        else:
+            rows = np.frombuffer(blob, np.int8).astype(np.float32) / SCALE
+        return rows.reshape(tokens, *self._model.row_shape)
+
+    def transcode(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        if (source, target) != (KV_TYPE, SMALL_KV_TYPE):
+            raise ValueError("no fewer bits")
+        return self._packed(_kept(self._unpacked(blob, tokens, source)), target)
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        if len(blob) != tokens * self.capabilities.kv_layout.token_bytes:
-            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
-        if not into.exact and self._cells.free < tokens:
+        restored = self._unpacked(blob, tokens, into.kv_type)
+        if not into.exact and self._pools[into.kv_type].free < tokens:
             raise PoolFull("no free cells for this block")
-        restored = np.frombuffer(blob, np.float32).reshape(tokens, *self._model.row_shape)
         self._grow(into, tokens)[into.length - tokens :] = restored
 
     def _held(self, sequence: Sequence) -> Array:
-        return self._rows[sequence.exact, sequence.slot][: sequence.length]
+        return self._rows[_place(sequence)][: sequence.length]
 
     def _grow(self, sequence: Sequence, tokens: int) -> Array:
         """The sequence's rows with so many more at the end, whose values are still to be set."""
         held, stop = self._held(sequence), sequence.length + tokens
-        if stop > len(self._rows[sequence.exact, sequence.slot]):
+        if stop > len(self._rows[_place(sequence)]):
             wider = self._empty(2 * stop)
             wider[: sequence.length] = held
-            self._rows[sequence.exact, sequence.slot] = wider
+            self._rows[_place(sequence)] = wider
         if not sequence.exact:
-            self._cells.append(sequence.slot, tokens)
+            self._pools[sequence.kv_type].append(sequence.slot, tokens)
         sequence.length = stop
         return self._held(sequence)
 
     def reset(self) -> None:
         self._rows.clear()
-        self._cells.clear()
+        for cells in self._pools.values():
+            cells.clear()
 
     # -- computing -----------------------------------------------------------------------------
 
@@ -160,9 +201,11 @@ class NumpyEngine:
         return NumpySampler(sampling, prompt, token_mask)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
-        wanted = sum(len(item.tokens) for item in work if not item.sequence.exact)
-        if wanted > self._cells.free:
-            raise PoolFull("no free cells for this step")
+        shared = [item for item in work if not item.sequence.exact]
+        for kv_type, cells in self._pools.items():
+            mine = [item for item in shared if item.sequence.kv_type == kv_type]
+            if sum(len(item.tokens) for item in mine) > cells.free:
+                raise PoolFull("no free cells for this step")
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:
@@ -170,7 +213,8 @@ class NumpyEngine:
             raise ValueError("these are not the vectors of this picture")
         rows = self._grow(item.sequence, len(item.tokens))
         entering = self._model.embedded(item.tokens) if item.vectors is None else item.vectors
-        hidden = self._model.forward(entering, rows)
+        small = item.sequence.kv_type != KV_TYPE
+        hidden = self._model.forward(entering, rows, *([_kept] if small else []))
         if item.sampler is None:
             return None
         logits = self._model.logits(hidden[-1])

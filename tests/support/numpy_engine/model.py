@@ -8,6 +8,7 @@ promises nothing of the kind.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +99,11 @@ class TinyTransformer:
     def embedded(self, tokens: Seq[int]) -> Array:
         return self._embedding[list(tokens)]
 
-    def forward(self, hidden: Array, rows: Array) -> Array:
+    def forward(
+        self, hidden: Array, rows: Array, kept: Callable[[Array], Array] = lambda row: row
+    ) -> Array:
         """The last hidden state of each token, from its first; their KV rows become the end of
-        `rows`."""
+        `rows`, as far as cells keep them."""
         count = len(hidden)
         start = len(rows) - count
         for number, layer in enumerate(self._layers):
@@ -109,8 +112,8 @@ class TinyTransformer:
                 _linear(weights, before).reshape(count, HEADS, HEAD_WIDTH)
                 for weights in (layer.query, layer.key, layer.value)
             )
-            rows[start:, number, 0] = self._rotated(key, start)
-            rows[start:, number, 1] = value
+            rows[start:, number, 0] = kept(self._rotated(key, start))
+            rows[start:, number, 1] = kept(value)
             query = self._rotated(query, start)
             seen = rows[:, number]
             attended = [_attend(query[n], seen[: start + n + 1]) for n in range(count)]

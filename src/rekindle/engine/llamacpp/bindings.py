@@ -237,6 +237,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_sampler_init_temp": (_P, [c_float]),
     "llama_sampler_init_penalties": (_P, [c_int32, c_int32, c_float, c_float, c_float]),
     "llama_sampler_init_logit_bias": (_P, [c_int32, c_int32, POINTER(LogitBias)]),
+    "ggml_quantize_chunk": (c_size_t, [c_int, _P, _P, c_int64, c_int64, c_int64, _P]),
     "gguf_init_from_file": (_P, [c_char_p, GgufInitParams]),
     "gguf_free": (None, [_P]),
     "gguf_find_key": (c_int64, [_P, c_char_p]),

@@ -39,6 +39,14 @@ class Shape:
     recurrent: bool = False  # some state is of one position and cannot be taken apart
 
 
+@dataclass(frozen=True, slots=True)
+class ContextSize:
+    """A context that may be built, and the memory that its cells take."""
+
+    shape: Shape
+    size_bytes: int
+
+
 class Context:
     """Owns a native context; slot `scratch` is for moving blocks.
 

@@ -1,8 +1,8 @@
 """GGUF models through llama.cpp.
 
-Shared sequences live in one context, the pool: they share cells and are batched together. An exact
-sequence has a context of its own: its cells lie in position order and its steps have no company,
-so what it computes depends on its own tokens alone.
+Shared sequences of one KV type live in one context, a pool: they share cells and are batched
+together. An exact sequence has a context of its own: its cells lie in position order and its steps
+have no company, so what it computes depends on its own tokens alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rekindle.engine.base import (
     Capabilities,
     EngineOptions,
     KvLayout,
+    KvType,
     Matrix,
     OnProgress,
     Sampled,
@@ -27,24 +28,21 @@ from rekindle.engine.base import (
     TokenMask,
     Work,
 )
-from rekindle.engine.cells import Cells
 from rekindle.engine.llamacpp.context import Context, LogitsRow, Rows
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
-from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint
+from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.pools import Pools
 from rekindle.engine.llamacpp.sampler import build_sampler
-from rekindle.engine.llamacpp.sizes import (
-    Sizes,
-    StateBytes,
-    choose_sizes,
-    free_bytes,
-    measure_state,
-)
+from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
+from rekindle.engine.llamacpp.state import GROUPS, StateLayout, Transcoder
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, ModelError, NoMemory, PoolFull, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
+
+_BITS: dict[KvType, int] = {"f16": 16, "q8_0": 8, "q4_0": 4}
 
 
 class LlamaCppEngine:
@@ -57,56 +55,56 @@ class LlamaCppEngine:
                 f"{options.path.name} makes vectors and generates no text: "
                 "give it as --embedding-model"
             )
+        self._options = options
         path = options.mmproj
         self._projector = Projector(self._model, options, path) if path else None
         sizes = choose_sizes(self._model, options, self._projector)
-        self._pool = Context(self._model.library, self._model.native, sizes.pool)
-        self._cells = Cells(sizes.pool.cells)
-        self._slots = _all_slots(self._pool)
-        self._exact = ExactContexts(
-            self._model.library, self._model.native, sizes.exact, lambda: free_bytes(self._model)
-        )
-        self._state_bytes = measure_state(self._pool)
+        library, native = self._model.library, self._model.native
+
+        def free() -> int:
+            return free_bytes(self._model)
+
+        self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
+        self._exact = ExactContexts(library, native, sizes.exact, free)
+        self._layouts = sizes.layouts
+        self._measured = {options.kv_type: sizes.layouts[options.kv_type]}
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
-        self.capabilities = _capabilities(
-            options, self._model, sizes, self._state_bytes, self._projector
-        )
+        self.capabilities = _capabilities(options, self._model, sizes, self._projector)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
-    @property
-    def free_tokens(self) -> int:
-        return self._cells.free
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        return self._pools.free_tokens(kv_type or self._options.kv_type)
 
     def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        return self._cells.freed(sequence.slot for sequence in sequences)
+        if not sequences:
+            return 0
+        cells = self._pools[sequences[0].kv_type].cells
+        return cells.freed(sequence.slot for sequence in sequences)
 
     # -- sequences -----------------------------------------------------------------------------
 
-    def open(self, *, exact: bool) -> Sequence:
-        if exact:
-            return Sequence(self._exact.open(), exact=True)
-        if not self._slots:
-            raise PoolFull("all sequences are open")
-        return Sequence(self._slots.pop(), exact=False)
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        kv_type = kv_type or self._options.kv_type
+        slot = self._exact.open(kv_type) if exact else self._pools.open(kv_type)
+        return Sequence(slot, exact=exact, kv_type=kv_type)
 
     def close_sequence(self, sequence: Sequence) -> None:
         if sequence.exact:
             self._exact.close(sequence.slot)
         else:
-            self._pool.remove(sequence.slot)
-            self._cells.close(sequence.slot)
-            self._slots.append(sequence.slot)
+            self._pools[sequence.kv_type].close_slot(sequence.slot)
         sequence.length = 0
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        if into.length or source.exact or into.exact:
-            raise ValueError("only shared sequences share, and only into an empty one")
+        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
+            raise ValueError("only shared sequences of one KV type share, and into an empty one")
         if tokens != source.length and not self.capabilities.can_truncate:
             raise ValueError("this model's state is shared whole or not at all")
-        self._pool.share(source.slot, into.slot, tokens)
-        self._cells.share(source.slot, tokens, into.slot)
+        pool = self._pools[source.kv_type]
+        pool.context.share(source.slot, into.slot, tokens)
+        pool.cells.share(source.slot, tokens, into.slot)
         into.length = tokens
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
@@ -118,7 +116,7 @@ class LlamaCppEngine:
         with self._reset_when_broken():
             context.remove(slot, tokens)
         if not sequence.exact:
-            self._cells.truncate(slot, tokens)
+            self._pools[sequence.kv_type].cells.truncate(slot, tokens)
         sequence.length = tokens
 
     def export(
@@ -132,8 +130,9 @@ class LlamaCppEngine:
             return blob + context.checkpoint(slot) if resumable else blob
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        cells, checkpoint = self._state_bytes.split(blob, tokens, resumable=resumable)
-        if not into.exact and self._cells.free < tokens:
+        layout = self._layouts[into.kv_type]
+        cells, checkpoint = layout.split(blob, tokens, resumable=resumable)
+        if not into.exact and self._pools.free_tokens(into.kv_type) < tokens:
             raise PoolFull("no free cells for this block")
         context, slot = self._context_of(into)
         stop = into.length + tokens
@@ -144,14 +143,36 @@ class LlamaCppEngine:
                 if not context.reaches(slot, stop):
                     raise EngineBroken("a checkpoint is of another position")
         if not into.exact:
-            self._cells.append(slot, tokens)
+            self._pools[into.kv_type].cells.append(slot, tokens)
         into.length = stop
+
+    def transcode(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        if _BITS[target] >= _BITS[source]:
+            raise ValueError(f"{target} cells hold no less than {source} cells")
+        layouts = self._layout(source), self._layout(target)
+        coder = Transcoder(self._model.library, *layouts)
+        return coder.transcode(blob, tokens, resumable=resumable)
+
+    def _layout(self, kv_type: KvType) -> StateLayout:
+        """The layout of a KV type with its rotations, which only its own state shows."""
+        if kv_type not in self._measured:
+            try:
+                found = measure_layout(self._model, self._options, kv_type)
+            except ModelError:
+                raise NoMemory.for_kv_type(needed_bytes=1) from None
+            known = self._layouts[kv_type]
+            if (found.fixed, found.each) != (known.fixed, known.each):
+                raise Unsupported(f"llama.cpp lays {kv_type} cells out in an unknown way.")
+            self._measured[kv_type] = found
+        return self._measured[kv_type]
 
     def _context_of(self, sequence: Sequence) -> tuple[Context, int]:
         """The context that a sequence lives in, and its slot there."""
         if sequence.exact:
             return self._exact[sequence.slot], 0
-        return self._pool, sequence.slot
+        return self._pools[sequence.kv_type].context, sequence.slot
 
     @contextmanager
     def _reset_when_broken(self) -> Iterator[None]:
@@ -165,12 +186,11 @@ class LlamaCppEngine:
     def reset(self) -> None:
         """Forget every sequence and rebuild the native memory."""
         self._exact.close_all()  # before the pool asks for memory again
-        self._pool.rebuild()
-        self._cells.clear()
-        self._slots = _all_slots(self._pool)
+        self._pools.reset()
 
     def release_idle(self) -> None:
         self._exact.release_idle()
+        self._pools.release_idle()
 
     # -- computing -----------------------------------------------------------------------------
 
@@ -181,13 +201,22 @@ class LlamaCppEngine:
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         results: dict[int, Sampled | None] = {}
-        shared = [item for item in work if not item.sequence.exact]
-        if sum(len(item.tokens) for item in shared) > self._cells.free:
-            # Checked here because a recurrent memory has no cells whose lack llama.cpp would see.
-            raise PoolFull("no free cells for this step")
-        for number, group in enumerate(self._native_calls(shared)):
+        shared: dict[KvType, list[Work]] = {}
+        for item in work:
+            if not item.sequence.exact:
+                shared.setdefault(item.sequence.kv_type, []).append(item)
+        for kv_type, items in shared.items():
+            if sum(len(item.tokens) for item in items) > self._pools.free_tokens(kv_type):
+                # Checked here: llama.cpp sees no lack of cells in a recurrent memory.
+                raise PoolFull("no free cells for this step")
+        calls = [
+            (self._pools[kv_type].context, group)
+            for kv_type, items in shared.items()
+            for group in self._native_calls(items)
+        ]
+        for number, (context, group) in enumerate(calls):
             try:
-                results.update(self._step_in(self._pool, group))
+                results.update(self._step_in(context, group))
             except PoolFull as error:
                 if not number:
                     raise
@@ -226,9 +255,10 @@ class LlamaCppEngine:
             last = context.decode(rows, causal=not self._sees_ahead(work))
         results: dict[int, Sampled | None] = {}
         for item, index in zip(work, last, strict=True):
-            if not item.sequence.exact:
-                self._cells.append(item.sequence.slot, len(item.tokens))
-            item.sequence.length += len(item.tokens)
+            sequence = item.sequence
+            if not sequence.exact:
+                self._pools[sequence.kv_type].cells.append(sequence.slot, len(item.tokens))
+            sequence.length += len(item.tokens)
             results[id(item)] = self._sample(context, item, index)
         return results
 
@@ -256,30 +286,17 @@ class LlamaCppEngine:
         return self._projector
 
     def close(self) -> None:
-        self._pool.close()
+        self._pools.close()
         self._exact.close_all()
         if self._projector is not None:
             self._projector.close()
         self._model.close()
 
 
-def _all_slots(pool: Context) -> list[int]:
-    return list(reversed(range(pool.shape.sequences)))
-
-
 def _capabilities(
-    options: EngineOptions,
-    model: LlamaModel,
-    sizes: Sizes,
-    state: StateBytes,
-    projector: Projector | None,
+    options: EngineOptions, model: LlamaModel, sizes: Sizes, projector: Projector | None
 ) -> Capabilities:
-    numerics = Numerics.of(model, options, sizes.step_tokens)
-    layout = KvLayout(
-        token_bytes=state.each,
-        checkpoint_bytes=state.checkpoint,
-        fingerprint=state_fingerprint(options.path, numerics, options.mmproj),
-    )
+    weights = weights_digest(options.path, options.mmproj)
     return Capabilities(
         block_tokens=sizes.block_tokens,
         step_tokens=sizes.step_tokens,
@@ -291,7 +308,18 @@ def _capabilities(
         can_truncate=model.can_truncate,
         device="gpu" if model.on_gpu else "cpu",
         kv_type=options.kv_type,
-        kv={options.kv_type: layout},
+        kv={
+            kv_type: KvLayout(
+                bits=_BITS[kv_type],
+                group_size=GROUPS[kv_type][0] if _BITS[kv_type] < 16 else None,
+                token_bytes=state.each,
+                checkpoint_bytes=state.checkpoint,
+                fingerprint=state_fingerprint(
+                    weights, Numerics.of(model, options, sizes.step_tokens, kv_type)
+                ),
+            )
+            for kv_type, state in sizes.layouts.items()
+        },
         modalities=frozenset({TEXT, IMAGE} if projector else {TEXT}),
         whole_pictures=projector is not None and projector.is_whole,
     )

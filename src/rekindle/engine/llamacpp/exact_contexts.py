@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.engine.llamacpp.context import Context, Shape
+from rekindle.engine.base import KvType
+from rekindle.engine.llamacpp.context import Context, ContextSize
 from rekindle.errors import ModelError, NoMemory, PoolFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactBudget:
-    """How many contexts exact sequences may have, and what each is and takes."""
+    """How many contexts exact sequences may have, and what each is and takes, by KV type."""
 
-    shape: Shape
-    context_bytes: int
+    sizes: Mapping[KvType, ContextSize]
     contexts: int
 
 
@@ -23,7 +23,9 @@ class ExactContexts:
     """The contexts of exact sequences: one each, used again after it is closed.
 
     Each has the memory of a full context: it is built when it is needed, if that much is free, and
-    given back when nobody has wanted it for a while.
+    given back when nobody has wanted it for a while, or when one of another KV type is to take its
+    place. One more than there may be otherwise is for a sequence that takes over what another one
+    holds.
     """
 
     def __init__(
@@ -45,29 +47,36 @@ class ExactContexts:
     def __getitem__(self, slot: int) -> Context:
         return self._open[slot]
 
-    def open(self) -> int:
+    def open(self, kv_type: KvType) -> int:
         """The slot of an empty context; raises PoolFull when all are open."""
-        if len(self._open) >= self._budget.contexts:
+        if len(self._open) > self._budget.contexts:
             raise PoolFull("all exact sequences are open")
-        context = self._idle.pop() if self._idle else self._build()
+        idle = next((each for each in reversed(self._idle) if each.shape.kv_type == kv_type), None)
+        if idle is not None:
+            self._idle.remove(idle)
+        elif self._idle and self.count >= self._budget.contexts:
+            self._idle.pop(0).close()
         self._unused = min(self._unused, len(self._idle))
+        context = idle or self._build(self._budget.sizes[kv_type])
         context.clear()
-        slot = next(n for n in range(self._budget.contexts) if n not in self._open)
+        slot = next(n for n in range(len(self._open) + 1) if n not in self._open)
         self._open[slot] = context
         return slot
 
-    def _build(self) -> Context:
+    def _build(self, size: ContextSize) -> Context:
         """Raises NoMemory; asked first, because Linux hands out more than it has and then kills."""
-        needed_bytes = self._budget.context_bytes
-        if self._free_bytes() < needed_bytes:
-            raise NoMemory.for_exact_context(needed_bytes)
+        if self._free_bytes() < size.size_bytes:
+            raise NoMemory.for_exact_context(size.size_bytes)
         try:
-            return Context(self._library, self._model, self._budget.shape)
+            return Context(self._library, self._model, size.shape)
         except ModelError:
-            raise NoMemory.for_exact_context(needed_bytes) from None
+            raise NoMemory.for_exact_context(size.size_bytes) from None
 
     def close(self, slot: int) -> None:
         self._idle.append(self._open.pop(slot))
+        if self.count > self._budget.contexts:
+            self._idle.pop(0).close()
+            self._unused = min(self._unused, len(self._idle))
 
     def release_idle(self) -> None:
         """Close those that were idle all the time since the last call."""

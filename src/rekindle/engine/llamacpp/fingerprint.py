@@ -34,25 +34,31 @@ class Numerics:
     rope_factors: str = ""  # those chosen of a LongRoPE model
 
     @classmethod
-    def of(cls, model: LlamaModel, options: EngineOptions, step_tokens: int) -> Numerics:
+    def of(
+        cls, model: LlamaModel, options: EngineOptions, step_tokens: int, kv_type: KvType
+    ) -> Numerics:
         """Threads are not in it, nor are the sizes of contexts and pool: no bit depends on them."""
         return cls(
             state_format=STATE_FORMAT,
             library=_digest(*library_files(bindings.library_path())),
             backends=_backends(model.library),
             gpu_layers=min(model.gpu_layers(options), model.layers + 1),  # + 1: the output layer
-            kv_type=options.kv_type,
+            kv_type=kv_type,
             step_tokens=step_tokens,
             rope_factors=model.rope.factors if model.rope else "",
         )
 
 
-def state_fingerprint(path: Path, numerics: Numerics, mmproj: Path | None = None) -> bytes:
+def weights_digest(path: Path, mmproj: Path | None = None) -> bytes:
     """Weights, tokenizer and template are in the model's files, all of which are hashed; the first
     file of a split may hold no tensor at all. Another projector makes other state of a picture."""
     files = [path.with_name(name) for name in split_names(path.name)]
     files += [mmproj] if mmproj else []
-    return blake3(repr(astuple(numerics)).encode() + _hash(*files)).digest()
+    return _hash(*files)
+
+
+def state_fingerprint(weights: bytes, numerics: Numerics) -> bytes:
+    return blake3(repr(astuple(numerics)).encode() + weights).digest()
 
 
 def library_files(path: Path) -> list[Path]:

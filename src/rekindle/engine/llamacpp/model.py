@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from rekindle.engine.base import EngineOptions, OnProgress
+from rekindle.engine.base import EngineOptions, KvType, OnProgress
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.rope import choose_rope
+from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
 
 ALL_LAYERS = 999
-KV_GROUPS = {"f16": 1, "q8_0": 32}  # how many values share one scale
 
 
 class LlamaModel:
@@ -92,19 +92,31 @@ class LlamaModel:
         recurrent = self.library.llama_model_is_recurrent(self.native)
         return not (recurrent or self.library.llama_model_is_hybrid(self.native))
 
+    @property
+    def kv_types(self) -> tuple[KvType, ...]:
+        """The types that its KV cells can have: a quantised head is a whole number of groups."""
+        widths = [_head_width(self.library, self.native, kind) for kind in ("key", "value")]
+        if None in widths:
+            return ()  # it has no cells
+        return tuple(
+            kv_type
+            for kv_type, (group, _) in GROUPS.items()
+            if not any(width and width % group for width in widths)
+        )
+
     def close(self) -> None:
         self.library.llama_model_free(self.native)
 
 
 def _check_kv_type(library: Any, model: int, kv_type: str) -> None:
     """A quantised head is a whole number of groups; llama.cpp would only say that it failed."""
-    group = KV_GROUPS[kv_type]
+    group, _ = GROUPS[kv_type]
     for kind in ("key", "value"):
         width = _head_width(library, model, kind)
         if width is not None and width % group:
             raise ModelError(
                 f"this model cannot have {kv_type} KV cells: its {kind} heads are {width} wide, "
-                f"which is no multiple of {group}; leave --fp8-kvcache out"
+                f"which is no multiple of {group}; leave --kv-bits and --fp8-kvcache out"
             )
 
 

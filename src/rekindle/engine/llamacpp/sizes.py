@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rekindle.engine.base import Blob, EngineOptions
+from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.context import Context, Rows, Shape
+from rekindle.engine.llamacpp.context import Context, ContextSize, Rows, Shape
 from rekindle.engine.llamacpp.exact_contexts import ExactBudget
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.state import StateLayout, read_layout
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.errors import CorruptBlock
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """A block of n tokens has fixed + n * each bytes, plus those of its checkpoint if it has one;
-    anything else is not a block of ours."""
-
-    fixed: int
-    each: int
-    checkpoint: int  # 0: state can be truncated anywhere, so there are none
-
-    def split(self, blob: Blob, tokens: int, *, resumable: bool) -> tuple[memoryview, memoryview]:
-        """A block's cells and its checkpoint; sizes are checked before llama.cpp sees a byte."""
-        view = memoryview(blob).cast("B")
-        cells = self.fixed + tokens * self.each
-        if len(view) != cells + resumable * self.checkpoint:
-            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(view)} bytes")
-        return view[:cells], view[cells:]
-
-
-def measure_state(context: Context) -> StateBytes:
-    """Export blocks of one and of two tokens, and forget them."""
-    context.decode([Rows(0, 0, [0, 0], False)])
-    one, two = (len(context.export(0, 0, tokens)) for tokens in (1, 2))
-    checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
-    context.clear()
-    return StateBytes(2 * one - two, two - one, checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +26,9 @@ class Sizes:
     block_tokens: int
     step_tokens: int
     context_tokens: int
-    pool: Shape  # of the context that shared sequences have together
+    layouts: Mapping[KvType, StateLayout]  # of every KV type that sequences may have
+    pool: Shape  # of the context that shared sequences of the usual type have together
+    other_pools: Mapping[KvType, ContextSize]  # and those of another type
     exact: ExactBudget  # for the contexts that exact sequences have to themselves
 
 
@@ -60,7 +36,11 @@ def choose_sizes(
     model: LlamaModel, options: EngineOptions, projector: Projector | None = None
 ) -> Sizes:
     sequences = _sequences(model, options.parallel)
-    state = _sample_state(model, options)
+    state = measure_layout(model, options, options.kv_type)
+    others = model.kv_types if state.sections else ()  # else it is not known how to transcode
+    layouts = {options.kv_type: state} | {
+        kv_type: state.sized_as(kv_type) for kv_type in others if kv_type != options.kv_type
+    }
     budget_bytes = int(options.kv_fraction * free_bytes(model))
     slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
     affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
@@ -69,14 +49,21 @@ def choose_sizes(
     whole = projector.most_vectors if projector and projector.is_whole else 0
     batch = max((2048 if model.on_gpu else 512) + options.parallel, whole)
     exact_batch = max(step_tokens, whole)
+    pool = _shape(model, options, cells=cells, sequences=sequences, batch=batch)
     exact = _shape(model, options, cells=context_tokens, sequences=1, batch=exact_batch)
     left_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
         step_tokens=step_tokens,
         context_tokens=context_tokens,
-        pool=_shape(model, options, cells=cells, sequences=sequences, batch=batch),
-        exact=_exact_budget(exact, state, left_bytes, most=options.parallel),
+        layouts=layouts,
+        pool=pool,
+        other_pools={
+            kv_type: _other_pool(replace(pool, kv_type=kv_type), layout, left_bytes, context_tokens)
+            for kv_type, layout in layouts.items()
+            if kv_type != options.kv_type
+        },
+        exact=_exact_budget(exact, layouts, left_bytes, most=options.parallel),
     )
 
 
@@ -103,20 +90,40 @@ def _cells(model: LlamaModel, options: EngineOptions, affordable: int) -> tuple[
     return context, max(context, min(affordable, useful))
 
 
-def _exact_budget(shape: Shape, state: StateBytes, left_bytes: int, *, most: int) -> ExactBudget:
+def _other_pool(usual: Shape, state: StateLayout, left_bytes: int, context: int) -> ContextSize:
+    """What the usual pool leaves of the KV budget, but no more cells than that one has, and one
+    context in any case."""
+    affordable = max(left_bytes, 0) // max(state.each, 1)
+    shape = replace(usual, cells=max(context, min(usual.cells, affordable)))
+    return ContextSize(shape, _context_bytes(shape, state))
+
+
+def _exact_budget(
+    shape: Shape, layouts: Mapping[KvType, StateLayout], left_bytes: int, *, most: int
+) -> ExactBudget:
     """What the pool leaves of the KV budget, and one context in any case."""
-    slots = shape.sequences + 1
-    context_bytes = max(shape.cells * state.each + slots * state.checkpoint, 1)
-    contexts = min(max(left_bytes // context_bytes, 1), most)
-    return ExactBudget(shape=shape, context_bytes=context_bytes, contexts=contexts)
+    shapes = {kv_type: replace(shape, kv_type=kv_type) for kv_type in layouts}
+    sizes = {
+        kv_type: ContextSize(shapes[kv_type], _context_bytes(shapes[kv_type], state))
+        for kv_type, state in layouts.items()
+    }
+    contexts = min(max(left_bytes // sizes[shape.kv_type].size_bytes, 1), most)
+    return ExactBudget(sizes=sizes, contexts=contexts)
 
 
-def _sample_state(model: LlamaModel, options: EngineOptions) -> StateBytes:
-    """What state takes, measured on a throw-away context."""
+def _context_bytes(shape: Shape, state: StateLayout) -> int:
+    return max(shape.cells * state.each + (shape.sequences + 1) * state.checkpoint, 1)
+
+
+def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -> StateLayout:
+    """What state of a KV type is like: blocks of one and of two tokens in a throw-away context."""
     shape = _shape(model, options, cells=256, sequences=1, batch=8)
-    context = Context(model.library, model.native, shape)
+    context = Context(model.library, model.native, replace(shape, kv_type=kv_type))
     try:
-        return measure_state(context)
+        context.decode([Rows(0, 0, [0, 0], False)])
+        one, two = (context.export(0, 0, tokens) for tokens in (1, 2))
+        checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
+        return read_layout(one, two, checkpoint)
     finally:
         context.close()
 

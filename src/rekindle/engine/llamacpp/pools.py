@@ -1,0 +1,116 @@
+"""The contexts that shared sequences have together: one for each KV type, over the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rekindle.engine.base import KvType
+from rekindle.engine.cells import Cells
+from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
+from rekindle.errors import ModelError, NoMemory, PoolFull
+
+
+class Pool:
+    """A context, its free slots, and who holds which of its cells."""
+
+    def __init__(self, library: Any, model: int, shape: Shape) -> None:
+        self.context = Context(library, model, shape)
+        self.cells = Cells(shape.cells)
+        self._slots = _all_slots(shape)
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self._slots) == self.context.shape.sequences
+
+    def open(self) -> int:
+        """A free slot; raises PoolFull."""
+        if not self._slots:
+            raise PoolFull("all sequences are open")
+        return self._slots.pop()
+
+    def close_slot(self, slot: int) -> None:
+        self.context.remove(slot)
+        self.cells.close(slot)
+        self._slots.append(slot)
+
+    def rebuild(self) -> None:
+        """Throw everything away and start empty."""
+        self.context.rebuild()
+        self.cells.clear()
+        self._slots = _all_slots(self.context.shape)
+
+
+class Pools:
+    """The pool of the usual KV type is always there. One of another type is built when it is
+    needed, if that much memory is free, and given back when nobody has used it for a while."""
+
+    def __init__(
+        self,
+        library: Any,
+        model: int,
+        usual: Shape,
+        others: Mapping[KvType, ContextSize],
+        free_bytes: Callable[[], int],
+    ) -> None:
+        self._library = library
+        self._model = model
+        self._others = others
+        self._free_bytes = free_bytes
+        self.usual = Pool(library, model, usual)
+        self._built: dict[KvType, Pool] = {usual.kv_type: self.usual}
+        self._unused: set[KvType] = set()  # empty since the last release
+
+    def __getitem__(self, kv_type: KvType) -> Pool:
+        return self._built[kv_type]
+
+    def __iter__(self) -> Iterator[KvType]:
+        """The types of the pools that take memory now."""
+        return iter(self._built)
+
+    def free_tokens(self, kv_type: KvType) -> int:
+        pool = self._built.get(kv_type)
+        return pool.cells.free if pool else self._others[kv_type].shape.cells
+
+    def open(self, kv_type: KvType) -> int:
+        """A free slot of a type's pool; raises PoolFull, or NoMemory."""
+        if kv_type not in self._built:
+            self._built[kv_type] = self._build(self._others[kv_type])
+        self._unused.discard(kv_type)
+        return self._built[kv_type].open()
+
+    def _build(self, size: ContextSize) -> Pool:
+        """Raises NoMemory; asked first, because Linux hands out more than it has and then kills."""
+        if self._free_bytes() < size.size_bytes:
+            raise NoMemory.for_kv_type(size.size_bytes)
+        try:
+            return Pool(self._library, self._model, size.shape)
+        except ModelError:
+            raise NoMemory.for_kv_type(size.size_bytes) from None
+
+    def release_idle(self) -> None:
+        """Close those of other types that were empty at the last call and are empty now."""
+        for kv_type in self._unused:
+            self._built.pop(kv_type).context.close()
+        self._unused = {
+            kv_type
+            for kv_type, pool in self._built.items()
+            if pool.is_empty and pool is not self.usual
+        }
+
+    def reset(self) -> None:
+        """Forget every sequence; only the usual pool is left."""
+        for pool in self._built.values():
+            if pool is not self.usual:
+                pool.context.close()
+        self._built = {self.usual.context.shape.kv_type: self.usual}
+        self._unused.clear()
+        self.usual.rebuild()
+
+    def close(self) -> None:
+        for pool in self._built.values():
+            pool.context.close()
+
+
+def _all_slots(shape: Shape) -> list[int]:
+    return list(reversed(range(shape.sequences)))

@@ -1,0 +1,183 @@
+"""The state of cells as llama.cpp writes it, and how it is written again in cells of another type.
+
+A state is a header and a section for each of the model's caches (one, or two with a sliding
+window): the number of streams and of cells, a record for each cell, how the rows are laid out, the
+sizes of the rotations of keys and values, then the type, size and rows of each layer's keys, and of
+each layer's values. Quantised rows are rotated (a Hadamard transform of so many neighbours) before
+they are quantised, which spreads outliers; a rotation of 0 is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rekindle.engine.base import Blob, KvType
+from rekindle.engine.llamacpp import bindings
+from rekindle.errors import CorruptBlock
+
+#: Of a KV type: how many values share a scale, and the bytes that those take.
+GROUPS: dict[KvType, tuple[int, int]] = {"f16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
+_TYPE_NAMES = {bindings.GGML_TYPES[kv_type]: kv_type for kv_type in GROUPS}
+_COUNTS = struct.Struct("<II")  # streams, cells
+_LAYOUT = struct.Struct("<IIII")  # transposed values, layers, rotations of keys and of values
+_ROWS = struct.Struct("<iQ")  # type, bytes of a row
+_CELL_BYTES = (12, 20)  # position, number of sequences, sequence; some models have two more numbers
+_BY_8_BITS = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
+_BY_4_BITS = np.dtype([("scale", "<f2"), ("values", "u1", 16)])
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The keys or the values of one layer."""
+
+    kv_type: KvType
+    width: int  # values of one cell
+    rotation: int
+
+    @property
+    def row_bytes(self) -> int:
+        values, size_bytes = GROUPS[self.kv_type]
+        return self.width // values * size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """What blocks of one KV type look like. A block of n tokens has fixed + n * each bytes, plus
+    those of its checkpoint if it has one; anything else is not a block of ours."""
+
+    fixed: int
+    each: int
+    checkpoint: int  # 0: state can be truncated anywhere, so there are none
+    cell_bytes: int = 0  # of a cell's record
+    sections: tuple[tuple[Rows, ...], ...] = ()  # none: the state is not known well enough
+
+    def split(self, blob: Blob, tokens: int, *, resumable: bool) -> tuple[memoryview, memoryview]:
+        """A block's cells and its checkpoint; sizes are checked before llama.cpp sees a byte."""
+        view = memoryview(blob).cast("B")
+        cells = self.fixed + tokens * self.each
+        if len(view) != cells + resumable * self.checkpoint:
+            raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(view)} bytes")
+        return view[:cells], view[cells:]
+
+    def sized_as(self, kv_type: KvType) -> StateLayout:
+        """The sizes that cells of another type have; how those are rotated is not known."""
+        sections = tuple(
+            tuple(replace(rows, kv_type=kv_type) for rows in section) for section in self.sections
+        )
+        each = self.each + _rows_bytes(sections) - _rows_bytes(self.sections)
+        return replace(self, each=each, sections=sections)
+
+
+def _rows_bytes(sections: tuple[tuple[Rows, ...], ...]) -> int:
+    return sum(rows.row_bytes for section in sections for rows in section)
+
+
+def read_layout(one: Blob, two: Blob, checkpoint: int) -> StateLayout:
+    """The layout of blocks, as blocks of one and of two tokens show it."""
+    sizes = StateLayout(2 * len(one) - len(two), len(two) - len(one), checkpoint)
+    for cell_bytes in _CELL_BYTES:
+        try:
+            sections = tuple(_read_section(memoryview(two), cell_bytes))
+        except (struct.error, KeyError, CorruptBlock):
+            continue
+        return replace(sizes, cell_bytes=cell_bytes, sections=sections)
+    return sizes
+
+
+def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[Rows, ...]]:
+    at = bindings.STATE_HEADER_BYTES
+    while at < len(view):
+        streams, cells = _COUNTS.unpack_from(view, at)
+        at += _COUNTS.size + cells * cell_bytes
+        transposed, layers, *rotations = _LAYOUT.unpack_from(view, at)
+        at += _LAYOUT.size
+        if streams != 1 or transposed or not 0 < layers <= len(view):
+            raise CorruptBlock("this is no section of a state")
+        section = []
+        for rotation in (rotation for rotation in rotations for _ in range(layers)):
+            type_id, row_bytes = _ROWS.unpack_from(view, at)
+            at += _ROWS.size + cells * row_bytes
+            values, size_bytes = GROUPS[_TYPE_NAMES[type_id]]
+            section.append(Rows(_TYPE_NAMES[type_id], row_bytes // size_bytes * values, rotation))
+        yield tuple(section)
+    if at != len(view):
+        raise CorruptBlock("this is no section of a state")
+
+
+class Transcoder:
+    """Writes blocks of one layout in another one."""
+
+    def __init__(self, library: Any, source: StateLayout, target: StateLayout) -> None:
+        self._library = library
+        self._source = source
+        self._target = target
+
+    def transcode(self, blob: Blob, tokens: int, *, resumable: bool) -> bytes:
+        """A block in the target's cells; its checkpoint stays as it is."""
+        cells, checkpoint = self._source.split(blob, tokens, resumable=resumable)
+        written = [bytes(cells[: bindings.STATE_HEADER_BYTES])]
+        at = bindings.STATE_HEADER_BYTES
+        for section, target in zip(self._source.sections, self._target.sections, strict=True):
+            stop = at + _COUNTS.size + tokens * self._source.cell_bytes
+            if _COUNTS.unpack_from(cells, at) != (1, tokens):
+                raise CorruptBlock("a block says that it holds another number of tokens")
+            layers = len(target) // 2
+            written.append(bytes(cells[at:stop]))
+            written.append(_LAYOUT.pack(0, layers, target[0].rotation, target[layers].rotation))
+            at = stop + _LAYOUT.size
+            for rows, wanted in zip(section, target, strict=True):
+                start, at = at + _ROWS.size, at + _ROWS.size + tokens * rows.row_bytes
+                written.append(_ROWS.pack(bindings.GGML_TYPES[wanted.kv_type], wanted.row_bytes))
+                written.append(self._quantised(_floats(rows, cells[start:at]), rows, wanted))
+        return b"".join((*written, checkpoint))
+
+    def _quantised(self, values: Floats, rows: Rows, wanted: Rows) -> bytes:
+        if rows.rotation != wanted.rotation:
+            values = _rotated(_rotated(values, rows.rotation), wanted.rotation)
+        values = np.ascontiguousarray(values)
+        count = values.size // wanted.width
+        quantised = ctypes.create_string_buffer(count * wanted.row_bytes)
+        self._library.ggml_quantize_chunk(
+            bindings.GGML_TYPES[wanted.kv_type],
+            values.ctypes.data,
+            quantised,
+            0,
+            count,
+            wanted.width,
+            None,
+        )
+        return quantised.raw
+
+
+def _floats(rows: Rows, raw: memoryview) -> Floats:
+    """The values of some rows."""
+    if rows.kv_type == "f16":
+        return np.frombuffer(raw, "<f2").astype(np.float32)
+    groups = np.frombuffer(raw, _BY_8_BITS if rows.kv_type == "q8_0" else _BY_4_BITS)
+    values = groups["values"]
+    if rows.kv_type == "q4_0":
+        values = np.concatenate((values & 15, values >> 4), axis=1).astype(np.int8) - 8
+    scaled: Floats = groups["scale"].astype(np.float32)[:, None] * values
+    return scaled
+
+
+def _rotated(values: Floats, size: int) -> Floats:
+    """A Hadamard transform of every `size` neighbours, which undoes itself. By additions alone, in
+    one order: a matrix product's last bits would depend on how many rows there are."""
+    if not size:
+        return values
+    near = 1
+    while near < size:
+        pairs = values.reshape(-1, 2, near)
+        one, other = pairs[:, 0], pairs[:, 1]
+        values = np.stack((one + other, one - other), axis=1)
+        near *= 2
+    return values.reshape(-1) * np.float32(size**-0.5)

@@ -1,0 +1,124 @@
+"""What every engine promises whose sequences may have cells of several types."""
+
+from __future__ import annotations
+
+import pytest
+
+from rekindle.engine.base import Engine, KvType, Sequence, Work
+from rekindle.errors import CorruptBlock
+from tests.contract.actions import GREEDY, PROMPT, answer, cold, prefill
+from tests.contract.engines import several_kv_types
+
+pytestmark = several_kv_types
+
+
+def smaller(engine: Engine) -> list[KvType]:
+    """The types with fewer bits than the usual one."""
+    known = engine.capabilities
+    return [name for name, layout in known.kv.items() if layout.bits < known.kv_layout.bits]
+
+
+def test_every_type_says_what_it_is_and_is_exchanged_with_no_other(engine: Engine) -> None:
+    layouts = engine.capabilities.kv
+    assert smaller(engine)
+    assert len({layout.fingerprint for layout in layouts.values()}) == len(layouts)
+    by_bits = sorted(layouts.values(), key=lambda layout: layout.bits)
+    sizes = [layout.token_bytes for layout in by_bits]
+    assert sizes == sorted(sizes)
+    assert by_bits[0].group_size
+    assert by_bits[-1].group_size is None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_blocks_of_each_type_have_its_size_and_come_back(engine: Engine, exact: bool) -> None:
+    size = engine.capabilities.step_tokens
+    for kv_type, layout in engine.capabilities.kv.items():
+        expected = cold(engine, PROMPT, exact=exact, kv_type=kv_type)
+        source = engine.open(exact=exact, kv_type=kv_type)
+        assert source.kv_type == kv_type
+        prefill(engine, source, PROMPT[:size])
+        one, two = (len(engine.export(source, 0, tokens)) for tokens in (1, 2))
+        assert two - one == layout.token_bytes
+        into = moved(engine, source, kv_type)
+        assert answer(engine, into, PROMPT) == expected
+
+
+def moved(engine: Engine, source: Sequence, kv_type: KvType) -> Sequence:
+    """What a sequence holds in another of this type; block by block, as the runtime does it."""
+    into = engine.open(exact=source.exact, kv_type=kv_type)
+    block = engine.capabilities.block_tokens
+    while into.length < source.length:
+        stop = min(into.length + block, source.length)
+        resumable = stop == source.length and not engine.capabilities.can_truncate
+        blob = engine.export(source, into.length, stop, resumable=resumable)
+        tokens = stop - into.length
+        if kv_type != source.kv_type:
+            blob = engine.transcode(blob, tokens, source.kv_type, kv_type, resumable=resumable)
+        engine.restore(into, blob, tokens, resumable=resumable)
+    engine.close_sequence(source)
+    return into
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_transcoded_sequence_goes_on_and_comes_back_as_it_is(engine: Engine, exact: bool) -> None:
+    size = engine.capabilities.step_tokens
+    for kv_type in smaller(engine):
+        source = engine.open(exact=exact)
+        prefill(engine, source, PROMPT[:size])
+        into = moved(engine, source, kv_type)
+        again = moved(engine, into, kv_type)
+        said = answer(engine, again, PROMPT)
+        other = engine.open(exact=exact)
+        prefill(engine, other, PROMPT[:size])
+        assert answer(engine, moved(engine, other, kv_type), PROMPT) == said
+
+
+def test_what_a_block_becomes_does_not_depend_on_the_blocks_around_it(engine: Engine) -> None:
+    source = engine.open(exact=True)
+    prefill(engine, source, PROMPT[:20])
+    usual = source.kv_type
+    for kv_type in smaller(engine):
+        whole = engine.open(exact=True, kv_type=kv_type)
+        resumable = not engine.capabilities.can_truncate
+        blob = engine.export(source, 0, 20, resumable=resumable)
+        blob = engine.transcode(blob, 20, usual, kv_type, resumable=resumable)
+        engine.restore(whole, blob, 20, resumable=resumable)
+        part = engine.transcode(engine.export(source, 7, 13), 6, usual, kv_type)
+        assert engine.export(whole, 7, 13) == part
+        engine.close_sequence(whole)
+
+
+def test_nothing_gains_bits(engine: Engine) -> None:
+    usual = engine.capabilities.kv_type
+    for kv_type in smaller(engine):
+        sequence = engine.open(exact=False, kv_type=kv_type)
+        prefill(engine, sequence, PROMPT[:8])
+        blob = engine.export(sequence, 0, 8)
+        for target in (usual, kv_type):
+            with pytest.raises(ValueError, match=r"bits|no less"):
+                engine.transcode(blob, 8, kv_type, target)
+        with pytest.raises(CorruptBlock):
+            engine.restore(engine.open(exact=False), blob, 8)
+        with pytest.raises(ValueError, match="one KV type"):
+            engine.share(sequence, 8, engine.open(exact=False))
+
+
+def test_sequences_of_several_types_are_computed_in_one_step(engine: Engine) -> None:
+    kinds = [(kv_type, exact) for kv_type in engine.capabilities.kv for exact in (False, True)]
+    kinds = kinds[: engine.capabilities.exact_sequences * 2]
+    alone = [cold(engine, PROMPT[:10], exact=exact, kv_type=name)[0] for name, exact in kinds]
+    free = {kv_type: engine.free_tokens(kv_type) for kv_type in engine.capabilities.kv}
+    sequences = [engine.open(exact=exact, kv_type=name) for name, exact in kinds]
+    samplers = [engine.sampler(GREEDY, PROMPT[:10]) for _ in sequences]
+    pairs = zip(sequences, samplers, strict=True)
+    results = engine.step([Work(each, PROMPT[:10], sampler) for each, sampler in pairs])
+    assert [sampled.token for sampled in results if sampled] == alone
+    for kv_type in {name for name, exact in kinds if not exact}:
+        assert engine.free_tokens(kv_type) == free[kv_type] - 10
+    for sequence in sequences:
+        engine.close_sequence(sequence)
+    for kv_type in free:
+        assert engine.free_tokens(kv_type) == free[kv_type]
+    for _ in range(3):
+        engine.release_idle()
+    assert cold(engine, PROMPT[:10], exact=False, kv_type=kinds[-1][0])

@@ -1,0 +1,76 @@
+"""Pools of several KV types: made when they are needed, refused in words, given back when idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp import sizes
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.errors import NoMemory
+from tests.contract.actions import PROMPT, cold, prefill
+from tests.contract.engines import write_wide_llama
+from tests.support.tiny import write_llama, write_mamba
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[LlamaCppEngine]:
+    path = write_wide_llama(tmp_path / "wide.gguf")
+    built = LlamaCppEngine(EngineOptions(path=path, parallel=2, threads=1, context_tokens=1024))
+    yield built
+    built.close()
+
+
+def test_a_pool_is_made_when_its_type_is_first_wanted(engine: LlamaCppEngine) -> None:
+    assert list(engine._pools) == ["f16"]
+    assert engine.free_tokens("q8_0") == engine.free_tokens()
+    sequence = engine.open(exact=False, kv_type="q8_0")
+    prefill(engine, sequence, PROMPT[:10])
+    assert list(engine._pools) == ["f16", "q8_0"]
+    assert engine.free_tokens("q8_0") == engine.free_tokens() - 10
+
+
+def test_a_pool_that_stays_empty_is_given_back(engine: LlamaCppEngine) -> None:
+    busy = engine.open(exact=False, kv_type="q4_0")
+    cold(engine, PROMPT, exact=False, kv_type="q8_0")
+    found = []
+    for _ in range(2):
+        engine.release_idle()
+        found.append(list(engine._pools))
+    assert found == [["f16", "q4_0", "q8_0"], ["f16", "q4_0"]]
+    engine.close_sequence(busy)
+    assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
+
+
+def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
+    engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sizes, "_host_free_bytes", lambda: 1000)
+        with pytest.raises(NoMemory, match=r"MB .*kv_bits.*--max-model-len"):
+            engine.open(exact=False, kv_type="q8_0")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._pools._library, "llama_init_from_model", lambda _m, _p: None)
+        with pytest.raises(NoMemory, match="kv_bits"):
+            engine.open(exact=False, kv_type="q8_0")
+    assert cold(engine, PROMPT, exact=False) == expected
+    assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
+
+
+def test_a_reset_leaves_the_usual_pool_alone(engine: LlamaCppEngine) -> None:
+    engine.open(exact=False, kv_type="q8_0")
+    engine.reset()
+    assert list(engine._pools) == ["f16"]
+    assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
+
+
+@pytest.mark.parametrize("write", [write_llama, write_mamba])
+def test_a_model_without_fitting_cells_has_one_type(tmp_path: Path, write: object) -> None:
+    assert callable(write)
+    engine = LlamaCppEngine(EngineOptions(path=write(tmp_path / "model.gguf"), threads=1))
+    assert list(engine.capabilities.kv) == ["f16"]
+    engine.close()

@@ -1,0 +1,80 @@
+"""State written again in smaller cells is what those cells would have held themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import EngineOptions, KvType
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.llamacpp.state import StateLayout, Transcoder, _floats, read_layout
+from rekindle.errors import CorruptBlock
+from tests.contract.actions import PROMPT, prefill
+
+TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_path: Path) -> Iterator[LlamaCppEngine]:
+    """Heads 64 wide: llama.cpp rotates what it quantises."""
+    built = LlamaCppEngine(
+        EngineOptions(path=smollm2_path, parallel=1, threads=2, context_tokens=512)
+    )
+    yield built
+    built.close()
+
+
+def state(engine: LlamaCppEngine, kv_type: KvType) -> bytes:
+    sequence = engine.open(exact=True, kv_type=kv_type)
+    prefill(engine, sequence, PROMPT[:TOKENS])
+    blob = engine.export(sequence, 0, TOKENS)
+    engine.close_sequence(sequence)
+    return blob
+
+
+def first_keys(layout: StateLayout, blob: bytes) -> np.ndarray[Any, Any]:
+    """Those of the first layer, which no other cell has a part in."""
+    rows = layout.sections[0][0]
+    at = 8 + 8 + TOKENS * layout.cell_bytes + 16 + 12
+    return _floats(rows, memoryview(blob)[at : at + TOKENS * rows.row_bytes])
+
+
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
+    engine: LlamaCppEngine, kv_type: KvType
+) -> None:
+    layout = engine._layout(kv_type)
+    assert {rows.rotation for rows in layout.sections[0]} == {64}
+    transcoded = engine.transcode(state(engine, "f16"), TOKENS, "f16", kv_type)
+    mine, theirs = (first_keys(layout, blob) for blob in (transcoded, state(engine, kv_type)))
+    step = np.abs(theirs).max() / (127 if kv_type == "q8_0" else 7)
+    assert np.abs(mine - theirs).mean() < 0.02 * step  # all but values at the edge of two steps
+
+
+def test_4_bit_state_may_come_from_8_bit_state(engine: LlamaCppEngine) -> None:
+    layout, eight = engine._layout("q4_0"), state(engine, "q8_0")
+    mine = first_keys(layout, engine.transcode(eight, TOKENS, "q8_0", "q4_0"))
+    theirs = first_keys(engine._layout("q8_0"), eight)
+    assert np.abs(mine - theirs).max() <= np.abs(theirs).max() / 7
+
+
+def test_a_block_that_says_something_else_of_itself_is_refused(engine: LlamaCppEngine) -> None:
+    blob = bytearray(state(engine, "f16"))
+    blob[12] ^= 1  # the number of its cells
+    with pytest.raises(CorruptBlock):
+        engine.transcode(blob, TOKENS, "f16", "q8_0")
+    with pytest.raises(CorruptBlock):
+        engine.transcode(blob[:-1], TOKENS, "f16", "q8_0")
+
+
+def test_a_state_that_is_laid_out_in_another_way_is_only_measured() -> None:
+    """Then it is not transcoded; blocks still have to have its size."""
+    layout = read_layout(b"x" * 100, b"x" * 130, 0)
+    assert (layout.fixed, layout.each, layout.sections) == (70, 30, ())
+    assert Transcoder(None, layout, layout)
+    with pytest.raises(CorruptBlock):
+        layout.split(b"x" * 101, 1, resumable=False)
