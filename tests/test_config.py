@@ -22,6 +22,7 @@ GB = 10**9
 #: Every setting with a value that is not its default: as written, and as read.
 EVERY: dict[str, tuple[str, Any]] = {
     "model": ("smollm2,org/repo:q4", ("smollm2", "org/repo:q4")),
+    "embedding_model": ("minilm,/rank.gguf", ("minilm", "/rank.gguf")),
     "vlm": ("true", True),
     "mmproj": ("/mmproj.gguf", Path("/mmproj.gguf")),
     "host": ("0.0.0.0", "0.0.0.0"),

@@ -129,6 +129,10 @@ class Config(RuntimeSettings):
             "smollm2",
         ),
     ] = ()
+    embedding_model: Annotated[
+        Names,
+        Setting("The same of a model for embeddings or reranking; repeatable", "Server"),
+    ] = ()
     vlm: Annotated[
         bool,
         Setting("Serve pictures: the model needs a projector; alone, smollm2-shapes", "Server"),

@@ -107,6 +107,17 @@ class ContextTooLong(BadRequest):
         )
 
 
+class InputTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+    def __init__(self, param: str, place: int, tokens: str, limit: int) -> None:
+        super().__init__(
+            f"`{param}[{place}]` has {tokens} tokens; this model takes {limit}. Shorten it, or "
+            "send it in parts.",
+            param=param,
+        )
+
+
 class Unauthorized(ServerError):
     status, kind, code = 401, "invalid_request_error", "invalid_api_key"
 
@@ -164,3 +175,8 @@ class RuntimeDied(ServerError):
 
 class Unavailable(ServerError):
     status, kind, code = 503, "server_error", "unavailable"
+
+
+def as_server_error(error: Exception, doing: str) -> ServerError:
+    """The error itself if it is for a client, or one that says what failed."""
+    return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")

@@ -34,7 +34,7 @@ from rekindle.protocol.events import (
     TokenLogprob,
     ToolCallStart,
 )
-from rekindle.protocol.frames import Ready
+from rekindle.protocol.frames import Ready, TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
 from rekindle.server.drain import Drain
@@ -166,7 +166,8 @@ class ScriptedRuntime(RuntimeClient):
         self._scripts = scripts or (reply("Hel", "lo"),)
         self._answers = answers
 
-    def submit(self, request: GenerateRequest, on_event: OnEvent) -> list[int]:
+    def submit(self, request: TurnRequest, on_event: OnEvent) -> list[int]:
+        assert isinstance(request, GenerateRequest)
         self.frames.append(request)
         return [
             self._begin(each, partial(on_event, choice))

@@ -16,6 +16,7 @@ from tests.api.scripted import Front
 from tests.support.rounds import rounds
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
+from tests.support.tiny_bert import write_bert
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own dependencies
@@ -51,7 +52,10 @@ WITH_BODY = [label for label, each in OPERATIONS.items() if "requestBody" in eac
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with running(write_llama(folder / "tiny.gguf", context=128), folder) as running_server:
+    flags = []
+    for path in (write_bert(folder / "bert.gguf"), write_bert(folder / "rank.gguf", classes=1)):
+        flags += ["--embedding-model", str(path)]
+    with running(write_llama(folder / "tiny.gguf", context=128), folder, *flags) as running_server:
         yield running_server
 
 

@@ -292,11 +292,11 @@ def test_nothing_is_served_over_a_websocket() -> None:
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
-def test_embeddings_are_refused_in_so_many_words() -> None:
+def test_without_an_embedding_model_embeddings_are_refused_in_so_many_words() -> None:
     answer = Front().request("POST", "http://localhost/v1/embeddings", json={"input": "x"})
     assert answer.status_code == 400
     assert error(answer)["code"] == "unsupported_parameter"
-    assert "embeddings are not supported" in error(answer)["message"]
+    assert "start the server with --embedding-model" in error(answer)["message"]
 
 
 def test_a_post_without_a_body_needs_no_content_type_unless_a_page_sends_it() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rekindle.config import Config
+from rekindle.errors import ConfigError
+from rekindle.server.models import served_embedders
 from tests.api.cache.entries import ENTRY, STATS, answering, holding
 from tests.api.scripted import Answers, Front, ScriptedRuntime, error, refuse
 
@@ -81,3 +85,11 @@ def test_without_a_number_the_cache_is_that_of_all_models() -> None:
 def test_without_a_number_sessions_are_those_of_the_first() -> None:
     front = models(holding(ENTRY))
     assert front.get("/v1/internal/model/kv_cache/info").json()["model"] == "first"
+
+
+def test_a_model_for_chat_and_one_for_embeddings_have_names_of_their_own() -> None:
+    config = Config(model=("a/x", "a/y"), embedding_model=("b/x", "b/y"))
+    assert list(served_embedders(config)) == ["b/x", "b/y"]
+    for names in (("a/x",), ("b/x", "a/y")):
+        with pytest.raises(ConfigError, match="would both be called a/"):
+            served_embedders(replace(config, embedding_model=names))

@@ -136,6 +136,14 @@ PromptInput = Annotated[
     takes("a string, a list of strings, a list of token ids, or a list of such lists"),
     BeforeValidator(bounded_text),
 ]
+
+
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """A PromptInput as a list: one text, or one list of token ids, is a list of one."""
+    is_one = isinstance(value, str) or (value and isinstance(value[0], int))
+    return [value] if is_one else value
+
+
 FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
 Priority = Annotated[
     int,

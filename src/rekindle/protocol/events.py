@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from rekindle.protocol.embeddings import Embedded, Ranked
 from rekindle.protocol.errors import ErrorInfo
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -161,5 +162,5 @@ class Cancelled(Struct, tag=True):
     turn: int
 
 
-Event = Started | Prefill | Delta | Finished | Failed | Cancelled
-TERMINAL = (Finished, Failed, Cancelled)
+Event = Started | Prefill | Delta | Finished | Embedded | Ranked | Failed | Cancelled
+TERMINAL = (Finished, Embedded, Ranked, Failed, Cancelled)

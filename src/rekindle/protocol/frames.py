@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from rekindle.protocol.admin import AdminReply, AdminRequest
+from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.events import Event
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 
@@ -38,6 +39,8 @@ class Ready(Struct, tag=True):
     modalities: tuple[str, ...] = ("text",)  # what a prompt may hold
     on_disk: bool = False  # conversations outlive the process
     conversations: int | None = None  # found on disk; None: the folder is still being read
+    dimensions: int = 0  # of the vectors that the model makes; 0: it generates text
+    ranks: bool = False  # instead of vectors, it makes scores of pairs
 
 
 class Heartbeat(Struct, tag=True):
@@ -56,7 +59,8 @@ class Events(Struct, tag=True):
     events: list[Event]
 
 
-ToRuntime = LoadModel | GenerateRequest | Cancel | AdminRequest | Stop
+TurnRequest = GenerateRequest | EmbedRequest | RankRequest
+ToRuntime = LoadModel | TurnRequest | Cancel | AdminRequest | Stop
 ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine | Heartbeat
 
 

@@ -20,6 +20,7 @@ class LoadModel(Struct, tag=True, kw_only=True):
 
     path: str
     mmproj: str | None = None  # the file of the model's projector, which encodes pictures
+    embeds: bool = False  # it is to make vectors or scores, and no text
     served: list[str] = []  # all models of this server, which share the disk budget
     settings: RuntimeSettings
 

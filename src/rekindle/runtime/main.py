@@ -26,13 +26,12 @@ from typing import NoReturn
 from rekindle.chat.tools.registry import check_names
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import load_engine
-from rekindle.errors import RekindleError, ServerError
+from rekindle.errors import RekindleError, ServerError, as_server_error
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import (
     Events,
-    Heartbeat,
     LoadFailed,
     Loading,
     LogLine,
@@ -45,14 +44,15 @@ from rekindle.protocol.frames import (
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
+from rekindle.runtime.embedding.process import EmbeddingProcess
 from rekindle.runtime.encoders import Encoders, Job
+from rekindle.runtime.link import Link
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.storage import open_storage
 from rekindle.runtime.turn import Stopwatch, Turn
 
 TICK_S = 60.0
 FOLDER_PATIENCE_S = 5.0
-HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,17 @@ class RuntimeProcess:
     """Serves one model until the front hangs up."""
 
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
-        self._sock = sock
-        self._outbox: SimpleQueue[ToFront | None] = SimpleQueue()
-        self._writer = threading.Thread(target=self._write, daemon=True)
-        self._writer.start()
+        self.link = Link(sock)
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._background = Background()
-        self._working_since_s: float | None = None  # the engine's thread; None: it is at rest
         check_names(*formats(load.settings))  # before anything slow
         engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
+        self.ticking = (self.tick, self.link.beat)
 
-    def await_folder(self) -> None:
+    def _await_folder(self) -> None:
         """Most cache folders are read in no time: then the first request finds its state. A large
         one is read on beside the turns."""
         until_s = time.monotonic() + FOLDER_PATIENCE_S
@@ -97,6 +94,8 @@ class RuntimeProcess:
                 self._handle(self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0)))
 
     def ready(self) -> Ready:
+        """What the model is like, and how much of the cache folder was read by then."""
+        self._await_folder()
         capabilities, storage = self._runtime.engine.capabilities, self._runtime.storage
         return Ready(
             context_tokens=capabilities.context_tokens,
@@ -110,15 +109,7 @@ class RuntimeProcess:
     # -- out -----------------------------------------------------------------------------------
 
     def send(self, message: ToFront) -> None:
-        """Leave the message to the writer. Sending it here would wake the front, which then takes
-        the core from us between two steps; the writer runs while the engine computes."""
-        self._outbox.put(message)
-
-    def _write(self) -> None:
-        """The writer thread; a front that is gone is noticed by the reader."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while (message := self._outbox.get()) is not None:
-                self._sock.sendall(frame(message))
+        self.link.send(message)
 
     def _emit(self, events: list[Event]) -> None:
         self.send(Events(events))
@@ -156,7 +147,7 @@ class RuntimeProcess:
         try:
             return self._runtime.pipeline.encode_choices(request, stopwatch)
         except Exception as error:
-            failure = _as_server_error(error, "encoding the prompt").info
+            failure = as_server_error(error, "encoding the prompt").info
             return [Failed(turn, failure) for turn in request.turns]
 
     def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
@@ -165,7 +156,7 @@ class RuntimeProcess:
         try:
             prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
         except Exception as error:
-            failure = _as_server_error(error, "encoding the prompt").info
+            failure = as_server_error(error, "encoding the prompt").info
             return [AdminReply(request.id, error=failure)]
         return [_ReadyAdmin(request, prompt)]
 
@@ -186,16 +177,16 @@ class RuntimeProcess:
         idle = False
         while True:
             for message in self._messages(wait=idle):
-                self._working_since_s = time.monotonic()
+                self.link.working_since_s = time.monotonic()
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
-            self._working_since_s = time.monotonic()
+            self.link.working_since_s = time.monotonic()
             has_more = self._background.run()
             busy = self._runtime.scheduler.step()
             self._runtime.storage.give_way(busy)
             idle = not (busy or has_more)
-            self._working_since_s = None
+            self.link.working_since_s = None
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         with contextlib.suppress(Empty):
@@ -245,18 +236,10 @@ class RuntimeProcess:
             time.sleep(TICK_S)
             self._inbox.put(_Tick())
 
-    def beat(self) -> None:
-        """The thread that tells the front whether the engine's makes progress."""
-        while True:
-            since_s = self._working_since_s
-            self.send(Heartbeat(time.monotonic() - since_s if since_s is not None else 0.0))
-            time.sleep(HEARTBEAT_S)
-
     def close(self) -> None:
         """The engine is closed last: whatever its end is like, everything has been sent."""
         self._runtime.close()
-        self._outbox.put(None)
-        self._writer.join()
+        self.link.close()
         self._runtime.engine.close()
 
 
@@ -274,8 +257,10 @@ def _options(load: LoadModel) -> EngineOptions:
     )
 
 
-def _as_server_error(error: Exception, doing: str) -> ServerError:
-    return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")
+def _load(load: LoadModel, sock: socket.socket) -> RuntimeProcess | EmbeddingProcess:
+    if load.embeds:
+        return EmbeddingProcess(_options(load), load.settings, sock)
+    return RuntimeProcess(load, sock)
 
 
 def main() -> None:
@@ -289,15 +274,14 @@ def main() -> None:
     load = next(received).message
     assert isinstance(load, LoadModel)
     try:
-        process = RuntimeProcess(load, sock)
+        process = _load(load, sock)
     except RekindleError as error:
         sock.sendall(frame(LoadFailed(str(error))))
         return
-    process.await_folder()
-    process.send(process.ready())
+    process.link.send(process.ready())
     threading.Thread(target=process.read, args=(received,), daemon=True).start()
-    for run in (process.tick, process.beat):
-        threading.Thread(target=run, daemon=True).start()
+    for tick in process.ticking:
+        threading.Thread(target=tick, daemon=True).start()
     try:
         process.run()
         process.close()

@@ -25,15 +25,25 @@ def _lines(config: Config, runtimes: Sequence[RuntimeClient], port: int) -> Iter
     found = []
     for runtime in runtimes:
         assert runtime.ready is not None
-        found.append(runtime.ready)
-        yield (
-            f"[bold]{escape(runtime.name)}[/] is loaded: context {runtime.ready.context_tokens} "
-            f"tokens, up to {config.parallel} turns at once{mode}"
+        yield f"[bold]{escape(runtime.name)}[/] is loaded: " + (
+            _vectors(runtime.ready)
+            or f"context {runtime.ready.context_tokens} tokens, "
+            f"up to {config.parallel} turns at once{mode}"
         )
+        if not runtime.ready.dimensions:
+            found.append(runtime.ready)
     yield escape(cache_line(config, found))
     host = f"[{config.host}]" if ":" in config.host else config.host
     url = escape(f"http://{host}:{port}")
     yield f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C."
+
+
+def _vectors(ready: Ready) -> str:
+    """What a model does that generates no text; empty for others."""
+    if not ready.dimensions:
+        return ""
+    what = "ranks documents" if ready.ranks else f"embeddings of {ready.dimensions} dimensions"
+    return f"{what}, inputs to {ready.context_tokens} tokens"
 
 
 def cache_line(config: Config, found: Sequence[Ready]) -> str:

@@ -28,7 +28,13 @@ from rekindle.server.auth import LOOPBACK, Keys
 from rekindle.server.drain import DRAIN_S, Drain, Server
 from rekindle.server.http_protocol import HttpProtocol
 from rekindle.server.logs import log_to
-from rekindle.server.models import ServedModels, described_tools, preset_models, served_names
+from rekindle.server.models import (
+    ServedModels,
+    described_tools,
+    preset_models,
+    served_embedders,
+    served_names,
+)
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.warmup import warm
 
@@ -61,6 +67,7 @@ def check_settings(config: Config) -> None:
             "`--mmproj` is the projector of one model: give one --model, or put each projector "
             "beside its model"
         )
+    served_embedders(config)
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)
@@ -77,15 +84,25 @@ class ModelFiles:
 
     path: Path
     mmproj: Path | None = None
+    embeds: bool = False  # it makes vectors or scores, and no text
 
 
 def fetch(config: Config, console: Console) -> dict[str, ModelFiles]:
     """The models' files by served name; those that are missing are pulled."""
-    return {served: _files(config, name, console) for served, name in served_names(config).items()}
+    chat = {served: _files(config, name, console) for served, name in served_names(config).items()}
+    embedders = {
+        served: ModelFiles(_pull(config, name, console), embeds=True)
+        for served, name in served_embedders(config).items()
+    }
+    return chat | embedders
+
+
+def _pull(config: Config, name: str, console: Console) -> Path:
+    return pull(name, models_dir=config.models_dir, progress=progress_on(console))
 
 
 def _files(config: Config, name: str, console: Console) -> ModelFiles:
-    path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
+    path = _pull(config, name, console)
     if config.mmproj is not None:
         check_gguf(config.mmproj)
         return ModelFiles(path, config.mmproj)
@@ -125,7 +142,7 @@ async def _serve(
     async with open_models(config, files, console) as models:
         server = build_server(config, models, keys)
         listener.listen(server.config.backlog)
-        announce(config, models.runtimes, listener.getsockname()[1], console)
+        announce(config, models.all, listener.getsockname()[1], console)
         with _signals_ignored():
             await run(server, listener)
 
@@ -137,26 +154,16 @@ async def open_models(
     """The models loaded and the presets prepared; closed on every way out."""
     if config.fp8_kvcache:
         log.info("KV cells are q8_0 (8 bits, groups of 32)")
-    served = [str(each.path) for each in files.values()]
-    runtimes = [
-        RuntimeClient(
-            name,
-            LoadModel(
-                path=str(each.path),
-                mmproj=str(each.mmproj) if each.mmproj else None,
-                served=served,
-                settings=config.runtime,
-            ),
-            queue=config.queue,
-            step_timeout_s=config.step_timeout,
-        )
-        for name, each in files.items()
-    ]
+    runtimes = {name: _runtime(name, config, files) for name in files}
     async with contextlib.AsyncExitStack() as stack:
-        for runtime in runtimes:
+        for runtime in runtimes.values():
             stack.push_async_callback(runtime.stop)
             await _start(runtime, console)
-        models = ServedModels(config, runtimes)
+        models = ServedModels(
+            config,
+            [runtimes[name] for name, each in files.items() if not each.embeds],
+            [runtimes[name] for name, each in files.items() if each.embeds],
+        )
         model_names = preset_models(config)
         await warm(
             config.projects,
@@ -166,6 +173,18 @@ async def open_models(
             normalise=config.normalise,
         )
         yield models
+
+
+def _runtime(name: str, config: Config, files: dict[str, ModelFiles]) -> RuntimeClient:
+    own = files[name]
+    load = LoadModel(
+        path=str(own.path),
+        mmproj=str(own.mmproj) if own.mmproj else None,
+        embeds=own.embeds,
+        served=[str(each.path) for each in files.values() if not each.embeds],
+        settings=config.runtime,
+    )
+    return RuntimeClient(name, load, queue=config.queue, step_timeout_s=config.step_timeout)
 
 
 def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:

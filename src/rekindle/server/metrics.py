@@ -70,7 +70,7 @@ async def show_metrics(request: Request) -> Response:
         raise Forbidden("Metrics are of the whole server: send an admin key.")
     models = models_of(request)
     client = AdminClient.of(request)
-    readings = await asyncio.gather(*(_read(client, runtime) for runtime in models.runtimes))
+    readings = await asyncio.gather(*(_read(client, runtime) for runtime in models.all))
     return Response(generate_latest(Readings(readings)), media_type=TEXT)
 
 

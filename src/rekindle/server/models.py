@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 
 from rekindle.api.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
-from rekindle.errors import BadRequest, ConfigError, ModelNotFound
+from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
 from rekindle.models.catalogue import DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from rekindle.server.runtime_client import RuntimeClient
 
@@ -26,33 +27,76 @@ _tools: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
 
 
 class ServedModels:
-    """The loaded models and their settings; the first answers when a request names none."""
+    """The loaded models and their settings; the first of its kind answers when a request names
+    none."""
 
-    def __init__(self, config: Config, runtimes: list[RuntimeClient]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runtimes: list[RuntimeClient],
+        embedders: Sequence[RuntimeClient] = (),
+    ) -> None:
+        """`runtimes` generate text, `embedders` make vectors or scores."""
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
+        self._embedders = {runtime.name: runtime for runtime in embedders}
+        self._rankers = {each.name for each in embedders if each.ready and each.ready.ranks}
         self._default = runtimes[0]
         self.started_at = int(time.time())
 
     @property
     def runtimes(self) -> list[RuntimeClient]:
-        """In the order of `--model`, which is how they are numbered."""
+        """Those that generate text, in the order of `--model`, which is how they are numbered."""
         return list(self._runtimes.values())
+
+    @property
+    def all(self) -> list[RuntimeClient]:
+        """Those that make vectors, too."""
+        return [*self._runtimes.values(), *self._embedders.values()]
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """The model of this name; without one, the model of this number."""
         numbered = self._default if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
             return numbered
-        found = self._runtimes.get(model)
-        if found is None:
-            served = ", ".join(self._runtimes)
-            raise ModelNotFound(
-                f"The model {model[:128]!r} is not served here. Served: {served}. "
-                "Leave `model` out for the first of them.",
+        if model in self._embedders:
+            endpoint = "/v1/rerank" if model in self._rankers else "/v1/embeddings"
+            raise BadRequest(
+                f"The model {model!r} generates no text: use {endpoint}, or one of "
+                f"{', '.join(self._runtimes)}.",
                 param="model",
             )
-        return found
+        return _named(model, self._runtimes)
+
+    def any(self, model: str | None) -> RuntimeClient:
+        """The model of this name, whatever it is for."""
+        is_other = model in self._embedders and model not in self._runtimes
+        return self._embedders[str(model)] if is_other else self.runtime(model)
+
+    def embedder(self, model: str | None) -> RuntimeClient:
+        """The model of this name that makes vectors."""
+        names = [name for name in self._embedders if name not in self._rankers]
+        return self._of_kind(model, names, "makes embeddings", "--embedding-model")
+
+    def ranker(self, model: str | None) -> RuntimeClient:
+        """The model of this name that scores documents."""
+        names = [name for name in self._embedders if name in self._rankers]
+        return self._of_kind(model, names, "ranks documents", "--embedding-model with a reranker")
+
+    def _of_kind(
+        self, model: str | None, names: Sequence[str], what: str, flag: str
+    ) -> RuntimeClient:
+        if not names:
+            raise Unsupported(f"No model here {what}: start the server with {flag}.", param="model")
+        if model in (None, "", DEFAULT):
+            return self._embedders[names[0]]
+        if model in names:
+            return self._embedders[model]
+        found = _named(model, {each.name: each for each in self.all})
+        raise BadRequest(
+            f"The model {found.name!r} is not one that {what}: use one of {', '.join(names)}.",
+            param="model",
+        )
 
     def _numbered(self, number: str) -> RuntimeClient:
         loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
@@ -73,8 +117,19 @@ class ServedModels:
     @property
     def problem(self) -> str | None:
         """Why not every model answers; None: all do."""
-        down = (runtime.down_reason for runtime in self.runtimes if runtime.ready is None)
+        down = (runtime.down_reason for runtime in self.all if runtime.ready is None)
         return next(down, None)
+
+
+def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
+    found = served.get(model)
+    if found is None:
+        raise ModelNotFound(
+            f"The model {model[:128]!r} is not served here. Served: {', '.join(served)}. "
+            "Leave `model` out for the first of them.",
+            param="model",
+        )
+    return found
 
 
 def models_of(request: Request) -> ServedModels:
@@ -83,15 +138,25 @@ def models_of(request: Request) -> ServedModels:
     return models
 
 
+def served_embedders(config: Config) -> dict[str, str]:
+    """What `--embedding-model` named, by what clients call it, in the order given."""
+    return _by_served_name(config.embedding_model, taken=served_names(config))
+
+
 def served_names(config: Config) -> dict[str, str]:
     """What `--model` named, by what clients call it, in the order given."""
     default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
+    return _by_served_name(config.model or (default,))
+
+
+def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict[str, str]:
     named: dict[str, str] = {}
-    for name in config.model or (default,):
+    for name in names:
         served = _served_name(name)
-        if named.setdefault(served, name) != name:
+        other = taken.get(served) or named.setdefault(served, name)
+        if other != name or served in taken:
             raise ConfigError(
-                f"{named[served]} and {name} would both be called {served}: rename one of the files"
+                f"{other} and {name} would both be called {served}: rename one of the files"
             )
     return named
 

@@ -43,7 +43,7 @@ async def show_index(request: Request) -> Response:
                 "id": runtime.name,
                 "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
             }
-            for runtime in models_of(request).runtimes
+            for runtime in models_of(request).all
         ],
         "links": LINKS,
     }

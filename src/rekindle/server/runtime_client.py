@@ -21,8 +21,8 @@ from rekindle.errors import (
 )
 from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResult
 from rekindle.protocol.events import TERMINAL, Event, Failed
-from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready
-from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel
+from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
+from rekindle.protocol.requests import Cancel, LoadModel
 from rekindle.server.open_turns import OpenTurns
 from rekindle.server.request_id import current_id
 from rekindle.server.runtime_process import AfterLoading, OnLoading, RuntimeProcess
@@ -142,7 +142,7 @@ class RuntimeClient:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, on_event: OnEvent) -> list[int]:
+    def submit(self, request: TurnRequest, on_event: OnEvent) -> list[int]:
         """Begin a turn for each choice: `on_event` gets the events of each, up to its last."""
         process = self._ready_process()
         if process.unsent_bytes > MOST_UNSENT_BYTES:
@@ -170,7 +170,7 @@ class RuntimeClient:
         if self._turns.give_up(turn) and self.ready is not None:
             self._ready_process().send(Cancel(turn))
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+    async def stream(self, request: TurnRequest) -> AsyncGenerator[Event, None]:
         """Events of one turn, up to its terminal one; closing the generator cancels the turn."""
         events: asyncio.Queue[Event] = asyncio.Queue()
         [turn] = self.submit(request, lambda _choice, event: events.put_nowait(event))

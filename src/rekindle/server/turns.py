@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,7 @@ from starlette.requests import Request
 
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.protocol.events import Cancelled, Delta, Event, Failed, Finished, Prefill, Started
+from rekindle.protocol.frames import TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.request_id import current_id
 from rekindle.server.responses import disconnected
@@ -117,6 +119,18 @@ class Turns:
             if isinstance(event, Started) and self._progress[index]:
                 break
         return seen
+
+
+async def result_of(runtime: RuntimeClient, request: TurnRequest, kind: type[T]) -> T:
+    """The one event that a turn without a reply ends with; a failure raises. Giving up on it
+    cancels the turn."""
+    async with contextlib.aclosing(runtime.stream(request)) as events:
+        async for event in events:
+            if isinstance(event, kind):
+                return event
+            if isinstance(event, Failed):
+                raise ReportedError(event.error)
+    raise Unavailable("the request was cancelled by the server; send it again")
 
 
 async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:

@@ -19,7 +19,7 @@ router = APIRouter(tags=["models"])
 async def list_models(request: Request) -> Response:
     """The models this server answers with."""
     models = models_of(request)
-    listed = [_model(runtime, models.started_at) for runtime in models.runtimes]
+    listed = [_model(runtime, models.started_at) for runtime in models.all]
     return JsonResponse({"object": "list", "data": listed})
 
 
@@ -29,7 +29,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
     if not model:  # a slash at the end of the list's path
         return await list_models(request)
     models = models_of(request)
-    return JsonResponse(_model(models.runtime(model), models.started_at))
+    return JsonResponse(_model(models.any(model), models.started_at))
 
 
 @router.get("/health")
@@ -44,10 +44,13 @@ async def health(request: Request) -> Response:
 
 
 def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
+    ready = runtime.ready
+    makes_vectors = ready is not None and ready.dimensions and not ready.ranks
     return {
         "id": runtime.name,
         "object": "model",
         "created": created_at,
         "owned_by": "rekindle",
-        "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
+        "max_model_len": ready.context_tokens if ready else None,
+        **({"dimensions": ready.dimensions} if ready and makes_vectors else {}),
     }

@@ -19,6 +19,7 @@ from rekindle.api.fields import (
     SessionNumber,
     Stop,
     TokenLimit,
+    as_prompts,
 )
 from rekindle.api.message import MOST_MESSAGES, Messages
 from rekindle.api.openai import tool_choice
@@ -273,8 +274,4 @@ class CompletionRequest(RequestBase):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        return as_prompts(self.prompt)

@@ -1,0 +1,155 @@
+"""Embedding and ranking models beside a chat model: the command, HTTP, and clients' libraries."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from langchain_openai import OpenAIEmbeddings
+from pydantic import SecretStr
+
+from tests.api.live import soon
+from tests.support.server import Server, running
+from tests.support.tiny import write_llama
+from tests.support.tiny_bert import WIDTH, write_bert
+
+TEXTS = ["the cat sat", "a", "the dog sat on the mat, the cat too", "rain"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("embeddings")
+    flags = []
+    for path in (write_bert(folder / "bert.gguf"), write_bert(folder / "rank.gguf", classes=1)):
+        flags += ["--embedding-model", str(path)]
+    model = write_llama(folder / "chat.gguf", context=512)
+    with running(model, folder, *flags, "--threads", "1", "--disk-cache", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def post(client: httpx.Client, body: Any, path: str = "/v1/embeddings") -> httpx.Response:
+    return client.post(path, json=body)
+
+
+def vectors(client: httpx.Client, **body: Any) -> Any:
+    answer = post(client, body)
+    assert answer.status_code == 200, answer.text
+    data = answer.json()["data"]
+    assert [each["index"] for each in data] == list(range(len(data)))
+    return np.array([each["embedding"] for each in data], np.float32)
+
+
+def refusal(answer: httpx.Response) -> Any:
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def test_every_input_has_its_vector_in_order_in_one_request_or_many(client: httpx.Client) -> None:
+    together = vectors(client, input=TEXTS)
+    alone = np.concatenate([vectors(client, input=text, use_kv_cache=False) for text in TEXTS])
+    assert together.shape == (len(TEXTS), WIDTH)
+    assert (together * alone).sum(axis=1).min() > 0.9999
+    assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+    in_twos = vectors(client, input=TEXTS, batch_size=2, use_kv_cache=False)
+    assert (together * in_twos).sum(axis=1).min() > 0.9999
+
+
+def test_base64_has_the_bits_of_the_floats(client: httpx.Client) -> None:
+    floats = vectors(client, input=TEXTS)
+    answer = post(client, {"input": TEXTS, "encoding_format": "base64"}).json()
+    encoded = [base64.b64decode(each["embedding"]) for each in answer["data"]]
+    assert np.array_equal(np.stack([np.frombuffer(each, "<f4") for each in encoded]), floats)
+
+
+def test_fewer_dimensions_are_the_first_ones_with_length_one(client: httpx.Client) -> None:
+    whole = vectors(client, input=TEXTS)[:, :5]
+    few = vectors(client, input=TEXTS, dimensions=5)
+    assert np.allclose(few, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
+    assert "up to 64" in refusal(post(client, {"input": "a", "dimensions": 65}))["message"]
+
+
+def test_usage_counts_the_tokens_and_those_that_were_known(client: httpx.Client) -> None:
+    bodies = [{"input": ["the mat", "the rain", "the mat"]}] * 2
+    first, again = (post(client, body, "/embeddings").json()["usage"] for body in bodies)
+    assert first["prompt_tokens"] == first["total_tokens"] == 12
+    assert first["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert again["prompt_tokens_details"] == {"cached_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": []}, "at least one input"),
+        ({"input": [[]]}, "at least one"),
+        ({"input": ["a", 1]}, "`input` takes"),
+        ({"input": ["a"] * 2049}, "at most 2048 inputs"),
+        ({"input": ["a", "the " * 130]}, "`input[1]` has 132 tokens; this model takes 128"),
+        ({"input": [5, 10**6]}, "`input[0]` has token ids of another model"),
+        ({"input": "a", "batch_size": 0}, "`batch_size` takes a number from 1 up"),
+        ({"input": "a", "dimensions": 0}, "`dimensions` takes a number from 1 up"),
+        ({"input": "a", "encoding_format": "hex"}, "`encoding_format` takes"),
+        ({"input": "a", "model": "chat"}, "not one that makes embeddings: use one of bert"),
+        ({"input": "a", "model": "rank"}, "not one that makes embeddings: use one of bert"),
+    ],
+)
+def test_what_is_wrong_is_named(client: httpx.Client, fields: dict[str, Any], message: str) -> None:
+    assert message in refusal(post(client, fields))["message"]
+
+
+def test_each_model_is_listed_and_does_what_it_is_for(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["chat", "bert", "rank"]
+    assert listed[1]["dimensions"] == WIDTH
+    assert client.get("/v1/models/bert").json() == listed[1]
+    chat = {"model": "bert", "messages": [{"role": "user", "content": "hello"}]}
+    wrong = refusal(post(client, chat, "/v1/chat/completions"))
+    assert "generates no text: use /v1/embeddings" in wrong["message"]
+    assert post(client, {"input": "a", "model": "other"}).status_code == 404
+    assert 'rekindle_up{model="bert"} 1.0' in client.get("/metrics").text
+    assert client.get("/v1/cache/stats").status_code == 200
+
+
+def test_openais_library_gets_its_vectors(server: Server, client: httpx.Client) -> None:
+    """It asks for base64 of its own accord."""
+    library = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    answer = library.embeddings.create(model="bert", input=TEXTS)
+    found = np.array([each.embedding for each in answer.data], np.float32)
+    assert np.array_equal(found, vectors(client, input=TEXTS))
+
+
+def test_langchain_gets_the_vectors_of_its_texts_and_of_its_token_lists(
+    server: Server, client: httpx.Client
+) -> None:
+    url, key = f"{server.url}/v1", SecretStr("none")
+    texts = OpenAIEmbeddings(
+        model="bert", base_url=url, api_key=key, check_embedding_ctx_length=False
+    )
+    expected = vectors(client, input=TEXTS)
+    assert np.allclose(texts.embed_documents(TEXTS), expected, atol=1e-6)
+    assert np.allclose(texts.embed_query(TEXTS[0]), expected[0], atol=1e-6)
+
+
+def test_a_model_that_dies_is_unhealthy_until_it_is_back(
+    server: Server, client: httpx.Client
+) -> None:
+    before = vectors(client, input=TEXTS)
+    _, bert, _ = server.worker_pids()
+    os.kill(bert, signal.SIGKILL)
+    soon(lambda: client.get("/health").status_code == 503)
+    soon(lambda: client.get("/health").status_code == 200)
+    assert np.array_equal(vectors(client, input=TEXTS), before)
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert post(client, chat, "/v1/chat/completions").status_code == 200

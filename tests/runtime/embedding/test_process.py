@@ -1,0 +1,112 @@
+"""The process of an embedding model, as the front sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import ModelError, ReportedError
+from rekindle.protocol.admin import CollectExpired, GetStats, Stats
+from rekindle.protocol.embeddings import Embedded, EmbedRequest
+from rekindle.protocol.events import Failed, Started
+from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
+from rekindle.server import runtime_client
+from rekindle.server.runtime_client import RuntimeClient
+from tests.server.test_runtime_client import PATIENCE_S, run, soon
+from tests.support.tiny_bert import WIDTH, write_bert
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("model") / "bert.gguf")
+
+
+@asynccontextmanager
+async def running(path: Path) -> AsyncIterator[RuntimeClient]:
+    load = LoadModel(path=str(path), embeds=True, settings=RuntimeSettings(threads=1))
+    runtime = RuntimeClient("bert", load, queue=8)
+    try:
+        await runtime.start()
+        yield runtime
+    finally:
+        await runtime.stop()
+
+
+async def embed(runtime: RuntimeClient, *inputs: str) -> Embedded:
+    async with asyncio.timeout(PATIENCE_S):
+        events = [event async for event in runtime.stream(EmbedRequest(inputs=list(inputs)))]
+    assert isinstance(events[0], Started)
+    assert isinstance(events[-1], Embedded)
+    return events[-1]
+
+
+def test_a_process_embeds_counts_and_refuses_what_it_has_not(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            assert runtime.ready is not None
+            assert (runtime.ready.dimensions, runtime.ready.ranks) == (WIDTH, False)
+            first, again = [await embed(runtime, "the cat", "a dog") for _ in range(2)]
+            assert first.vectors == again.vectors
+            assert (first.reused_tokens, again.reused_tokens) == (0, again.prompt_tokens)
+            stats = await runtime.admin(GetStats(), salt=b"")
+            assert isinstance(stats, Stats)
+            assert (stats.hits, stats.misses, stats.active_turns) == (1, 1, 0)
+            with pytest.raises(ReportedError, match="keeps no conversations"):
+                await runtime.admin(CollectExpired(), salt=b"")
+            long = EmbedRequest(inputs=["the " * 200])
+            [failed] = [event async for event in runtime.stream(long)]
+            assert isinstance(failed, Failed)
+            assert failed.error.code == "context_length_exceeded"
+
+    run(scene)
+
+
+def test_a_killed_process_fails_what_was_asked_and_comes_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_client, "RESTART_DELAYS_S", (0.01,))
+
+    async def scene() -> None:
+        async with running(model) as runtime:
+            assert runtime.pid is not None
+            os.kill(runtime.pid, signal.SIGSTOP)  # so that it cannot answer before it dies
+            asked = asyncio.ensure_future(anext(runtime.stream(EmbedRequest(inputs=["the cat"]))))
+            await asyncio.sleep(0)
+            os.kill(runtime.pid, signal.SIGKILL)
+            failed = await asked
+            assert isinstance(failed, Failed)
+            assert failed.error.code == "model_restarting"
+            await soon(lambda: runtime.restarts == 1)
+            assert await embed(runtime, "the cat")
+
+    run(scene)
+
+
+def test_a_given_up_request_leaves_no_trace(model: Path) -> None:
+    async def scene() -> None:
+        async with running(model) as runtime:
+            request = EmbedRequest(inputs=[f"the cat {'a' * n}" for n in range(100)])
+            [turn] = runtime.submit(request, lambda _choice, _event: None)
+            runtime.cancel(turn)
+            await soon(lambda: runtime.turns == 0)
+            assert await embed(runtime, "the dog")
+
+    run(scene)
+
+
+def test_a_file_that_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path = tmp_path / "page.gguf"
+        path.write_text("<html>")
+        with pytest.raises(ModelError, match="damaged"):
+            async with running(path):
+                pass
+
+    run(scene)

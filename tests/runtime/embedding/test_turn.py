@@ -1,0 +1,90 @@
+"""A request for vectors or scores: what it is refused for, and what its answer is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.errors import BadRequest
+from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
+from rekindle.runtime.embedding.turn import EmbeddingTurn, begin
+from tests.support.fake_embedder import DIMENSIONS, FakeEmbedder, vector_of
+
+
+def finish(turn: EmbeddingTurn, embedder: FakeEmbedder) -> Embedded | Ranked:
+    while turn.missing:
+        each = turn.missing.pop()
+        [row] = embedder.embed([each.tokens])
+        turn.accept(each, row)
+    return turn.result()
+
+
+def embed(*inputs: str | list[int], **fields: Any) -> Embedded:
+    embedder = FakeEmbedder()
+    result = finish(begin(embedder, EmbedRequest(inputs=list(inputs), **fields)), embedder)
+    assert isinstance(result, Embedded)
+    return result
+
+
+def rows(embedded: Embedded) -> Any:
+    return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)
+
+
+def test_vectors_come_in_the_order_of_the_inputs_whatever_their_lengths() -> None:
+    found = embed("1 2 3", "4", "5 6")
+    expected = [vector_of([1, 2, 3]), vector_of([4]), vector_of([5, 6])]
+    assert np.array_equal(rows(found), expected)
+    assert (found.prompt_tokens, found.reused_tokens) == (6, 0)
+
+
+def test_equal_inputs_are_computed_once_as_text_or_as_tokens() -> None:
+    embedder = FakeEmbedder()
+    turn = begin(embedder, EmbedRequest(inputs=["1 2", "3", [1, 2], "1 2"]))
+    found = finish(turn, embedder)
+    assert isinstance(found, Embedded)
+    assert len(embedder.calls) == 2
+    assert (found.prompt_tokens, found.reused_tokens) == (7, 4)
+    assert np.array_equal(rows(found)[[0, 2]], [vector_of([1, 2])] * 2)
+
+
+def test_fewer_dimensions_are_the_first_ones_with_length_one() -> None:
+    found = embed("1 2", dimensions=3)
+    first = vector_of([1, 2])[:3]
+    assert np.allclose(rows(found), first / np.linalg.norm(first))
+    assert found.dimensions == 3
+    assert embed("1 2", dimensions=DIMENSIONS) == embed("1 2")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (["1", "1 " * 17], r"`input\[1\]` has 17 tokens; this model takes 16"),
+        (["1", "1 " * 5000], r"`input\[1\]` has at least 2500 tokens"),
+        (["1", [1] * 17], r"`input\[1\]` has 17 tokens"),
+        (["1", [1000]], r"`input\[1\]` has token ids of another model: .* from 0 to 999"),
+        ([[-1]], r"`input\[0\]` has token ids of another model"),
+        (["1", ""], r"`input\[1\]` has no token"),
+    ],
+)
+def test_an_input_that_cannot_be_taken_is_named(
+    inputs: list[str | list[int]], message: str
+) -> None:
+    with pytest.raises(BadRequest, match=message) as raised:
+        begin(FakeEmbedder(), EmbedRequest(inputs=inputs))
+    assert raised.value.param == "input"
+
+
+def test_more_dimensions_than_the_model_has_are_refused() -> None:
+    with pytest.raises(BadRequest, match="`dimensions` takes up to 8"):
+        begin(FakeEmbedder(), EmbedRequest(inputs=["1"], dimensions=9))
+
+
+def test_vectors_and_scores_are_of_different_models() -> None:
+    with pytest.raises(BadRequest, match="makes no vectors"):
+        begin(FakeEmbedder(ranks=True), EmbedRequest(inputs=["1"]))
+    with pytest.raises(BadRequest, match="cannot rank"):
+        begin(FakeEmbedder(), RankRequest(query="1", documents=["2"]))
+    with pytest.raises(BadRequest, match=r"`documents\[1\]` has 17 tokens"):
+        begin(FakeEmbedder(ranks=True), RankRequest(query="1", documents=["2", "3 " * 16]))
