@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,8 @@ from rekindle.tokens import Tokens
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
-from tests.stress.trouble import block_files_with  # noqa: E402 - after the line above
+from tests.stress.storage_harness import StorageHarness, load  # noqa: E402 - after that line
+from tests.stress.trouble import block_files_with  # noqa: E402
 from tests.support.fake import FakeEngine  # noqa: E402
 from tests.support.harness import RuntimeHarness  # noqa: E402
 
@@ -32,10 +34,12 @@ EVENTS_EVERY = 1000  # blocks, so that the queue of the disk never stays full
 
 
 def blocks(count: int, folder: Path) -> dict[str, float]:
-    """A folder with so many blocks in conversations of moderate length, opened again."""
+    """A folder with so many blocks in conversations of moderate length, opened again as the server
+    opens it: `opening` is the time until all of it is known, in which turns are served."""
     _fill(count, folder)
+    gc.collect()
     started_s = time.perf_counter()
-    harness = _open(folder)
+    harness = _open_stored(folder)
     costs = {"opening_s": time.perf_counter() - started_s}
     costs["stats_s"] = _median_s(lambda: harness.administer(GetStats(), admin=True), 5)
     costs["eviction_s"] = _eviction_s(harness)
@@ -106,9 +110,16 @@ def _open(folder: Path | None = None) -> RuntimeHarness:
     return harness
 
 
+def _open_stored(folder: Path) -> StorageHarness:
+    """The same with the storage of the server."""
+    order = load(folder, ram_cache=PLENTY, disk_cache=PLENTY)
+    engine = FakeEngine(block_tokens=BLOCK_TOKENS)
+    return StorageHarness(engine, order, calls=Calls(fsync=lambda _handle: None))
+
+
 def _fill(count: int, folder: Path) -> None:
     """Conversations on disk."""
-    harness = _open(folder)
+    harness = _open_stored(folder)
     namespace = harness.namespace()
     for seed in range(-(-count // CHAIN_BLOCKS)):
         size = min(CHAIN_BLOCKS, count - seed * CHAIN_BLOCKS)

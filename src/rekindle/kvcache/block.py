@@ -30,9 +30,13 @@ def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes 
 
 def chain_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of the block that holds these tokens after everything `parent` stands for."""
-    packed = tokens.packed  # framed as below, written out: this is called for every stored block
+    return packed_chain_key(parent, tokens.packed)
+
+
+def packed_chain_key(parent: bytes, packed: bytes) -> bytes:
+    """The same of packed tokens. Framed as below, written out: this is called for every block."""
     sizes = len(parent).to_bytes(8, "big"), len(packed).to_bytes(8, "big")
-    return blake3(b"%b%b%b%b%b" % (_BLOCK, sizes[0], parent, sizes[1], packed)).digest()
+    return blake3(b"".join((_BLOCK, sizes[0], parent, sizes[1], packed))).digest()
 
 
 def _framed(part: bytes) -> bytes:
@@ -116,7 +120,7 @@ class Block:
         self.copies: dict[str, Copy] = {}  # by the tier's name
         self.write_back = WriteBack.NEVER
         self.handles = NO_HANDLES  # conversations whose state ends here
-        self.start: int = parent.stop if parent else 0
+        self.start: int = parent.start + len(parent.tokens) if parent else 0
         self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
         self.order: list[bytes] = []  # the children's packed tokens, sorted
 

@@ -120,12 +120,16 @@ class Shares:
         self._held_bytes: dict[bytes, int] = {}
         #: A heap, those that hold most first; what is out of date dies on top.
         self._by_size: list[tuple[int, bytes]] = []
+        self._resized: set[bytes] = set()  # tenants whose size the heap does not have yet
 
     def held_bytes(self, namespace: bytes) -> int:
         return self._held_bytes.get(namespace, 0)
 
     def enter(self, namespace: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
-        self._rankings.setdefault(namespace, Ranking()).enter(key, parent)
+        ranking = self._rankings.get(namespace)
+        if ranking is None:
+            ranking = self._rankings[namespace] = Ranking()
+        ranking.enter(key, parent)
         self.resize(namespace, size_bytes)
 
     def adopt(self, namespace: bytes, key: bytes, child: bytes) -> None:
@@ -134,7 +138,8 @@ class Shares:
 
     def resize(self, namespace: bytes, more_bytes: int) -> None:
         """A key of this tenant takes so much more."""
-        self._hold(namespace, self.held_bytes(namespace) + more_bytes)
+        self._held_bytes[namespace] = self._held_bytes.get(namespace, 0) + more_bytes
+        self._resized.add(namespace)  # sorted in when room is made: a tenant may enter a million
 
     def use(self, namespace: bytes, key: bytes) -> None:
         if ranking := self._rankings.get(namespace):
@@ -149,9 +154,11 @@ class Shares:
             self.resize(namespace, -size_bytes)
         else:
             del self._rankings[namespace], self._held_bytes[namespace]
+            self._resized.discard(namespace)
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The key that makes room next. It stays until it leaves."""
+        self._sort_in()
         passed_over: dict[bytes, int] = {}
         victim = None
         while victim is None and self._by_size:
@@ -164,10 +171,12 @@ class Shares:
             heapq.heappush(self._by_size, (less_bytes, namespace))
         return victim
 
-    def _hold(self, namespace: bytes, size_bytes: int) -> None:
-        """The one place where what a tenant holds changes."""
-        self._held_bytes[namespace] = size_bytes
-        heapq.heappush(self._by_size, (-size_bytes, namespace))
+    def _sort_in(self) -> None:
+        """Give the tenants that hold more or less than before their places."""
+        for namespace in self._resized:
+            if (held_bytes := self._held_bytes.get(namespace)) is not None:
+                heapq.heappush(self._by_size, (-held_bytes, namespace))
+        self._resized.clear()
         if len(self._by_size) > 64 + 2 * len(self._held_bytes):
             self._by_size = [(-held, each) for each, held in self._held_bytes.items()]
             heapq.heapify(self._by_size)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rekindle.kvcache.block import Block, WriteBack, below
+from rekindle.kvcache.block import NO_HANDLES, Block, WriteBack, below
 from rekindle.kvcache.tiers.base import Blob, StoredBlock, Tier
 from rekindle.kvcache.tree import Tree, shorter
 
@@ -141,7 +141,7 @@ class TieredTree:
         the conversations that go through the block end there."""
         above = block.parent
         assert above is not None
-        if len(above.children) == 1 and not above.handles:
+        if len(above.children) == 1 and above.handles is NO_HANDLES:
             return  # as in nearly all of a long chain
         for covered in shorter(block):
             replaced = (block.exact or not covered.exact) and not covered.resumable
@@ -172,44 +172,41 @@ class TieredTree:
     def take_in(self, tier: Tier, blocks: Iterable[StoredBlock]) -> None:
         """Take in what a tier lists, parents first; what cannot be right is removed from it."""
         for found in blocks:
-            above = None if found.parent == found.namespace else self.tree.get(found.parent)
-            if self._is_sound(tier, found, above):
-                self._adopt(tier, found, above)
+            key, parent, namespace, tokens, kind = found
+            above = None if parent == namespace else self.tree.get(parent)
+            block = self.tree.get(key)
+            if not self._is_sound(tier, found, above, block):
+                tier.discard(key)
+                continue
+            if block is None:
+                size_bytes, exact, resumable = kind
+                block = self.tree.add(
+                    namespace,
+                    above,
+                    tokens,
+                    size_bytes,
+                    exact=exact,
+                    resumable=resumable,
+                    key=key,
+                )
+                block.write_back = WriteBack.SOON
             else:
-                tier.discard(found.key)
+                self.tree.set_kind(block, block.kind.weaker(kind))
+            tier.adopt(block, kind)
+            self.cover(block)
 
-    def _is_sound(self, tier: Tier, found: StoredBlock, above: Block | None) -> bool:
+    def _is_sound(
+        self, tier: Tier, found: StoredBlock, above: Block | None, known: Block | None
+    ) -> bool:
         """Whether it has a place in the tree. That its key is the one of its tokens is the tier's
         word: a wrong one names a record that says so when it is read."""
-        known = self.tree.get(found.key)
-        fits_in = (
-            above is not None
-            and tier.holds(above)
-            and self.tree.is_full(above)
-            and above.namespace == found.namespace
-        )
-        return (
-            (found.parent == found.namespace or fits_in)
-            and (known is None or not tier.holds(known))
-            and self.tree.could_hold(found.tokens)
-            and found.kind.size_bytes >= 0
-        )
-
-    def _adopt(self, tier: Tier, found: StoredBlock, above: Block | None) -> None:
-        block = self.tree.get(found.key)
-        if block is None:
-            size_bytes, exact, resumable = found.kind
-            block = self.tree.add(
-                found.namespace,
-                above,
-                found.tokens,
-                size_bytes,
-                exact=exact,
-                resumable=resumable,
-                key=found.key,
-            )
-            block.write_back = WriteBack.SOON
-        else:
-            self.tree.set_kind(block, block.kind.weaker(found.kind))
-        tier.adopt(block, found.kind)
-        self.cover(block)
+        _, parent, namespace, tokens, kind = found
+        if parent != namespace and (
+            above is None
+            or tier.name not in above.copies
+            or not self.tree.is_full(above)
+            or above.namespace != namespace
+        ):
+            return False
+        is_new = known is None or not tier.holds(known)
+        return is_new and self.tree.could_hold(tokens) and kind.size_bytes >= 0

@@ -127,7 +127,14 @@ class Tree:
     def place(self, handle: PrefixHandle, node: Block | None = None) -> None:
         """Let a conversation end in the last block, at or below `node`, that holds state of it."""
         node = node or self.root(handle.namespace)
-        while child := self._through(node, handle.tokens.packed):
+        packed = handle.tokens.packed
+        offset = node.stop * TOKEN_BYTES
+        while offset + self._block_bytes < len(packed):  # what ends here may end in a tail
+            child = node.children.get(packed[offset : offset + self._block_bytes])
+            if child is None:
+                break
+            node, offset = child, offset + self._block_bytes
+        while child := self._through(node, packed):
             node = child
         self._move(handle, node)
 
@@ -192,8 +199,9 @@ class Tree:
 
     def _count(self, block: Block, more_bytes: int) -> None:
         self.size_bytes[None] += more_bytes
-        self.size_bytes[block.namespace] += more_bytes
-        if not self.size_bytes[block.namespace]:
+        held_bytes = self.size_bytes[block.namespace] + more_bytes
+        self.size_bytes[block.namespace] = held_bytes
+        if not held_bytes:
             del self.size_bytes[block.namespace]
 
     def remove(self, block: Block) -> None:

@@ -45,7 +45,7 @@ LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
 LOGGED_WRITE_BYTES = 64 << 20  # a stop that writes more than this says so
-FROZEN_CHUNKS = 64  # of blocks: when so many are taken in, collections leave them out
+FROZEN_CHUNKS = 8  # of blocks: when so many are taken in, collections leave them out
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Log = Callable[[LogLine], None]

@@ -194,7 +194,7 @@ def test_what_is_not_a_file_is_refused_at_once_and_moved_out_of_the_way(
         place.block_files.tentative(KEY)
     assert place.block_files.sizes() == {}
     assert place.block_files.foreign() == [KEY.hex()]
-    assert place.block_files.tidy() == ({}, 1)
+    assert place.block_files.tidy() == (set(), 1)
     place.block_files.write([RECORD])
     assert place.block_files.read(KEY, SIZE) == RECORD
 

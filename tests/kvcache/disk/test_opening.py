@@ -63,7 +63,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Between the blocks that are read, each of which is handed over alone."""
     gate, listed = Gate(), opening.stored_blocks
     monkeypatch.setattr(opening, "CHUNK_BLOCKS", 1)
-    monkeypatch.setattr(opening, "stored_blocks", lambda index: gate.guard(listed(index)))
+    monkeypatch.setattr(opening, "stored_blocks", lambda rows: gate.guard(listed(rows)))
     return gate
 
 

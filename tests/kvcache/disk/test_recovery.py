@@ -14,9 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rekindle.errors import CorruptBlock
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.disk.index_db import BlockRow, DropBlock, IndexDb, PutBlock, PutEntry
+from rekindle.kvcache.disk.index_db import (
+    BlockRow,
+    DropBlock,
+    IndexDb,
+    PutBlock,
+    PutEntry,
+    SetMeta,
+)
 from rekindle.kvcache.disk.recovery import Recovery, compare
 from tests.kvcache.records import chain, entry, flip, key_of, row_of, size_of
 
@@ -46,6 +54,13 @@ class CacheFolder:
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+
+    def crash(self) -> None:
+        """Leave the folder as a process does that ends without closing it."""
+        self.close()
+        self._opened = None
+        with closing(sqlite3.connect(self.index, isolation_level=None)) as db:
+            db.execute("UPDATE meta SET value = 'no' WHERE key = 'closed'")
 
     def file(self, record: Record) -> Path:
         return self.path / "blocks" / key_of(record).hex()
@@ -78,12 +93,33 @@ def test_a_missing_file_takes_what_hangs_on_it_along(cache: CacheFolder) -> None
     assert_consistent(cache, ROWS[:3])
 
 
-def test_a_truncated_file_is_quarantined(cache: CacheFolder) -> None:
+def test_a_file_that_a_crash_has_cut_is_quarantined(cache: CacheFolder) -> None:
+    cache.crash()
     with cache.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
     assert cache.open().recovery == Recovery(lost=1, quarantined=1)
     assert len(list((cache.path / "aside").iterdir())) == 1
     assert_consistent(cache, ROWS[:5])
+
+
+def test_a_file_that_was_cut_after_a_proper_end_is_found_when_it_is_read(
+    cache: CacheFolder,
+) -> None:
+    with cache.file(RECORDS[5]).open("r+b") as file:
+        file.truncate(50)
+    folder = cache.open()
+    assert folder.recovery == Recovery()
+    with pytest.raises(CorruptBlock, match="50 bytes instead of"):
+        folder.block_files.read(key_of(RECORDS[5]), size_of(RECORDS[5]))
+
+
+def test_sizes_are_looked_at_again_once_a_commit_has_failed(cache: CacheFolder) -> None:
+    folder = cache.open()
+    with cache.file(RECORDS[5]).open("r+b") as file:
+        file.truncate(50)
+    with pytest.raises(sqlite3.ProgrammingError):
+        folder.index_db.commit([SetMeta("colour", object())])  # type: ignore[arg-type]
+    assert cache.open().recovery == Recovery(lost=1, quarantined=1)
 
 
 def test_a_folder_in_place_of_a_file_is_quarantined(cache: CacheFolder) -> None:
@@ -117,6 +153,7 @@ def test_a_file_without_a_row_and_without_a_parent_is_removed(cache: CacheFolder
 def test_a_file_that_was_replaced_before_its_row_is_kept(cache: CacheFolder) -> None:
     larger = replace(RECORDS[2], blob=bytes(500), exact=True)
     cache.open().block_files.write([larger])
+    cache.crash()
     folder = cache.open()
     assert folder.recovery == Recovery(adopted=1)
     assert folder.index_db.blocks() == [*ROWS[:2], row_of(larger), *ROWS[3:]]

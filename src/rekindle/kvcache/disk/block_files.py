@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,8 +25,6 @@ from rekindle.tokens import Tokens
 
 MOST_QUARANTINE = 16  # bad files kept for a look at them
 MOST_QUARANTINE_BYTES = 64 << 20  # unless the tier grants them less
-_NAME_DIGITS = 2 * KEY_BYTES
-_NAME = re.compile(f"[0-9a-f]{{{_NAME_DIGITS}}}")
 #: What says nothing about the file: this process has too much open, or too little memory.
 _OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 
@@ -95,24 +92,24 @@ class BlockFiles:
         """Take a bad file out of use; the latest few are kept."""
         self._quarantine(_name(key))
 
-    def tidy(self) -> tuple[dict[bytes, int], int]:
-        """The sizes of the files that have a block's name, when what unfinished writes have left is
-        removed, and folders, links and pipes with a block's name are out of its way; how many
-        those were. One walk over all names: there may be millions."""
-        sizes: dict[bytes, int] = {}
-        others: list[tuple[str, int | None]] = []
-        for name, size in self._files.scan():
-            if size is not None and len(name) == _NAME_DIGITS and _NAME.fullmatch(name):
-                sizes[bytes.fromhex(name)] = size
+    def tidy(self) -> tuple[set[bytes], int]:
+        """The keys that files are named by, when what unfinished writes have left is removed, and
+        folders, links and pipes with a block's name are out of its way; how many those were. One
+        walk over all names, and no look at a file: there may be millions."""
+        keys: set[bytes] = set()
+        others: list[tuple[str, bool]] = []
+        for name, is_regular in self._files.scan():
+            if is_regular and (key := _key(name)):
+                keys.add(key)
             else:
-                others.append((name, size))
-        impostors = [name for name, _ in others if _NAME.fullmatch(name)]
+                others.append((name, is_regular))
+        impostors = [name for name, _ in others if _key(name)]
         for name in impostors:
             self._quarantine(name)
-        for name, size in others:
-            if size is not None and is_temporary(name):
+        for name, is_regular in others:
+            if is_regular and is_temporary(name):
                 self._files.unlink(name)
-        return sizes, len(impostors)
+        return keys, len(impostors)
 
     def quarantine_foreign(self) -> None:
         """Take everything that is not ours out of the folder."""
@@ -156,7 +153,7 @@ class BlockFiles:
     def sizes(self) -> dict[bytes, int]:
         """The files that have a block's name."""
         found = self._files.sizes().items()
-        return {bytes.fromhex(name): size for name, size in found if _NAME.fullmatch(name)}
+        return {key: size for name, size in found if (key := _key(name))}
 
     def foreign(self) -> list[str]:
         """Names of what is neither a block's file nor an unfinished one."""
@@ -164,7 +161,7 @@ class BlockFiles:
         return [
             name
             for name in self._files.names()
-            if name not in files or not (_NAME.fullmatch(name) or is_temporary(name))
+            if name not in files or not (_key(name) or is_temporary(name))
         ]
 
     def unfinished(self) -> list[str]:
@@ -177,6 +174,15 @@ class BlockFiles:
 
     def free_bytes(self) -> int:
         return self._files.free_bytes()
+
+
+def _key(name: str) -> bytes | None:
+    """The key that a block's file is named by; None: it is no such name."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES and key.hex() == name else None
 
 
 def _name(key: bytes) -> str:

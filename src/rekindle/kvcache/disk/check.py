@@ -170,14 +170,13 @@ def _open(index: Path, *, repair: bool) -> tuple[IndexDb | None, list[Finding]]:
         return None, [finding]
     if index.is_symlink() or index.exists():
         put_away(index)
-    index_db, _, _ = open_index(index)
-    return index_db, [finding]
+    return open_index(index).index_db, [finding]
 
 
 def _open_sound(index: Path) -> IndexDb:
     if not index.exists():
         raise IndexDamaged("it is missing")
-    index_db = open_readable(index)
+    index_db = open_readable(index).index_db
     try:
         if problems := index_db.problems():
             raise IndexDamaged(problems[0])

@@ -181,20 +181,22 @@ class Files:
         finally:
             os.close(handle)
 
-    def scan(self) -> Iterator[tuple[str, int | None]]:
-        """Everything there is, in no order: names, and the sizes of regular files."""
-        is_regular = stat.S_ISREG
+    def scan(self) -> Iterator[tuple[str, bool]]:
+        """Everything there is, in no order: names, and whether it is a regular file."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # it has just gone
-                    continue
-                yield entry.name, status.st_size if is_regular(status.st_mode) else None
+                yield entry.name, entry.is_file(follow_symlinks=False)
 
     def sizes(self) -> dict[str, int]:
         """The regular files."""
-        return {name: size for name, size in self.scan() if size is not None}
+        found = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it has just gone
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found[entry.name] = status.st_size
+        return found
 
     def names(self) -> list[str]:
         """Everything there is, of whatever kind, in order."""

@@ -28,8 +28,8 @@ from blake3 import blake3
 from rekindle.errors import FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.files import Files, make_folder, sync_folder
-from rekindle.kvcache.disk.index_db import BACKUP, IndexDb, beside
-from rekindle.kvcache.disk.recovery import Recovery, recover
+from rekindle.kvcache.disk.index_db import BACKUP, EntryRow, IndexDb, RawBlock, beside
+from rekindle.kvcache.disk.recovery import OpenIndex, Recovery, recover
 from rekindle.kvcache.disk.secret import read_secret
 
 INDEX = "index.db"
@@ -52,6 +52,15 @@ class Folder:
     recovery: Recovery
     superseded_bytes: int  # in folders of this model that cannot be used as it is served now
     _resources: ExitStack = field(repr=False)
+    _listed: OpenIndex | None = field(repr=False)
+
+    def take_listed(self) -> tuple[list[RawBlock], list[EntryRow]]:
+        """What the index lists: blocks, parents first, and entries. They were read when it was
+        opened; whoever takes them first has those, and they are kept no longer."""
+        listed, self._listed = self._listed, None
+        if listed is not None:
+            return listed.blocks, listed.entries
+        return self.index_db.raw_blocks(), self.index_db.entries()
 
     def close(self) -> None:
         self._resources.close()
@@ -86,10 +95,17 @@ def open_folder(
         _touch(lock)
         resources.callback(_touch, lock)
         block_files = open_block_files(path, secret, resources)
-        index_db, recovery = recover(block_files, path / INDEX)
-        resources.callback(index_db.close)
+        index, recovery = recover(block_files, path / INDEX)
+        resources.callback(index.index_db.close)
         return Folder(
-            path, block_files, index_db, limit, recovery, superseded_bytes, resources.pop_all()
+            path,
+            block_files,
+            index.index_db,
+            limit,
+            recovery,
+            superseded_bytes,
+            resources.pop_all(),
+            index,
         )
 
 

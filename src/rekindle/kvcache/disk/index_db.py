@@ -51,6 +51,7 @@ COMMIT;
 _DANGLING = (
     "SELECT root, kind, name FROM names WHERE entry NOT IN (SELECT key FROM entries) ORDER BY rowid"
 )
+_CLOSED = "closed"  # in `meta`: whether the last to use it has closed it
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
 _TIMEOUT_S = 5.0
@@ -77,6 +78,8 @@ class IndexDb:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._copied_changes = -1  # how many there had been at the last copy
+        self._is_in_use = False
+        self._has_failed = False  # a commit: what it was about is not in here
         is_new = _make_private(path)
         self._db = sqlite3.connect(
             path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -105,9 +108,20 @@ class IndexDb:
         elif version != SCHEMA_VERSION:
             raise IndexDamaged("it is of another version")
 
+    def begin_use(self) -> bool:
+        """From here on files may change before their rows do. Whether rows and files were in step
+        so far: whoever used them last has closed this with every change in it."""
+        was_closed = self.meta(_CLOSED) == "yes"
+        with suppress(sqlite3.Error):  # nothing can be written, so nothing gets out of step
+            self.commit([SetMeta(_CLOSED, "no")])
+            self._is_in_use = True
+        return was_closed
+
     def close(self) -> None:
         """Move the log into the file, and let go of it."""
         with suppress(sqlite3.Error):  # the log is as good; the next opening reads it
+            if self._is_in_use and not self._has_failed:
+                self.commit([SetMeta(_CLOSED, "yes")])
             self._checkpoint()
         self._db.close()
 
@@ -124,10 +138,10 @@ class IndexDb:
         """All blocks in the order in which they first came."""
         return [rows.parse_block(raw) for raw in self.raw_blocks()]
 
-    def raw_blocks(self) -> Iterator[RawBlock]:
+    def raw_blocks(self) -> list[RawBlock]:
         """The same, as quickly as they can be read."""
         with _raising_damage():
-            yield from map(rows.parse_raw, self._db.execute(rows.SELECT_BLOCKS))
+            return list(map(rows.parse_raw, self._db.execute(rows.SELECT_BLOCKS)))
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""
@@ -162,6 +176,7 @@ class IndexDb:
                 self._apply(change)
             self._db.execute("COMMIT")
         except BaseException:
+            self._has_failed = True
             self._entries.forget()
             if self._db.in_transaction:  # after some errors SQLite has rolled back by itself
                 with suppress(sqlite3.Error):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.block import BlockKind
 from rekindle.kvcache.codec import record_bytes
 from rekindle.kvcache.disk.folder import Folder
-from rekindle.kvcache.disk.index_db import EntryRow, IndexDb
+from rekindle.kvcache.disk.index_db import EntryRow, RawBlock
 from rekindle.kvcache.tiers.base import Found, OnEvent, Opened, StoredBlock, Unavailable
 from rekindle.tokens import Tokens
 
@@ -49,7 +49,7 @@ class Opening:
         while not self._closing.is_set():
             try:
                 folder = self._open()
-                self.entries = folder.index_db.entries()
+                blocks, self.entries = folder.take_listed()
             except FolderLocked as error:
                 self._on_event(Unavailable(self._tier, "locked", str(error)))
                 self._closing.wait(LOCKED_S)
@@ -60,11 +60,11 @@ class Opening:
             else:
                 self.folder = folder
                 self._on_event(Opened(self._tier))
-                self._list(folder)
+                self._list(blocks)
                 return
 
-    def _list(self, folder: Folder) -> None:
-        found = stored_blocks(folder.index_db)
+    def _list(self, rows: list[RawBlock]) -> None:
+        found = stored_blocks(rows)
         while blocks := tuple(islice(found, CHUNK_BLOCKS)):
             self._room.acquire()
             if self._closing.is_set():
@@ -73,10 +73,10 @@ class Opening:
         self._on_event(Found(self._tier, (), is_all=True))
 
 
-def stored_blocks(index_db: IndexDb) -> Iterator[StoredBlock]:
-    """What an index says is there, parents first."""
+def stored_blocks(rows: Iterable[RawBlock]) -> Iterator[StoredBlock]:
+    """What an index says is there, in its order: parents first."""
     kinds: dict[tuple[int, int], BlockKind] = {}  # there are few
-    for key, parent, namespace, packed, size_bytes, bits in index_db.raw_blocks():
+    for key, parent, namespace, packed, size_bytes, bits in rows:
         state_bytes = size_bytes - record_bytes(len(packed), 0)
         kind = kinds.get((state_bytes, bits))
         if kind is None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rekindle.errors import CorruptBlock, IndexDamaged
-from rekindle.kvcache.block import chain_key
+from rekindle.kvcache.block import packed_chain_key
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.index_db import (
     BACKUP,
@@ -18,13 +18,14 @@ from rekindle.kvcache.disk.index_db import (
     BlockRow,
     Change,
     DropBlock,
+    EntryRow,
     IndexDb,
     PutBlock,
     RawBlock,
     beside,
     publish,
 )
-from rekindle.tokens import Tokens
+from rekindle.kvcache.disk.index_rows import parse_block
 
 DAMAGED = ".damaged"
 
@@ -91,35 +92,43 @@ def _reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:
     return reached
 
 
-def recover(block_files: BlockFiles, index: Path) -> tuple[IndexDb, Recovery]:
+@dataclass(slots=True)
+class OpenIndex:
+    """An index and what it lists: there may be millions of rows, and they are read once."""
+
+    index_db: IndexDb
+    blocks: list[RawBlock]
+    entries: list[EntryRow]
+    replaced: bool = False  # it took the place of another
+    restored: bool = False  # it is the copy of that one
+
+
+def recover(block_files: BlockFiles, index: Path) -> tuple[OpenIndex, Recovery]:
     """Open the index, made anew if need be, and have it agree with the files."""
     is_there = _is_there(index)
-    index_db, replaced, restored = open_index(index)
+    opened = open_index(index)
     try:
-        done = reconcile(block_files, index_db)
+        done = reconcile(block_files, opened)
     except BaseException:
-        index_db.close()
+        opened.index_db.close()
         raise
-    rebuilt = replaced and (is_there or restored or done.adopted > 0)
-    return index_db, Recovery(
-        done.adopted,
-        done.lost,
-        done.quarantined,
-        done.removed,
-        rebuilt,
-        restored_from_backup=restored,
-    )
+    rebuilt = opened.replaced and (is_there or opened.restored or done.adopted > 0)
+    return opened, replace(done, rebuilt=rebuilt, restored_from_backup=opened.restored)
 
 
-def reconcile(block_files: BlockFiles, index_db: IndexDb) -> Recovery:
-    """Compare index and files by sizes and headers alone, and repair every difference."""
-    sizes, impostors = block_files.tidy()
-    if _agree_wholly(index_db.raw_blocks(), sizes):
+def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
+    """Compare index and files by names, sizes and headers alone, and repair every difference. After
+    a proper end by names: what became of a file since then is found when it is read."""
+    keys, impostors = block_files.tidy()
+    sizes = None if opened.index_db.begin_use() else block_files.sizes()
+    if _agree_wholly(opened.blocks, keys, sizes):
         return Recovery(quarantined=impostors)
-    rows = index_db.blocks()
+    sizes = block_files.sizes() if sizes is None else sizes
+    rows = [parse_block(raw) for raw in opened.blocks]
     found, bad = _look(block_files, {row.key: row for row in rows}, sizes)
     census = compare(rows, found)
-    repair_index(block_files, index_db, census, bad)
+    repair_index(block_files, opened.index_db, census, bad)
+    opened.blocks = opened.index_db.raw_blocks()
     return Recovery(
         adopted=len(census.adopted),
         lost=len(census.lost),
@@ -128,16 +137,22 @@ def reconcile(block_files: BlockFiles, index_db: IndexDb) -> Recovery:
     )
 
 
-def _agree_wholly(rows: Iterable[RawBlock], sizes: Mapping[bytes, int]) -> bool:
+def _agree_wholly(
+    rows: Sequence[RawBlock], keys: Set[bytes], sizes: Mapping[bytes, int] | None
+) -> bool:
     """Whether there is nothing to repair, as nearly always; millions are looked at in seconds."""
+    if len(rows) != len(keys):
+        return False
     seen: set[bytes] = set()
     for key, parent, namespace, packed, size_bytes, _ in rows:
-        if sizes.get(key) != size_bytes or chain_key(parent, Tokens(packed)) != key:
+        if key not in keys or packed_chain_key(parent, packed) != key:
+            return False
+        if sizes is not None and sizes.get(key) != size_bytes:
             return False
         if parent != namespace and parent not in seen:
             return False
         seen.add(key)
-    return len(seen) == len(sizes)
+    return True
 
 
 def _look(
@@ -172,7 +187,7 @@ def _look(
 
 
 def _key(row: BlockRow) -> bytes:
-    return chain_key(row.parent, Tokens(row.packed))
+    return packed_chain_key(row.parent, row.packed)
 
 
 def repair_index(
@@ -188,34 +203,32 @@ def repair_index(
 # -- the index itself ----------------------------------------------------------------------------
 
 
-def open_index(index: Path) -> tuple[IndexDb, bool, bool]:
-    """The index; whether it took the place of another; whether that is its backup."""
+def open_index(index: Path) -> OpenIndex:
+    """The index, or its copy, or a new one."""
     if _is_there(index):
         try:
-            return open_readable(index), False, False
+            return open_readable(index)
         except IndexDamaged:
             put_away(index)
     _remove_sidecars(index)  # a log that outlived its index would be played into the next one
     if _is_there(beside(index, BACKUP)):
         try:
             _copy_backup(index)
-            return open_readable(index), True, True
+            return replace(open_readable(index), replaced=True, restored=True)
         except IndexDamaged:
             _remove(index)
             _remove_sidecars(index)
-    return IndexDb(index), True, False
+    return OpenIndex(IndexDb(index), [], [], replaced=True)
 
 
-def open_readable(index: Path) -> IndexDb:
+def open_readable(index: Path) -> OpenIndex:
     """An index of which every row can be read."""
     index_db = IndexDb(index)
     try:
-        deque(index_db.raw_blocks(), maxlen=0)
-        index_db.entries()
+        return OpenIndex(index_db, index_db.raw_blocks(), index_db.entries())
     except BaseException:
         index_db.close()
         raise
-    return index_db
 
 
 def put_away(index: Path) -> None:

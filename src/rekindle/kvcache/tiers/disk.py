@@ -94,7 +94,7 @@ class DiskTier(WriteBehindTier):
             self._writer.put(flush)
 
     def stored(self) -> Iterator[StoredBlock]:
-        return stored_blocks(self.folder.index_db) if self.is_open else iter(())
+        return stored_blocks(self.folder.take_listed()[0]) if self.is_open else iter(())
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the disk: its file in whole pages, and its row."""
