@@ -56,6 +56,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
     "cors_origin": ("https://a.example,*", ("https://a.example", "*")),
+    "media_allow": ("10.0.0.0/8, cdn.example", ("10.0.0.0/8", "cdn.example")),
+    "media_folder": ("/a, /b", (Path("/a"), Path("/b"))),
     "log_level": ("debug", "debug"),
     "max_tokens": ("50", 50),
     "completion_max_tokens": ("null", None),

@@ -17,7 +17,7 @@ SOURCE = Path(rekindle.__file__).parent
 TESTS = Path(__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 PARTS = ("chat", "kvcache", "engine")  # they meet in runtime, and nowhere else
-FRONT = ("server", "api", "cli")  # the HTTP process and the command line
+FRONT = ("server", "api", "cli", "media")  # the HTTP process and the command line
 BEHIND_PROTOCOL = (*PARTS, "runtime")  # the process of one model
 
 #: Imports from the front that cross the seam, each with its reason.

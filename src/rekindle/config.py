@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from rekindle.errors import ConfigError
+from rekindle.media.addresses import parse_listed
 from rekindle.protocol.settings import COUNT_LIMIT, GB, Name, RuntimeSettings, Setting
 
 CONFIG_FILE = Path("rekindle.yaml")
@@ -53,6 +54,12 @@ def _check_origin(origin: str) -> str:
     if origin != "*" and not _ORIGIN.fullmatch(origin):
         raise ValueError("takes * or an origin such as https://example.org or http://10.0.0.7:3000")
     return origin
+
+
+def _check_host(host: str) -> str:
+    """A name, an address or a network."""
+    parse_listed(host)
+    return host
 
 
 def _parse_yaml(value: object) -> object:
@@ -114,6 +121,9 @@ class Preset(_Section):
 Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
 Origin = Annotated[Name, AfterValidator(_check_origin)]
 Origins = Annotated[tuple[Origin, ...], BeforeValidator(_split)]
+Host = Annotated[Name, AfterValidator(_check_host)]
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split)]
+Folders = Annotated[tuple[Path, ...], BeforeValidator(_split)]
 Presets = Annotated[dict[str, Preset], BeforeValidator(_parse_yaml)]
 
 
@@ -180,6 +190,18 @@ class Config(RuntimeSettings):
             "Access",
             "on a loopback address, loopback origins",
         ),
+    ] = ()
+    media_allow: Annotated[
+        Hosts,
+        Setting(
+            "Let pictures be fetched from this host, address or network; repeatable",
+            "Access",
+            "public addresses alone",
+        ),
+    ] = ()
+    media_folder: Annotated[
+        Folders,
+        Setting("Let file: URLs name pictures in this folder; repeatable", "Access", "none"),
     ] = ()
     no_auth: Annotated[bool, Setting("Allow a public address without a key", "Access")] = False
     context_cache: Annotated[bool, Setting("Reuse state", "Cache")] = True
@@ -297,7 +319,8 @@ def load_config(
     paths: dict[str, Any] = {
         name: value.expanduser() for name, value in vars(config).items() if isinstance(value, Path)
     }
-    return dataclasses.replace(config, **paths)
+    folders = tuple(folder.expanduser() for folder in config.media_folder)
+    return dataclasses.replace(config, media_folder=folders, **paths)
 
 
 def _default_file(environment: Mapping[str, str]) -> Path | None:

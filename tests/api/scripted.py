@@ -149,9 +149,13 @@ class ScriptedRuntime(RuntimeClient):
     Admin requests are recorded and left to `answers`.
     """
 
-    def __init__(self, *scripts: Script, name: str = "tiny", answers: Answers = refuse) -> None:
+    def __init__(
+        self, *scripts: Script, name: str = "tiny", answers: Answers = refuse, sees: bool = False
+    ) -> None:
         self.name = name
         self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
+        if sees:
+            self.ready.modalities = ("image", "text")
         self.down_reason = "a model is loading"
         self.restarts = 0
         self._watchdog = Watchdog(limit_s=1e9)

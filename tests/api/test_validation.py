@@ -163,8 +163,8 @@ def test_a_known_field_with_a_bad_value_says_what_it_takes(
 def test_content_has_one_sentence_for_all_it_may_be(content: Any) -> None:
     found = refused(Front().chat(messages=[{"role": "user", "content": content}]))
     assert found["message"] == (
-        "`messages.0.content` takes a string, or a list of parts with "
-        '`"type": "text"` and a `text`.'
+        '`messages.0.content` takes a string, or a list of parts: `"type": "text"` with a `text`, '
+        '`"type": "image_url"` or `"type": "video_url"`.'
     )
     assert found["param"] == "messages"
 
@@ -222,7 +222,6 @@ def test_top_logprobs_need_logprobs() -> None:
         ("kv_group_size", 64),
         ("kv_quantization_start", 0),
         ("quantized_kv_start", 5000),
-        ("resize", [224]),
         ("audio", {"voice": "x"}),
         ("chat_template", "{{ ''.__class__ }}"),
     ],
@@ -271,19 +270,56 @@ def test_asking_for_what_happens_anyway_is_fine(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
-        {"type": "image", "image_url": "http://example.com/a.png"},
-        {"type": "video", "video_url": "http://example.com/a.mp4"},
         {"type": "input_audio", "input_audio": {}},
+        {"type": "file", "file": {"file_id": "x"}},
+        {"type": "input_image", "image_url": "http://example.com/a.png"},
     ],
 )
-def test_images_and_sounds_are_refused_by_name(part: dict[str, Any]) -> None:
+def test_sounds_and_files_are_refused_by_name(part: dict[str, Any]) -> None:
     content = [{"type": "text", "text": "what is this?"}, part]
     found = refused(
         Front().chat(messages=[{"role": "user", "content": content}]), "unsupported_parameter"
     )
     assert found["param"] == "messages"
     assert part["type"] in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ({"type": "video", "video_url": "x", "fps": 0}, "`fps` takes a number above 0"),
+        ({"type": "video", "video_url": "x", "fps": 31}, "`fps` takes a number up to 30"),
+        (
+            {"type": "video", "video_url": "x", "max_frames": 65},
+            "`max_frames` takes a number up to 64",
+        ),
+        ({"type": "video_url"}, "`video_url` is missing"),
+        (
+            {"type": "image", "image_url": 3},
+            "`image_url` takes a URL, or an object with a `url` and a `detail`: auto, low or high",
+        ),
+        (
+            {"type": "image", "image_url": "x", "detail": "most"},
+            "`detail` takes 'auto', 'low' or 'high'",
+        ),
+    ],
+)
+def test_a_wrong_field_of_a_picture_or_video_is_named(part: dict[str, Any], sentence: str) -> None:
+    content = [{"type": "text", "text": "what is this?"}, part]
+    found = refused(Front().chat(messages=[{"role": "user", "content": content}]))
+    assert found["message"] == f"`messages.0.content` part 1: {sentence}."
+
+
+@pytest.mark.parametrize("resize", [[], [0], [2049], [1, 2, 3], 224, ["224"], [224, 2.5]])
+def test_resize_takes_one_side_or_two(resize: Any) -> None:
+    found = refused(Front().chat(resize=resize))
+    assert found["message"] == (
+        "`resize` takes one side or [width, height] in pixels, each from 1 to 2048."
+    )
+
+
+def test_resize_is_not_for_texts() -> None:
+    assert refused(Front().complete(resize=[224]), "unsupported_parameter")["param"] == "resize"
 
 
 def test_unknown_fields_are_ignored() -> None:

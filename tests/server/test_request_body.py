@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
+from rekindle.errors import TooManyRequests
 from rekindle.protocol.events import Started
 from rekindle.server import request_body
 from rekindle.server.middleware import RequestMiddleware
-from rekindle.server.request_body import PUNCTUATION
+from rekindle.server.request_body import PUNCTUATION, HeldBytes, LimitedBody
 from tests.api.scripted import Front, Pause, ScriptedRuntime, error, lifespan
 
 CHAT = "/v1/chat/completions"
@@ -116,3 +117,18 @@ def test_what_was_answered_is_held_no_longer(stream: bool) -> None:
         assert middleware.held.is_empty
 
     asyncio.run(scene())
+
+
+def test_what_is_kept_beside_a_body_counts_until_the_answer_is_sent() -> None:
+    held = HeldBytes()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"12345"}
+
+    body = LimitedBody(receive, held, b"me")
+    asyncio.run(body.receive())
+    body.hold(request_body.MOST_HELD_BYTES_OF_ONE - 5)
+    with pytest.raises(TooManyRequests):
+        body.hold(1)
+    body.close()
+    assert held.is_empty

@@ -11,17 +11,23 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from rekindle.api.fields import Id, bounded_text, shallow, takes
+from rekindle.api.media_parts import MEDIA_PARTS, ImagePart, VideoPart
+from rekindle.api.validation import fault
 from rekindle.errors import Unsupported
+from rekindle.protocol.media import TEXT
 
 MOST_MESSAGES = 20_000
 MOST_PARTS = 20_000  # of content, and calls, in all messages together
-MEDIA = ("image", "image_url", "video", "video_url", "input_audio", "file")
+NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
 # Fields of replies that clients send back with them, and that no template reads.
 REPLY_ONLY = ("refusal", "annotations", "parsed")
 # The fields that a message needs beside its role.
@@ -32,6 +38,7 @@ NEEDED = {
     "assistant": (),
     "tool": ("content", "tool_call_id"),
 }
+CONTENT = f'takes a string, or a list of parts: `"type": "text"` with a `text`, {MEDIA_PARTS}'
 LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
@@ -41,10 +48,26 @@ class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
+    def rendered(self) -> dict[str, Any]:
+        return {"type": TEXT, "text": self.text}
 
+
+def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """One sentence: about the field of a picture or video that is wrong, or about all it takes."""
+    try:
+        return handler(value)
+    except ValidationError as error:
+        for each in error.errors():
+            match each["loc"]:
+                case (_, int() as place, "image" | "image_url" | "video" | "video_url", field, *_):
+                    raise ValueError(f"part {place}: `{field}` {fault(each)}") from None
+        raise ValueError(CONTENT) from None
+
+
+Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 Content = Annotated[
-    str | Annotated[list[TextPart], Field(fail_fast=True)],
-    takes('a string, or a list of parts with `"type": "text"` and a `text`'),
+    str | Annotated[list[Part], Field(fail_fast=True)],
+    WrapValidator(_explained),
 ]
 Arguments = Annotated[
     str | dict[str, Any], takes("a string of JSON, or an object"), AfterValidator(shallow)
@@ -95,7 +118,7 @@ class Message(BaseModel):
     def _plain(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        _refuse_media(data.get("content"))
+        _refuse_parts(data.get("content"))
         _refuse_legacy(data)
         return _known_fields(data)
 
@@ -104,8 +127,16 @@ class Message(BaseModel):
         for name in NEEDED[self.role]:
             if getattr(self, name) is None:
                 raise ValueError(f"needs `{name}`, as every {self.role} message does")
+        if self.role == "assistant" and self.media:
+            raise ValueError("takes text alone as content, as every assistant message does")
         shallow(self.model_extra)
         return self
+
+    @property
+    def media(self) -> list[tuple[int, ImagePart | VideoPart]]:
+        """The pictures and videos, each with its place in the content."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(at, part) for at, part in enumerate(parts) if not isinstance(part, TextPart)]
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -122,8 +153,12 @@ class Message(BaseModel):
         }
 
     def rendered(self) -> dict[str, Any]:
-        """What the template reads: the message as it was sent, without its id."""
-        return self.model_dump(exclude_unset=True, exclude={"message_id"})
+        """What the template reads: the message as it was sent, without its id; where a picture
+        or a video is, only that there is one."""
+        if not isinstance(self.content, list):
+            return self.model_dump(exclude_unset=True, exclude={"message_id"})
+        fields = self.model_dump(exclude_unset=True, exclude={"message_id", "content"})
+        return {**fields, "content": [part.rendered() for part in self.content]}
 
 
 def _bounded(messages: Any) -> Any:
@@ -170,12 +205,13 @@ def _flat(lists: list[Any]) -> list[Any]:
     return [item for each in lists if isinstance(each, list) for item in each]
 
 
-def _refuse_media(content: Any) -> None:
+def _refuse_parts(content: Any) -> None:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in MEDIA:
+        if kind in NOT_SERVED:
             raise Unsupported(
-                f"content parts of type {kind!r} are not supported: send text", param="messages"
+                f"content parts of type {kind!r} are not supported: send `text`, {MEDIA_PARTS}",
+                param="messages",
             )
 
 

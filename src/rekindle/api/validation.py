@@ -50,10 +50,11 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     if path and path[0] in SOURCES:
         del path[0]
     where = f"`{'.'.join(path)}`" if path else "The body"
-    return BadRequest(f"{where} {_fault(first)}.", param=path[0] if path else None)
+    return BadRequest(f"{where} {fault(first)}.", param=path[0] if path else None)
 
 
-def _fault(error: Mapping[str, Any]) -> str:
+def fault(error: Mapping[str, Any]) -> str:
+    """What is wrong with a field, behind its name."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "missing":

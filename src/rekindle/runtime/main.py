@@ -101,7 +101,7 @@ class RuntimeProcess:
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
             has_template=self._runtime.engine.chat_template is not None,
-            modalities=tuple(sorted(capabilities.modalities)),
+            modalities=("text",),  # of the engine's, those that requests are encoded for
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )

@@ -16,9 +16,11 @@ from starlette.responses import Response
 
 from rekindle.api import validation
 from rekindle.api.cache import internal, listing, prepare, routes, stats
+from rekindle.api.illustration import MEDIA
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
+from rekindle.media.loader import MediaLoader
 from rekindle.server import metrics, pages
 from rekindle.server.auth import Keys
 from rekindle.server.drain import Drain
@@ -63,8 +65,12 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with open_models() as models:
-            with open_validators() as validators:
-                yield {"models": models, VALIDATORS: validators}
+            media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+            try:
+                with open_validators() as validators:
+                    yield {"models": models, VALIDATORS: validators, MEDIA: media}
+            finally:
+                await media.close()
 
     app = DocumentedApp(
         title="Rekindle",

@@ -17,10 +17,12 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rekindle.api import validation
+from rekindle.api.illustration import has_media, load_pictures
 from rekindle.api.openai.requests import chat_requests
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config, load_config
 from rekindle.errors import BadRequest, ConfigError
+from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
 from rekindle.server import launch
 from rekindle.server.auth import OPEN_SALT, Keys
@@ -164,6 +166,7 @@ class EmbeddedServer:
         console = Console(stderr=True)
         files = launch.fetch(config, console)
         self._config = config
+        self._media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -180,6 +183,7 @@ class EmbeddedServer:
     def close(self) -> None:
         if self._http is not None:
             self._http.stop()
+        self._submit(self._media.close()).result()
         self._submit(self._stack.aclose()).result()
         self._end_loop()
 
@@ -206,7 +210,12 @@ class EmbeddedServer:
     async def _generate(self, request: ChatRequest, texts: Texts) -> None:
         try:
             runtime = self._models.runtime(request.model)
-            requests = chat_requests(request, self._config, OPEN_SALT)
+            illustrated = None
+            if has_media(request.messages):
+                illustrated = await load_pictures(
+                    self._media, runtime, request.messages, request.resize, OPEN_SALT
+                )
+            requests = chat_requests(request, self._config, OPEN_SALT, illustrated)
             with contextlib.closing(Turns(runtime, requests)) as turns:
                 while turns.open:
                     _, event = await turns.next()

@@ -14,7 +14,7 @@ from rekindle.errors import BadRequest, ServerError
 from rekindle.server import request_body
 from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
 from rekindle.server.cors import Cors, is_preflight
-from rekindle.server.request_body import BodyTooLarge, HeldBytes, LimitedBody
+from rekindle.server.request_body import BODY, BodyTooLarge, HeldBytes, LimitedBody
 from rekindle.server.request_id import HEADER, answering
 from rekindle.server.responses import ErrorResponse
 
@@ -93,6 +93,7 @@ class RequestMiddleware:
         if scope["method"] == "HEAD":  # the server below sends no body with it
             inner["method"] = "GET"
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
+            inner[BODY] = body
             await self._app(inner, body.receive, send)
 
     def _check_address(self, scope: Scope, headers: Headers) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from rekindle.errors import BadRequest, TooManyRequests, Unavailable
@@ -16,6 +17,7 @@ PUNCTUATION = b",:[{"
 MOST_PUNCTUATION = 500_000
 MOST_HELD_BYTES = 512 << 20
 MOST_HELD_BYTES_OF_ONE = MOST_HELD_BYTES // 2
+BODY = "rekindle.body"  # in the scope
 
 
 class BodyTooLarge(BadRequest):
@@ -83,13 +85,19 @@ class LimitedBody:
         self._held = held
         self._caller = caller
         self._seen_bytes = 0
+        self._made_bytes = 0
         self._punctuation = 0
         self._complete = False
         self._deadline: float | None = None
 
     def close(self) -> None:
-        self._held.remove(self._caller, self._seen_bytes)
-        self._seen_bytes = 0
+        self._held.remove(self._caller, self._seen_bytes + self._made_bytes)
+        self._seen_bytes = self._made_bytes = 0
+
+    def hold(self, size_bytes: int) -> None:
+        """Count what is kept because of this request beside its body, or refuse it."""
+        self._held.add(self._caller, size_bytes)
+        self._made_bytes += size_bytes
 
     async def receive(self) -> Message:
         if self._complete:
@@ -116,3 +124,9 @@ class LimitedBody:
                 return await self._receive()
         except TimeoutError:
             raise BodyTooSlow from None
+
+
+def body_of(request: Request) -> LimitedBody:
+    """The body of a request that came through `RequestMiddleware`."""
+    body: LimitedBody = request.scope[BODY]
+    return body

@@ -66,6 +66,13 @@ class RuntimeClient:
         return self._process.pid if self._process else None
 
     @property
+    def modalities(self) -> tuple[str, ...]:
+        """What a prompt may hold; raises Unavailable while the model is not loaded."""
+        if self.ready is None:
+            raise self._still_loading()
+        return self.ready.modalities
+
+    @property
     def turns(self) -> int:
         return len(self._turns)
 
@@ -201,8 +208,11 @@ class RuntimeClient:
 
     def _ready_process(self) -> RuntimeProcess:
         if self.ready is None or self._process is None:
-            raise Unavailable(f"model {self.name} is loading; try again in a moment")
+            raise self._still_loading()
         return self._process
+
+    def _still_loading(self) -> Unavailable:
+        return Unavailable(f"model {self.name} is loading; try again in a moment")
 
     # -- what comes back -----------------------------------------------------------------------
 

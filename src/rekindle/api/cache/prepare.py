@@ -10,6 +10,8 @@ from starlette.requests import Request
 
 from rekindle.api.cache.schema import Prepared, prepared
 from rekindle.api.fields import characters
+from rekindle.api.illustration import Illustrated, illustrate
+from rekindle.api.media_parts import Resize
 from rekindle.api.message import Messages, rendered
 from rekindle.api.tools import Tools, described
 from rekindle.config import Config
@@ -38,6 +40,7 @@ class PrepareRequest(BaseModel):
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: Tools | None = None
+    resize: Resize | None = None
     warm: bool = True
     pinned: bool = False
     ttl: float | None = Field(TTL_S, gt=0, le=MOST_TTL_S)
@@ -75,19 +78,26 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
+    illustrated = await illustrate(request, runtime, body.messages, body.resize)
+    conversation = illustrated or Illustrated(rendered(body.messages), [])
     if body.warm:
-        work = _warmed(runtime, client, body, models.config)
+        work = _warmed(runtime, client, body, conversation, models.config)
     else:
-        work = _indexed(runtime, client, body, models.config)
+        work = _indexed(runtime, client, body, conversation, models.config)
     return prepared(await while_connected(request, work), runtime.name)
 
 
 async def _warmed(
-    runtime: RuntimeClient, client: AdminClient, body: PrepareRequest, config: Config
+    runtime: RuntimeClient,
+    client: AdminClient,
+    body: PrepareRequest,
+    conversation: Illustrated,
+    config: Config,
 ) -> EntryInfo:
     generate = GenerateRequest(
         turn=0,
-        messages=rendered(body.messages),
+        messages=conversation.messages,
+        pictures=conversation.pictures,
         tools=described(body.tools),
         prepare=body.prepare,
         sampling=SamplingParams(),
@@ -133,10 +143,15 @@ async def _finished(turns: Turns) -> Finished:
 
 
 async def _indexed(
-    runtime: RuntimeClient, client: AdminClient, body: PrepareRequest, config: Config
+    runtime: RuntimeClient,
+    client: AdminClient,
+    body: PrepareRequest,
+    conversation: Illustrated,
+    config: Config,
 ) -> EntryInfo:
     index = IndexPrompt(
-        messages=rendered(body.messages),
+        messages=conversation.messages,
+        pictures=conversation.pictures,
         tools=described(body.tools),
         prepare=body.prepare,
         normalise=config.normalise,

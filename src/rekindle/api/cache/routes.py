@@ -11,6 +11,8 @@ from starlette.requests import Request
 
 from rekindle.api.cache.schema import EntryBody, durability, entry_body
 from rekindle.api.fields import FreeObject, Id
+from rekindle.api.illustration import Illustrated, illustrate
+from rekindle.api.media_parts import Resize
 from rekindle.api.message import MOST_MESSAGES, Messages, rendered
 from rekindle.api.tools import Tools, described
 from rekindle.protocol.admin import (
@@ -38,6 +40,7 @@ class ValidateRequest(BaseModel):
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: Tools | None = None
+    resize: Resize | None = None
     chat_template_kwargs: FreeObject | None = None
 
 
@@ -72,9 +75,13 @@ async def validate(
     models = models_of(request)
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
+    illustrated = await illustrate(request, runtime, body.messages, body.resize)
+    if illustrated is None:
+        illustrated = Illustrated(await beside_loop(request, rendered, body.messages), [])
     op = Validate(
         cache_key=body.cache_key,
-        messages=await beside_loop(request, rendered, body.messages),
+        messages=illustrated.messages,
+        pictures=illustrated.pictures,
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         normalise=models.config.normalise,

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.illustration import illustrate
 from rekindle.api.openai.answer import Answer, Choice, finite
 from rekindle.api.openai.requests import chat_requests
 from rekindle.api.openai.schema import ChatRequest
@@ -37,7 +38,8 @@ async def create_chat_completion(
     models = models_of(request)
     runtime = models.runtime(body.model, number)
     salt = caller_of(request).salt
-    requests = await beside_loop(request, chat_requests, body, models.config, salt)
+    illustrated = await illustrate(request, runtime, body.messages, body.resize)
+    requests = await beside_loop(request, chat_requests, body, models.config, salt, illustrated)
     answer = Answer(runtime, requests, body, ChatFormat(), others=models.others(runtime))
     return await answer.respond(request)
 

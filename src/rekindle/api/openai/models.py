@@ -51,6 +51,7 @@ def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
         "object": "model",
         "created": created_at,
         "owned_by": "rekindle",
+        "modalities": list(ready.modalities) if ready else None,
         "max_model_len": ready.context_tokens if ready else None,
         **({"dimensions": ready.dimensions} if ready and makes_vectors else {}),
     }

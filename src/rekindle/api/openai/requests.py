@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from rekindle.api.fields import NO_LIMIT
+from rekindle.api.illustration import Illustrated
 from rekindle.api.message import rendered
 from rekindle.api.openai import tool_choice
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest, RequestBase
@@ -17,10 +18,13 @@ from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingP
 DAY_S = 86_400.0
 
 
-def chat_requests(body: ChatRequest, config: Config, salt: bytes) -> list[GenerateRequest]:
-    """One request, with a turn for each choice."""
+def chat_requests(
+    body: ChatRequest, config: Config, salt: bytes, illustrated: Illustrated | None = None
+) -> list[GenerateRequest]:
+    """One request, with a turn for each choice; `illustrated` are its messages with pictures."""
     conversation = {
-        "messages": rendered(body.messages),
+        "messages": illustrated.messages if illustrated else rendered(body.messages),
+        "pictures": illustrated.pictures if illustrated else [],
         "template_kwargs": _template_kwargs(body),
         **_prompt_end(body, config),
         "tools": described(tool_choice.offered(body.tool_choice, body.tools)),

@@ -21,6 +21,7 @@ from rekindle.api.fields import (
     TokenLimit,
     as_prompts,
 )
+from rekindle.api.media_parts import Resize
 from rekindle.api.message import MOST_MESSAGES, Messages
 from rekindle.api.openai import tool_choice
 from rekindle.api.openai.structured_outputs import StructuredFields
@@ -52,7 +53,6 @@ NOT_SERVED = {
     "kv_group_size": "KV quantisation is not supported: remove",
     "kv_quantization_start": "KV quantisation is not supported: remove",
     "quantized_kv_start": "KV quantisation is not supported: remove",
-    "resize": "image input is not supported: remove",
     "audio": "audio is not supported: remove",
     "suffix": "filling in the middle is not supported: remove",
     "best_of": "best_of is not supported: remove",
@@ -62,6 +62,7 @@ NOT_SERVED = {
     "guided_whitespace_pattern": "white space of your own in JSON is not supported: remove",
 }
 NOT_FOR_TEXTS = {
+    "resize": "text completions take no pictures: use /v1/chat/completions, or remove",
     "tools": "text completions call no tools: use /v1/chat/completions, or remove",
     "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
 }
@@ -171,6 +172,7 @@ class ChatRequest(RequestBase):
         None, description="The reply goes on from the last message, which is the assistant's"
     )
     prefill_progress: PrefillProgress | None = None
+    resize: Resize | None = Field(None, description="The size that every picture gets")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -1,0 +1,92 @@
+"""Which addresses may be fetched from: those of the public internet, and what the operator lists.
+
+`ipaddress` knows the registries of special addresses; what it counts as global and yet leads back
+inside is listed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
+from typing import TypeAlias
+
+Address: TypeAlias = IPv4Address | IPv6Address
+Network: TypeAlias = IPv4Network | IPv6Network
+
+HOST_NAME = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?", re.ASCII)
+MOST_HOST_CHARACTERS = 253
+
+#: IPv6 addresses that stand for an IPv4 address, which a gateway would connect to instead.
+TRANSLATED = (
+    "::/96",  # compatible
+    "::ffff:0:0/96",  # mapped
+    "::ffff:0:0:0/96",  # translated
+    "64:ff9b::/96",  # NAT64
+    "64:ff9b:1::/48",
+    "2001::/23",  # Teredo, and other assignments to protocols
+    "2002::/16",  # 6to4
+)
+NOT_PUBLIC = (
+    "192.88.99.0/24",  # relays of 6to4
+    "192.0.0.0/24",  # assignments to protocols
+    "100.64.0.0/10",  # behind a carrier's NAT
+    "2001:db8::/32",  # documentation
+    "3fff::/20",
+    "5f00::/16",  # segment routing
+    "fc00::/7",  # unique local
+    "fec0::/10",  # site-local
+)
+_REFUSED = tuple(ip_network(each) for each in (*TRANSLATED, *NOT_PUBLIC))
+_GLOBAL_IPV6 = IPv6Network("2000::/3")
+
+
+def is_public(address: Address) -> bool:
+    """Whether anybody on the internet may answer at this address, and nobody inside."""
+    if isinstance(address, IPv6Address) and (address not in _GLOBAL_IPV6 or address.scope_id):
+        return False
+    return (
+        address.is_global
+        and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+        and not any(address in network for network in _REFUSED)
+    )
+
+
+class AllowList:
+    """What the operator lists: host names, addresses and networks. The public is always in."""
+
+    def __init__(self, listed: Iterable[str] = ()) -> None:
+        parsed = [parse_listed(each) for each in listed]
+        self._hosts = {each for each in parsed if isinstance(each, str)}
+        self._networks = [each for each in parsed if not isinstance(each, str)]
+
+    def allows(self, host: str, address: Address) -> bool:
+        """Whether `host`, which was found to be at `address`, may be connected to there."""
+        return (
+            is_public(address)
+            or host in self._hosts
+            or any(address in network for network in self._networks)
+        )
+
+
+def parse_listed(written: str) -> Network | str:
+    """A network, an address as the network of it alone, or a host name; else ValueError."""
+    text = written.strip().lower().removeprefix("[").removesuffix("]")
+    try:
+        return ip_network(text)
+    except ValueError:
+        if ends_in_number(text) or not is_host_name(text):
+            raise ValueError(
+                "takes a host name, an address or a network such as 10.0.0.0/8"
+            ) from None
+    return text.rstrip(".")
+
+
+def is_host_name(text: str) -> bool:
+    return len(text) <= MOST_HOST_CHARACTERS and HOST_NAME.fullmatch(text) is not None
+
+
+def ends_in_number(host: str) -> bool:
+    """Whether resolvers read the host as an IPv4 address, in one of its many spellings."""
+    last = host.rstrip(".").rpartition(".")[2]
+    return re.fullmatch(r"[0-9]+|0x[0-9a-f]*", last) is not None

@@ -1,0 +1,136 @@
+"""Decoding outside of the front: a few processes, each ended and replaced when a file is too much
+for it, so that such a file costs its own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+
+from rekindle.media.errors import BadMedia
+from rekindle.media.fair_slots import FairSlots
+from rekindle.media.jobs import LENGTH, Frame, Job, Undecodable, VideoJob, framed, read_result
+
+PROCESSES = 2
+IMAGE_S = 15.0  # a slow machine decodes the largest picture in a fifth of it
+VIDEO_S = 45.0
+#: What a process needs of the environment to start; it gets no keys.
+NEEDED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "SYSTEMROOT",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+)
+
+
+class DecoderDied(Exception):
+    """The process ended in the middle of a job."""
+
+
+class DecoderProcess:
+    """One process; it does one job at a time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls) -> DecoderProcess:
+        kept = (name for name in os.environ if name in NEEDED or name.startswith("PYTHON"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rekindle.media.worker",
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            env={name: os.environ[name] for name in kept},
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    async def run(self, job: Job) -> list[Frame]:
+        """Raises BadMedia when the file is at fault, DecoderDied when the process is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.writelines(framed(job))
+            await self._process.stdin.drain()
+            length = await self._process.stdout.readexactly(LENGTH.size)
+            body = await self._process.stdout.readexactly(LENGTH.unpack(length)[0])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise DecoderDied from None
+        result = read_result(body)
+        if isinstance(result, Undecodable):
+            raise BadMedia(result.reason)
+        return result.frames
+
+    async def stop(self) -> None:
+        if self.is_running:
+            self._process.kill()
+        await self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+class Decoder:
+    """The processes, started when they are needed."""
+
+    def __init__(self, *, processes: int = PROCESSES, image_s: float = IMAGE_S) -> None:
+        self._slots = FairSlots(processes)
+        self._idle: list[DecoderProcess] = []
+        self._image_s = image_s
+
+    async def close(self) -> None:
+        """End the processes that are idle; the others end with their jobs."""
+        idle, self._idle = self._idle, []
+        for process in idle:
+            await process.stop()
+
+    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+        """The pictures of a file; raises BadMedia."""
+        async with self._slots.slot(tenant):
+            while self._idle:
+                try:
+                    return await self._run(self._idle.pop(), job)
+                except DecoderDied:  # perhaps it was ended while it was idle
+                    continue
+            try:
+                return await self._run(await DecoderProcess.spawn(), job)
+            except DecoderDied:
+                raise BadMedia(
+                    "The file made its decoder fail, so it was not used. If it is not damaged, "
+                    "send it in another format."
+                ) from None
+
+    async def _run(self, process: DecoderProcess, job: Job) -> list[Frame]:
+        limit_s = VIDEO_S if isinstance(job, VideoJob) else self._image_s
+        is_well = False
+        try:
+            async with asyncio.timeout(limit_s):
+                frames = await process.run(job)
+            is_well = True
+            return frames
+        except BadMedia:
+            is_well = True
+            raise
+        except TimeoutError:
+            raise BadMedia(
+                f"Decoding the file takes more than {limit_s:g} seconds. Send a smaller one."
+            ) from None
+        finally:
+            if is_well:
+                self._idle.append(process)
+            else:
+                await process.stop()

@@ -1,0 +1,114 @@
+"""Decodes an image file into upright RGB pixels on white. Runs in the decoder process."""
+
+from __future__ import annotations
+
+import binascii
+from io import BytesIO
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from rekindle.media.jobs import Frame, Sizing
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # by their first bytes, whatever they are called
+MOST_PIXELS = 64 << 20  # of a file; decoded they take up to 256 MiB
+MOST_SIDE = 1 << 16
+ORIENTATION = 0x0112  # of EXIF
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Image.MAX_IMAGE_PIXELS = None  # ours is checked instead, and never only warned about
+
+
+class DecodeError(Exception):
+    """The bytes are no picture or video that is taken; the message is a sentence for the client."""
+
+
+def unpacked(data: bytes, *, is_base64: bool) -> bytes:
+    """The file itself, out of the text of a `data:` URL."""
+    if not is_base64:
+        return data
+    try:
+        return binascii.a2b_base64(data, strict_mode=True)
+    except binascii.Error:
+        raise DecodeError("The data: URL is not valid Base64.") from None
+
+
+def decode_image(data: bytes, sizing: Sizing) -> Frame:
+    """The first frame of the file; raises DecodeError."""
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            check_size(*image.size)
+            turn = _turn(image)
+            image.load()
+            return as_frame(_on_white(image), sizing, turn)
+    except DecodeError:
+        raise
+    except UnidentifiedImageError:
+        raise DecodeError(
+            "It is not a picture that is taken: send PNG, JPEG, WebP, GIF or BMP."
+        ) from None
+    except MemoryError:
+        raise DecodeError("Decoding the picture takes too much memory.") from None
+    except Exception as error:  # Pillow raises whatever a damaged file leads it to
+        raise DecodeError(
+            f"The picture is damaged or cut short ({type(error).__name__})."
+        ) from None
+
+
+def check_size(width: int, height: int) -> None:
+    """By what the header says, before a pixel is decoded."""
+    if width < 1 or height < 1 or max(width, height) > MOST_SIDE or width * height > MOST_PIXELS:
+        raise DecodeError(
+            f"A picture may have at most {MOST_PIXELS >> 20} x 2^20 pixels; this one says it has "
+            f"{width} x {height}."
+        )
+
+
+def as_frame(
+    image: Image.Image, sizing: Sizing, turn: Image.Transpose | None = None, at_s: float = 0.0
+) -> Frame:
+    """An RGB image, turned upright and then resized."""
+    upright = image if turn is None else image.transpose(turn)
+    size = fitted(*upright.size, sizing)
+    if upright.size != size:
+        upright = upright.resize(size, Image.Resampling.BICUBIC)
+    return Frame(*upright.size, upright.tobytes(), at_s)
+
+
+def fitted(width: int, height: int, sizing: Sizing) -> tuple[int, int]:
+    """The size that a picture of this size gets; nothing is enlarged unless that is asked for."""
+    if sizing.exact is not None:
+        return sizing.exact
+    longest = max(width, height)
+    if longest <= sizing.longest:
+        return width, height
+    scale = sizing.longest / longest
+    return max(1, round(width * scale)), max(1, round(height * scale))
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What EXIF says about how the camera was held; a damaged EXIF says nothing."""
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:
+        return None
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """As RGB; what is transparent shows white."""
+    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+        high = np.asarray(image).astype(np.uint32) >> 8
+        image = Image.fromarray(high.clip(0, 255).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    seen = image.convert("RGBA")
+    white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, seen).convert("RGB")

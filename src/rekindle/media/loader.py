@@ -1,0 +1,182 @@
+"""The pictures of one request: fetched, decoded and bounded, or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rekindle.media.addresses import AllowList
+from rekindle.media.decoder import Decoder
+from rekindle.media.errors import BadMedia
+from rekindle.media.fair_slots import FairSlots
+from rekindle.media.fetcher import Fetcher
+from rekindle.media.folders import read_file_url
+from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.picture_cache import PictureCache, Shot, cache_key
+from rekindle.protocol.media import picture
+
+MOST_IMAGE_BYTES = 20 << 20  # of a file
+MOST_VIDEO_BYTES = 64 << 20
+MOST_PICTURES = 64  # of a request, frames of videos included
+MOST_REQUEST_BYTES = 128 << 20  # of files that one request has fetched
+MOST_REQUEST_PIXELS = 32 << 20  # of its decoded pictures together
+FETCHES = 16  # at a time
+
+Hold = Callable[[int], None]  # counts bytes that a request keeps in memory, or refuses them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Which frames of a video are seen."""
+
+    fps: float
+    max_frames: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One image or video of a request."""
+
+    url: str
+    sizing: Sizing
+    sampling: Sampling | None = None  # None: an image
+    where: str = field(default="", compare=False)  # in the request, for error sentences
+
+    @property
+    def most_bytes(self) -> int:
+        return MOST_VIDEO_BYTES if self.sampling else MOST_IMAGE_BYTES
+
+    def job(self, data: bytes, *, is_base64: bool) -> Job:
+        if self.sampling is None:
+            return ImageJob(data, is_base64, self.sizing)
+        sampling = self.sampling
+        return VideoJob(data, is_base64, self.sizing, sampling.fps, sampling.max_frames)
+
+
+class MediaLoader:
+    """Fetches and decodes for all requests; closed with the server."""
+
+    def __init__(
+        self,
+        *,
+        allowed: Iterable[str] = (),
+        folders: Sequence[Path] = (),
+        fetcher: Fetcher | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self._folders = folders
+        self._fetcher = fetcher or Fetcher(AllowList(allowed))
+        self._decoder = decoder or Decoder()
+        self._fetches = FairSlots(FETCHES)
+        self._cache = PictureCache()
+
+    async def close(self) -> None:
+        self._fetcher.close()
+        await self._decoder.close()
+
+    async def load(
+        self, sources: Sequence[Source], tenant: bytes, hold: Hold = lambda _bytes: None
+    ) -> list[list[Shot]]:
+        """The pictures of each source; what is named twice is fetched once. Raises BadMedia."""
+        if len(sources) > MOST_PICTURES:
+            raise BadMedia(f"A request may have {MOST_PICTURES} pictures, not {len(sources)}.")
+        work = _Work(hold)
+        distinct = list(dict.fromkeys(sources))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    each: group.create_task(self._load(each, tenant, work)) for each in distinct
+                }
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        loaded = [tasks[each].result() for each in sources]
+        _check_sum(loaded)
+        return loaded
+
+    async def _load(self, source: Source, tenant: bytes, work: _Work) -> list[Shot]:
+        try:
+            job = await self._job(source, tenant, work)
+            key = cache_key(tenant, job)
+            if (known := self._cache.get(key)) is not None:
+                return known
+            frames = await self._decoder.decode(job, tenant)
+            work.add_pixels(frames)
+            shots = [_shot(frame, source) for frame in frames]
+        except BadMedia as error:
+            raise type(error)(f"`{source.where}`: {error}") from None
+        self._cache.put(key, shots)
+        return shots
+
+    async def _job(self, source: Source, tenant: bytes, work: _Work) -> Job:
+        """What is to be decoded; the text of a `data:` URL is unpacked by the decoder."""
+        scheme = source.url[:5].lower()
+        if scheme == "data:":
+            return source.job(_base64(source.url, source.most_bytes), is_base64=True)
+        if scheme == "file:":
+            url, folders = source.url, self._folders
+            data = await asyncio.to_thread(read_file_url, url, folders, source.most_bytes)
+        else:
+            async with self._fetches.slot(tenant):
+                data = await self._fetcher.fetch(source.url, source.most_bytes)
+        work.add_file(data)
+        return source.job(data, is_base64=False)
+
+
+class _Work:
+    """What one request has taken so far."""
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self._file_bytes = 0
+        self._pixels = 0
+
+    def add_file(self, data: bytes) -> None:
+        self._file_bytes += len(data)
+        if self._file_bytes > MOST_REQUEST_BYTES:
+            raise BadMedia(f"The files of a request may have {MOST_REQUEST_BYTES >> 20} MiB.")
+        self._hold(len(data))
+
+    def add_pixels(self, frames: list[Frame]) -> None:
+        self._pixels += sum(frame.width * frame.height for frame in frames)
+        if self._pixels > MOST_REQUEST_PIXELS:
+            raise _too_many_pixels()
+        self._hold(sum(len(frame.pixels) for frame in frames))
+
+
+def _shot(frame: Frame, source: Source) -> Shot:
+    at_s = frame.at_s if source.sampling else None
+    return Shot(picture(frame.width, frame.height, frame.pixels), at_s)
+
+
+def _base64(url: str, most_bytes: int) -> bytes:
+    """The Base64 text of a `data:` URL; what kind of file it says it holds is not believed."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise BadMedia("A data: URL is data:image/png;base64, and then the file in Base64.")
+    if len(text) * 3 // 4 > most_bytes:
+        raise BadMedia(f"A file may have at most {most_bytes >> 20} MiB.")
+    try:
+        return text.encode("ascii")
+    except UnicodeEncodeError:
+        raise BadMedia("The data: URL is not valid Base64.") from None
+
+
+def _check_sum(loaded: list[list[Shot]]) -> None:
+    """Of all parts: the same picture may be named often."""
+    shots = [shot for each in loaded for shot in each]
+    if len(shots) > MOST_PICTURES:
+        raise BadMedia(
+            f"A request may have {MOST_PICTURES} pictures, frames of videos included; this one "
+            f"has {len(shots)}. Send fewer, or lower `max_frames`."
+        )
+    if sum(shot.picture.width * shot.picture.height for shot in shots) > MOST_REQUEST_PIXELS:
+        raise _too_many_pixels()
+
+
+def _too_many_pixels() -> BadMedia:
+    return BadMedia(
+        f"The pictures of a request may have {MOST_REQUEST_PIXELS >> 20} x 2^20 pixels together, "
+        "after resizing. Send fewer, or smaller ones with `resize`."
+    )

@@ -1,0 +1,156 @@
+"""The decoder's processes, real ones: what becomes of a request when its process does."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from rekindle.media.decoder import Decoder
+from rekindle.media.errors import BadMedia
+from rekindle.media.jobs import Frame, ImageJob, Sizing, VideoJob
+from tests.media.files import clip, plain, png, saved
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+PICTURE = ImageJob(saved(plain()), False, Sizing(2048))
+SIZE = [(30, 20)]
+
+
+def with_decoder(work: Callable[[Decoder], Awaitable[T]], **options: float) -> T:
+    async def run() -> T:
+        decoder = Decoder(processes=1, **options)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await work(decoder)
+        finally:
+            await decoder.close()
+
+    return asyncio.run(run())
+
+
+def sizes(frames: list[Frame]) -> list[tuple[int, int]]:
+    return [(frame.width, frame.height) for frame in frames]
+
+
+async def decode(decoder: Decoder, job: ImageJob | VideoJob = PICTURE) -> list[tuple[int, int]]:
+    return sizes(await decoder.decode(job, b""))
+
+
+def only_child(decoder: Decoder) -> int:
+    [process] = decoder._idle
+    return process.pid
+
+
+def children() -> set[int]:
+    """Of this process, as the system lists them."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+async def new_child(before: set[int]) -> int:
+    while not (found := children() - before):
+        await asyncio.sleep(0)
+    [child] = found
+    return child
+
+
+def test_one_process_decodes_one_picture_after_the_other() -> None:
+    async def work(decoder: Decoder) -> None:
+        assert await decode(decoder) == SIZE
+        first = only_child(decoder)
+        text = ImageJob(base64.b64encode(PICTURE.data), True, Sizing(2048, (5, 6)))
+        assert await decode(decoder, text) == [(5, 6)]
+        video = VideoJob(clip(), False, Sizing(768), 1.0, 16)
+        assert await decode(decoder, video) == [(64, 48)] * 4
+        assert only_child(decoder) == first
+
+    with_decoder(work)
+
+
+def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is() -> None:
+    async def work(decoder: Decoder) -> None:
+        await decode(decoder)
+        first = only_child(decoder)
+        for data in (b"<svg/>", PICTURE.data[:40], png(30_000, 30_000, b"")):
+            with pytest.raises(BadMedia):
+                await decode(decoder, ImageJob(data, False, Sizing(2048)))
+        assert await decode(decoder) == SIZE
+        assert only_child(decoder) == first
+
+    with_decoder(work)
+
+
+def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything() -> None:
+    async def work(decoder: Decoder) -> None:
+        await decode(decoder)
+        os.kill(only_child(decoder), signal.SIGKILL)
+        assert await decode(decoder) == SIZE
+
+    with_decoder(work)
+
+
+def test_a_crash_in_the_middle_costs_that_request_alone() -> None:
+    async def work(decoder: Decoder) -> None:
+        before = children()
+        crashing = asyncio.create_task(decode(decoder))
+        os.kill(await new_child(before), signal.SIGSEGV)
+        waiting = asyncio.create_task(decode(decoder))
+        with pytest.raises(BadMedia, match="made its decoder fail"):
+            await crashing
+        assert await waiting == SIZE
+
+    with_decoder(work)
+
+
+def test_a_hang_costs_that_request_alone() -> None:
+    async def work(decoder: Decoder) -> None:
+        before = children()
+        hanging = asyncio.create_task(decode(decoder))
+        os.kill(await new_child(before), signal.SIGSTOP)
+        with pytest.raises(BadMedia, match="takes more than 2 seconds"):
+            await hanging
+        assert decoder._idle == []
+
+    with_decoder(work, image_s=2.0)
+
+
+def test_a_request_that_is_given_up_leaves_no_process_behind() -> None:
+    async def work(decoder: Decoder) -> None:
+        before = children()
+        given_up = asyncio.create_task(decode(decoder))
+        child = await new_child(before)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+        assert await decode(decoder) == SIZE
+
+    with_decoder(work)
+
+
+def test_a_process_has_limits_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system sees them."""
+    monkeypatch.setenv("REKINDLE_API_KEY", "a-canary-key")
+
+    async def work(decoder: Decoder) -> None:
+        await decode(decoder)
+        process = Path(f"/proc/{only_child(decoder)}")
+        limits = {
+            line[:25].strip(): line[25:].split()[0]
+            for line in (process / "limits").read_text().splitlines()[1:]
+        }
+        assert limits["Max address space"] == str(2 << 30)
+        assert limits["Max open files"] == "3"
+        assert limits["Max file size"] == "0"
+        assert limits["Max core file size"] == "0"
+        assert limits["Max cpu time"] != "unlimited"
+        assert b"a-canary-key" not in (process / "environ").read_bytes()
+
+    with_decoder(work)

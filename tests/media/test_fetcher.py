@@ -1,0 +1,238 @@
+"""The fetcher against a server that plays the attacker; a canary on loopback is never reached."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+from ipaddress import ip_address
+from unittest.mock import patch
+
+import httpcore
+import pytest
+
+from rekindle.media.addresses import Address, AllowList
+from rekindle.media.errors import BadMedia, MediaRefused
+from rekindle.media.fetcher import Fetcher, FetchLimits
+from rekindle.media.network import SystemResolver
+from tests.media.attacker import PEM, Attacker, Canary, attacking
+
+MOST = 1 << 20
+PUBLIC = "93.184.216.34"
+
+
+class Names:
+    """A name server; the last answer of a name goes on for ever."""
+
+    def __init__(self, **answers: list[str]) -> None:
+        self.answers = {name.replace("_", "."): given for name, given in answers.items()}
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str) -> list[Address]:
+        self.asked.append(host)
+        answers = self.answers.get(host, [])
+        answer = answers.pop(0) if len(answers) > 1 else answers[0] if answers else ""
+        return [ip_address(each) for each in answer.split()]
+
+
+@pytest.fixture(scope="module")
+def attacker() -> Iterator[Attacker]:
+    with attacking() as server:
+        server.files["/red.png"] = (b"a picture", "image/png")
+        yield server
+
+
+@pytest.fixture
+def canary() -> Iterator[Canary]:
+    canary = Canary()
+    yield canary
+    assert not canary.was_hit
+    canary.close()
+
+
+def fetch(
+    url: str,
+    names: Names | None = None,
+    *,
+    allowed: tuple[str, ...] = ("attacker.test",),
+    limits: FetchLimits | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> bytes:
+    resolve = names or Names(attacker_test=["127.0.0.1"])
+    fetcher = Fetcher(AllowList(allowed), limits=limits, resolve=resolve, ssl_context=ssl_context)
+    return asyncio.run(fetcher.fetch(url, MOST))
+
+
+def test_a_file_is_fetched_from_a_host_that_is_allowed(attacker: Attacker) -> None:
+    attacker.requests.clear()
+    assert fetch(attacker.url("/red.png")) == b"a picture"
+    [(path, headers)] = attacker.requests
+    assert path == "/red.png"
+    assert headers["Host"] == f"attacker.test:{attacker.port}"
+    assert headers["Accept-Encoding"] == "identity"
+    assert not {"Authorization", "Cookie", "Referer"} & headers.keys()
+
+
+def test_proxies_of_the_environment_are_not_used(
+    attacker: Attacker, canary: Canary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{canary.port}")
+    assert fetch(attacker.url("/red.png")) == b"a picture"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "[::ffff:7f00:1]",
+        "[::ffff:127.0.0.1]", "[::1]", "[::]", "0.0.0.0", "0", "localhost", "LOCALHOST.",
+        "user@127.0.0.1", "attacker.test@127.0.0.1", "127.0.0.1\\@attacker.test",
+        "attacker.test\\@127.0.0.1", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "inside.test",
+        "169.254.169.254",
+    ],
+)  # fmt: skip
+def test_no_spelling_of_loopback_is_connected_to(host: str, canary: Canary) -> None:
+    names = Names(localhost=["127.0.0.1"], inside_test=["127.0.0.1"], attacker_test=["127.0.0.1"])
+    with pytest.raises(MediaRefused):
+        fetch(f"http://{host}:{canary.port}/", names)
+    assert set(names.asked) <= {"localhost", "inside.test"}
+
+
+def test_a_name_that_does_not_exist_is_answered_like_one_inside() -> None:
+    with pytest.raises(MediaRefused) as unknown:
+        fetch("http://unknown.test/")
+    with pytest.raises(MediaRefused) as inside:
+        fetch("http://inside.test/", Names(inside_test=["10.0.0.1"]))
+    assert str(unknown.value) == str(inside.value).replace("inside", "unknown")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:7f00:1]"])
+def test_a_redirect_to_loopback_is_not_followed(
+    host: str, attacker: Attacker, canary: Canary
+) -> None:
+    names = Names(attacker_test=["127.0.0.1"], localhost=["127.0.0.1"])
+    with pytest.raises(MediaRefused):
+        fetch(attacker.url(f"/redirect?http://{host}:{canary.port}/"), names)
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://attacker.test/", "data:,x"])
+def test_a_redirect_leads_to_no_other_scheme(location: str, attacker: Attacker) -> None:
+    with pytest.raises(MediaRefused, match="http:// and https:// URLs alone"):
+        fetch(attacker.url(f"/redirect?{location}"))
+
+
+def test_a_redirect_within_the_allowed_is_followed(attacker: Attacker) -> None:
+    assert fetch(attacker.url("/redirect?/red.png")) == b"a picture"
+
+
+def test_redirects_end(attacker: Attacker) -> None:
+    attacker.requests.clear()
+    with pytest.raises(BadMedia, match="More than 3 redirects"):
+        fetch(attacker.url("/loop"))
+    assert len(attacker.requests) == 4
+
+
+def test_one_inside_address_among_a_hosts_addresses_makes_it_suspect(canary: Canary) -> None:
+    names = Names(mixed_test=[f"{PUBLIC} 127.0.0.1"])
+    with patch.object(httpcore.AnyIOBackend, "connect_tcp") as connect, pytest.raises(MediaRefused):
+        fetch(f"http://mixed.test:{canary.port}/", names)
+    connect.assert_not_called()
+
+
+def test_a_name_that_changes_its_answer_is_connected_to_where_it_was_checked(
+    canary: Canary,
+) -> None:
+    names = Names(changing_test=[PUBLIC, "127.0.0.1"])
+    refused = httpcore.ConnectError("no traffic in tests")
+    with (
+        patch.object(httpcore.AnyIOBackend, "connect_tcp", side_effect=refused) as connect,
+        pytest.raises(BadMedia, match="cannot be reached"),
+    ):
+        fetch(f"http://changing.test:{canary.port}/", names)
+    assert [call.args[:2] for call in connect.call_args_list] == [(PUBLIC, canary.port)]
+    assert names.asked == ["changing.test"]
+
+
+def test_a_connection_that_ends_inside_after_all_is_not_used(attacker: Attacker) -> None:
+    """As if something between us and the address had diverted it."""
+    real = httpcore.AnyIOBackend.connect_tcp
+
+    async def divert(self: httpcore.AnyIOBackend, host: str, port: int, timeout: float | None):  # type: ignore[no-untyped-def]
+        return await real(self, "127.0.0.1", port, timeout)
+
+    attacker.requests.clear()
+    with (
+        patch.object(httpcore.AnyIOBackend, "connect_tcp", divert),
+        pytest.raises(MediaRefused, match="led to an address that is not public"),
+    ):
+        fetch(attacker.url("/red.png", "public.test"), Names(public_test=[PUBLIC]))
+    assert attacker.requests == []
+
+
+def test_the_systems_resolver_is_checked_as_well(canary: Canary) -> None:
+    fetcher = Fetcher(AllowList())
+    with pytest.raises(MediaRefused):
+        asyncio.run(fetcher.fetch(f"http://localhost:{canary.port}/", MOST))
+    fetcher.close()
+
+
+def test_the_systems_resolver_finds_names() -> None:
+    resolver = SystemResolver()
+    assert ip_address("127.0.0.1") in asyncio.run(resolver("localhost"))
+    assert asyncio.run(resolver("no-such-name.invalid")) == []
+    resolver.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "limits", "sentence"),
+    [
+        ("/slow", FetchLimits(read_s=0.3), "sent nothing for 0.3 seconds"),
+        (
+            "/drip",
+            FetchLimits(total_s=0.3, read_s=20),
+            "did not send all of it within 0.3 seconds",
+        ),
+    ],
+)
+def test_a_slow_body_is_given_up(
+    path: str, limits: FetchLimits, sentence: str, attacker: Attacker
+) -> None:
+    with pytest.raises(BadMedia, match=sentence):
+        fetch(attacker.url(path), limits=limits)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/endless", "at most 1 MiB"),
+        ("/lying-length", "at most 1 MiB"),
+        ("/cut-short", "does not answer as HTTP servers do|ended the connection"),
+        ("/huge-header", "does not answer as HTTP servers do"),
+        ("/no-http", "does not answer as HTTP servers do"),
+        ("/compressed", "sent it compressed"),
+        ("/missing", "answered with status 404"),
+    ],
+)
+def test_a_bad_answer_is_one_sentence(path: str, sentence: str, attacker: Attacker) -> None:
+    with pytest.raises(BadMedia, match=sentence):
+        fetch(attacker.url(path))
+
+
+def test_nobody_listening_is_one_sentence(canary: Canary) -> None:
+    with pytest.raises(BadMedia, match="cannot be reached"):
+        fetch("http://attacker.test:1/")
+
+
+def test_tls_verifies_the_name_although_an_address_is_connected_to() -> None:
+    context = ssl.create_default_context(cafile=PEM)
+    names = Names(attacker_test=["127.0.0.1"], other_test=["127.0.0.1"])
+    allowed = ("attacker.test", "other.test")
+    with attacking(tls=True) as server:
+        server.files["/red.png"] = (b"a picture", "image/png")
+        url = server.url("/red.png", scheme="https")
+        assert fetch(url, names, allowed=allowed, ssl_context=context) == b"a picture"
+        for host, trusted in (("other.test", context), ("attacker.test", None)):
+            other = server.url("/red.png", host, "https")
+            with pytest.raises(BadMedia, match="cannot be reached"):
+                fetch(other, names, allowed=allowed, ssl_context=trusted)
+        assert len(server.requests) == 1

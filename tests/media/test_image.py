@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rekindle.media.image import DecodeError, decode_image, fitted, unpacked
+from rekindle.media.jobs import Frame, Sizing
+from tests.media.files import BLUE, RED, WHITE, bomb, corner, plain, png, saved
+
+AS_IT_IS = Sizing(2048)
+
+
+def pixels(frame: Frame) -> Any:
+    return np.frombuffer(frame.pixels, np.uint8).reshape(frame.height, frame.width, 3)
+
+
+def decoded(data: bytes, sizing: Sizing = AS_IT_IS) -> Any:
+    return pixels(decode_image(data, sizing))
+
+
+def near(found: Any, color: tuple[int, ...], by: int = 3) -> bool:
+    return bool((abs(found.astype(int) - np.array(color)) <= by).all())
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_every_format_is_known_by_its_content(format: str) -> None:
+    found = decoded(saved(plain(), format))
+    assert found.shape == (20, 30, 3)
+    assert near(found, RED)
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_of_an_animation_the_first_frame_is_seen(format: str) -> None:
+    frames = {"save_all": True, "append_images": [plain(BLUE)], "duration": 100}
+    assert near(decoded(saved(plain(RED), format, **frames)), RED)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "size", "red_corner"),
+    [
+        (1, (40, 24), "upper left"), (2, (40, 24), "upper right"), (3, (40, 24), "lower right"),
+        (4, (40, 24), "lower left"), (5, (24, 40), "upper left"), (6, (24, 40), "upper right"),
+        (7, (24, 40), "lower right"), (8, (24, 40), "lower left"), (9, (40, 24), "upper left"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_a_picture_is_turned_as_its_camera_was_held(
+    orientation: int, size: tuple[int, int], red_corner: str, format: str
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    found = decoded(saved(corner(), format, exif=exif))
+    assert found.shape[1::-1] == size
+    row = 3 if "upper" in red_corner else -4
+    column = 3 if "left" in red_corner else -4
+    assert near(found[row, column], RED, 12)
+    assert near(found[-row - 1, -column - 1], BLUE, 12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_exif_says_nothing() -> None:
+    found = decoded(saved(corner(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff"))
+    assert found.shape == (24, 40, 3)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        plain((255, 0, 0, 0), mode="RGBA"),
+        plain((0, 0), mode="LA"),
+    ],
+)
+def test_what_is_transparent_is_white(image: Image.Image) -> None:
+    assert near(decoded(saved(image)), WHITE, 0)
+
+
+def test_what_is_half_transparent_is_half_white() -> None:
+    assert near(decoded(saved(plain((255, 0, 0, 128), mode="RGBA"))), (255, 127, 127), 1)
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF"])
+def test_a_transparent_colour_of_a_palette_is_white(format: str) -> None:
+    image = corner().quantize(4)
+    place = image.getpixel((0, 0))
+    found = decoded(saved(image, format, transparency=place))
+    assert near(found[2, 2], WHITE, 0)
+    assert near(found[-1, -1], BLUE)
+
+
+def test_a_transparent_colour_of_rgb_and_grey_is_white() -> None:
+    assert near(decoded(saved(plain(), transparency=RED)), WHITE, 0)
+    assert near(decoded(saved(plain((7,), mode="L"), transparency=7)), WHITE, 0)
+
+
+def test_16_bits_of_grey_keep_their_high_byte() -> None:
+    ramp = np.linspace(0, 65535, 30 * 20).astype(np.uint16).reshape(20, 30)
+    found = decoded(saved(Image.fromarray(ramp)))
+    assert (found[:, :, 0] == ramp >> 8).all()
+
+
+def test_16_bits_a_colour_keep_their_high_byte() -> None:
+    import zlib
+
+    row = b"\0" + bytes.fromhex("ff7f80ff0102") * 2
+    found = decoded(png(2, 1, zlib.compress(row), depth=16))
+    assert found.tolist() == [[[255, 128, 1]] * 2]
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "color"),
+    [
+        (plain((90,), mode="L"), "PNG", (90, 90, 90)),
+        (plain((1,), mode="1"), "PNG", WHITE),
+        (plain().quantize(2), "PNG", RED),
+        (plain((0, 255, 255, 0), mode="CMYK"), "JPEG", RED),
+        (plain((90,), mode="L"), "JPEG", (90, 90, 90)),
+        (plain((90,), mode="L"), "BMP", (90, 90, 90)),
+    ],
+)
+def test_every_mode_becomes_rgb(image: Image.Image, format: str, color: tuple[int, ...]) -> None:
+    assert near(decoded(saved(image, format)), color)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizing", "result"),
+    [
+        ((30, 20), Sizing(2048), (30, 20)),
+        ((4096, 1024), Sizing(2048), (2048, 512)),
+        ((1000, 3000), Sizing(512), (171, 512)),
+        ((5000, 2), Sizing(512), (512, 1)),
+        ((30, 20), Sizing(2048, (64, 64)), (64, 64)),
+        ((3000, 20), Sizing(512, (100, 50)), (100, 50)),
+    ],
+)
+def test_a_picture_is_shrunk_to_fit_or_gets_exactly_the_size_that_was_asked_for(
+    size: tuple[int, int], sizing: Sizing, result: tuple[int, int]
+) -> None:
+    assert fitted(*size, sizing) == result
+
+
+def test_a_picture_is_turned_before_it_is_resized() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decoded(saved(corner(), exif=exif), Sizing(2048, (10, 30))).shape == (30, 10, 3)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="http://127.0.0.1/"/></svg>',
+    "HTML called PNG": b"<!doctype html><html><body>not a picture</body></html>",
+    "a script for PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nquit\n",
+    "TIFF": saved(plain(), "TIFF"),
+    "ICO": saved(plain(size=(16, 16)), "ICO"),
+    "PPM": saved(plain(), "PPM"),
+    "a PNG's first bytes": b"\x89PNG\r\n\x1a\n",
+    "a JPEG's first bytes": b"\xff\xd8\xff\xe0",
+    "text": b"a" * 1000,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_what_is_no_picture_is_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError, match=r"not a picture that is taken|damaged or cut short"):
+        decode_image(data, AS_IT_IS)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_picture_that_was_cut_short_is_refused(format: str) -> None:
+    noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    whole = saved(Image.fromarray(noise), format)
+    with pytest.raises(DecodeError, match=r"damaged or cut short|not a picture"):
+        decode_image(whole[: len(whole) // 2], AS_IT_IS)
+
+
+@pytest.mark.parametrize("size", [(30_000, 30_000), (65_537, 1), (1, 100_000), (50_000, 50_000)])
+def test_the_size_in_the_header_is_checked_before_a_pixel_is_decoded(size: tuple[int, int]) -> None:
+    with pytest.raises(DecodeError, match=f"says it has {size[0]} x {size[1]}"):
+        decode_image(png(*size, bomb(1 << 20)), AS_IT_IS)
+
+
+def test_data_beyond_what_the_header_says_are_not_unpacked() -> None:
+    """64 KiB that would be 64 MiB: what it takes is seen from outside."""
+    script = (
+        "import resource, sys; from rekindle.media import image, jobs\n"
+        "data = sys.stdin.buffer.read()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "frame = image.decode_image(data, jobs.Sizing(2048))\n"
+        "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "print(frame.width, frame.height, after - before)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        input=png(100, 100, bomb(64 << 20)),
+        capture_output=True,
+        check=True,
+    )
+    width, height, grown_kib = map(int, found.stdout.split())
+    assert (width, height) == (100, 100)
+    assert grown_kib < 32 << 10
+
+
+def test_base64_is_unpacked_strictly() -> None:
+    assert unpacked(b"cGljdHVyZQ==", is_base64=True) == b"picture"
+    assert unpacked(b"cGlj", is_base64=False) == b"cGlj"
+    for wrong in (b"cGljdHVyZQ=", b"cGlj*dHVy", b"cG lj", b"cGlj\n"):
+        with pytest.raises(DecodeError, match="not valid Base64"):
+            unpacked(wrong, is_base64=True)

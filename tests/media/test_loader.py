@@ -1,0 +1,216 @@
+"""A request's pictures, from every kind of URL, within the limits of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
+
+import pytest
+
+from rekindle.errors import TooManyRequests
+from rekindle.media import loader
+from rekindle.media.decoder import Decoder
+from rekindle.media.errors import BadMedia, MediaRefused
+from rekindle.media.jobs import Frame, Job, Sizing
+from rekindle.media.loader import MediaLoader, Sampling, Source
+from rekindle.media.picture_cache import Shot
+from tests.media.attacker import Attacker, attacking
+from tests.media.files import BLUE, clip, plain, saved
+
+T = TypeVar("T")
+RED_PNG = saved(plain())
+TENANT = b"tenant"
+
+
+class CountingDecoder(Decoder):
+    def __init__(self) -> None:
+        super().__init__(processes=1)
+        self.jobs: list[Job] = []
+
+    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+        self.jobs.append(job)
+        return await super().decode(job, tenant)
+
+
+@pytest.fixture(scope="module")
+def attacker() -> Iterator[Attacker]:
+    with attacking() as server:
+        server.files["/red.png"] = (RED_PNG, "image/png")
+        yield server
+
+
+def image(url: str) -> Source:
+    return Source(url=url, sizing=Sizing(2048), where="messages.0.content.1")
+
+
+def data_url(file: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def with_loader(
+    work: Callable[[MediaLoader, CountingDecoder], Awaitable[T]], folder: Path | None = None
+) -> T:
+    async def run() -> T:
+        decoder = CountingDecoder()
+        media = MediaLoader(
+            allowed=["localhost"], folders=[folder] if folder else [], decoder=decoder
+        )
+        try:
+            return await work(media, decoder)
+        finally:
+            await media.close()
+
+    return asyncio.run(run())
+
+
+def load(*sources: Source, folder: Path | None = None) -> list[list[Shot]]:
+    return with_loader(lambda media, _decoder: media.load(sources, TENANT), folder)
+
+
+def test_the_same_picture_is_the_same_wherever_it_comes_from(
+    attacker: Attacker, tmp_path: Path
+) -> None:
+    (tmp_path / "other name.bmp").write_bytes(RED_PNG)
+    found = load(
+        image(data_url(RED_PNG)),
+        image(data_url(saved(plain(), "BMP"), "text/html")),
+        image(attacker.url("/red.png", "localhost")),
+        image(f"file://{tmp_path}/other%20name.bmp"),
+        folder=tmp_path,
+    )
+    assert len({shot.picture.digest for [shot] in found}) == 1
+    assert [shot.at_s for [shot] in found] == [None] * 4
+
+
+def test_another_picture_at_the_same_address_is_another(attacker: Attacker) -> None:
+    async def work(media: MediaLoader, _decoder: CountingDecoder) -> list[bytes]:
+        digests = []
+        for color in ((255, 0, 0), BLUE):
+            attacker.files["/changing.png"] = (saved(plain(color)), "image/png")
+            url = attacker.url("/changing.png", "localhost")
+            [[shot]] = await media.load([image(url)], TENANT)
+            digests.append(shot.picture.digest)
+        return digests
+
+    assert len(set(with_loader(work))) == 2
+
+
+def test_a_turn_does_not_decode_the_pictures_of_the_turns_before_it() -> None:
+    async def work(media: MediaLoader, decoder: CountingDecoder) -> None:
+        red, blue = image(data_url(RED_PNG)), image(data_url(saved(plain(BLUE))))
+        await media.load([red], TENANT)
+        await media.load([red, blue], TENANT)
+        await media.load([red, blue, red], TENANT)
+        assert len(decoder.jobs) == 2
+        await media.load([red], b"another tenant")
+        assert len(decoder.jobs) == 3
+
+    with_loader(work)
+
+
+def test_what_is_named_twice_is_fetched_once(attacker: Attacker) -> None:
+    attacker.requests.clear()
+    url = attacker.url("/red.png", "localhost")
+    assert len(load(image(url), image(url), image(url))) == 3
+    assert len(attacker.requests) == 1
+
+
+def test_a_video_is_its_frames_with_their_times() -> None:
+    sampling = Sampling(fps=1.0, max_frames=3)
+    url = data_url(clip(), "video/mp4")
+    [shots] = load(Source(url=url, sizing=Sizing(768), sampling=sampling))
+    assert [shot.at_s for shot in shots] == [0.0, 1.3, 2.6]
+    assert len({shot.picture.digest for shot in shots}) == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("data:image/png;base64,", "not a picture that is taken"),
+        ("data:image/png;base64,%%%", "not valid Base64"),
+        ("data:image/png;base64,é", "not valid Base64"),
+        ("data:image/png,abc", "A data: URL is"),
+        ("data:image/png;base64", "A data: URL is"),
+        (data_url(b"<svg/>", "image/svg+xml"), "not a picture that is taken"),
+    ],
+)
+def test_a_bad_data_url_is_one_sentence_that_says_where(url: str, sentence: str) -> None:
+    with pytest.raises(BadMedia, match=rf"^`messages\.0\.content\.1`: .*{sentence}"):
+        load(image(url))
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "http://127.0.0.1:1/", "ftp://localhost/", "x", "", "cid:1"]
+)
+def test_what_must_not_be_fetched_is_refused(url: str) -> None:
+    with pytest.raises(MediaRefused):
+        load(image(url))
+
+
+def test_a_file_has_a_bounded_size(attacker: Attacker) -> None:
+    attacker.files["/large"] = (bytes(1001), "")
+    with patch.object(loader, "MOST_IMAGE_BYTES", 1000):
+        for url in (data_url(bytes(1004)), attacker.url("/large", "localhost")):
+            with pytest.raises(BadMedia, match="may have at most 0 MiB"):
+                load(image(url))
+
+
+def test_a_request_has_a_bounded_number_of_pictures() -> None:
+    red = image(data_url(RED_PNG))
+    assert len(load(*[red] * 64)) == 64
+    with pytest.raises(BadMedia, match="64 pictures, not 65"):
+        load(*[red] * 65)
+
+
+def test_frames_count_as_pictures() -> None:
+    url = data_url(clip(frames=33, fps=10), "video/mp4")
+    video = Source(url=url, sizing=Sizing(768), sampling=Sampling(fps=30.0, max_frames=64))
+    with pytest.raises(BadMedia, match="this one has 66"):
+        load(video, video)
+
+
+def test_pictures_have_a_bounded_number_of_pixels_together() -> None:
+    with patch.object(loader, "MOST_REQUEST_PIXELS", 1000):
+        assert load(image(data_url(RED_PNG)))
+        for sources in (
+            [image(data_url(RED_PNG)), image(data_url(saved(plain(BLUE))))],
+            [image(data_url(RED_PNG))] * 2,
+        ):
+            with pytest.raises(BadMedia, match="pixels together"):
+                load(*sources)
+
+
+def test_the_files_of_a_request_have_a_bounded_size_together(attacker: Attacker) -> None:
+    attacker.files["/blue.png"] = (saved(plain(BLUE)), "")
+    urls = [attacker.url(path, "localhost") for path in ("/red.png", "/blue.png")]
+    with (
+        patch.object(loader, "MOST_REQUEST_BYTES", len(RED_PNG)),
+        pytest.raises(BadMedia, match="files of a request"),
+    ):
+        load(*map(image, urls))
+
+
+def test_what_a_request_keeps_is_counted_and_may_be_refused(attacker: Attacker) -> None:
+    held: list[int] = []
+
+    def hold(size_bytes: int) -> None:
+        held.append(size_bytes)
+        if len(held) > 1:
+            raise TooManyRequests("too much")
+
+    async def work(media: MediaLoader, _decoder: CountingDecoder) -> None:
+        await media.load([image(attacker.url("/red.png", "localhost"))], TENANT, hold)
+
+    with pytest.raises(TooManyRequests):
+        with_loader(work)
+    assert held == [len(RED_PNG), 30 * 20 * 3]
+
+
+def test_one_bad_picture_gives_up_the_others(attacker: Attacker) -> None:
+    slow = image(attacker.url("/slow", "localhost"))
+    with pytest.raises(BadMedia, match="not a picture"):
+        load(slow, image(data_url(b"text")))
