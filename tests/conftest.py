@@ -14,5 +14,15 @@ from rekindle.models.pull import pull
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model, pulled once and kept for later runs."""
+    return _pulled("smollm2")
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    """The default embedding model, likewise."""
+    return _pulled("minilm")
+
+
+def _pulled(name: str) -> Path:
     folder = os.environ.get("REKINDLE_MODELS_DIR", "~/.cache/rekindle/models")
-    return pull("smollm2", models_dir=Path(folder).expanduser(), progress=SilentProgress())
+    return pull(name, models_dir=Path(folder).expanduser(), progress=SilentProgress())

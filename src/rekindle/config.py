@@ -141,7 +141,9 @@ class Config(RuntimeSettings):
     ] = ()
     embedding_model: Annotated[
         Names,
-        Setting("The same of a model for embeddings or reranking; repeatable", "Server"),
+        Setting(
+            "The same for embeddings or reranking; repeatable; without a value minilm", "Server"
+        ),
     ] = ()
     vlm: Annotated[
         bool,

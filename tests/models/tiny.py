@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -39,13 +40,16 @@ def gguf_bytes(folder: Path, *, rows: int = 4) -> bytes:
     return write_gguf(folder / f"tiny-{rows}.gguf", rows=rows).read_bytes()
 
 
-def write_wheel(folder: Path, content: bytes, *, member: str = MEMBER) -> CatalogueModel:
+def write_wheel(
+    folder: Path, content: bytes, *, member: str = MEMBER, more: Mapping[str, bytes] = {}
+) -> CatalogueModel:
     """A wheel that pip accepts, and the catalogue entry that names the file inside it."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / "tiny_model-1.0-py3-none-any.whl"
     info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(member, content)
+        for name, part in {member: content, **more}.items():
+            archive.writestr(name, part)
         archive.writestr(
             f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from rekindle.cli import cache as cache_cli
 from rekindle.cli.flags import takes_settings
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
+from rekindle.models.catalogue import DEFAULT_EMBEDDING_MODEL
 from rekindle.version import __version__
 
 app = typer.Typer(
@@ -147,14 +148,28 @@ def key(
 
 
 def respelled(arguments: Sequence[str]) -> list[str]:
-    """`--server --m MODEL …` as `serve --model MODEL …`; anything else as it is."""
+    """`--server --m MODEL …` as `serve --model MODEL …`, and a model after a lone
+    `--embedding-model`; anything else as it is."""
     given = list(arguments)
     if "--server" in given and given[0].startswith("-"):
         given.remove("--server")
         given.insert(0, "serve")
     if given[:1] != ["serve"]:
         return given
-    return [re.sub(r"^--m(?==|$)", "--model", argument) for argument in given]
+    spelled = [re.sub(r"^--m(?==|$)", "--model", argument) for argument in given]
+    return [word for argument in _pairs(spelled) for word in _with_value(*argument)]
+
+
+def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Each argument with the one that follows it; the last with one that looks like a flag."""
+    return zip(arguments, [*arguments[1:], "--"], strict=True)
+
+
+def _with_value(argument: str, following: str) -> tuple[str, ...]:
+    """`--embedding-model` without a value stands for the model of the catalogue."""
+    if argument == "--embedding-model" and following.startswith("-"):
+        return argument, DEFAULT_EMBEDDING_MODEL
+    return (argument,)
 
 
 def main() -> None:

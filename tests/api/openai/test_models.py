@@ -77,6 +77,7 @@ def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> Non
         "/v1/completions",
         "/v1/models",
         "/v1/models/{model}",
+        "/v1/embeddings",
         "/v1/cache",
         "/v1/cache/prepare",
         "/v1/cache/stats",
