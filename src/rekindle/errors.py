@@ -99,10 +99,12 @@ class TemplateFailed(BadRequest):
 class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, tokens: str, limit: int, *, param: str) -> None:
+    def __init__(self, tokens: str, limit: int, *, param: str, pictures: int = 0) -> None:
+        of_pictures = f", with those of {pictures} different pictures" if pictures > 1 else ""
+        way_out = "Send fewer pictures, shorten the prompt" if pictures else "Shorten the prompt"
         super().__init__(
-            f"The prompt has {tokens} tokens; this model's context holds {limit} including at "
-            "least one generated token. Shorten the prompt or raise --max-model-len.",
+            f"The prompt has {tokens} tokens{of_pictures}; this model's context holds {limit} "
+            f"including at least one generated token. {way_out} or raise --max-model-len.",
             param=param,
         )
 

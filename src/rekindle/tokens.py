@@ -160,6 +160,23 @@ class Tokens:
                 shared = each.whole_media(shared)
         return shared
 
+    def with_media(self, media: Iterable[Media]) -> Tokens | None:
+        """These ids with the pictures that they hold, in order; None when they hold others."""
+        is_media = np.frombuffer(self.packed, dtype=">u4") >= MEDIA_BIT
+        places = np.flatnonzero(is_media)
+        found: list[Media] = []
+        at = 0  # in the places
+        for each in media:
+            if at >= len(places):
+                return None
+            start = int(places[at])
+            ids = self.packed[start * TOKEN_BYTES : (start + each.length) * TOKEN_BYTES]
+            if ids != each.ids():
+                return None
+            found.append(replace(each, start=start))
+            at += each.length
+        return Tokens(self.packed, tuple(found)) if at == len(places) else None
+
     def whole_media(self, count: int) -> int:
         """The most tokens, up to `count`, at which no picture is cut."""
         cut = (each.start for each in self.media if each.start < count < each.stop)
@@ -181,6 +198,18 @@ class TokenBuffer:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.ids)
+
+    @property
+    def text_ids(self) -> Sequence[int]:
+        """Without those of pictures, which no vocabulary has."""
+        return [token for token in self.ids if token < MEDIA_BIT] if self.media else self.ids
+
+    def media_from(self, token: int) -> Media | None:
+        """The first picture that ends after a token."""
+        return next((each for each in self.media if token < each.stop), None)
+
+    def whole_media(self, count: int) -> int:
+        return Tokens(b"", self.media).whole_media(count)
 
     def append(self, token: int) -> None:
         self.ids.append(token)
@@ -205,7 +234,7 @@ class TokenBuffer:
         shared = common_prefix(self._packed, other._packed)
         for each in (self, other):
             if each.media:
-                shared = Tokens(b"", each.media).whole_media(shared)
+                shared = each.whole_media(shared)
         return shared
 
 

@@ -21,7 +21,9 @@ from rekindle.chat.escaping import (
 from rekindle.errors import BadRequest
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
-spans = st.lists(st.builds(Span, st.text(alphabet="a<é😀", max_size=4), st.booleans()))
+span_texts = st.text(alphabet="a<é😀", max_size=4)
+spans = st.lists(st.builds(Span, span_texts, st.booleans(), st.just(False)))
+pictures = st.builds(Span, st.just("[image 0a]"), st.just(False), st.just(True))
 controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=6)
 
 
@@ -58,7 +60,7 @@ def test_the_longest_control_text_is_taken(control: list[str], text: str) -> Non
 
 
 def test_empty_control_texts_are_ignored() -> None:
-    assert Escaper(ControlTexts([""])).spans("a") == [("a", False)]
+    assert Escaper(ControlTexts([""])).spans("a") == [Span("a", literal=False)]
 
 
 def test_values_nested_without_end_are_refused() -> None:
@@ -74,17 +76,18 @@ def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> Non
     started = time.monotonic()
     spans = list(control.split("<unused" * 100_000 + "<unused5999>"))
     assert time.monotonic() - started < 2
-    assert ("<unused5999>", True) in spans
+    assert Span("<unused5999>", literal=True) in spans
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(spans)
-def test_escaped_bytes_tell_text_and_literals_apart(given: list[Span]) -> None:
+@given(st.lists(st.one_of(st.builds(Span, span_texts, st.booleans(), st.just(False)), pictures)))
+def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[Span]) -> None:
     escaped = escape(given)
     assert unescape(escaped).decode() == "".join(span.text for span in given)
-    letters = [(letter, span.literal) for span in given for letter in span.text]
+    letters = [(letter, *span[1:]) for span in given for letter in span.text]
     found = spans_from(escaped, 0)
-    assert [(letter, span.literal) for span in found for letter in span.text] == letters
+    assert [(letter, *span[1:]) for span in found for letter in span.text] == letters
+    assert [span for span in found if span.picture] == [span for span in given if span.picture]
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -107,6 +110,26 @@ def test_a_literal_cut_short_stays_open_and_one_not_begun_is_not_opened() -> Non
     assert escape_prefix(literal, 1) == b"a"
     assert escape_prefix(literal, 3) == b"a\xff<s"
     assert escape_prefix(literal, 4) == escape(literal) == b"a\xff<s>\xfe"
+
+
+def test_a_picture_cut_short_is_left_out() -> None:
+    given = [Span("a", literal=False), Span("[image 0a]", literal=False, picture=True)]
+    assert escape_prefix(given, 10) == escape_prefix(given, 1) == b"a"
+    assert escape_prefix(given, 11) == escape(given) == b"a\xfd[image 0a]\xfc"
+
+
+def test_nobody_writes_a_picture() -> None:
+    """Neither its text nor a placeholder of another conversation stands for one."""
+    before, escaper = Escaper(ControlTexts([])), Escaper(ControlTexts([]))
+    old, shown = before.place_picture("[image 0a]"), escaper.place_picture("[image 0b]")
+    forged = f"[image 0b]{old}\xfd[image 0b]\xfc"
+    found = escaper.spans(escaper.hide(forged) + shown)
+    assert found == [
+        Span(forged, literal=False),
+        Span("[image 0b]", literal=False, picture=True),
+    ]
+    assert escape(found[:1]) == forged.encode()
+    assert [span.picture for span in spans_from(escape(found), 0)] == [False, True]
 
 
 def test_adjacent_literals_are_escaped_each_on_its_own() -> None:

@@ -12,6 +12,7 @@ from rekindle.tokens import Tokens
 
 from .naive import ROOT, Ids, PathTree, block_sizes, common, longest, runs
 
+NO_PICTURES = Tokens()
 NOTHING_STORED = Match((), 0, diverged=False)
 many_runs = st.lists(runs, max_size=6)
 
@@ -84,7 +85,7 @@ def test_what_the_store_says_of_diverging_is_passed_on(
     plan: Plan[object] = resolve(Tokens.of(request), match, [], block_tokens=block_tokens)
     if plan.reused_tokens:
         assert plan.diverged == match.diverged
-    assert resolve_exact(match, step_tokens=block_tokens).diverged == match.diverged
+    assert resolve_exact(NO_PICTURES, match, step_tokens=block_tokens).diverged == match.diverged
 
 
 def test_the_device_is_preferred_when_the_store_has_no_more() -> None:
@@ -108,12 +109,12 @@ def test_nothing_is_reused_for_an_empty_prompt() -> None:
     live = [Live("here", Tokens.of([1, 2]))]
     match = tree_of([(1, 2, 3)], 2).tree.match(ROOT, Tokens())
     assert resolve(Tokens(), match, live, block_tokens=2) == Plan.nothing()
-    assert resolve_exact(match, step_tokens=2) == Plan.nothing()
+    assert resolve_exact(NO_PICTURES, match, step_tokens=2) == Plan.nothing()
 
 
 def test_nothing_is_reused_when_there_is_nothing() -> None:
     assert resolve(Tokens.of([1, 2]), NOTHING_STORED, [], block_tokens=2) == Plan.nothing()
-    assert resolve_exact(NOTHING_STORED, step_tokens=2) == Plan.nothing()
+    assert resolve_exact(NO_PICTURES, NOTHING_STORED, step_tokens=2) == Plan.nothing()
 
 
 @given(many_runs, st.integers(1, 3), st.integers(1, 3), runs, st.data())
@@ -129,7 +130,7 @@ def test_an_exact_plan_is_the_longest_run_of_whole_canonical_steps(
     decoded = data.draw(st.sets(st.sampled_from(sorted(ends)))) if ends else set()
     paths = tree_of(stored, block_tokens, ends - decoded)
     match = paths.tree.match(ROOT, Tokens.of(request))
-    plan: Plan[object] = resolve_exact(match, step_tokens=step_tokens)
+    plan: Plan[object] = resolve_exact(NO_PICTURES, match, step_tokens=step_tokens)
     usable = [
         stop
         for stop in range(0, len(request) + 1, step_tokens)
@@ -152,8 +153,8 @@ def test_an_exact_block_of_which_only_a_part_matches_is_not_reused() -> None:
     paths = tree_of([(1, 2, 3, 4)], 2, {(1, 2), (1, 2, 3, 4)})
     for request in ((1, 2, 3), (1, 2, 3, 9), (1, 2, 9, 9)):
         match = paths.tree.match(ROOT, Tokens.of(request))
-        assert resolve_exact(match, step_tokens=2).reused_tokens == 2
-        assert resolve_exact(match, step_tokens=4).reused_tokens == 0
+        assert resolve_exact(NO_PICTURES, match, step_tokens=2).reused_tokens == 2
+        assert resolve_exact(NO_PICTURES, match, step_tokens=4).reused_tokens == 0
 
 
 def is_exact(paths: PathTree, path: Ids) -> bool:

@@ -26,7 +26,7 @@ from rekindle.engine.cells import Cells
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
-from rekindle.tokens import Tokenizer, Tokens, pack
+from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens, pack
 from tests.support.pictures import PlainProjector
 
 CELL_BYTES = 16
@@ -57,6 +57,19 @@ class NumberTokenizer:
 
     def piece(self, token: int, *, special: bool) -> bytes:
         return f"{token} ".encode()
+
+
+class AsciiTokenizer(NumberTokenizer):
+    """A text is its bytes. Other tokens are sampled alone: no text becomes one, though each has a
+    text, so that replies come back as tokens that nobody would choose for them."""
+
+    longest_bytes = len("<999>")
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return list(text.encode())
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        return bytes([token]) if token < 128 else f"<{token}>".encode()
 
 
 @dataclass
@@ -299,7 +312,7 @@ class FakeEngine:
     def _rows(self, item: Work) -> list[bytes]:
         """What each token adds to the state: its id, or the vector that stands for it."""
         if item.vectors is None:
-            assert all(token < VOCABULARY_SIZE for token in item.tokens)
+            assert all(token < MEDIA_BIT for token in item.tokens)
             return [token.to_bytes(4, "big") for token in item.tokens]
         if item.vectors.shape != (len(item.tokens), VECTOR_WIDTH):
             raise ValueError("these are not the vectors of this picture")

@@ -30,9 +30,11 @@ from rekindle.protocol.events import (
     TextDelta,
 )
 from rekindle.protocol.frames import LogLine
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
+from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.output_format import ReplyDecoding
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.runtime.storage import Storage
@@ -101,6 +103,7 @@ class RuntimeHarness:
         shelf: dict[bytes, bytes] | None = None,
         fetch_bytes: int = 1 << 30,
         clock: Clock | None = None,
+        pictures_bytes: int = 1 << 26,
         **settings: Any,
     ) -> None:
         """`folder` is where the disk tier lies, `shelf` what a tier in memory below it holds."""
@@ -110,6 +113,7 @@ class RuntimeHarness:
         self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
+        self.pictures = EncodedPictures(pictures_bytes)
         self.memory = None if shelf is None else MemoryTier(1 << 30, self._events.put, shelf=shelf)
         storage = self._storage(
             RuntimeSettings(**{"parallel": 4, **settings}),
@@ -152,7 +156,14 @@ class RuntimeHarness:
         clock = clock or Clock()
         entries = Entries(store, clock, disk.journal if disk else None)
         return Storage(
-            settings, store, entries, clock, secret=b"", disk=disk, log=self.log_lines.append
+            settings,
+            store,
+            entries,
+            clock,
+            secret=b"",
+            disk=disk,
+            log=self.log_lines.append,
+            pictures=self.pictures,
         )
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
@@ -262,6 +273,25 @@ class RuntimeHarness:
             turn=next(self._ids), prompt=text, **{"sampling": GREEDY, "max_tokens": 8, **request}
         )
         reply = self.take_turn(self.pipeline.encode(asked))
+        self.run(reply)
+        return reply
+
+    def submit_chat(
+        self, messages: list[dict[str, Any]], pictures: Seq[Picture] = (), **request: Any
+    ) -> Reply:
+        """A conversation, encoded as the runtime does it."""
+        asked = GenerateRequest(
+            turn=next(self._ids),
+            messages=messages,
+            pictures=list(pictures),
+            **{"sampling": GREEDY, "max_tokens": 8, **request},
+        )
+        return self.take_turn(self.pipeline.encode(asked))
+
+    def ask_chat(
+        self, messages: list[dict[str, Any]], pictures: Seq[Picture] = (), **request: Any
+    ) -> Reply:
+        reply = self.submit_chat(messages, pictures, **request)
         self.run(reply)
         return reply
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rekindle.chat.escaping import (
@@ -18,7 +18,9 @@ from rekindle.chat.escaping import (
     unescape,
 )
 from rekindle.chat.known_prefix import (
+    NO_PICTURES,
     KnownPrefix,
+    Pictures,
     Recall,
     completion_spans,
     extended,
@@ -35,9 +37,10 @@ from rekindle.chat.message_spans import (
     token_offsets,
 )
 from rekindle.chat.messages import Message, with_text_after
+from rekindle.chat.pictures import extents, flattened, picture_text
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
-from rekindle.tokens import Tokenizer, Tokens
+from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens
 
 #: First messages of users, so different that all they have in common is what any has.
 PROBES = ("a", "\nb", " c", "1", "é", "“", ".")
@@ -52,6 +55,7 @@ class Prompt:
     escaped: bytes = b""  # the rendered text, see escaping.py; empty when token ids were sent
     known_tokens: int = 0  # leading tokens that were recalled
     raw: bool = False  # its author may write control tokens
+    pictures: Pictures = field(default_factory=dict)
 
 
 class Encoder:
@@ -78,8 +82,10 @@ class Encoder:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         recall: Recall | None = None,
+        pictures: Pictures = NO_PICTURES,
     ) -> Prompt:
-        """A conversation's prompt, in which only the template writes control tokens."""
+        """A conversation's prompt, in which only the template writes control tokens; `pictures`
+        are all that its messages name."""
         template = self._required_template()
         template.check(template_kwargs)
         escaper = Escaper(self._control)
@@ -91,15 +97,17 @@ class Encoder:
         )
         if continue_final_message:
             render = _up_to_last_text(render)
-        hidden = escaper.hide(messages)
+        placed = flattened(messages, lambda digest: escaper.place_picture(picture_text(digest)))
+        hidden = escaper.hide(placed)
         literals = escaper.spans(render(hidden))
         text = "".join(span.text for span in literals)
         _utf8(text)
         escaped = escape(literals)
-        tokens, known = self._tokenise(literals, escaped, recall)
+        tokens, known = self._tokenise(literals, escaped, recall, pictures)
         places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
-        spans = self._edges(tokens, escaped, known).message_spans(messages, places)
-        return Prompt(tokens, spans, escaped, len(known.tokens))
+        prompt = Prompt(tokens, (), escaped, len(known.tokens), pictures=pictures)
+        spans = self._edges(prompt, known).message_spans(messages, places)
+        return replace(prompt, spans=spans)
 
     def prefix(
         self,
@@ -107,10 +115,15 @@ class Encoder:
         *,
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Any] | None = None,
+        pictures: Pictures = NO_PICTURES,
     ) -> Prompt:
         """What every conversation that begins with these messages begins with."""
         encode = functools.partial(
-            self.chat, template_kwargs=template_kwargs, tools=tools, add_generation_prompt=False
+            self.chat,
+            template_kwargs=template_kwargs,
+            tools=tools,
+            add_generation_prompt=False,
+            pictures=pictures,
         )
         probed = _probed(messages, encode)
         prompt = self._common(probed) if probed else encode(messages)
@@ -160,27 +173,34 @@ class Encoder:
         return PADDED not in rendered
 
     def _tokenise(
-        self, spans: Sequence[Span], escaped: bytes, recall: Recall | None
+        self,
+        spans: Sequence[Span],
+        escaped: bytes,
+        recall: Recall | None,
+        pictures: Pictures = NO_PICTURES,
     ) -> tuple[Tokens, KnownPrefix]:
         """The prompt's tokens, and the known prefix that was used for them."""
         known = recall(escaped) if recall else None
-        rest = tokens_after(self._tokenizer, self._control, known, escaped) if known else None
+        known = _with_media(known, pictures) if known and pictures else known
+        after = functools.partial(tokens_after, self._tokenizer, self._control, pictures=pictures)
+        rest = after(known, escaped) if known else None
         if known is not None and rest is not None:
-            return known.tokens + Tokens.of(rest), known
-        tokens = tokenise(self._tokenizer, spans)
-        return Tokens.of([*self._bos(tokens), *tokens]), NOTHING
+            return known.tokens + rest, known
+        tokens = tokenise(self._tokenizer, spans, pictures)
+        return Tokens.of(self._bos(tokens)) + tokens, NOTHING
 
-    def _bos(self, tokens: Sequence[int]) -> list[int]:
+    def _bos(self, tokens: Tokens) -> list[int]:
         """What goes in front of `tokens`; nothing when the template wrote it already."""
         bos = self._tokenizer.bos
         if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
             return []
         return [bos]
 
-    def _edges(self, tokens: Tokens, escaped: bytes, known: KnownPrefix = NOTHING) -> TokenEdges:
+    def _edges(self, prompt: Prompt, known: KnownPrefix = NOTHING) -> TokenEdges:
         """Where the tokens are in the text: all of them, or, when those of the known prefix stand
         for another text than is rendered, those after it."""
-        pieces, text = [self._piece(token) for token in tokens], unescape(escaped)
+        tokens, escaped = prompt.tokens, prompt.escaped
+        pieces, text = self._pieces(prompt), unescape(escaped)
         if self._is_bos_added(tokens) and not escaped.startswith(pieces[0]):
             pieces[0] = b""
         if offsets := token_offsets(pieces, text):
@@ -189,6 +209,15 @@ class Encoder:
         if not count:
             return TokenEdges(())
         return TokenEdges(token_offsets(pieces[count:], text[at_bytes:]), count, at_bytes)
+
+    def _pieces(self, prompt: Prompt) -> list[bytes]:
+        """The text of each token. What stands for a picture begins with its first token and ends
+        with its last, so that no message seems to begin or end inside it."""
+        pieces = [self._piece(token) if token < MEDIA_BIT else b"" for token in prompt.tokens]
+        for text, (start, stop) in _placed_pictures(prompt):
+            inside = [b""] * (stop - start - 2)
+            pieces[start:stop] = [text[:1].encode(), *inside, text[1:].encode()]
+        return pieces
 
     def _is_bos_added(self, tokens: Tokens) -> bool:
         return self._tokenizer.add_bos and tokens[:1].ids() == [self._tokenizer.bos]
@@ -200,12 +229,30 @@ class Encoder:
 
     def _first(self, prompt: Prompt, count: int) -> Prompt:
         """The prompt up to a token; without escaped bytes where tokens do not match the text."""
-        offsets, text = self._edges(prompt.tokens, prompt.escaped).offsets, unescape(prompt.escaped)
+        offsets, text = self._edges(prompt).offsets, unescape(prompt.escaped)
+        inside = (start for _, (start, stop) in _placed_pictures(prompt) if start < count < stop)
+        count = next(inside, count)
         while offsets and not is_character_boundary(text, offsets[count]):
             count -= 1
         escaped = escape_prefix(spans_from(prompt.escaped, 0), offsets[count]) if offsets else b""
         spans = tuple(span for span in prompt.spans if span.end <= count)
-        return Prompt(prompt.tokens[:count], spans, escaped)
+        return Prompt(prompt.tokens[:count], spans, escaped, pictures=prompt.pictures)
+
+
+def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:
+    """The prefix with the pictures in its tokens: those that come from disk have ids alone."""
+    named = [pictures[span.text] for span in spans_from(known.escaped, 0) if span.picture]
+    tokens = known.tokens.with_media([span for picture in named for span in picture.media])
+    return known._replace(tokens=tokens) if tokens is not None else None
+
+
+def _placed_pictures(prompt: Prompt) -> list[tuple[str, tuple[int, int]]]:
+    """The pictures of a prompt, each with its first token and its end."""
+    if not prompt.tokens.media:
+        return []
+    named = [span.text for span in spans_from(prompt.escaped, 0) if span.picture]
+    places = extents(prompt.tokens, [prompt.pictures[text] for text in named])
+    return list(zip(named, places, strict=True))
 
 
 def _alone(

@@ -1,7 +1,8 @@
 """Escaping: keeps text that a client wrote apart from control tokens that the template writes.
 
 Escaped bytes are the text of a prompt in UTF-8, with every literal (text that looks like a control
-token, or could become one, but is only text) between two bytes that UTF-8 never uses.
+token, or could become one, but is only text) between two bytes that UTF-8 never uses, and the
+text that stands for a picture between two others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from rekindle.tokens import common_length
 
 DEPTH_LIMIT = 100
 OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal; UTF-8 has neither
-DELIMITER = re.compile(b"([\xff\xfe])")
+PICTURE, PICTURE_END = b"\xfd", b"\xfc"  # around what stands for a picture; nor has it these
+DELIMITER = re.compile(b"([\xff\xfe\xfd\xfc])")
 CHARACTER_BYTES = 4  # of UTF-8, at most
 
 # Every character is private-use: no filter of case or whitespace changes a placeholder.
@@ -32,10 +34,12 @@ FROM_PRIVATE = str.maketrans(PRIVATE, DIGITS)
 
 
 class Span(NamedTuple):
-    """A part of a prompt's text; in a literal one, the text of a control token is only text."""
+    """A part of a prompt's text; in a literal one, the text of a control token is only text. One
+    that stands for a picture is text to people alone."""
 
     text: str
     literal: bool
+    picture: bool = False
 
 
 class ControlTexts:
@@ -112,7 +116,11 @@ class Escaper:
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
         self._placeholders = Placeholders()
-        self._literals: list[str] = []
+        self._hidden_spans: list[Span] = []
+
+    def place_picture(self, text: str) -> str:
+        """A placeholder where a picture is to be, for which `text` stands."""
+        return self._placeholder(Span(text, literal=False, picture=True))
 
     def hide(self, value: Any) -> Any:
         """A copy of `value`, a placeholder for each literal in every string of it."""
@@ -123,9 +131,7 @@ class Escaper:
     def spans(self, rendered: str) -> list[Span]:
         """The rendered text with its literals back in place; one span when there are none."""
         return [
-            Span(self._literals[piece], literal=True)
-            if isinstance(piece, int)
-            else Span(piece, literal=False)
+            self._hidden_spans[piece] if isinstance(piece, int) else Span(piece, literal=False)
             for piece in self._placeholders.split(rendered)
             if piece != ""
         ]
@@ -144,13 +150,13 @@ class Escaper:
 
     def _hide_text(self, text: str) -> str:
         return "".join(
-            self._placeholder(span.text) if span.literal and span.text else span.text
+            self._placeholder(span) if span.literal and span.text else span.text
             for span in self._control.split(text)
         )
 
-    def _placeholder(self, literal: str) -> str:
-        self._literals.append(literal)
-        return self._placeholders.of(len(self._literals) - 1)
+    def _placeholder(self, span: Span) -> str:
+        self._hidden_spans.append(span)
+        return self._placeholders.of(len(self._hidden_spans) - 1)
 
 
 def escape(spans: Iterable[Span]) -> bytes:
@@ -160,41 +166,49 @@ def escape(spans: Iterable[Span]) -> bytes:
     empty one leaves nothing. So equal prefixes of escaped bytes are equal prefixes of spans.
     """
     return b"".join(
-        OPEN + text.encode() + CLOSE if literal else text.encode()
-        for text, literal in spans
-        if text
+        before + span.text.encode() + after
+        for span in spans
+        if span.text
+        for before, after in (_enclosure(span),)
     )
 
 
+def _enclosure(span: Span) -> tuple[bytes, bytes]:
+    if span.picture:
+        return PICTURE, PICTURE_END
+    return (OPEN, CLOSE) if span.literal else (b"", b"")
+
+
 def escape_prefix(spans: Iterable[Span], size_bytes: int) -> bytes:
-    """The escaped form of the first bytes of the text; a truncated literal is left open."""
+    """The escaped form of the first bytes of the text; a truncated literal is left open, a
+    truncated picture out."""
     parts: list[bytes] = []
-    for text, literal in spans:
-        whole = text.encode()
+    for span in spans:
+        whole = span.text.encode()
         kept = whole[:size_bytes]
-        if literal and kept:
-            parts += OPEN, kept, CLOSE if kept == whole else b""
-        else:
-            parts.append(kept)
         size_bytes -= len(kept)
+        if span.picture and kept != whole:
+            break
+        before, after = _enclosure(span)
+        parts += [before, kept, after if kept == whole else b""] if kept else []
     return b"".join(parts)
 
 
 def spans_from(escaped: bytes, at: int) -> list[Span]:
     """The spans of escaped bytes from `at` on; UnicodeDecodeError in the middle of a character."""
-    literal = _is_open(escaped, at)
+    literal, picture = _is_open(escaped, at), False
     spans: list[Span] = []
     for piece in DELIMITER.split(escaped[at:]):
-        if piece in (OPEN, CLOSE):
-            literal = piece == OPEN
+        if piece in (OPEN, CLOSE, PICTURE, PICTURE_END):
+            literal, picture = piece == OPEN, piece == PICTURE
         elif piece:
-            spans.append(Span(piece.decode(), literal))
+            spans.append(Span(piece.decode(), literal, picture))
     return spans
 
 
 def unescape(escaped: bytes) -> bytes:
     """The text alone, in UTF-8."""
-    return escaped.translate(None, OPEN + CLOSE)
+    return escaped.translate(None, OPEN + CLOSE + PICTURE + PICTURE_END)
 
 
 def _is_open(escaped: bytes, at: int) -> bool:

@@ -6,13 +6,14 @@ When the text comes back, the sampled tokens are used again; others would not ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rekindle.chat.escaping import ControlTexts, Span, escape_prefix, spans_from
-from rekindle.tokens import Tokenizer, Tokens
+from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens
 
 ANCHOR = "\n"  # by itself in SentencePiece: no token holds it together with what follows
 
@@ -21,6 +22,10 @@ class KnownPrefix(NamedTuple):
     escaped: bytes
     tokens: Tokens
 
+
+#: What pictures take in a prompt, by the text that stands for them there.
+Pictures = Mapping[str, Tokens]
+NO_PICTURES: Pictures = MappingProxyType({})
 
 #: The longest known prefix of these escaped bytes.
 Recall = Callable[[bytes], KnownPrefix | None]
@@ -45,8 +50,12 @@ def completion_spans(control: ControlTexts, prompt: bytes, text: str) -> list[Sp
 
 
 def tokens_after(
-    tokenizer: Tokenizer, control: ControlTexts, known: KnownPrefix, escaped: bytes
-) -> list[int] | None:
+    tokenizer: Tokenizer,
+    control: ControlTexts,
+    known: KnownPrefix,
+    escaped: bytes,
+    pictures: Pictures = NO_PICTURES,
+) -> Tokens | None:
     """The tokens of a prompt after a known prefix; None when that is no prefix of it."""
     at = len(known.escaped)
     if not (known.escaped and known.tokens and escaped.startswith(known.escaped)):
@@ -58,16 +67,25 @@ def tokens_after(
     except UnicodeDecodeError:
         return None
     (last,) = known.tokens[-1:]
-    in_text = bool(tokenizer.piece(last, special=False))
-    if not (spans and in_text and _adds_space(tokenizer)):
-        return tokenise(tokenizer, spans)
+    in_text = last < MEDIA_BIT and bool(tokenizer.piece(last, special=False))
+    if not (spans and in_text and _adds_space(tokenizer)) or spans[0].picture:
+        return tokenise(tokenizer, spans, pictures)
     first = _tokens_within(tokenizer, spans[0])
-    return None if first is None else [*first, *tokenise(tokenizer, spans[1:])]
+    rest = tokenise(tokenizer, spans[1:], pictures)
+    return None if first is None else Tokens.of(first) + rest
 
 
-def tokenise(tokenizer: Tokenizer, spans: Iterable[Span]) -> list[int]:
-    encode = tokenizer.encode
-    return [token for text, literal in spans for token in encode(text, special=not literal)]
+def tokenise(
+    tokenizer: Tokenizer, spans: Iterable[Span], pictures: Pictures = NO_PICTURES
+) -> Tokens:
+    """Each span by itself; the tokens of a picture are known."""
+    found, ids = Tokens(), list[int]()
+    for span in spans:
+        if span.picture:
+            found, ids = found + Tokens.of(ids) + pictures[span.text], []
+        else:
+            ids += tokenizer.encode(span.text, special=not span.literal)
+    return found + Tokens.of(ids)
 
 
 def _adds_space(tokenizer: Tokenizer) -> bool:

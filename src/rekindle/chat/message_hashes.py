@@ -25,6 +25,7 @@ from rekindle.chat.messages import (
     tool_calls,
     with_text_after,
 )
+from rekindle.chat.pictures import digests_of
 
 CALL_KEY, HISTORY_KEY = "call:", "said:"  # by the id of a call; by all messages up to the reply
 SEGMENT_DIGITS = 16
@@ -180,9 +181,9 @@ class ConversationHashes:
 
 def _forms(message: Message) -> tuple[bytes, bytes]:
     """What is hashed of a message: for its segment, and for the keys of replies."""
-    calls = call_values(message)
+    calls, pictures = call_values(message), digests_of(message.get("content"))
     text, called = content_text(message.get("content")).strip(), canonical(calls).decode()
-    history_part = canonical([message.get("role"), text, called])
+    history_part = canonical([message.get("role"), text, called, *pictures])
     return canonical(_hashed_fields(message, calls)), history_part
 
 
@@ -209,6 +210,7 @@ def _outline_fields(message: Message) -> Iterator[bytes]:
         yield str(len(text)).encode()
         yield _utf8(text[:EDGE_CHARACTERS])
     yield _utf8(text[-EDGE_CHARACTERS:])
+    yield from map(_utf8, digests_of(message.get("content")))
 
 
 def _call_keys(message: Message) -> Iterator[str]:

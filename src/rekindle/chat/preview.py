@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rekindle.chat.escaping import ControlTexts, unescape
+from rekindle.chat.escaping import PICTURE, PICTURE_END, ControlTexts, unescape
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import TemplateFailed
 from rekindle.tokens import common_length
 
 MOST_CHARACTERS = 60
+PICTURES = re.compile(PICTURE + b"[^" + PICTURE_END + b"]*(?:" + PICTURE_END + b"|$)")
 MOST_BYTES = 1024  # that are looked at: blanks are left out
 FIRST, REPLY, LAST = "needle one", "needle two", "needle three"
 PROBE = [
@@ -50,7 +52,8 @@ class Preview:
         )
 
     def _words(self, escaped: bytes) -> str:
-        text = unescape(escaped).decode(errors="ignore")
+        shown = PICTURES.sub(b"[image] ", escaped)
+        text = unescape(shown).decode(errors="ignore")
         plain = "".join(span.text for span in self._control.split(text) if not span.literal)
         words = " ".join(plain.split())
         is_whole = len(words) <= MOST_CHARACTERS

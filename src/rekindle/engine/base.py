@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rekindle.protocol.media import Picture
+from rekindle.protocol.media import IMAGE, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer, Tokens
 
@@ -66,6 +66,11 @@ class Capabilities:
     kv: Mapping[KvType, KvLayout]  # every type that they may have
     modalities: frozenset[str] = frozenset({"text"})
     whole_pictures: bool = False  # all vectors of a picture are computed in one step
+
+    @property
+    def sees(self) -> bool:
+        """Whether prompts may hold pictures."""
+        return IMAGE in self.modalities
 
     @property
     def kv_layout(self) -> KvLayout:

@@ -64,14 +64,17 @@ def resolve(
     )
 
 
-def resolve_exact(stored: Match, *, step_tokens: int) -> Plan[Handle]:
-    """Whole canonical steps only: what a cold run would compute bit for bit the same."""
+def resolve_exact(tokens: Tokens, stored: Match, *, step_tokens: int) -> Plan[Handle]:
+    """Whole canonical steps only: what a cold run would compute bit for bit the same. A picture is
+    not gone on with in its middle."""
     blocks: list[Block] = []
     for block in stored.blocks:
         if not block.exact or block.stop > stored.tokens:
             break
         blocks.append(block)
-    while blocks and blocks[-1].stop % step_tokens:
+    while blocks and (
+        blocks[-1].stop % step_tokens or tokens.whole_media(blocks[-1].stop) != blocks[-1].stop
+    ):
         blocks.pop()
     reused = blocks[-1].stop if blocks else 0
     return Plan(None, 0, tuple(blocks), reused, stored.tokens, stored.diverged)

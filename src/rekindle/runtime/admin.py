@@ -194,7 +194,7 @@ class Admin:
             return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
         prompt = encoded.prompt
         named = compare(entry, prompt, encoded.hashes)
-        usable = prompt.tokens[:-1]
+        usable = prompt.tokens[: prompt.tokens.whole_media(len(prompt.tokens) - 1)]
         match = self._planner.match(namespace, usable)
         reusable = min(self._planner.reusable_tokens(namespace, usable), named.common_tokens)
         verdict = judge(

@@ -22,6 +22,7 @@ class Batcher:
 
     def __init__(self, capabilities: Capabilities, parallel: int) -> None:
         self._step_tokens = capabilities.step_tokens
+        self._whole_pictures = capabilities.whole_pictures
         self._slice = SliceSize(capabilities.batch_tokens - parallel)
 
     def learn(self, batch: Batch, took_s: float) -> int:
@@ -39,25 +40,27 @@ class Batcher:
 
     def compose(self, running: list[Turn]) -> Batch:
         batch = [
-            (turn, _work(turn, [turn.tokens.ids[-1]]))
+            (turn, turn.last_work())
             for turn in running
-            if turn.pending_tokens == 1
+            if turn.pending_tokens == 1 and not turn.next_picture
         ]
         if len(batch) < len(running):
             batch += self._compose_prefill(running)
         return batch
 
     def _compose_prefill(self, running: list[Turn]) -> Batch:
-        prefilling = _prefilling(running)
+        prefilling = [turn for turn in _prefilling(running) if not turn.wants_vectors]
         pending = sum(turn.pending_tokens for turn in prefilling)
         room = self._even_slice(pending, self._slice_tokens(running))
-        batch = []
+        batch: Batch = []
         for turn in prefilling:
             if room <= 0:
                 break
-            tokens = turn.next_tokens(room, self._step_tokens)
-            batch.append((turn, _work(turn, tokens)))
-            room -= len(tokens)
+            work = turn.next_work(room, self._step_tokens, whole_pictures=self._whole_pictures)
+            if len(work.tokens) > room and batch and not turn.request.exact:
+                continue  # a picture that is computed whole comes first another time
+            batch.append((turn, work))
+            room -= len(work.tokens)
         return batch
 
     @staticmethod
@@ -83,13 +86,7 @@ class Batcher:
 
 
 def _prefilling(running: list[Turn]) -> list[Turn]:
-    return [turn for turn in running if turn.pending_tokens > 1]
-
-
-def _work(turn: Turn, tokens: list[int]) -> Work:
-    assert turn.sequence is not None
-    is_last = len(tokens) == turn.pending_tokens
-    return Work(turn.sequence, tokens, turn.sampler if is_last else None)
+    return [turn for turn in running if turn.pending_tokens > 1 or turn.next_picture]
 
 
 class SliceSize:

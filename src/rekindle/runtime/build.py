@@ -20,6 +20,7 @@ from rekindle.runtime.cache_info import CacheInfo
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output_format import OutputFormat
+from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.scheduler import Scheduler
@@ -74,6 +75,7 @@ def build(
         storage.secret,
         _output_format(engine, settings, template),
         session_paths=settings.normalise_session_paths,
+        picture_tokens=engine.picture_tokens,
     )
     sessions = Sessions(
         storage.entries,
@@ -95,8 +97,9 @@ def build(
         parallel=settings.parallel,
     )
     storage.entries.on_remove = kv.forget
+    pictures = PictureEncoder(engine, storage.pictures)
     pipeline = Pipeline(engine, input_processor, sessions, kv)
-    scheduler = Scheduler(engine, kv, pipeline, emit, parallel=settings.parallel)
+    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=settings.parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
     cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
     admin = Admin(storage, input_processor, sessions, kv, planner, cache_info)

@@ -25,7 +25,7 @@ class Checkpoints:
         self, prompt: Prompt, capabilities: Capabilities, *, exact: bool, held: int
     ) -> None:
         self._grain = capabilities.step_tokens if exact else 1  # canonical steps are not cut short
-        self._last = len(prompt.tokens) - 1  # a later turn computes one token at least
+        self._tokens = prompt.tokens
         self._places: set[int] = set()
         before = held
         for place in sorted({self._rounded(place) for place in _places(prompt, capabilities)}):
@@ -49,7 +49,8 @@ class Checkpoints:
         return due
 
     def _rounded(self, place: int) -> int:
-        place = min(place, self._last)
+        """Where a later turn computes one token at least, and all of a picture."""
+        place = self._tokens.whole_media(min(place, len(self._tokens) - 1))
         return place - place % self._grain
 
 

@@ -11,19 +11,27 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.known_prefix import Pictures
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import with_parsed_arguments
 from rekindle.chat.normalise import normalise, without_strict
+from rekindle.chat.pictures import picture_text, with_digests
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
 from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries import Entries
 from rekindle.protocol.admin import IndexPrompt, Validate
+from rekindle.protocol.media import count_images
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.replay import History
-from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.runtime.request import (
+    EncodedPrompt,
+    EncodedRequest,
+    PictureTokens,
+    RequestPictures,
+)
 from rekindle.tokens import Tokenizer, Tokens
 
 Messages = list[dict[str, Any]]
@@ -45,9 +53,11 @@ class InputProcessor:
         secret: bytes,
         output_format: OutputFormat,
         *,
+        picture_tokens: PictureTokens,
         session_paths: bool = False,
     ) -> None:
         """`session_paths`: those in system prompts are normalised as well."""
+        self._picture_tokens = picture_tokens
         self._capabilities = capabilities
         self._tokenizer = tokenizer
         self._encoder = encoder
@@ -72,13 +82,18 @@ class InputProcessor:
         Raises a ServerError for a request that this model cannot answer.
         """
         self._check_bias(request.sampling)
+        request, pictures = self._seen(request, request.salt)
         request, changes = self._normalised(request)
-        encoded = self._encoded(request)
+        encoded = self._encoded(request, pictures.in_prompt)
         normalised = [*changes, *encoded.normalised]
-        return [self._choice(each, encoded, normalised) for each in request.choices()]
+        return [self._choice(each, encoded, normalised, pictures) for each in request.choices()]
 
     def _choice(
-        self, request: GenerateRequest, encoded: EncodedPrompt, normalised: list[str]
+        self,
+        request: GenerateRequest,
+        encoded: EncodedPrompt,
+        normalised: list[str],
+        pictures: RequestPictures,
     ) -> EncodedRequest:
         """One choice, with a parser and a grammar's state of its own."""
         decoding = self._output_format.decoding(request, encoded.prompt)
@@ -92,15 +107,39 @@ class InputProcessor:
             decoding=decoding,
             hashes=encoded.hashes,
             normalised=normalised,
+            pictures=pictures,
         )
 
     def encode_about(self, op: Validate | IndexPrompt, salt: bytes) -> EncodedPrompt:
         """The prompt that an admin request is about."""
         if isinstance(op, IndexPrompt):
-            indexed, _ = self._normalised(op)
-            return self._prefix(indexed.messages, indexed.tools, {})
-        asked, _ = self._normalised(op)
-        return self._chat(asked.messages, asked, self.namespace(salt))
+            seen, pictures = self._seen(op, salt)
+            indexed, _ = self._normalised(seen)
+            return self._prefix(indexed.messages, indexed.tools, {}, pictures.in_prompt)
+        shown, pictures = self._seen(op, salt)
+        asked, _ = self._normalised(shown)
+        return self._chat(asked.messages, asked, self.namespace(salt), pictures.in_prompt)
+
+    def _seen(self, about: About, salt: bytes) -> tuple[About, RequestPictures]:
+        """The request with its image parts named by what they show; and its pictures."""
+        if not about.messages or not (about.pictures or count_images(about.messages)):
+            return about, RequestPictures()
+        digests = [picture.digest.hex() for picture in about.pictures]
+        messages = with_digests(about.messages, digests)
+        namespace = self.namespace(salt)
+        pictures = RequestPictures.of(about.pictures, self._picture_tokens, namespace)
+        self._check_pictures(digests, pictures)
+        return structs.replace(about, messages=messages), pictures
+
+    def _check_pictures(self, digests: list[str], pictures: RequestPictures) -> None:
+        """Refuse what cannot fit before it is rendered."""
+        sizes = {text: len(tokens) for text, tokens in pictures.in_prompt.items()}
+        least = sum(sizes[picture_text(digest)] for digest in digests)
+        limit = self._capabilities.context_tokens
+        if least >= limit:
+            raise ContextTooLong(
+                f"at least {least}", limit, param="messages", pictures=len(digests)
+            )
 
     def _normalised(self, about: About) -> tuple[About, list[str]]:
         """The request with messages and tools normalised, unless it asks not to; what changed."""
@@ -124,16 +163,17 @@ class InputProcessor:
         ends = dict.fromkeys(decoding.end_tokens, float("-inf"))
         return replace(sampling, logit_bias={**sampling.logit_bias, **ends})
 
-    def _encoded(self, request: GenerateRequest) -> EncodedPrompt:
+    def _encoded(self, request: GenerateRequest, pictures: Pictures) -> EncodedPrompt:
         # Exact answers are those of a server that remembers nothing, so its tokens are used.
         recalls = request.reuse and not request.exact
         known = self.namespace(request.salt) if recalls else None
         if request.messages is not None:
             if request.prepare is not None:
-                return self._prefix(request.messages, request.tools, request.template_kwargs)
+                kwargs = request.template_kwargs
+                return self._prefix(request.messages, request.tools, kwargs, pictures)
             if not request.reuse:
-                return EncodedPrompt(self._plain_chat(request.messages, request))
-            return self._chat(request.messages, request, known)
+                return EncodedPrompt(self._plain_chat(request.messages, request, pictures))
+            return self._chat(request.messages, request, known, pictures)
         assert request.prompt is not None, "a request has messages or a prompt"
         if not request.prompt:
             return EncodedPrompt(self._beginning())
@@ -141,23 +181,33 @@ class InputProcessor:
             return EncodedPrompt(self._text(request.prompt, known))
         return EncodedPrompt(self._ids(request.prompt))
 
-    def _prefix(self, messages: Messages, tools: Tools, kwargs: dict[str, Any]) -> EncodedPrompt:
+    def _prefix(
+        self, messages: Messages, tools: Tools, kwargs: dict[str, Any], pictures: Pictures
+    ) -> EncodedPrompt:
         """What every conversation that begins with these messages begins with."""
         self._check_size(messages, "messages")
         prompt = self._encoder.prefix(
             [with_parsed_arguments(message) for message in messages],
             tools=without_strict(tools),
             template_kwargs=kwargs,
+            pictures=pictures,
         )
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
 
-    def _plain_chat(self, messages: Messages, request: GenerateRequest) -> Prompt:
+    def _plain_chat(
+        self, messages: Messages, request: GenerateRequest, pictures: Pictures
+    ) -> Prompt:
         """A conversation's prompt of which nothing is remembered."""
         self._check_size(messages, "messages")
-        return self._encode(request)([with_parsed_arguments(message) for message in messages])
+        encode = self._encode(request, pictures)
+        return encode([with_parsed_arguments(message) for message in messages])
 
     def _chat(
-        self, messages: Messages, about: GenerateRequest | Validate, known: bytes | None
+        self,
+        messages: Messages,
+        about: GenerateRequest | Validate,
+        known: bytes | None,
+        pictures: Pictures,
     ) -> EncodedPrompt:
         """A conversation's prompt; with the tokens remembered in the namespace `known`."""
         self._check_size(messages, "messages")
@@ -165,7 +215,7 @@ class InputProcessor:
         # Long conversations are hashed here, on an encoder thread, not between two engine steps.
         continued = isinstance(about, GenerateRequest) and about.continue_final_message
         hashes = ConversationHashes(messages, about.tools, continued=continued)
-        encode = self._encode(about)
+        encode = self._encode(about, pictures)
         if known is None:
             return EncodedPrompt(encode(sent), hashes)
         history = History(self._entries, known, sent, hashes)
@@ -176,12 +226,15 @@ class InputProcessor:
                 return EncodedPrompt(encode(as_sampled, recall=recall), hashes, changes)
         return EncodedPrompt(encode(sent, recall=recall), hashes)
 
-    def _encode(self, about: GenerateRequest | Validate) -> Callable[..., Prompt]:
+    def _encode(
+        self, about: GenerateRequest | Validate, pictures: Pictures
+    ) -> Callable[..., Prompt]:
         """Encodes conversations as this request wants them."""
         encode = partial(
             self._encoder.chat,
             tools=without_strict(about.tools),
             template_kwargs=about.template_kwargs,
+            pictures=pictures,
         )
         if isinstance(about, Validate):
             return encode

@@ -136,7 +136,7 @@ class KvManager:
         turn.restoration, plan = None, restoration.plan
         turn.problem = restoration.problem or turn.problem
         turn.plans += 1
-        if not self._cut(sequence, plan) and turn.plans < MOST_PLANS:
+        if not self._cut(turn, sequence, plan) and turn.plans < MOST_PLANS:
             self._engine.close_sequence(sequence)
             turn.sequence = None
             return None
@@ -148,19 +148,27 @@ class KvManager:
         )
         return Placed(plan, sequence.length, tier if sequence.length else None)
 
-    def _cut(self, sequence: Sequence, plan: Plan[Sequence]) -> bool:
+    def _cut(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
         """Leave what can be gone on from; False: nothing can, where there was to be something."""
         is_whole = sequence.length >= plan.reused_tokens
         if is_whole:
             keep = plan.reused_tokens
         elif not self._capabilities.can_truncate:
             keep = 0  # there is no checkpoint
-        elif sequence.exact:
-            keep = sequence.length - sequence.length % self._capabilities.step_tokens
         else:
-            keep = sequence.length
+            keep = self._whole_steps(turn, sequence.length)
         self._engine.truncate(sequence, keep)
         return is_whole or self._capabilities.can_truncate
+
+    def _whole_steps(self, turn: Turn, tokens: int) -> int:
+        """The most tokens, up to so many, after which a turn may go on: no picture is cut, and no
+        canonical step."""
+        grain = self._capabilities.step_tokens if turn.request.exact else 1
+        whole = turn.tokens.whole_media(tokens)
+        while whole != tokens or tokens % grain:
+            tokens = whole - whole % grain
+            whole = turn.tokens.whole_media(tokens)
+        return tokens
 
     def _checkpoints(self, turn: Turn, plan: Plan[Sequence]) -> Checkpoints:
         held = turn.held_tokens

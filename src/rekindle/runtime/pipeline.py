@@ -70,7 +70,12 @@ class Pipeline:
         context_tokens = self._engine.capabilities.context_tokens
         room = context_tokens - prompt_tokens
         if room <= 0:
-            raise ContextTooLong(str(prompt_tokens), context_tokens, param=request.source)
+            raise ContextTooLong(
+                str(prompt_tokens),
+                context_tokens,
+                param=request.source,
+                pictures=len(encoded.pictures.in_prompt),
+            )
         most = room if request.max_tokens is None else min(request.max_tokens, room)
         output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
         return Turn(encoded, output, stopwatch)

@@ -37,11 +37,12 @@ class Planner:
         """The longest prefix of the turn's tokens that can be reused."""
         if not turn.request.reuse:
             return Plan.nothing()
-        usable = turn.tokens.first(len(turn.tokens) - 1)  # the last token is always computed
+        # The last token is always computed, and a picture whole.
+        usable = turn.tokens.first(turn.tokens.whole_media(len(turn.tokens) - 1))
         stored = self.match(turn.namespace, usable)
         if self.can_truncate:
             if turn.request.exact:
-                return resolve_exact(stored, step_tokens=self._step_tokens)
+                return resolve_exact(usable, stored, step_tokens=self._step_tokens)
             return resolve(usable, stored, live, block_tokens=self._block_tokens)
         checkpoints = self._resumable(turn.namespace, usable)
         if turn.problem:  # a checkpoint is of use with all that it rests on

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.pictures import picture_text
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Reason
+from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.output_format import ReplyDecoding
+from rekindle.tokens import Tokens
+
+PictureTokens = Callable[[int, int, bytes], Tokens]  # of a size and a digest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPictures:
+    """The pictures of one request. Whoever encodes one keeps it in `namespace`, the tenant's."""
+
+    namespace: bytes = b""
+    in_prompt: Mapping[str, Tokens] = field(default_factory=dict)  # by the text that stands for it
+    by_span: Mapping[bytes, Picture] = field(default_factory=dict)  # by the digest of each span
+
+    @classmethod
+    def of(
+        cls, pictures: Sequence[Picture], picture_tokens: PictureTokens, namespace: bytes
+    ) -> RequestPictures:
+        """Raises BadRequest for one that the engine cannot take."""
+        in_prompt, by_span = dict[str, Tokens](), dict[bytes, Picture]()
+        for picture in pictures:
+            tokens = picture_tokens(picture.width, picture.height, picture.digest)
+            in_prompt[picture_text(picture.digest.hex())] = tokens
+            by_span.update({span.digest: picture for span in tokens.media})
+        return cls(namespace, in_prompt, by_span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +59,7 @@ class EncodedRequest:
     decoding: ReplyDecoding  # how its reply is read, and what it is held to
     hashes: ConversationHashes | None = None  # None: it has no messages
     normalised: list[str] = field(default_factory=list)  # what was changed so that more matches
+    pictures: RequestPictures = field(default_factory=RequestPictures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

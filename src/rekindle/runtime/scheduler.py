@@ -10,6 +10,7 @@ from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
 from rekindle.runtime.batch import Batch, Batcher
 from rekindle.runtime.kv_manager import KvManager
+from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline, Start
 from rekindle.runtime.turn import Turn
 
@@ -25,9 +26,17 @@ class Scheduler:
     """Owns the engine's time. Called from the one thread that owns the engine."""
 
     def __init__(
-        self, engine: Engine, kv: KvManager, pipeline: Pipeline, emit: Emit, *, parallel: int
+        self,
+        engine: Engine,
+        kv: KvManager,
+        pictures: PictureEncoder,
+        pipeline: Pipeline,
+        emit: Emit,
+        *,
+        parallel: int,
     ) -> None:
         self._engine = engine
+        self._pictures = pictures
         self._kv = kv
         self._pipeline = pipeline
         self._emit = emit
@@ -82,13 +91,26 @@ class Scheduler:
             self._restore()
             self._admit()
             self._kv.export_some(self._running)
+            has_encoded = self._encode_picture()
             batch = self._batcher.compose(self._running)
             if batch:
                 return self._compute(batch)
-            return allowance.is_spent or self._kv.offload_one()
+            return has_encoded or allowance.is_spent or self._kv.offload_one()
         except EngineBroken as error:
             self._restart_all(error)
             return True
+
+    def _encode_picture(self) -> bool:
+        """Vectors for turns that have come to a picture. One is encoded at most: the other turns go
+        on between two."""
+        for turn in [turn for turn in self._running if turn.wants_vectors]:
+            try:
+                if self._pictures.supply(turn):
+                    return True
+            except ServerError as error:
+                self._end(turn)
+                self._emit([Failed(turn.id, error.info)])
+        return False
 
     def _compute(self, batch: Batch) -> bool:
         started = time.perf_counter()
@@ -158,7 +180,7 @@ class Scheduler:
             if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
                     turn.request.sampling,
-                    turn.tokens.ids,  # nothing is sampled yet
+                    turn.tokens.text_ids,  # nothing is sampled yet
                     turn.encoded.decoding.token_mask,
                 )
 
@@ -212,6 +234,8 @@ class Scheduler:
 
     def _account(self, turn: Turn, work: Work, took_s: float, events: list[Event]) -> None:
         turn.slice_tokens += len(work.tokens)
+        if turn.shown and not turn.next_picture:
+            turn.shown = None
         if not turn.generated_tokens:
             turn.prompt_eval_s += took_s
             turn.unreported_s += took_s

@@ -32,6 +32,7 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.storage_log import opened_lines, reads_line, state_line, unavailable_line
 
 SECRET_BYTES = 32
@@ -40,6 +41,7 @@ LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 MOST_FETCH_BYTES = 256 << 20  # blocks that are being read, or wait to be restored
 FETCH_SHARE = 8  # of the RAM budget, what they may take at most
+PICTURES_SHARE = 16  # of it, what encoded pictures may take, where the model sees any
 ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
@@ -63,6 +65,7 @@ class Storage:
         *,
         secret: bytes,
         log: Log,
+        pictures: EncodedPictures,
         disk: DiskTier | None = None,
         no_disk_reason: str = "off",
         gives_way: bool = True,
@@ -72,6 +75,7 @@ class Storage:
         self.entries = entries
         self.clock = clock
         self.secret = secret
+        self.pictures = pictures
         self.disk = disk
         self._no_disk_reason = no_disk_reason
         self._log = log
@@ -219,7 +223,9 @@ def open_storage(
     if found.open is not None:
         floor_bytes = settings.disk_floor
         disk = DiskTier(found.open, on_event, floor_bytes=floor_bytes, queue_bytes=queue_bytes)
-    tiers: list[Tier] = [RamTier(max(settings.ram_cache - queue_bytes - fetch_bytes, 0))]
+    pictures_bytes = settings.ram_cache // PICTURES_SHARE if capabilities.sees else 0
+    ram_bytes = settings.ram_cache - queue_bytes - fetch_bytes - pictures_bytes
+    tiers: list[Tier] = [RamTier(max(ram_bytes, 0))]
     tiers += [disk] if disk else []  # a further tier below goes here
     store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
     journal = disk.journal if disk else None
@@ -230,6 +236,7 @@ def open_storage(
         clock,
         secret=found.secret,
         log=log,
+        pictures=EncodedPictures(pictures_bytes),
         disk=disk,
         no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.engine.base import Sampled, Sampler, Sequence
+from rekindle.engine.base import Matrix, Sampled, Sampler, Sequence, Work
 from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Reason, Stages
@@ -15,7 +15,7 @@ from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.restoration import Restoration
-from rekindle.tokens import TokenBuffer, Tokens
+from rekindle.tokens import Media, TokenBuffer, Tokens
 
 Stage = Literal["front", "encode", "queue", "plan", "restore", "compute"]
 
@@ -91,6 +91,7 @@ class Turn:
         self.plans = 0  # made since it last held nothing
         self.offloaded = Offloaded(0, encoded.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
+        self.shown: tuple[Media, Matrix] | None = None  # a picture and its vectors
         # In the queue.
         self.place = 0  # lower goes first
         self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
@@ -132,8 +133,21 @@ class Turn:
         """Whether other turns may use this one's state while it runs."""
         return self.request.reuse and not self.request.exact
 
-    def next_tokens(self, most: int, step_tokens: int) -> list[int]:
-        """The tokens of the next step: at most `most`, or one canonical step when exact."""
+    @property
+    def next_picture(self) -> Media | None:
+        """The picture that its next step is of."""
+        span = self.tokens.media_from(self.held_tokens) if self.tokens.media else None
+        return span if span and span.start <= self.held_tokens else None
+
+    @property
+    def wants_vectors(self) -> bool:
+        """Whether it has come to a picture whose vectors it does not have."""
+        span = self.next_picture
+        return span is not None and (self.shown is None or self.shown[0] != span)
+
+    def next_work(self, most: int, step_tokens: int, *, whole_pictures: bool = False) -> Work:
+        """The next step: at most `most` tokens, or one canonical step when exact; of a picture all,
+        where it has to be computed whole."""
         start = self.held_tokens
         stop = start + most
         if self.request.exact:
@@ -142,7 +156,29 @@ class Turn:
             stop = min(boundary, self.prompt_tokens) if start < self.prompt_tokens else start + 1
         elif self.checkpoints and (place := self.checkpoints.next_after(start)):
             stop = min(stop, place)
-        return self.tokens.ids[start : min(stop, len(self.tokens))]
+        stop = self._edge(start, stop, whole_pictures=whole_pictures)
+        return self._work(start, min(stop, len(self.tokens)))
+
+    def last_work(self) -> Work:
+        """The step of one pending token."""
+        return self._work(len(self.tokens) - 1, len(self.tokens))
+
+    def _edge(self, start: int, stop: int, *, whole_pictures: bool) -> int:
+        """Where a step ends that is of text alone, or of one picture."""
+        span = self.tokens.media_from(start) if self.tokens.media else None
+        if span is None:
+            return stop
+        if start < span.start:
+            return min(stop, span.start)
+        return span.stop if whole_pictures else min(stop, span.stop)
+
+    def _work(self, start: int, stop: int) -> Work:
+        assert self.sequence is not None
+        sampler = self.sampler if stop == len(self.tokens) else None
+        tokens, vectors = self.tokens.ids[start:stop], None
+        if (span := self.next_picture) and self.shown:
+            vectors = self.shown[1][start - span.start : stop - span.start]
+        return Work(self.sequence, tokens, sampler, vectors)
 
     def accept(self, sampled: Sampled) -> list[Event]:
         """Take a sampled token: its text, and the end of the turn when it is the end."""

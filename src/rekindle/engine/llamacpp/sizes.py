@@ -47,7 +47,7 @@ def choose_sizes(
     context_tokens, cells = _cells(model, options, affordable)
     step_tokens = 512 if model.on_gpu else 64
     whole = projector.most_vectors if projector and projector.is_whole else 0
-    batch = max((2048 if model.on_gpu else 512) + options.parallel, whole)
+    batch = max(2048 if model.on_gpu else 512, whole) + options.parallel
     exact_batch = max(step_tokens, whole)
     pool = _shape(model, options, cells=cells, sequences=sequences, batch=batch)
     exact = _shape(model, options, cells=context_tokens, sequences=1, batch=exact_batch)
