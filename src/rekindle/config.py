@@ -146,9 +146,13 @@ class Config(RuntimeSettings):
         ),
     ] = ()
     vlm: Annotated[
-        bool,
-        Setting("Serve pictures: the model needs a projector; alone, smollm2-shapes", "Server"),
-    ] = False
+        bool | None,
+        Setting(
+            "See pictures, with a projector; no model named: smollm2-shapes",
+            "Server",
+            "where there is one",
+        ),
+    ] = None
     mmproj: Annotated[
         Path | None,
         Setting("The model's projector, a GGUF file", "Server", "mmproj*.gguf beside the model"),

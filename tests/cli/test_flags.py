@@ -37,9 +37,9 @@ def test_help_shows_a_setting_under_its_group(name: str, help_text: str) -> None
     assert setting.help in line
 
 
-def test_a_switch_that_is_on_by_default_can_be_turned_off_and_no_other() -> None:
+def test_a_switch_that_may_be_on_by_default_can_be_turned_off_and_no_other() -> None:
     off = {flag for option in options() for flag in option.secondary_opts}
-    assert off == {"--no-context-cache", "--no-normalise"}
+    assert off == {"--no-context-cache", "--no-normalise", "--no-vlm"}
 
 
 @pytest.mark.parametrize("default", ["(2GiB)", "(10GB)", "(0.3)", "(16)", "(~/.cache/rekindle/kv)"])

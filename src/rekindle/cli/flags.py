@@ -46,9 +46,10 @@ def _parameter(declared: Declaration) -> inspect.Parameter:
 
 
 def _spelling(declared: Declaration) -> str:
-    """A switch that is on by default can be turned off."""
+    """A switch that is on by default, or decided by something else, can be turned off."""
     flag = declared.name.replace("_", "-")
-    return f"--{flag}/--no-{flag}" if declared.default is True else f"--{flag}"
+    switch = declared.default is True or (declared.default is None and _kind(declared) is bool)
+    return f"--{flag}/--no-{flag}" if switch else f"--{flag}"
 
 
 def _shown_default(declared: Declaration) -> str:

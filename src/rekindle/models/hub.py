@@ -26,7 +26,7 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import HubModel
 from rekindle.models.progress import Progress, task
-from rekindle.models.quant import Chosen, Unclear, choose
+from rekindle.models.quant import Chosen, Unclear, best_projector, choose
 from rekindle.models.workspace import publish, require_room, workspace
 
 LIST_TIMEOUT_S = 30
@@ -58,17 +58,43 @@ def find_pulled(source: HubModel) -> Path | None:
 
 
 def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
-    """Fetch every file of the model that is not here yet; returns the path of the first."""
+    """Fetch every file of the model that is not here yet; returns the path of the first.
+
+    Its projector comes before them: where the model is, the projector is as well.
+    """
     with _explained(source.repo):
-        files = _choose_files(source)
+        listed = _list_files(source.repo)
+        files = _choose_files(source, listed)
+        first = source.folder / files[0].name
+        _fetch_beside(first, listed, models_dir, progress)
         for number, file in enumerate(files, 1):
             title = file.name + (f" ({number} of {len(files)})" if len(files) > 1 else "")
             _fetch_file(file, source.folder / file.name, models_dir, progress, title)
-    return source.folder / files[0].name
+    return first
 
 
-def _choose_files(source: HubModel) -> list[HubFile]:
-    files = {file.name: file for file in _list_files(source.repo)}
+def fetch_projector(
+    source: HubModel, model: Path, models_dir: Path, progress: Progress
+) -> Path | None:
+    """Fetch the projector alone, to lie beside the model; None: the repository has none."""
+    with _explained(source.repo):
+        return _fetch_beside(model, _list_files(source.repo), models_dir, progress)
+
+
+def _fetch_beside(
+    model: Path, listed: list[HubFile], models_dir: Path, progress: Progress
+) -> Path | None:
+    files = {file.name: file for file in listed}
+    name = best_projector(files.keys())
+    if name is None:
+        return None
+    path = model.with_name(PurePosixPath(name).name)
+    _fetch_file(files[name], path, models_dir, progress, name)
+    return path
+
+
+def _choose_files(source: HubModel, listed: list[HubFile]) -> list[HubFile]:
+    files = {file.name: file for file in listed}
     match choose(files.keys(), source.wanted):
         case Chosen(names=names):
             return [files[name] for name in names]

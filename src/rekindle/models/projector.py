@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from rekindle.errors import ModelError
-from rekindle.models.catalogue import CATALOGUE
+from rekindle.models.catalogue import CATALOGUE, HubModel, locate
 from rekindle.models.gguf import check_gguf
-from rekindle.models.quant import NOT_MODELS, SHARD
+from rekindle.models.progress import Progress
+from rekindle.models.quant import best_projector, model_name, projectors, whole_models
 
 PACKAGED = Path(__file__).parent / "data"
-MARK = "mmproj"  # in the names of projectors
-PREFERRED = ("f16", "bf16", "f32", "q8_0")  # where a model has several
 
 
-def find_projector(name: str, path: Path, *, required: bool = False) -> Path | None:
-    """The checked projector of the model `name`, whose file is at `path`; None: it has none.
+def find_projector(
+    name: str, path: Path, *, models_dir: Path, progress: Progress, required: bool = False
+) -> Path | None:
+    """The checked projector of the model `name`, whose first file is at `path`; None: it has none.
 
-    `required` also takes the only projector of a folder with several models in it, and raises
-    ModelError where there is none.
+    `required` asks the hub again for what an earlier pull left out, and raises ModelError where
+    there is none at all.
     """
-    found = packaged_projector(name) or _beside(path, of_any=required)
+    found = _find(name, path, models_dir, progress, required=required)
     if found is not None:
         check_gguf(found)
     elif required:
@@ -37,39 +38,27 @@ def packaged_projector(name: str) -> Path | None:
     return PACKAGED / model.projector if model and model.projector else None
 
 
+def _find(
+    name: str, path: Path, models_dir: Path, progress: Progress, *, required: bool
+) -> Path | None:
+    if name in CATALOGUE:
+        return packaged_projector(name)
+    source = locate(name, models_dir)
+    found = _beside(path, of_any=required or isinstance(source, HubModel))
+    if found is None and required and isinstance(source, HubModel):
+        from rekindle.models import hub  # slow to import, and most starts do without it
+
+        return hub.fetch_projector(source, path, models_dir, progress)
+    return found
+
+
 def _beside(path: Path, *, of_any: bool) -> Path | None:
-    """In the model's folder: one that has the model's name, or that no other model can mean."""
-    files = [each for each in path.parent.glob("*.gguf") if each.is_file()]
-    projectors = [each for each in files if MARK in each.name.lower()]
-    named = [each for each in projectors if _stem(each) and _stem(each) in path.stem.lower()]
-    if named or of_any or _only_model(path, files):
-        return best(named or projectors)
-    return None
-
-
-def best(projectors: list[Path]) -> Path | None:
-    """Of several files of one projector, the precision that is preferred."""
-    return min(projectors, key=_rank, default=None)
-
-
-def _rank(path: Path) -> tuple[int, str]:
-    name = path.name.lower()
-    ranks = [place for place, precision in enumerate(PREFERRED) if f"-{precision}." in name]
-    return min(ranks, default=len(PREFERRED)), name
-
-
-def _stem(path: Path) -> str:
-    """The model's name in the name of a projector; empty where it has none."""
-    words = path.stem.lower().replace(MARK, "").split("-")
-    return "-".join(word for word in words if word and word not in PREFERRED)
-
-
-def _only_model(path: Path, files: list[Path]) -> bool:
-    models = [each for each in files if not any(word in each.name.lower() for word in NOT_MODELS)]
-    return {_family(each) for each in models} == {_family(path)}
-
-
-def _family(path: Path) -> str:
-    """What the files of a split have in common."""
-    shard = SHARD.fullmatch(path.name)
-    return shard["stem"] if shard else path.name
+    """In the model's folder: one that has the model's name in its own, or one that can be meant
+    because no other model is there. `of_any`: whatever else is there."""
+    names = [each.name for each in path.parent.glob("*.gguf") if each.is_file()]
+    found = projectors(names)
+    named = [each for each in found if model_name(each) and model_name(each) in path.name.lower()]
+    if not named and not of_any and len(whole_models(names)) != 1:
+        return None
+    best = best_projector(named or found)
+    return path.with_name(best) if best else None

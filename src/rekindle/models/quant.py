@@ -9,7 +9,9 @@ from pathlib import PurePosixPath
 from typing import TypeAlias
 
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0", "F16")
-NOT_MODELS = ("mmproj", "imatrix")  # GGUF files that accompany a model
+PROJECTOR = "mmproj"
+PROJECTOR_PRECISIONS = ("f16", "bf16", "f32", "q8_0")  # where a model has several, in this order
+NOT_MODELS = (PROJECTOR, "imatrix")  # GGUF files that accompany a model
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -33,7 +35,7 @@ def choose(names: Collection[str], wanted: str | None) -> Choice:
     """The model among `names` that is `wanted`: a file, a quantisation, or None for the best."""
     if wanted is not None and wanted.endswith(".gguf"):
         return _choose_file(names, wanted)
-    models = _models(names)
+    models = whole_models(names)
     if not models:
         return Unclear("holds no whole GGUF model", ())
     if wanted is not None:
@@ -53,15 +55,47 @@ def split_names(name: str) -> tuple[str, ...]:
     return tuple(f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1))
 
 
+def projectors(names: Collection[str]) -> list[str]:
+    return [name for name in names if PROJECTOR in _base(name) and _base(name).endswith(".gguf")]
+
+
+def best_projector(names: Collection[str]) -> str | None:
+    """Of a model's projectors, the one of the precision that is preferred."""
+
+    def rank(name: str) -> tuple[int, str]:
+        words = _words(name)
+        ranks = [place for place, each in enumerate(PROJECTOR_PRECISIONS) if each in words]
+        return min(ranks, default=len(PROJECTOR_PRECISIONS)), name
+
+    return min(projectors(names), key=rank, default=None)
+
+
+def model_name(projector: str) -> str:
+    """The model's name in the name of its projector; empty where there is none."""
+    return "-".join(
+        word
+        for word in _words(projector)
+        if word not in ("", "model", PROJECTOR, *PROJECTOR_PRECISIONS)
+    )
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-.]", _base(name).removesuffix(".gguf"))
+
+
+def _base(name: str) -> str:
+    return PurePosixPath(name).name.lower()
+
+
 def _choose_file(names: Collection[str], wanted: str) -> Choice:
     exact = [name for name in names if name == wanted]
     found = exact or [name for name in names if PurePosixPath(name).name == wanted]
     sets = {split_names(name) for name in found}
     whole = [files for files in sets if set(files) <= set(names)]
-    return _only(whole, _models(names), f"called {wanted}")
+    return _only(whole, whole_models(names), f"called {wanted}")
 
 
-def _models(names: Collection[str]) -> list[tuple[str, ...]]:
+def whole_models(names: Collection[str]) -> list[tuple[str, ...]]:
     """The whole models among `names`; a split with a file missing is none."""
     present = set(names)
     candidates = (name for name in sorted(present) if _may_be_model(name))
@@ -70,7 +104,7 @@ def _models(names: Collection[str]) -> list[tuple[str, ...]]:
 
 
 def _may_be_model(name: str) -> bool:
-    base = PurePosixPath(name).name.lower()
+    base = _base(name)
     return base.endswith(".gguf") and not any(word in base for word in NOT_MODELS)
 
 

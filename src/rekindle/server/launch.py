@@ -103,10 +103,19 @@ def _pull(config: Config, name: str, console: Console) -> Path:
 
 def _files(config: Config, name: str, console: Console) -> ModelFiles:
     path = _pull(config, name, console)
+    if config.vlm is False:
+        return ModelFiles(path)
     if config.mmproj is not None:
         check_gguf(config.mmproj)
         return ModelFiles(path, config.mmproj)
-    return ModelFiles(path, find_projector(name, path, required=True) if config.vlm else None)
+    projector = find_projector(
+        name,
+        path,
+        models_dir=config.models_dir,
+        progress=progress_on(console),
+        required=bool(config.vlm),
+    )
+    return ModelFiles(path, projector)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

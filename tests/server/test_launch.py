@@ -1,0 +1,70 @@
+"""Which files a server loads its models from."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rekindle.config import Config
+from rekindle.errors import ConfigError, ModelError
+from rekindle.server import launch
+from rekindle.server.models import served_names
+from tests.models.tiny import write_gguf
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "eyes.gguf")
+
+
+def projector(model: Path, **settings: Any) -> Path | None:
+    config = Config(model=(str(model),), models_dir=model.parent / "models", **settings)
+    launch.check_settings(config)
+    [files] = launch.fetch(config, Console(file=io.StringIO())).values()
+    assert files.path == model
+    return files.mmproj
+
+
+def test_a_projector_beside_the_model_is_loaded_with_it_unless_it_is_not_wanted(
+    model: Path,
+) -> None:
+    beside = write_gguf(model.with_name("mmproj-f16.gguf"))
+    assert projector(model) == projector(model, vlm=True) == beside
+    assert projector(model, vlm=False) is None
+
+
+def test_a_model_without_a_projector_reads_text_and_does_not_start_with_vlm(model: Path) -> None:
+    assert projector(model) is None
+    with pytest.raises(ModelError, match=r"eyes\.gguf has no projector"):
+        projector(model, vlm=True)
+
+
+def test_a_projector_can_be_named(model: Path, tmp_path: Path) -> None:
+    write_gguf(model.with_name("mmproj-f16.gguf"))
+    other = write_gguf(tmp_path / "other.gguf")
+    assert projector(model, mmproj=other) == other
+    with pytest.raises(ModelError, match="no model file at"):
+        projector(model, mmproj=tmp_path / "none.gguf")
+
+
+def test_a_projector_is_of_one_model(model: Path) -> None:
+    config = Config(model=(str(model), "smollm2"), mmproj=model)
+    with pytest.raises(ConfigError, match="the projector of one model"):
+        launch.check_settings(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "smollm2"),
+        ({"vlm": True}, "smollm2-shapes"),
+        ({"vlm": True, "mmproj": Path("/x.gguf")}, "smollm2"),
+        ({"vlm": True, "model": ("smollm2",)}, "smollm2"),
+    ],
+)
+def test_the_default_model_sees_if_it_has_to(settings: dict[str, Any], name: str) -> None:
+    assert list(served_names(Config(**settings))) == [name]
