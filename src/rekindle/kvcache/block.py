@@ -28,6 +28,13 @@ def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes 
     return blake3(b"".join(map(_framed, parts))).digest()
 
 
+def kv_namespace(tenant: bytes, fingerprint: bytes, start_tokens: int) -> bytes:
+    """Where a tenant's state of another precision lies: with the start of quantisation, before
+    which it was computed in other cells, it is another state."""
+    parts = (b"kv namespace 1", tenant, fingerprint, start_tokens.to_bytes(8, "big"))
+    return blake3(b"".join(map(_framed, parts))).digest()
+
+
 def chain_key(parent: bytes, tokens: Tokens) -> bytes:
     """The key of the block that holds these tokens after everything `parent` stands for."""
     return packed_chain_key(parent, tokens.packed)
@@ -96,6 +103,7 @@ class Block:
         "resumable",
         "size_bytes",
         "start",
+        "tenant",
         "tokens",
         "write_back",
     )
@@ -109,10 +117,12 @@ class Block:
         *,
         exact: bool,
         resumable: bool = False,
+        tenant: bytes | None = None,
     ) -> None:
         self.key = key
         self.parent = parent
         self.namespace: bytes = parent.namespace if parent else key
+        self.tenant: bytes = parent.tenant if parent else tenant or key
         self.tokens = tokens
         self.size_bytes = size_bytes  # of its state
         self.exact = exact
@@ -160,14 +170,21 @@ class Block:
 
 
 class PrefixHandle:
-    """The end of a conversation: all its tokens, and the last block that holds state of it."""
+    """The end of a conversation: all its tokens, and the last block that holds state of it.
 
-    __slots__ = ("block", "namespace", "pinned", "serial", "state_bytes", "tokens")
+    A tenant is known by the namespace of its usual state; state of another precision lies in a
+    namespace of its own.
+    """
+
+    __slots__ = ("block", "namespace", "pinned", "serial", "state_bytes", "tenant", "tokens")
 
     _serials = count()
 
-    def __init__(self, namespace: bytes, tokens: Tokens, *, pinned: bool = False) -> None:
+    def __init__(
+        self, namespace: bytes, tokens: Tokens, *, pinned: bool = False, tenant: bytes | None = None
+    ) -> None:
         self.namespace = namespace
+        self.tenant = tenant or namespace
         self.tokens = tokens
         self.pinned = pinned
         self.block: Block | None = None

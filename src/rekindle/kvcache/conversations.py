@@ -21,6 +21,17 @@ class Conversations:
         """Let a conversation's end rest on its last block, from now on and as blocks change."""
         self._tree.place(handle)
 
+    def move(self, handle: PrefixHandle, namespace: bytes) -> None:
+        """Let a conversation's end rest on its state in another namespace."""
+        self._tree.lift(handle)
+        handle.namespace = namespace
+        self._tree.place(handle)
+
+    def claim(self, handle: PrefixHandle) -> None:
+        """Let the blocks of its namespace count as its tenant's, though they are still being
+        read."""
+        self._tree.root(handle.namespace, handle.tenant)
+
     def detach(self, handle: PrefixHandle) -> None:
         """Forget a conversation's end; its state stays until room is needed."""
         self._tree.lift(handle)

@@ -102,6 +102,8 @@ class Entries:
                 return None
             self.index.add(entry)
             self._conversations.attach(entry)
+        elif entry.namespace != _kv_namespace(draft) and (draft.pinned or not entry.pinned):
+            self._conversations.move(entry, _kv_namespace(draft))  # computed again, in other cells
         self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
         _update(entry, draft)
         self.index.use(entry, self._clock)
@@ -121,7 +123,7 @@ class Entries:
     def _superseded(self, entry: Entry, left_behind: Iterable[Entry | None]) -> set[Entry]:
         """Entries that this one goes on from, or that have lost their name to it; of those that are
         free nothing is needed any more."""
-        shorter = self.index.recall(entry.namespace, entry.text[:-1]) if entry.text else None
+        shorter = self.index.recall(entry.tenant, entry.text[:-1]) if entry.text else None
         if shorter and shorter.text_tokens < len(shorter.tokens):
             # Its text is not all of it: another reply to the same prompt leaves it as it is.
             shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
@@ -174,7 +176,7 @@ class Entries:
         """Remove an entry that has outlived its time; the bytes freed, None if it has not."""
         if not entry.has_expired(self._clock):
             return None
-        self._expired[entry.namespace, entry.key] = None
+        self._expired[entry.tenant, entry.key] = None
         while len(self._expired) > MOST_EXPIRED:
             self._expired.popitem(last=False)
         return self.remove(entry)
@@ -214,9 +216,10 @@ class Entries:
         for row in sorted(rows, key=lambda row: row.last_used_at):
             entry = _from_row(row, self._clock)
             self.index.add(entry)
+            self._conversations.claim(entry)
             self.index.add_replies(entry, decode_replies(row.replies))
             for name in row.names:
-                if self.index.by_name(entry.namespace, name) is None:
+                if self.index.by_name(entry.tenant, name) is None:
                     self.index.set_name(entry, name)
 
     def settle(self) -> None:
@@ -237,11 +240,16 @@ def _living(entry: Entry | None, clock: Clock) -> Entry | None:
 
 def _new_entry(draft: Draft, clock: Clock) -> Entry:
     key = secrets.token_hex(KEY_BYTES)
-    entry = Entry(key, draft.namespace, draft.tokens, draft.text, clock)
+    namespace, tenant = _kv_namespace(draft), draft.namespace
+    entry = Entry(key, namespace, draft.tokens, draft.text, clock, tenant=tenant)
     if draft.text_tokens is not None:
         entry.text_tokens = draft.text_tokens
     entry.durable, entry.was_computed = draft.durable, draft.is_computed
     return entry
+
+
+def _kv_namespace(draft: Draft) -> bytes:
+    return draft.kv_namespace or draft.namespace
 
 
 def _update(entry: Entry, draft: Draft) -> None:
@@ -278,7 +286,8 @@ class _Journal:
 def _to_row(entry: Entry, clock: Clock) -> EntryRow:
     return EntryRow(
         key=entry.key,
-        namespace=entry.namespace,
+        namespace=entry.tenant,
+        kv_namespace=None if entry.namespace == entry.tenant else entry.namespace,
         packed=entry.tokens.packed,
         text=entry.text,
         segments=entry.segments,
@@ -297,7 +306,8 @@ def _to_row(entry: Entry, clock: Clock) -> EntryRow:
 
 def _from_row(row: EntryRow, clock: Clock) -> Entry:
     """The entry, but for its names and replies."""
-    entry = Entry(row.key, row.namespace, Tokens(row.packed), row.text, clock)
+    namespace, tokens = row.kv_namespace or row.namespace, Tokens(row.packed)
+    entry = Entry(row.key, namespace, tokens, row.text, clock, tenant=row.namespace)
     entry.segments = row.segments
     entry.created_at, entry.last_used_at = row.created_at, row.last_used_at
     entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned

@@ -137,9 +137,16 @@ class Entry(PrefixHandle):
     )
 
     def __init__(
-        self, key: str, namespace: bytes, tokens: Tokens, text: bytes, clock: Clock
+        self,
+        key: str,
+        namespace: bytes,
+        tokens: Tokens,
+        text: bytes,
+        clock: Clock,
+        *,
+        tenant: bytes | None = None,
     ) -> None:
-        super().__init__(namespace, tokens)
+        super().__init__(namespace, tokens, tenant=tenant)
         self.key = key
         self.text = text  # rendered bytes that its tokens stand for; empty when unknown
         self.text_tokens = len(tokens)  # how many of them the text stands for
@@ -195,7 +202,8 @@ class Entry(PrefixHandle):
 class Draft:
     """The end of a conversation that is to be remembered."""
 
-    namespace: bytes
+    namespace: bytes  # of the tenant
+    kv_namespace: bytes | None = None  # of its state; None: the tenant's
     tokens: Tokens
     text: bytes
     text_tokens: int | None = None  # how many tokens the text stands for; None: all

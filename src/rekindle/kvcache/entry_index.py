@@ -84,7 +84,7 @@ class EntryIndex:
 
     def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
         entry = self._by_key.get(key)
-        return entry if entry is not None and namespace in (None, entry.namespace) else None
+        return entry if entry is not None and namespace in (None, entry.tenant) else None
 
     def by_name(self, namespace: bytes, name: Name) -> Entry | None:
         return self._by_name.get((namespace, name))
@@ -120,29 +120,29 @@ class EntryIndex:
         """Take in an entry that has neither replies nor names yet."""
         self._by_key[entry.key] = entry
         self._set_place(entry, next(self._places))
-        self._by_tokens[entry.namespace, entry.tokens] = entry
-        self._count(entry.namespace, entry.cost_bytes)
+        self._by_tokens[entry.tenant, entry.tokens] = entry
+        self._count(entry.tenant, entry.cost_bytes)
         if entry.text:
             with self._lock:
-                self._texts.setdefault(entry.namespace, TextIndex()).put(entry.text, entry)
+                self._texts.setdefault(entry.tenant, TextIndex()).put(entry.text, entry)
 
     def remove(self, entry: Entry) -> None:
         del self._by_key[entry.key]
         self._set_place(entry, 0)
-        if self._by_tokens.get((entry.namespace, entry.tokens)) is entry:
-            del self._by_tokens[entry.namespace, entry.tokens]
+        if self._by_tokens.get((entry.tenant, entry.tokens)) is entry:
+            del self._by_tokens[entry.tenant, entry.tokens]
         for name in entry.names:
-            del self._by_name[entry.namespace, name]
-        self._count(entry.namespace, -entry.cost_bytes)
+            del self._by_name[entry.tenant, name]
+        self._count(entry.tenant, -entry.cost_bytes)
         with self._lock:
-            if texts := self._texts.get(entry.namespace):
+            if texts := self._texts.get(entry.tenant):
                 texts.drop(entry.text, entry)
                 if not len(texts):
-                    del self._texts[entry.namespace]
-            if known := self._replies.get(entry.namespace):
+                    del self._texts[entry.tenant]
+            if known := self._replies.get(entry.tenant):
                 known.drop(entry, entry.replies)
                 if not len(known):
-                    del self._replies[entry.namespace]
+                    del self._replies[entry.tenant]
 
     def use(self, entry: Entry, clock: Clock) -> None:
         """Its time begins again, and it is the newest."""
@@ -151,7 +151,7 @@ class EntryIndex:
 
     def _set_place(self, entry: Entry, place: int) -> None:
         """The one place where the order of use changes; 0: the entry leaves it."""
-        before, views = entry.place, (entry.namespace, None)
+        before, views = entry.place, (entry.tenant, None)
         if before:
             for view in views:
                 self._orders[view].leave()
@@ -164,15 +164,15 @@ class EntryIndex:
 
     def set_name(self, entry: Entry, name: Name) -> Entry | None:
         """Let the name lead to this entry; returns the one that it led to before."""
-        before = self._by_name.get((entry.namespace, name))
+        before = self._by_name.get((entry.tenant, name))
         if before is not None and before is not entry:
             del before.names[name]
         entry.names.pop(name, None)  # named again, it is the newest
         entry.names[name] = None
-        self._by_name[entry.namespace, name] = entry
+        self._by_name[entry.tenant, name] = entry
         while len(entry.names) > MOST_NAMES:
             oldest = next(iter(entry.names))
-            del entry.names[oldest], self._by_name[entry.namespace, oldest]
+            del entry.names[oldest], self._by_name[entry.tenant, oldest]
         return before if before is not entry else None
 
     def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
@@ -183,11 +183,11 @@ class EntryIndex:
             return
         cost_bytes = entry.cost_bytes
         with self._lock:
-            index = self._replies.setdefault(entry.namespace, ReplyIndex())
+            index = self._replies.setdefault(entry.tenant, ReplyIndex())
             index.drop(entry, entry.replies)
             index.put(entry, known)
         entry.replies = known
-        self._count(entry.namespace, entry.cost_bytes - cost_bytes)
+        self._count(entry.tenant, entry.cost_bytes - cost_bytes)
 
     def _count(self, namespace: bytes, more_bytes: int) -> None:
         self.used_bytes += more_bytes

@@ -44,13 +44,13 @@ class Store:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._tree)
 
-    def size_bytes(self, namespace: bytes | None) -> int:
+    def size_bytes(self, tenant: bytes | None) -> int:
         """What a tenant's state takes, or everybody's, wherever it lies; each block once."""
-        return self._tree.size_bytes[namespace]
+        return self._tree.size_bytes[tenant]
 
-    def evictions(self, namespace: bytes | None) -> int:
+    def evictions(self, tenant: bytes | None) -> int:
         """Blocks a tenant lost to make room, or all of them together."""
-        return self.counts.evicted_blocks if namespace is None else self.counts.evicted[namespace]
+        return self.counts.evicted_blocks if tenant is None else self.counts.evicted[tenant]
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -101,8 +101,10 @@ class Store:
         exact: bool,
         resumable: bool = False,
         write_back: WriteBack = WriteBack.NEVER,
+        tenant: bytes | None = None,
     ) -> bool:
-        """Keep a block under its parent. False: the parent is gone, or there is no room for it."""
+        """Keep a block under its parent. False: the parent is gone, or there is no room for it.
+        `tenant` is whose the namespace is, if it is not the tenant's usual one."""
         kind = BlockKind(len(blob), exact, resumable)
         if known := self._tree.get(chain_key(parent, tokens)):
             better = _is_better(known, exact=exact, resumable=resumable)
@@ -117,7 +119,7 @@ class Store:
             self.counts.refused_blocks += 1
             return False
         block = self._tree.add(
-            namespace, above, tokens, len(blob), exact=exact, resumable=resumable
+            namespace, above, tokens, len(blob), exact=exact, resumable=resumable, tenant=tenant
         )
         self._tiered.put(block, blob, [tier])
         self._placement.set_write_back(block, write_back)

@@ -109,7 +109,7 @@ class TieredTree:
 
     def evict(self, block: Block) -> None:
         self.counts.evicted_blocks += 1
-        self.counts.evicted[block.namespace] += 1
+        self.counts.evicted[block.tenant] += 1
         self.remove(block)
 
     def leave(self, tier: Tier, block: Block, *, quarantine: bool = False) -> None:

@@ -37,7 +37,7 @@ class Tree:
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[bytes, Block] = {}
         self._blocks: dict[bytes, Block] = {}
-        #: Of all state, each block once, by namespace; None: of all of them.
+        #: Of all state, each block once, by tenant; None: of all of them.
         self.size_bytes: Counter[bytes | None] = Counter()
 
     def __len__(self) -> int:
@@ -49,11 +49,12 @@ class Tree:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
-    def root(self, namespace: bytes) -> Block:
-        """The node above the first blocks of a namespace."""
+    def root(self, namespace: bytes, tenant: bytes | None = None) -> Block:
+        """The node above the first blocks of a namespace, which is a tenant's for good."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Block(namespace, None, Tokens(), 0, exact=True)
+            root = Block(namespace, None, Tokens(), 0, exact=True, tenant=tenant)
+            self._roots[namespace] = root
         return root
 
     def is_full(self, block: Block) -> bool:
@@ -126,7 +127,7 @@ class Tree:
 
     def place(self, handle: PrefixHandle, node: Block | None = None) -> None:
         """Let a conversation end in the last block, at or below `node`, that holds state of it."""
-        node = node or self.root(handle.namespace)
+        node = node or self.root(handle.namespace, handle.tenant)
         packed = handle.tokens.packed
         offset = node.stop * TOKEN_BYTES
         while offset + self._block_bytes < len(packed):  # what ends here may end in a tail
@@ -168,10 +169,11 @@ class Tree:
         exact: bool,
         resumable: bool = False,
         key: bytes | None = None,
+        tenant: bytes | None = None,
     ) -> Block:
         """Put a block under its parent; without one, under the root. `key` is its chain key, where
         that is known."""
-        above = parent or self.root(namespace)
+        above = parent or self.root(namespace, tenant)
         packed = tokens.packed
         assert packed not in above.children, "one block for the same tokens"
         assert self.could_hold(tokens), "a full block or a tail"
@@ -199,10 +201,10 @@ class Tree:
 
     def _count(self, block: Block, more_bytes: int) -> None:
         self.size_bytes[None] += more_bytes
-        held_bytes = self.size_bytes[block.namespace] + more_bytes
-        self.size_bytes[block.namespace] = held_bytes
+        held_bytes = self.size_bytes[block.tenant] + more_bytes
+        self.size_bytes[block.tenant] = held_bytes
         if not held_bytes:
-            del self.size_bytes[block.namespace]
+            del self.size_bytes[block.tenant]
 
     def remove(self, block: Block) -> None:
         """Take a leaf out; a root left without children goes too."""

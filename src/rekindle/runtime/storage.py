@@ -82,12 +82,13 @@ class Storage:
         self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
         self._ticks = 0
         self._chunks = 0  # of blocks, that were found in the folder
-        if disk is None or disk.is_open:
-            store.load()
-        else:
+        if disk and not disk.is_open:
             self._no_disk_reason = "opening"
-        if disk and disk.is_open:
-            entries.load(disk.folder.index_db.entries())
+        else:
+            if disk:  # first: an entry says whose the blocks of its namespace are
+                entries.load_early(disk.folder.index_db.entries())
+            store.load()
+            entries.settle()
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
         store.fetches.on_change = self._log_reads
 

@@ -101,6 +101,22 @@ def test_version_2_keeps_what_it_promised(path: Path) -> None:
             assert is_sound(index_db)
 
 
+def test_version_3_keeps_what_it_promised(path: Path) -> None:
+    """It knew of no state beside a tenant's usual one."""
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutEntry(PINNED)])
+    write(
+        path,
+        "ALTER TABLE entries DROP COLUMN kv_root; UPDATE meta SET value = '3' WHERE key = 'schema'",
+    )
+    other = replace(entry("f"), kv_namespace=b"k" * 32)
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.entries() == [PINNED]
+        index_db.commit([PutEntry(other)])
+        assert index_db.entries() == [PINNED, other]
+        assert is_sound(index_db)
+
+
 def test_what_was_upgraded_is_changed_like_any_other(path: Path) -> None:
     write(path, VERSION_2)
     longer = replace(PINNED, packed=PINNED.packed * 2000, text=b"longer")

@@ -26,7 +26,8 @@ SCHEMA = """
 CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT NULL,
   text BLOB NOT NULL, segments BLOB NOT NULL, replies BLOB NOT NULL, text_tokens INTEGER,
   created_at REAL NOT NULL, last_used_at REAL NOT NULL, ttl_s REAL, expires_at REAL,
-  pinned INTEGER NOT NULL, hits INTEGER NOT NULL, keyed INTEGER NOT NULL, digest BLOB NOT NULL);
+  pinned INTEGER NOT NULL, hits INTEGER NOT NULL, keyed INTEGER NOT NULL, digest BLOB NOT NULL,
+  kv_root BLOB);
 """
 NAMES_SCHEMA = """
 CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, entry TEXT NOT NULL,
@@ -36,12 +37,12 @@ CREATE INDEX names_by_entry ON names (entry);
 _IN_PIECES = ("packed", "text", "segments", "replies")  # columns that hold the id of their bytes
 _COLUMNS = (
     *("key", "root", *_IN_PIECES, "text_tokens", "created_at", "last_used_at", "ttl_s"),
-    *("expires_at", "pinned", "hits", "keyed", "digest"),
+    *("expires_at", "pinned", "hits", "keyed", "digest", "kv_root"),
 )
 _MAYBE = (float, NoneType)
 _TYPES = (
     *(str, bytes, bytes, bytes, bytes, bytes, (int, NoneType), float, float, _MAYBE),
-    *(_MAYBE, int, int, int, bytes),
+    *(_MAYBE, int, int, int, bytes, (bytes, NoneType)),
 )
 _PUT = upsert("entries", _COLUMNS)
 _PIECES_OF = f"SELECT {', '.join(_IN_PIECES)} FROM entries WHERE key = ?"
@@ -118,6 +119,7 @@ def _values(entry: EntryRow, ids: Ids) -> tuple[Any, ...]:
     values = {column: getattr(entry, column, None) for column in _COLUMNS}
     values |= ids
     values["root"] = entry.namespace  # the column is as old as the first index
+    values["kv_root"] = entry.kv_namespace
     values["digest"] = _digest(entry, ids)
     return tuple(values.values())
 
@@ -128,7 +130,10 @@ def _digest(entry: EntryRow, ids: Ids) -> bytes:
     ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
     named = {column: id_.hex() for column, id_ in ids.items()}
     promised = (entry.key, entry.namespace.hex(), named, entry.text_tokens)
-    return blake3(json.dumps([promised, ttl_s, entry.pinned, entry.keyed]).encode()).digest()
+    everything: list[Any] = [promised, ttl_s, entry.pinned, entry.keyed]
+    if entry.kv_namespace is not None:  # else it is the digest of version 3
+        everything.append(entry.kv_namespace.hex())
+    return blake3(json.dumps(everything).encode()).digest()
 
 
 def _parse(
@@ -143,6 +148,7 @@ def _parse(
     digest = values.pop("digest")
     values |= found
     values["namespace"] = values.pop("root")
+    values["kv_namespace"] = values.pop("kv_root")
     values["segments"] = _segments(values["segments"])
     values["names"] = tuple(names.get(values["key"], ()))
     values |= {column: bool(values[column]) for column in ("pinned", "keyed")}

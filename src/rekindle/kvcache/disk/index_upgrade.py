@@ -15,12 +15,13 @@ from rekindle.kvcache.disk import entry_table, pieces
 from rekindle.kvcache.disk.entry_table import EntryTable
 from rekindle.kvcache.disk.index_rows import EntryRow, typed
 
-UPGRADED = ("1", "2")
+UPGRADED = ("1", "2", "3")
 
 _TO_2 = """
 ALTER TABLE entries ADD COLUMN text_tokens INTEGER;
 ALTER TABLE entries ADD COLUMN replies BLOB NOT NULL DEFAULT x'';
 """
+_TO_4 = "ALTER TABLE entries ADD COLUMN kv_root BLOB"
 # Version 2 kept all of an entry in its row, which was written anew at every use.
 _SELECT_2 = """
 SELECT key, root, packed, text, segments, created_at, last_used_at, ttl_s, expires_at, pinned, hits,
@@ -36,6 +37,15 @@ _TYPES_2 = (
 def upgrade(db: sqlite3.Connection, version: str) -> None:
     """Make an index of an older version one of this; all of it or nothing."""
     db.execute("BEGIN IMMEDIATE")
+    if version == "3":
+        _run(db, _TO_4)
+    else:
+        _upgrade_2(db, version)
+    db.execute("UPDATE meta SET value = '4' WHERE key = 'schema'")
+    db.execute("COMMIT")
+
+
+def _upgrade_2(db: sqlite3.Connection, version: str) -> None:
     if version == "1":
         _run(db, _TO_2)
     entries = [_parse_2(row) for row in db.execute(_SELECT_2).fetchall()]
@@ -45,8 +55,6 @@ def upgrade(db: sqlite3.Connection, version: str) -> None:
         if entry is not None:
             table.put_row(entry)
     db.execute("DELETE FROM names WHERE entry NOT IN (SELECT key FROM entries)")
-    db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
-    db.execute("COMMIT")
 
 
 def _run(db: sqlite3.Connection, script: str) -> None:

@@ -21,9 +21,9 @@ class TierBudget:
 
     # -- looking -------------------------------------------------------------------------------
 
-    def held_bytes(self, namespace: bytes) -> int:
+    def held_bytes(self, tenant: bytes) -> int:
         """What one tenant holds."""
-        return self._shares.held_bytes(namespace)
+        return self._shares.held_bytes(tenant)
 
     def fits(self, cost: int) -> bool:
         return self.used_bytes + cost <= self._most_bytes
@@ -45,16 +45,16 @@ class TierBudget:
 
     def use(self, block: Block) -> None:
         """Count a use, which keeps the block longer."""
-        self._shares.use(block.namespace, block.key)
+        self._shares.use(block.tenant, block.key)
 
     def enter(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
         """Count a new copy. Of a chain, any part may come first."""
         above = block.parent
         parent = above.key if above is not None and self._tier in above.copies else None
-        self._shares.enter(block.namespace, block.key, parent, size_bytes)
+        self._shares.enter(block.tenant, block.key, parent, size_bytes)
         for child in block.children.values():
             if self._tier in child.copies:
-                self._shares.adopt(block.namespace, block.key, child.key)
+                self._shares.adopt(block.tenant, block.key, child.key)
         block.copies[self._tier] = Copy(size_bytes, self._persistent, written)
         self.used_bytes += size_bytes
 
@@ -62,7 +62,7 @@ class TierBudget:
         """Count a copy that is here as what it takes now."""
         copy = block.copies[self._tier]
         more_bytes = size_bytes - copy.size_bytes
-        self._shares.resize(block.namespace, more_bytes)
+        self._shares.resize(block.tenant, more_bytes)
         self.used_bytes += more_bytes
         copy.size_bytes = size_bytes
 
@@ -72,7 +72,7 @@ class TierBudget:
         if copy is None:
             return False
         self.used_bytes -= copy.size_bytes
-        self._shares.leave(block.namespace, block.key, copy.size_bytes)
+        self._shares.leave(block.tenant, block.key, copy.size_bytes)
         return True
 
     # -- a full medium -------------------------------------------------------------------------
