@@ -36,6 +36,7 @@ from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.output_format import ReplyDecoding
+from rekindle.runtime.precision import precision
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
 from rekindle.runtime.storage import Storage
 from rekindle.runtime.turn import Stopwatch, Turn
@@ -224,11 +225,13 @@ class RuntimeHarness:
         )
         processor = self.runtime.input_processor
         is_shared = asked.prepare is not None and asked.prepare.shared
+        tenant = processor.shared_namespace if is_shared else processor.namespace(salt)
         return self.take(
             EncodedRequest(
                 request=asked,
                 prompt=prompt,
-                namespace=processor.shared_namespace if is_shared else processor.namespace(salt),
+                namespace=tenant,
+                precision=precision(asked, self.capabilities, tenant),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
                 hashes=ConversationHashes(asked.messages, asked.tools) if asked.messages else None,
             )

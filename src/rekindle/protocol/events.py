@@ -86,6 +86,7 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"  # stored state was damaged and is computed again
     FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time: its state is computed again
     EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses whole canonical steps only
+    KV_BITS_CHANGED = "kv_bits_changed"  # the state that was named has cells of another precision
     CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes at checkpoints only
 
 
@@ -101,6 +102,8 @@ class CacheReport(Struct):
     new_cache_key: str | None = None  # of this turn's own entry, when it was asked for
     diverged_at: Divergence | None = None
     normalised: list[str] = []  # what was changed in the request so that more of it matched
+    kv_bits: int | None = None  # of the cells that its state has in the end
+    kv_group_size: int | None = None  # of those, how many share a scale; None: none do
 
 
 class Stages(Struct):

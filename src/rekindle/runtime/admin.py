@@ -195,8 +195,10 @@ class Admin:
         prompt = encoded.prompt
         named = compare(entry, prompt, encoded.hashes)
         usable = prompt.tokens[: prompt.tokens.whole_media(len(prompt.tokens) - 1)]
-        match = self._planner.match(namespace, usable)
-        reusable = min(self._planner.reusable_tokens(namespace, usable), named.common_tokens)
+        is_usual = entry.namespace == namespace
+        match = self._planner.match(entry.namespace, usable, is_usual=is_usual)
+        found = self._planner.reusable_tokens(entry.namespace, usable, is_usual=is_usual)
+        reusable = min(found, named.common_tokens)
         verdict = judge(
             Evidence(
                 prompt_tokens=len(prompt.tokens),

@@ -72,7 +72,7 @@ class CacheInfo:
             last_used=entry.last_used_at,
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
-            tenant=blake3(entry.namespace).hexdigest()[:12],
+            tenant=blake3(entry.tenant).hexdigest()[:12],
             place=entry.place,
         )
 
@@ -80,9 +80,7 @@ class CacheInfo:
         """With words by which its own tenant recognises it; an admin is not shown other people's
         text."""
         info = self.info(entry)
-        return (
-            replace(info, preview=self._preview.of(entry.text)) if entry.namespace == own else info
-        )
+        return replace(info, preview=self._preview.of(entry.text)) if entry.tenant == own else info
 
     def page(self, op: ListEntries, view: View, own: bytes) -> Pieces[EntryList]:
         """One more entry than asked for shows whether there is a next page."""

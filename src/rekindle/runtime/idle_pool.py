@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, Sequence
+from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.tokens import Tokens
@@ -30,7 +30,8 @@ class _Asked:
 
 
 class IdlePool:
-    """Within so many sequences and tokens; those least recently used go first."""
+    """Sequences of one KV type, within so many sequences and tokens; those least recently used go
+    first."""
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class IdlePool:
         offloader: Offloader,
         allowance: Allowance,
         *,
+        kv_type: KvType,
         most_sequences: int,
         most_tokens: int,
         by_cost: bool,
     ) -> None:
         self._engine = engine
+        self.kv_type = kv_type
         self._offloader = offloader
         self._allowance = allowance
         self._most_sequences = most_sequences
@@ -83,13 +86,13 @@ class IdlePool:
         """Whether so many cells would be free if all of these left but the spared one, and no more
         than so many sequences were here."""
         mine = [idle.sequence for idle in self._idle if idle.sequence is not spared]
-        free_tokens = self._engine.free_tokens() + self._engine.freed_tokens(mine)
+        free_tokens = self._engine.free_tokens(self.kv_type) + self._engine.freed_tokens(mine)
         return len(self) - len(mine) <= sequences and free_tokens >= tokens
 
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
         """Move sequences down to the store until so many cells are free, and no more than so many
         sequences are here; False: there are no more, or the step's allowance is spent."""
-        while self._engine.free_tokens() < tokens or len(self) > sequences:
+        while self._engine.free_tokens(self.kv_type) < tokens or len(self) > sequences:
             victim = next((each for each in self._idle if each.sequence is not spared), None)
             if victim is None or not self._evict(victim):
                 return False
@@ -117,6 +120,13 @@ class IdlePool:
         """Other turns have computed so many rows beside these sequences."""
         for idle in self._idle:
             idle.rows_meanwhile += rows
+
+    def evict_unused(self) -> None:
+        """Let those leave that were here at the last call, too, as far as the step allows."""
+        for idle in list(self._idle):
+            if idle.is_unused:
+                self._evict(idle)
+            idle.is_unused = True
 
     def _evict(self, idle: IdleSequence) -> bool:
         """Export a sequence and close it; False: the allowance did not do."""

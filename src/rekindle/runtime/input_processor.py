@@ -25,6 +25,7 @@ from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.media import count_images
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
+from rekindle.runtime.precision import precision
 from rekindle.runtime.replay import History
 from rekindle.runtime.request import (
     EncodedPrompt,
@@ -100,10 +101,12 @@ class InputProcessor:
         if request.ignore_eos:
             request = structs.replace(request, sampling=self._endless(request.sampling, decoding))
         is_shared = request.prepare is not None and request.prepare.shared
+        tenant = self.shared_namespace if is_shared else self.namespace(request.salt)
         return EncodedRequest(
             request=request,
             prompt=encoded.prompt,
-            namespace=self.shared_namespace if is_shared else self.namespace(request.salt),
+            namespace=tenant,
+            precision=precision(request, self._capabilities, tenant),
             decoding=decoding,
             hashes=encoded.hashes,
             normalised=normalised,

@@ -6,16 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, Sequence
+from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.crossing import Crossing
 from rekindle.runtime.idle_pool import IdlePool
+from rekindle.runtime.idle_pools import IdlePools, RowsByType
 from rekindle.runtime.offload import Allowance, Counts, Offloader
 from rekindle.runtime.planner import Planner
+from rekindle.runtime.precision import KvSpace
 from rekindle.runtime.restorer import NowS, Restorer
+from rekindle.runtime.transcoder import Transcoder
 from rekindle.runtime.turn import Offloaded, Turn
 
 DEVICE = "device"  # the tier that is the engine's own memory
@@ -55,29 +59,40 @@ class KvManager:
         self.allowance = Allowance(self.counts, STEP_BYTES)
         self._restorer = Restorer(engine, store, self.counts, self.allowance, now_s)
         self._offloader = Offloader(engine, store, self.counts)
-        self.idle = IdlePool(
-            engine,
-            self._offloader,
-            self.allowance,
-            most_sequences=self._capabilities.sequences - parallel,
-            most_tokens=idle_tokens,
-            by_cost=idle_by_cost,
-        )
+        self._transcoder = Transcoder(engine, self.counts, self.allowance)
+
+        def idle_pool(kv_type: KvType) -> IdlePool:
+            return IdlePool(
+                engine,
+                self._offloader,
+                self.allowance,
+                kv_type=kv_type,
+                most_sequences=self._capabilities.sequences - parallel,
+                most_tokens=idle_tokens,
+                by_cost=idle_by_cost,
+            )
+
+        self.idle = IdlePools(self._capabilities.kv_type, idle_pool)
         self.broken: EngineBroken | None = None  # since the last step
 
     # -- starting ------------------------------------------------------------------------------
 
     def plan(self, turn: Turn, running: list[Turn]) -> Plan[Sequence]:
-        """The longest prefix that can be reused, of what is stored and of what is here."""
-        return self._planner.plan(turn, self._live(turn.namespace, running))
+        """The longest prefix that can be reused, of what is stored and of what is here; the turn
+        knows then which cells it begins in."""
+        route = self._planner.route(turn, lambda space: self._live(space, running))
+        turn.space, turn.cross_at = route.space, route.cross_at
+        return route.plan
 
-    def _live(self, namespace: bytes, running: list[Turn]) -> Iterator[Live[Sequence]]:
-        allowed = (namespace, self._planner.shared_namespace)
+    def _live(self, space: KvSpace, running: list[Turn]) -> Iterator[Live[Sequence]]:
+        shared = self._planner.shared_namespace
+        is_usual = space.kv_type == self._capabilities.kv_type
+        allowed = (space.namespace, shared if is_usual else None)
         for idle in self.idle:
             if idle.namespace in allowed:
                 yield Live(idle.sequence, idle.tokens)
         for turn in running:
-            if turn.shares and turn.namespace in allowed and turn.sequence:
+            if turn.shares and turn.space.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
 
     def reserve(
@@ -87,34 +102,33 @@ class KvManager:
         unless they can. The plan to carry out; None: there is no room now."""
         if turn.request.exact:
             return plan
-        shared = [other for other in others if not other.request.exact]
+        idle, shared = self._pool_of(turn.space.kv_type, others)
+        tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
         headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
-        needed = (
-            len(turn.tokens)
-            - plan.shared_tokens
-            + headroom
-            + sum(
-                other.pending_tokens + min(other.remaining_tokens, HEADROOM_TOKENS)
-                for other in shared
-            )
-        )
+        needed = tokens - plan.shared_tokens + headroom + _pending_tokens(shared)
         most_idle = self._capabilities.sequences - len(shared) - 1
-        if self.idle.could_make_room(needed, most_idle, plan.share):
-            return plan if self.idle.make_room(needed, most_idle, plan.share) else None
+        if idle.could_make_room(needed, most_idle, plan.share):
+            return plan if idle.make_room(needed, most_idle, plan.share) else None
         if others:
             return None
-        has_room = self.idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, most_idle)
-        if not has_room and len(self.idle):
+        has_room = idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, most_idle)
+        if not has_room and len(idle):
             return None  # the next step goes on
         return self.plan(turn, others)  # without the idle sequence it had counted on
 
+    def _pool_of(self, kv_type: KvType, turns: list[Turn]) -> tuple[IdlePool, list[Turn]]:
+        """What lies idle in a type's pool, and those of these turns that compute there."""
+        shared = [turn for turn in turns if not turn.request.exact]
+        return self.idle.of(kv_type), [turn for turn in shared if turn.space.kv_type == kv_type]
+
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
         """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
-        sequence = self._engine.open(exact=turn.request.exact)
-        turn.sequence, turn.offloaded = sequence, Offloaded(0, turn.namespace)
+        space = turn.space
+        sequence = self._engine.open(exact=turn.request.exact, kv_type=space.kv_type)
+        turn.sequence, turn.offloaded = sequence, Offloaded(0, space.namespace)
         if plan.share is not None:
             self._engine.share(plan.share, plan.shared_tokens, sequence)
-            self.idle.supersede(plan.share, plan.shared_tokens, turn.namespace)
+            self.idle.supersede(plan.share, plan.shared_tokens, space.namespace)
         turn.restoration = self._restorer.begin(plan)
 
     def restore(self, turn: Turn) -> bool:
@@ -147,6 +161,27 @@ class KvManager:
             DEVICE if plan.share is not None else None
         )
         return Placed(plan, sequence.length, tier if sequence.length else None)
+
+    def cross(self, turn: Turn, others: list[Turn]) -> bool:
+        """Bring a turn's state over into the cells that it goes on in, as far as this step may;
+        True when it is there. Raises NoMemory."""
+        quantised, sequence = turn.precision.quantised, turn.sequence
+        assert quantised is not None
+        assert sequence is not None
+        crossing = turn.crossing = turn.crossing or Crossing(sequence)
+        if crossing.into is None and not sequence.exact:
+            idle, shared = self._pool_of(quantised.kv_type, others)
+            headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
+            needed = len(turn.tokens) + headroom + _pending_tokens(shared)
+            most_idle = self._capabilities.sequences - len(shared) - 1
+            if not idle.make_room(needed, most_idle) and (shared or len(idle)):
+                return False
+        if not self._transcoder.advance(crossing, quantised.kv_type):
+            return False
+        turn.sequence, turn.space = crossing.into, quantised
+        turn.crossing = turn.cross_at = None
+        turn.offloaded = Offloaded(0, quantised.namespace)
+        return True
 
     def _cut(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
         """Leave what can be gone on from; False: nothing can, where there was to be something."""
@@ -184,6 +219,8 @@ class KvManager:
     def retire(self, turn: Turn) -> None:
         """Take the sequence off a turn, however it ended, and keep what it computed."""
         sequence, is_whole = turn.sequence, turn.restoration is None
+        if turn.crossing and turn.crossing.into:
+            self._engine.close_sequence(turn.crossing.into)
         self.release(turn)
         if sequence is None:
             return
@@ -201,7 +238,7 @@ class KvManager:
         """Let a turn hold nothing any more; should it start again, it looks again."""
         if turn.restoration is not None:
             self._restorer.release(turn.restoration)
-        turn.sequence = turn.restoration = None
+        turn.sequence = turn.restoration = turn.crossing = None
         turn.plans = 0
 
     def offload_prompt(self, turn: Turn) -> None:
@@ -218,7 +255,10 @@ class KvManager:
 
     def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""
-        rows_ahead = sum(turn.pending_tokens for turn in running if not turn.request.exact)
+        rows_ahead = RowsByType()
+        for turn in running:
+            if not turn.request.exact:
+                rows_ahead[turn.space.kv_type] += turn.pending_tokens
         return self.idle.export_asked() and self.idle.trim(rows_ahead)
 
     def offload_one(self) -> bool:
@@ -239,10 +279,11 @@ class KvManager:
 
     # -- making room ---------------------------------------------------------------------------
 
-    def make_room(self, tokens: int) -> bool:
-        """Move idle sequences down to the store until so many cells are free; False: there are no
-        more, or the step's allowance is spent."""
-        return self.idle.make_room(tokens, len(self.idle))
+    def make_room(self, tokens: int, kv_type: KvType | None = None) -> bool:
+        """Move idle sequences down to the store until so many cells of a type are free; False:
+        there are no more, or the step's allowance is spent."""
+        idle = self.idle.of(kv_type or self._capabilities.kv_type)
+        return idle.make_room(tokens, len(idle))
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close idle sequences of a conversation that was deleted: it is not reused from here."""
@@ -264,3 +305,8 @@ class KvManager:
         self.idle.clear()
         self.broken = None
         self.counts.rebuilds += 1
+
+
+def _pending_tokens(turns: list[Turn]) -> int:
+    """Cells that these turns still need for their prompts, and are sure of for their replies."""
+    return sum(turn.pending_tokens + min(turn.remaining_tokens, HEADROOM_TOKENS) for turn in turns)

@@ -22,6 +22,7 @@ class Counts:
     reused_tokens: int = 0
     restored_bytes: int = 0
     exported_bytes: int = 0
+    transcoded_tokens: int = 0
     preemptions: int = 0
     rebuilds: int = 0
 
@@ -55,12 +56,14 @@ class IdleSequence:
 
     sequence: Sequence
     tokens: Tokens
-    namespace: bytes
+    namespace: bytes  # of its state
+    tenant: bytes
     exact_tokens: int  # up to here it was computed in canonical steps
     write_back: WriteBack  # when its blocks are to be written to disk
     offloaded: Offloaded  # up to here its blocks are in the store
     restarts: int = 0  # how often they had left it, and were exported again
     rows_meanwhile: int = 0  # that other turns have computed beside it
+    is_unused: bool = False  # for some time
 
 
 class Offloader:
@@ -78,10 +81,11 @@ class Offloader:
         return IdleSequence(
             sequence,
             turn.tokens.first(sequence.length),
+            turn.space.namespace,
             turn.namespace,
             exact_tokens=turn.prompt_tokens if sequence.exact else 0,
             write_back=turn.lookup.write_back,
-            offloaded=turn.offloaded if known else Offloaded(0, turn.namespace),
+            offloaded=turn.offloaded if known else Offloaded(0, turn.space.namespace),
         )
 
     def offload(self, idle: IdleSequence) -> bool:
@@ -119,6 +123,7 @@ class Offloader:
                 exact=exact,
                 resumable=resumable,
                 write_back=idle.write_back,
+                tenant=idle.tenant,
             )
         idle.offloaded = idle.offloaded.after(tokens)
         # The block may have been another conversation's before, which is written later or never.

@@ -20,7 +20,8 @@ from enum import Enum
 
 from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import ContextTooLong
-from rekindle.protocol.events import CacheReport, Event, Finished, Status
+from rekindle.kvcache.entries import Entry
+from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager, Placed
@@ -108,6 +109,10 @@ class Pipeline:
             self._kv.counts.reused_tokens += placed.reused_tokens
         return Start.STARTED
 
+    def cross(self, turn: Turn, others: list[Turn]) -> Start:
+        """Bring over what a step may into the cells that a turn goes on in."""
+        return Start.STARTED if self._kv.cross(turn, others) else Start.RESTORING
+
     def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
         """What one step of the engine brings the client; remembers a turn that has ended."""
         if sampled is not None:
@@ -115,6 +120,9 @@ class Pipeline:
         else:
             events = turn.end_prepared() if turn.request.prepare else []
         if events and isinstance(events[-1], Finished):
+            layout = self._engine.capabilities.kv[turn.space.kv_type]
+            events[-1].cache.kv_bits = layout.bits
+            events[-1].cache.kv_group_size = layout.group_size
             self._sessions.remember(turn, events[-1])
         return events
 
@@ -139,7 +147,7 @@ class Pipeline:
                 reuse=turn.request.reuse,
                 exact=turn.request.exact,
                 can_truncate=self._engine.capabilities.can_truncate,
-                problem=turn.lookup.problem or turn.problem,
+                problem=turn.lookup.problem or turn.problem or _precision_problem(turn, entry),
                 named=named,
             )
         )
@@ -158,3 +166,12 @@ class Pipeline:
             diverged_at=named.diverged_at if named and status != "hit" else None,
             normalised=list(turn.encoded.normalised),
         )
+
+
+def _precision_problem(turn: Turn, entry: Entry | None) -> Reason | None:
+    """Whether the entry's state is of a precision that this turn cannot start from."""
+    precision = turn.precision
+    spaces = (precision.usual, precision.quantised)
+    of_use = {space.namespace for space in spaces if space is not None}
+    is_strange = entry is not None and entry.namespace not in of_use
+    return Reason.KV_BITS_CHANGED if is_strange else None

@@ -14,6 +14,7 @@ from rekindle.protocol.events import Reason
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.output_format import ReplyDecoding
+from rekindle.runtime.precision import Precision
 from rekindle.tokens import Tokens
 
 PictureTokens = Callable[[int, int, bytes], Tokens]  # of a size and a digest
@@ -56,6 +57,7 @@ class EncodedRequest:
     request: GenerateRequest
     prompt: Prompt
     namespace: bytes  # of the tenant
+    precision: Precision
     decoding: ReplyDecoding  # how its reply is read, and what it is held to
     hashes: ConversationHashes | None = None  # None: it has no messages
     normalised: list[str] = field(default_factory=list)  # what was changed so that more matches

@@ -9,6 +9,7 @@ from rekindle.engine.base import Engine, Sampled, Work
 from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
 from rekindle.runtime.batch import Batch, Batcher
+from rekindle.runtime.idle_pools import RowsByType
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline, Start
@@ -90,6 +91,7 @@ class Scheduler:
         try:
             self._restore()
             self._admit()
+            self._cross()
             self._kv.export_some(self._running)
             has_encoded = self._encode_picture()
             batch = self._batcher.compose(self._running)
@@ -127,9 +129,26 @@ class Scheduler:
     def _restore(self) -> None:
         """Go on with turns whose state is being restored, those that came first first."""
         for turn in list(self._restoring):
+            if turn.crossing:
+                continue
             outcome = self._pipeline.restore(turn)
             if outcome is not Start.RESTORING:
                 self._restoring.remove(turn)
+                self._take(turn, outcome)
+
+    def _cross(self) -> None:
+        """Bring over turns that go on in cells of another type, those that came first first; while
+        they are on their way they do not run."""
+        ready = [turn for turn in self._running if turn.must_cross]
+        for turn in [*(turn for turn in self._restoring if turn.crossing), *ready]:
+            others = [other for other in (*self._running, *self._restoring) if other is not turn]
+            try:
+                outcome = self._pipeline.cross(turn, others)
+            except ServerError as error:  # what only this turn needs is not to be had
+                self._end(turn)
+                self._emit([Failed(turn.id, error.info)])
+            else:
+                self._remove(turn)
                 self._take(turn, outcome)
 
     def _admit(self) -> None:
@@ -193,10 +212,14 @@ class Scheduler:
     def _leads(self, leader: Turn, turn: Turn) -> bool:
         ahead_of, behind = leader.request, turn.request
         together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
-        if not together or leader.namespace != turn.namespace:
+        precision = turn.precision
+        if not together or not (leader.precision == precision or leader.space == precision.first):
             return False
         common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
-        held_tokens = 0 if leader.restoration else leader.held_tokens  # that can be shared
+        if leader.precision != precision and precision.start_tokens:
+            common = min(common, precision.start_tokens)  # then it goes on in cells of its own
+        is_on_its_way = leader.restoration or leader.crossing
+        held_tokens = 0 if is_on_its_way else leader.held_tokens  # that can be shared
         # An exact prefix can be had when the leader's whole prompt is in the store, not before.
         ahead = turn.request.exact or common > held_tokens
         if common < FOLLOW_TOKENS or not ahead:
@@ -264,15 +287,17 @@ class Scheduler:
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
         rows = _shared_rows(batch)
-        if self._engine.free_tokens() >= rows:
+        full = [name for name in rows if self._engine.free_tokens(name) < rows[name]]
+        if not full:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
-        if self._kv.make_room(rows):
+        if all(self._kv.make_room(rows[name], name) for name in full):
             return
         if self._kv.allowance.is_spent:
             return  # the next step goes on
-        holding = [*self._restoring, *self._running]
-        last = max((t for t in holding if not t.request.exact), key=lambda turn: turn.place)
+        shared = (turn for turn in (*self._restoring, *self._running) if not turn.request.exact)
+        holding = [turn for turn in shared if turn.space.kv_type in full]
+        last = max(holding, key=lambda turn: turn.place)
         self._kv.counts.preemptions += 1
         self._remove(last)
         self._waiting.insert(0, last)
@@ -303,9 +328,13 @@ class Scheduler:
             self._emit([Failed(turn.id, failure.info)])
 
 
-def _shared_rows(batch: Batch) -> int:
-    """Rows that are computed in the pool."""
-    return sum(len(work.tokens) for turn, work in batch if not turn.request.exact)
+def _shared_rows(batch: Batch) -> RowsByType:
+    """Rows that are computed in pools, by the KV type of each."""
+    rows = RowsByType()
+    for turn, work in batch:
+        if not turn.request.exact:
+            rows[turn.space.kv_type] += len(work.tokens)
+    return rows
 
 
 def _insert(turns: list[Turn], turn: Turn) -> None:

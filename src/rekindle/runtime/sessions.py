@@ -131,8 +131,8 @@ class Sessions:
         may pin its share."""
         living = self._entries.of(None)
         pinned = [entry for entry in living if entry.pinned]
-        own = [entry for entry in pinned if entry.namespace == candidate.namespace]
-        tenants = {candidate.namespace, *(entry.namespace for entry in living)}
+        own = [entry for entry in pinned if entry.tenant == candidate.tenant]
+        tenants = {candidate.tenant, *(entry.tenant for entry in living)}
         limit = self._store.conversations.pin_limit_bytes
         for entries, most in ((pinned, limit), (own, limit // len(tenants))):
             needed = self._store.conversations.lasting_bytes(
@@ -206,6 +206,7 @@ class Sessions:
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
             namespace=turn.namespace,
+            kv_namespace=turn.space.namespace,
             tokens=end.tokens,
             text=end.text,
             text_tokens=end.text_tokens,

@@ -12,6 +12,7 @@ from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Reason, Stages
 from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.crossing import Crossing
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.restoration import Restoration
@@ -80,6 +81,7 @@ class Turn:
         self.id = encoded.request.turn
         self.request = encoded.request
         self.namespace = encoded.namespace
+        self.precision = encoded.precision
         self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
         self.report: CacheReport | None = None  # from its first start on
@@ -89,7 +91,10 @@ class Turn:
         self.sampler: Sampler | None = None
         self.restoration: Restoration | None = None  # its blocks on their way into the sequence
         self.plans = 0  # made since it last held nothing
-        self.offloaded = Offloaded(0, encoded.namespace)
+        self.space = encoded.precision.first  # where its state is, or is planned to be
+        self.cross_at: int | None = None  # so many tokens: then it goes on in other cells
+        self.crossing: Crossing | None = None  # on its way there
+        self.offloaded = Offloaded(0, self.space.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
         self.shown: tuple[Media, Matrix] | None = None  # a picture and its vectors
         # In the queue.
@@ -129,6 +134,12 @@ class Turn:
         return self.pending_tokens > 1 or not self.generated_tokens
 
     @property
+    def must_cross(self) -> bool:
+        """Whether its next token is to be computed in other cells than it has now."""
+        at = self.cross_at
+        return at is not None and self.held_tokens >= at and self.pending_tokens > 0
+
+    @property
     def shares(self) -> bool:
         """Whether other turns may use this one's state while it runs."""
         return self.request.reuse and not self.request.exact
@@ -156,6 +167,8 @@ class Turn:
             stop = min(boundary, self.prompt_tokens) if start < self.prompt_tokens else start + 1
         elif self.checkpoints and (place := self.checkpoints.next_after(start)):
             stop = min(stop, place)
+        if self.cross_at is not None and start < self.cross_at:
+            stop = min(stop, self.cross_at)
         stop = self._edge(start, stop, whole_pictures=whole_pictures)
         return self._work(start, min(stop, len(self.tokens)))
 

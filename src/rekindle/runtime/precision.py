@@ -1,0 +1,65 @@
+"""The precision of a turn's KV state: which cells it has, and from which position on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rekindle.engine.base import Capabilities, KvType
+from rekindle.errors import Unsupported
+from rekindle.kvcache.block import kv_namespace
+from rekindle.protocol.requests import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpace:
+    """Where state lies: in the engine in cells of a type, in the store under a namespace."""
+
+    kv_type: KvType
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """State has the usual cells until a sequence goes beyond its first `start_tokens`; then all of
+    it is written again in quantised ones, and what follows is computed with those."""
+
+    usual: KvSpace
+    quantised: KvSpace | None = None  # None: it never changes
+    start_tokens: int = 0
+    may_transcode: bool = True  # from the usual cells; False: those hold less
+
+    @property
+    def first(self) -> KvSpace:
+        """Where the state of a short sequence is."""
+        return self.usual if self.quantised is None or self.start_tokens else self.quantised
+
+    def crosses(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens has quantised cells."""
+        return self.quantised is not None and tokens > self.start_tokens
+
+
+def precision(request: GenerateRequest, capabilities: Capabilities, tenant: bytes) -> Precision:
+    """What a request asks for. The start is moved up to the end of a canonical step, so that it is
+    the same place however a prompt is computed."""
+    usual = KvSpace(capabilities.kv_type, tenant)
+    if request.kv_bits is None or request.kv_bits == capabilities.kv_layout.bits:
+        return Precision(usual)
+    kv_type = kv_type_of(capabilities, request.kv_bits)
+    holds_more = request.kv_bits > capabilities.kv_layout.bits
+    step = capabilities.step_tokens
+    start_tokens = 0 if holds_more else -(-request.kv_quantization_start // step) * step
+    namespace = kv_namespace(tenant, capabilities.kv[kv_type].fingerprint, start_tokens)
+    return Precision(usual, KvSpace(kv_type, namespace), start_tokens, not holds_more)
+
+
+def kv_type_of(capabilities: Capabilities, bits: int) -> KvType:
+    """The KV type of so many bits; raises Unsupported."""
+    for kv_type, layout in capabilities.kv.items():
+        if layout.bits == bits:
+            return kv_type
+    known = sorted(layout.bits for layout in capabilities.kv.values())
+    raise Unsupported(
+        f"This model's KV cells cannot have {bits} bits, but {' or '.join(map(str, known))}: leave "
+        "`kv_bits` out or send another.",
+        param="kv_bits",
+    )

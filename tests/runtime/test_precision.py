@@ -1,0 +1,328 @@
+"""KV precision of turns: which cells their state has, what it is reused from, and that nothing is
+computed twice when it changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.errors import Unsupported
+from rekindle.protocol.events import Failed, Reason
+from rekindle.protocol.requests import Names
+from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.harness import Reply, RuntimeHarness
+
+PROMPT = [(7 * n) % 900 for n in range(100)]
+STEP = 16
+START = 5 * STEP
+EIGHT: dict[str, Any] = {"kv_bits": 8, "max_tokens": 4}
+LATER: dict[str, Any] = {**EIGHT, "kv_quantization_start": START}
+
+
+def bits(reply: Reply) -> tuple[int | None, int | None]:
+    return reply.finished.cache.kv_bits, reply.finished.cache.kv_group_size
+
+
+def fresh(tokens: list[int], **request: Any) -> list[int]:
+    return RuntimeHarness(FakeEngine()).ask(tokens, **request).tokens
+
+
+def stored_bytes(harness: RuntimeHarness) -> int:
+    harness.kv.offload_all()
+    return harness.store.size_bytes(None)
+
+
+@pytest.mark.parametrize(("kv_bits", "size"), [(8, 8), (4, 4)])
+def test_a_turn_has_the_cells_that_it_asks_for(kv_bits: int, size: int) -> None:
+    harness = RuntimeHarness(FakeEngine())
+    reply = harness.ask(PROMPT, kv_bits=kv_bits, max_tokens=4)
+    assert bits(reply) == (kv_bits, 1)
+    assert stored_bytes(harness) == size * (len(PROMPT) + 3)
+    assert harness.engine.free_tokens() == harness.capabilities.pool_tokens
+    again = harness.ask([*PROMPT, *reply.tokens], kv_bits=kv_bits, max_tokens=4)
+    assert again.reused == len(PROMPT) + 3
+
+
+def test_without_a_word_cells_are_the_usual_ones() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    assert bits(harness.ask(PROMPT, max_tokens=4)) == (16, None)
+    assert stored_bytes(harness) == CELL_BYTES * (len(PROMPT) + 3)
+
+
+def test_bits_that_cells_cannot_have_are_refused_in_words() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    with pytest.raises(Unsupported, match=r"cannot have 5 bits, but 4 or 8 or 16") as raised:
+        harness.submit(PROMPT, kv_bits=5)
+    assert raised.value.param == "kv_bits"
+
+
+def test_streams_of_several_precisions_run_side_by_side() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    asked: list[dict[str, Any]] = [
+        {},
+        {"kv_bits": 8},
+        {"kv_bits": 4},
+        {"kv_bits": 8, "exact": True},
+    ]
+    prompts = [[number, *PROMPT] for number in range(len(asked))]
+    pairs = zip(prompts, asked, strict=True)
+    replies = [harness.submit(prompt, max_tokens=20, **each) for prompt, each in pairs]
+    while not all(reply.tokens for reply in replies):
+        assert harness.scheduler.step()
+    assert not any(reply.ended for reply in replies)
+    harness.run()
+    for reply, prompt, each in zip(replies, prompts, asked, strict=True):
+        assert reply.tokens == fresh(prompt, max_tokens=20, **each)
+
+
+# -- crossing ------------------------------------------------------------------------------------
+
+
+def test_a_short_conversation_has_the_usual_cells_and_shares_them_with_everybody() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    first = harness.ask(PROMPT[:50], **LATER)
+    assert bits(first) == (16, None)
+    assert harness.ask(PROMPT[:60], max_tokens=1).reused == 50
+    assert first.tokens == fresh(PROMPT[:50], max_tokens=4)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_a_prompt_beyond_the_start_is_computed_once(exact: bool, can_truncate: bool) -> None:
+    engine = FakeEngine(can_truncate=can_truncate)
+    reply = RuntimeHarness(engine).ask(PROMPT, **LATER, exact=exact)
+    assert bits(reply) == (8, 1)
+    assert engine.counts.computed_tokens == len(PROMPT) + 3
+    assert engine.counts.transcoded_tokens == START
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_reply_may_cross_in_its_middle(exact: bool) -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    reply = harness.ask(PROMPT[:70], **{**LATER, "max_tokens": 30}, exact=exact)
+    assert bits(reply) == (8, 1)
+    assert engine.counts.computed_tokens == 70 + 29
+    assert engine.counts.transcoded_tokens == START
+    assert engine.open_sequences == (0 if exact else 1)
+    whole = harness.ask([*PROMPT[:70], *reply.tokens], **LATER, exact=exact)
+    assert whole.reused >= (64 if exact else 70 + 29)
+
+
+def test_a_conversation_that_crosses_goes_on_without_computing_its_prefix_again() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    first = harness.ask(PROMPT[:60], **LATER, names=Names(session_id="s"))
+    assert bits(first) == (16, None)
+    computed = engine.counts.computed_tokens
+    second = harness.ask(PROMPT, **LATER, names=Names(session_id="s"))
+    assert (second.reused, bits(second)) == (60, (8, 1))
+    assert engine.counts.computed_tokens - computed == 40 + 3
+    third = harness.ask([*PROMPT, *second.tokens, 5], **LATER, names=Names(session_id="s"))
+    assert third.reused == len(PROMPT) + 3
+    assert third.finished.cache.status == "hit"
+
+
+def test_the_start_is_the_end_of_a_canonical_step() -> None:
+    for start in (START - STEP + 1, START):
+        engine = FakeEngine()
+        RuntimeHarness(engine).ask(PROMPT, **{**LATER, "kv_quantization_start": start})
+        assert engine.counts.transcoded_tokens == START
+
+
+def test_turns_of_one_precision_follow_each_other_across_the_start() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    replies = [harness.submit([*PROMPT, 300 + n], **LATER) for n in range(3)]
+    harness.run()
+    assert engine.counts.computed_tokens < 1.5 * len(PROMPT)
+    assert [bits(reply) for reply in replies] == 3 * [(8, 1)]
+
+
+def test_a_crossing_takes_its_steps_and_others_go_on_meanwhile() -> None:
+    engine = FakeEngine(context_tokens=2048, pool_tokens=4096)
+    harness = RuntimeHarness(engine)
+    harness.kv.allowance.step_bytes = 2 * 8 * CELL_BYTES
+    other = harness.submit([1, 2, 3], max_tokens=200)
+    long = harness.submit([5] * 900, **{**LATER, "kv_quantization_start": 800})
+    while long.turn.crossing is None:
+        harness.scheduler.step()
+    said = len(other.tokens)
+    steps = 0
+    while long.turn.crossing is not None:
+        harness.scheduler.step()
+        steps += 1
+    assert steps >= 20
+    assert len(other.tokens) == said + steps
+    harness.run()
+    assert long.tokens == fresh_long(800)
+
+
+def fresh_long(start: int) -> list[int]:
+    engine = FakeEngine(context_tokens=2048, pool_tokens=4096)
+    return RuntimeHarness(engine).ask([5] * 900, **{**LATER, "kv_quantization_start": start}).tokens
+
+
+def test_a_turn_cancelled_while_it_crosses_leaves_nothing_open() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    harness.kv.allowance.step_bytes = 1
+    reply = harness.submit(PROMPT, **LATER)
+    while reply.turn.crossing is None or reply.turn.crossing.into is None:
+        harness.scheduler.step()
+    harness.cancel(reply)
+    assert engine.open_sequences == 1  # the usual state, which is of use
+    assert harness.ask(PROMPT, **LATER).reused == START
+
+
+def test_an_engine_that_breaks_while_a_turn_crosses_is_gone_on_with() -> None:
+    engine = FakeEngine(break_restores=1)
+    harness = RuntimeHarness(engine)
+    reply = harness.ask(PROMPT, **LATER)
+    assert engine.counts.resets == 1
+    assert reply.tokens == fresh(PROMPT, **LATER)
+
+
+@pytest.mark.parametrize("start", [0, START])
+def test_no_memory_for_a_type_ends_that_turn_alone(start: int) -> None:
+    harness = RuntimeHarness(FakeEngine(no_memory_for={"fake8"}))
+    other = harness.submit(PROMPT[:50], max_tokens=20)
+    failing = harness.submit(PROMPT, **{**EIGHT, "kv_quantization_start": start})
+    harness.run()
+    [*_, last] = failing.events
+    assert isinstance(last, Failed)
+    assert last.error.code == "no_memory"
+    assert other.tokens == fresh(PROMPT[:50], max_tokens=20)
+
+
+def test_more_exact_turns_than_contexts_cross_one_after_the_other() -> None:
+    harness = RuntimeHarness(FakeEngine(exact_sequences=2))
+    replies = [harness.submit([n, *PROMPT], **LATER, exact=True) for n in range(4)]
+    harness.run()
+    assert [bits(reply) for reply in replies] == 4 * [(8, 1)]
+
+
+# -- what state is reused from -------------------------------------------------------------------
+
+
+def test_a_turn_starts_from_state_of_more_bits() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    harness.ask(PROMPT, max_tokens=1)
+    computed = engine.counts.computed_tokens
+    reply = harness.ask([*PROMPT, 5], **EIGHT)
+    assert (reply.reused, bits(reply)) == (len(PROMPT), (8, 1))
+    assert engine.counts.computed_tokens - computed == 1 + 3
+    assert engine.counts.transcoded_tokens == len(PROMPT)
+    assert harness.ask([*PROMPT, 5, 6], **EIGHT).reused == len(PROMPT) + 1
+    assert engine.counts.transcoded_tokens == len(PROMPT)
+
+
+def test_a_turn_never_starts_from_state_of_fewer_bits_and_says_so() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    first = harness.ask(PROMPT, **EIGHT, names=Names(return_cache_key=True))
+    key = first.finished.cache.new_cache_key
+    reply = harness.ask([*PROMPT, 5], max_tokens=1, names=Names(cache_key=key))
+    assert reply.reused == 0
+    assert (reply.finished.cache.status, reply.finished.cache.reason) == (
+        "miss",
+        Reason.KV_BITS_CHANGED,
+    )
+    assert reply.tokens == fresh([*PROMPT, 5], max_tokens=1)
+    four = harness.ask([*PROMPT, 6], kv_bits=4, max_tokens=1)
+    assert four.reused == 100  # of the usual state, which the turn before has left
+
+
+def test_what_lies_before_the_start_is_not_computed_from_quantised_state() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    harness.ask(PROMPT, **LATER)
+    assert harness.ask(PROMPT[:70], **LATER).reused == 0
+    edited = harness.ask([*PROMPT[:40], *[9] * 60], **LATER)
+    assert edited.reused == 40  # of the turn that was not to be quantised
+    assert edited.tokens == fresh([*PROMPT[:40], *[9] * 60], **LATER)
+
+
+def test_other_starts_are_other_states() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    harness.ask(PROMPT, **LATER)
+    assert harness.ask(PROMPT, **{**LATER, "kv_quantization_start": 64}).reused == 0
+    assert harness.ask([*PROMPT, 7], **LATER).reused == len(PROMPT)
+
+
+def test_a_server_of_few_bits_serves_a_request_for_more() -> None:
+    engine = FakeEngine(kv_type="fake4")
+    harness = RuntimeHarness(engine)
+    assert bits(harness.ask(PROMPT, max_tokens=1)) == (4, 1)
+    reply = harness.ask(PROMPT, **LATER)
+    assert (reply.reused, bits(reply)) == (0, (8, 1))
+    assert reply.tokens == fresh(PROMPT, **EIGHT)
+
+
+# -- exact, and after a restart ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+@pytest.mark.parametrize("start", [0, STEP, START, 96])
+@pytest.mark.parametrize("can_truncate", [True, False])
+def test_warm_equals_cold_at_each_precision_and_after_a_restart(
+    tmp_path: Path, kv_bits: int, start: int, can_truncate: bool
+) -> None:
+    asked: dict[str, Any] = {"kv_bits": kv_bits, "kv_quantization_start": start, "exact": True}
+    tokens = [*PROMPT, *PROMPT]
+    cold = RuntimeHarness(FakeEngine(can_truncate=can_truncate)).ask(tokens, **asked).tokens
+    for others in ({}, {"kv_bits": kv_bits}, asked):  # state of other kinds lies about
+        harness = RuntimeHarness(FakeEngine(can_truncate=can_truncate), folder=tmp_path)
+        harness.ask(tokens, **others)
+        harness.ask(tokens[:130], **{**asked, **others})
+        assert harness.ask(tokens, **asked).tokens == cold
+        harness.close()
+    engine = FakeEngine(can_truncate=can_truncate)
+    restarted = RuntimeHarness(engine, folder=tmp_path)
+    warm = restarted.ask(tokens, **asked)
+    assert warm.tokens == cold
+    assert warm.reused >= len(tokens) - 2 * STEP
+    restarted.close()
+
+
+def test_an_entry_finds_its_state_and_its_tenant_after_a_restart(tmp_path: Path) -> None:
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    first = harness.ask(PROMPT, **EIGHT, salt=b"a", names=Names(return_cache_key=True))
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    tenant = again.namespace(b"a")
+    assert again.store.size_bytes(tenant) == 8 * (len(PROMPT) + 3)
+    assert [entry.key for entry in again.entries.of(tenant)] == [first.finished.cache.new_cache_key]
+    key = first.finished.cache.new_cache_key
+    reply = again.ask([*PROMPT, *first.tokens, 3], **EIGHT, salt=b"a", names=Names(cache_key=key))
+    assert (reply.finished.cache.status, reply.reused) == ("hit", len(PROMPT) + 3)
+    other = again.ask([*PROMPT, *first.tokens, 3], **EIGHT, salt=b"b")
+    assert other.reused == 0
+    again.close()
+
+
+def test_the_same_conversation_at_another_precision_is_the_same_entry() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    names = Names(return_cache_key=True)
+    first = harness.ask(PROMPT, max_tokens=1, names=names)
+    second = harness.ask(PROMPT, kv_bits=8, max_tokens=1, names=names)
+    keys = {reply.finished.cache.new_cache_key for reply in (first, second)}
+    assert (len(keys) == 1) == (first.tokens == second.tokens)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_idle_state_of_another_type_leaves_so_that_its_pool_can_be_given_back() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    harness.ask(PROMPT, **EIGHT)
+    harness.ask(PROMPT, max_tokens=1)
+    assert engine.open_sequences == 2
+    for _ in range(2):
+        for _ in harness.runtime.upkeep():
+            pass
+    assert engine.open_sequences == 1
+    assert harness.ask([*PROMPT, 5], **EIGHT).reused == len(PROMPT)
