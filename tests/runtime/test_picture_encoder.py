@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from rekindle.errors import BadRequest, ContextTooLong, Unsupported
+from rekindle.kvcache.disk.picture_files import PictureFiles
 from rekindle.protocol.admin import Validate, Validation
 from rekindle.protocol.events import Failed
 from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import Prepare
-from tests.support.fake import AsciiTokenizer, FakeEngine
+from rekindle.protocol.requests import Names, Prepare
+from rekindle.runtime import encoded_pictures
+from tests.support.fake import VECTOR_WIDTH, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.pictures import BEGIN, END, drawn
 
 ONE, OTHER = drawn(1), drawn(2)
 IMAGE = {"type": "image"}
 PICTURE_TOKENS = 2 + 8 + 24 // 8  # of these, two are around it
+ONE_BYTES = (PICTURE_TOKENS - 2) * VECTOR_WIDTH * 4
 
 Messages = list[dict[str, Any]]
 
@@ -196,6 +200,90 @@ def test_an_engine_that_breaks_in_a_picture_starts_over_and_answers_the_same() -
             cold(messages, [ONE, OTHER]).tokens
         )
         assert encodings(harness) == 2
+
+
+# -- on disk -------------------------------------------------------------------------------------
+
+
+def look_at(folder: Path, picture: Picture, text: str, **limits: Any) -> tuple[Reply, int]:
+    """A server's life: one question; the answer, and how many pictures it encoded."""
+    harness = RuntimeHarness(seeing(), folder=folder, **limits)
+    messages = [user(text, IMAGE, "What is it?")]
+    reply = harness.ask_chat(messages, [picture])
+    harness.close()
+    assert reply.tokens == cold(messages, [picture]).tokens
+    return reply, encodings(harness)
+
+
+@pytest.mark.parametrize("pictures_bytes", [1 << 20, 1], ids=["held", "too large to be held"])
+def test_vectors_outlive_the_process(tmp_path: Path, pictures_bytes: int) -> None:
+    limits = {"pictures_bytes": pictures_bytes}
+    assert [look_at(tmp_path, ONE, text, **limits)[1] for text in "abc"] == [1, 0, 0]
+    assert look_at(tmp_path, OTHER, "d", **limits)[1] == 1
+
+
+def picture_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/pictures/*"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "empty", "gone", "another's", "folder"])
+def test_a_damaged_file_is_a_miss_and_is_written_again(tmp_path: Path, damage: str) -> None:
+    look_at(tmp_path, ONE, "a")
+    [file] = picture_files(tmp_path)
+    whole = file.read_bytes()
+    match damage:
+        case "flipped":
+            file.write_bytes(whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
+        case "shorter":
+            file.write_bytes(whole[:-1])
+        case "empty":
+            file.write_bytes(b"")
+        case "gone":
+            file.unlink()
+        case "another's":
+            look_at(tmp_path, OTHER, "a")
+            other = next(each for each in picture_files(tmp_path) if each != file)
+            file.write_bytes(other.read_bytes())
+            other.unlink()
+        case "folder":
+            file.unlink()
+            file.mkdir()
+    assert look_at(tmp_path, ONE, "b")[1] == 1
+    if damage != "folder":
+        assert file.read_bytes() == whole
+        assert look_at(tmp_path, ONE, "c")[1] == 0
+
+
+def test_what_may_not_be_written_is_not(tmp_path: Path) -> None:
+    harness = RuntimeHarness(seeing(), folder=tmp_path)
+    harness.ask_chat([user("a", IMAGE)], [ONE], names=Names(in_memory=True))
+    harness.ask_chat([user("b", IMAGE)], [OTHER], reuse=False)
+    harness.close()
+    assert picture_files(tmp_path) == []
+    assert harness.pictures.used_bytes == ONE_BYTES  # and nothing of who wants nothing kept
+
+
+def test_the_files_stay_within_their_budget_and_the_least_recently_used_go(tmp_path: Path) -> None:
+    with_header = ONE_BYTES + 200
+    limits = {"disk_bytes": 16 * 3 * with_header + 1}
+    for seed in range(3):
+        look_at(tmp_path, drawn(seed), "a", **limits)
+    assert look_at(tmp_path, drawn(0), "b", **limits)[1] == 0
+    look_at(tmp_path, drawn(3), "a", **limits)
+    files = picture_files(tmp_path)
+    assert len(files) == 3
+    assert sum(file.stat().st_size for file in files) <= 3 * with_header
+    assert look_at(tmp_path, drawn(0), "c", **limits)[1] == 0
+    assert look_at(tmp_path, drawn(1), "c", **limits)[1] == 1
+
+
+def test_a_read_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_at(tmp_path, ONE, "a")
+    monkeypatch.setattr(PictureFiles, "_read", lambda self, key: None)  # nobody answers
+    monkeypatch.setattr(encoded_pictures, "READ_TIMEOUT_S", 0.0)
+    assert look_at(tmp_path, ONE, "b")[1] == 1
 
 
 def test_a_prompt_may_end_with_a_picture(harness: RuntimeHarness) -> None:

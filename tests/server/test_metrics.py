@@ -46,6 +46,10 @@ def test_every_model_tells_its_figures() -> None:
         "disk_read_bytes_total": 13,
         "evictions_total": 7,
         "corrupt_blocks_total": 1,
+        "picture_ram_bytes": 0,
+        "picture_disk_bytes": 0,
+        "encoded_pictures_total": 0,
+        "picture_hits_total": 0,
         "disk_degraded": 0,
         "disk_state_info": 1,
     }

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -14,6 +15,7 @@ from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.engine.base import Engine
 from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.disk.picture_files import PictureFiles
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
@@ -165,6 +167,7 @@ class RuntimeHarness:
             disk=disk,
             log=self.log_lines.append,
             pictures=self.pictures,
+            open_pictures=partial(PictureFiles, secret=b"", on_read=self._events.put),
         )
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:

@@ -181,6 +181,10 @@ class Stats(Struct, tag=True, kw_only=True):
     computed_tokens: int = 0
     reused_tokens: int = 0
     active_turns: int = 0  # waiting and running
+    encoded_pictures: int = 0  # by the projector
+    picture_hits: int = 0  # vectors that were kept, in memory or on disk
+    picture_ram_bytes: int = 0
+    picture_disk_bytes: int = 0
 
 
 class Validation(Struct, tag=True, kw_only=True):

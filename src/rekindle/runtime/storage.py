@@ -7,10 +7,13 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
 from rekindle.engine.base import Capabilities
 from rekindle.errors import RekindleError
 from rekindle.kvcache.disk.folder import Folder, open_folder
+from rekindle.kvcache.disk.picture_files import PictureFiles, PictureRead
 from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
@@ -41,7 +44,7 @@ LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 MOST_FETCH_BYTES = 256 << 20  # blocks that are being read, or wait to be restored
 FETCH_SHARE = 8  # of the RAM budget, what they may take at most
-PICTURES_SHARE = 16  # of it, what encoded pictures may take, where the model sees any
+PICTURES_SHARE = 16  # of it, and of the disk budget, what encoded pictures may take
 ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
@@ -51,6 +54,12 @@ FROZEN_CHUNKS = 8  # of blocks: when so many are taken in, collections leave the
 BACKUP_TICKS = 10  # ticks between two copies of the index
 
 Log = Callable[[LogLine], None]
+
+
+class OpenPictures(Protocol):
+    """Opens the files of encoded pictures in a model's folder; raises OSError."""
+
+    def __call__(self, folder: Path, /, *, limit_bytes: int) -> PictureFiles: ...
 
 
 class Storage:
@@ -66,6 +75,7 @@ class Storage:
         secret: bytes,
         log: Log,
         pictures: EncodedPictures,
+        open_pictures: OpenPictures | None = None,
         disk: DiskTier | None = None,
         no_disk_reason: str = "off",
         gives_way: bool = True,
@@ -76,6 +86,7 @@ class Storage:
         self.clock = clock
         self.secret = secret
         self.pictures = pictures
+        self._open_pictures = open_pictures  # None: the model sees none
         self.disk = disk
         self._no_disk_reason = no_disk_reason
         self._log = log
@@ -87,6 +98,7 @@ class Storage:
         else:
             if disk:  # first: an entry says whose the blocks of its namespace are
                 entries.load_early(disk.folder.index_db.entries())
+                self._attach_pictures(disk.folder)
             store.load()
             entries.settle()
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
@@ -94,6 +106,9 @@ class Storage:
 
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier did; log it once when one starts or stops failing."""
+        if isinstance(event, PictureRead):
+            self.pictures.on_read(event)
+            return
         self.store.on_event(event)
         match event:
             case Unavailable(_, state, reason):
@@ -143,8 +158,20 @@ class Storage:
         for line in opened_lines(folder):
             self._log(line)
         self.entries.limit_bytes = _entries_bytes(self.settings, folder)
-        self.disk.attach(folder, self.entries.limit_bytes)
+        self.disk.attach(folder, self.entries.limit_bytes, self._attach_pictures(folder))
         self.entries.load_early(self.disk.opening.entries)
+
+    def _attach_pictures(self, folder: Folder) -> int:
+        """Keep encoded pictures in the folder, too; what they may take of it."""
+        if self._open_pictures is None:
+            return 0
+        limit_bytes = folder.limit_bytes // PICTURES_SHARE
+        try:
+            self.pictures.files = self._open_pictures(folder.path, limit_bytes=limit_bytes)
+        except OSError as error:
+            self._log(LogLine("warning", f"encoded pictures are kept in memory alone: {error}"))
+            return 0
+        return limit_bytes
 
     def _take_found(self, *, is_all: bool) -> None:
         assert self.disk is not None
@@ -199,6 +226,14 @@ class Storage:
             stats.disk_written_bytes = disk.counts.written_bytes
             stats.disk_read_bytes = disk.counts.read_bytes
             stats.corrupt_blocks = disk.counts.corrupt_blocks
+        self._add_pictures(stats)
+
+    def _add_pictures(self, stats: Stats) -> None:
+        pictures = self.pictures
+        stats.encoded_pictures = pictures.counts.encoded
+        stats.picture_hits = pictures.counts.hits
+        stats.picture_ram_bytes = pictures.used_bytes
+        stats.picture_disk_bytes = pictures.files.used_bytes if pictures.files else 0
 
     def close(self) -> None:
         """Write what there is to write, and let go of the tiers."""
@@ -207,12 +242,16 @@ class Storage:
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > LOGGED_WRITE_BYTES:
             self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
+        self.pictures.close()  # before the folder is anybody's again
         for tier in self.store.tiers:
             tier.close()
 
 
 def open_storage(
-    load: LoadModel, capabilities: Capabilities, on_event: OnEvent, log: Log
+    load: LoadModel,
+    capabilities: Capabilities,
+    on_event: OnEvent,
+    log: Log,
 ) -> Storage:
     """RAM, and the model's cache folder below it if there can be one."""
     settings, clock = load.settings, Clock()
@@ -230,6 +269,10 @@ def open_storage(
     tiers += [disk] if disk else []  # a further tier below goes here
     store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
     journal = disk.journal if disk else None
+    floor_bytes = settings.disk_floor
+    open_pictures = partial(
+        PictureFiles, secret=found.secret, on_read=on_event, floor_bytes=floor_bytes
+    )
     return Storage(
         settings,
         store,
@@ -237,7 +280,8 @@ def open_storage(
         clock,
         secret=found.secret,
         log=log,
-        pictures=EncodedPictures(pictures_bytes),
+        pictures=EncodedPictures(pictures_bytes, clock.steady_s),
+        open_pictures=open_pictures if capabilities.sees else None,
         disk=disk,
         no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",

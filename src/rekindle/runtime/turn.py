@@ -97,6 +97,7 @@ class Turn:
         self.offloaded = Offloaded(0, self.space.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
         self.shown: tuple[Media, Matrix] | None = None  # a picture and its vectors
+        self.waits_for_vectors = False  # that are being read
         # In the queue.
         self.place = 0  # lower goes first
         self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
@@ -109,8 +110,9 @@ class Turn:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether it waits for blocks from a lower tier."""
-        return self.restoration is not None and bool(self.restoration.fetches)
+        """Whether it waits for blocks or vectors from a lower tier."""
+        waits_for_blocks = self.restoration is not None and bool(self.restoration.fetches)
+        return waits_for_blocks or self.waits_for_vectors
 
     @property
     def generated_tokens(self) -> int:

@@ -36,6 +36,8 @@ GAUGES = {
     "disk_bytes": "State held on disk.",
     "disk_limit_bytes": "What may be held on disk.",
     "disk_queued_bytes": "State waiting to be written to disk.",
+    "picture_ram_bytes": "Encoded pictures held in memory.",
+    "picture_disk_bytes": "Encoded pictures held on disk.",
 }
 COUNTERS = {
     "computed_tokens": "Tokens that were computed, of prompts and replies.",
@@ -47,6 +49,8 @@ COUNTERS = {
     "disk_read_bytes": "State read from disk.",
     "evictions": "Blocks removed to make room.",
     "corrupt_blocks": "Stored blocks that were not what was stored.",
+    "encoded_pictures": "Pictures that the projector encoded.",
+    "picture_hits": "Times that a picture's vectors were there already.",
 }
 
 router = APIRouter(tags=["metrics"])

@@ -23,6 +23,10 @@ SERVER_FIELDS = (
     "computed_tokens",
     "reused_tokens",
     "active_turns",
+    "encoded_pictures",
+    "picture_hits",
+    "picture_ram_bytes",
+    "picture_disk_bytes",
 )
 
 router = APIRouter(tags=["cache"])
@@ -55,6 +59,10 @@ class CacheStats(BaseModel):
     computed_tokens: int | None = None
     reused_tokens: int | None = None
     active_turns: int | None = None
+    encoded_pictures: int | None = None  # by projectors
+    picture_hits: int | None = None  # their vectors were kept
+    picture_ram_bytes: int | None = None
+    picture_disk_bytes: int | None = None
 
 
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)

@@ -198,6 +198,22 @@ class Files:
                         found[entry.name] = status.st_size
         return found
 
+    def oldest_first(self) -> list[tuple[str, int]]:
+        """The regular files with their sizes, by when they were last written or touched."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it has just gone
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((status.st_mtime_ns, entry.name, status.st_size))
+        return [(name, size) for _, name, size in sorted(found)]
+
+    def touch(self, name: str) -> None:
+        """It was used just now."""
+        with suppress(OSError):  # it only looks older than it is
+            os.utime(_plain(name), dir_fd=self._folder, follow_symlinks=False)
+
     def names(self) -> list[str]:
         """Everything there is, of whatever kind, in order."""
         with os.scandir(self._folder) as entries:

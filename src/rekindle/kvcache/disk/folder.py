@@ -7,6 +7,7 @@
 <cache_dir>/<model>/index.db        the index; beside it its backup, and a damaged one
 <cache_dir>/<model>/seal            a digest of the configured secret; absent: the cache's own
 <cache_dir>/<model>/blocks/         the block files
+<cache_dir>/<model>/pictures/       encoded pictures, of a model that sees any
 <cache_dir>/<model>/aside/          bad files, kept for a look at them
 """
 

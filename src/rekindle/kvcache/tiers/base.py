@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record
+from rekindle.kvcache.disk.picture_files import PictureRead
 from rekindle.kvcache.tiers.budget import TierBudget
 from rekindle.tokens import Tokens
 
@@ -139,7 +140,7 @@ class Found:
     is_all: bool = False
 
 
-TierEvent = Written | WriteFailed | Fetched | Flushed | Unavailable | Opened | Found
+TierEvent = Written | WriteFailed | Fetched | Flushed | Unavailable | Opened | Found | PictureRead
 OnEvent = Callable[[TierEvent], None]
 
 

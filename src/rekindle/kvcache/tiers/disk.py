@@ -76,12 +76,12 @@ class DiskTier(WriteBehindTier):
 
     # -- beginning -----------------------------------------------------------------------------
 
-    def attach(self, folder: Folder, entries_bytes: int) -> None:
-        """This is its folder; what is in it is reported next."""
+    def attach(self, folder: Folder, entries_bytes: int, other_bytes: int = 0) -> None:
+        """This is its folder; what is in it is reported next. `other_bytes` of it are others'."""
         files = folder.block_files
         files.most_quarantine_bytes = min(MOST_QUARANTINE_BYTES, folder.limit_bytes // 16)
         index_bytes = LEAST_INDEX_BYTES + COPIES * entries_bytes
-        reserved_bytes = index_bytes + files.most_quarantine_bytes
+        reserved_bytes = index_bytes + files.most_quarantine_bytes + other_bytes
         self.budget.limit_bytes = max(folder.limit_bytes - reserved_bytes, 0)
         self._folder = folder
 
