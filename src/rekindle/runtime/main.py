@@ -101,7 +101,7 @@ class RuntimeProcess:
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
             has_template=self._runtime.engine.chat_template is not None,
-            modalities=("text",),  # of the engine's, those that requests are encoded for
+            modalities=tuple(sorted(capabilities.modalities)),
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )
