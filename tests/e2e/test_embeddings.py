@@ -130,16 +130,72 @@ def test_openais_library_gets_its_vectors(server: Server, client: httpx.Client) 
     assert np.array_equal(found, vectors(client, input=TEXTS))
 
 
-def test_langchain_gets_the_vectors_of_its_texts_and_of_its_token_lists(
-    server: Server, client: httpx.Client
-) -> None:
-    url, key = f"{server.url}/v1", SecretStr("none")
-    texts = OpenAIEmbeddings(
-        model="bert", base_url=url, api_key=key, check_embedding_ctx_length=False
-    )
+def test_langchain_gets_the_vectors_of_its_texts(server: Server, client: httpx.Client) -> None:
+    library = langchain(server, check_embedding_ctx_length=False)
     expected = vectors(client, input=TEXTS)
-    assert np.allclose(texts.embed_documents(TEXTS), expected, atol=1e-6)
-    assert np.allclose(texts.embed_query(TEXTS[0]), expected[0], atol=1e-6)
+    assert np.allclose(library.embed_documents(TEXTS), expected, atol=1e-6)
+    assert np.allclose(library.embed_query(TEXTS[0]), expected[0], atol=1e-6)
+
+
+def test_langchain_gets_the_vectors_of_its_token_lists(
+    server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it sends lists of tokens, cut with the encoding that it finds for the model."""
+
+    class OfServer:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            asked = {"model": "bert", "prompt": text}
+            tokens: list[int] = post(client, asked, "/tokenize").json()["tokens"]
+            return tokens
+
+        def encode_ordinary(self, text: str) -> list[int]:
+            return self.encode(text)
+
+    monkeypatch.setattr("tiktoken.encoding_for_model", lambda _name: OfServer())
+    found = langchain(server).embed_documents(TEXTS)
+    assert np.allclose(found, vectors(client, input=TEXTS), atol=1e-6)
+
+
+def langchain(server: Server, **options: Any) -> OpenAIEmbeddings:
+    url, key = f"{server.url}/v1", SecretStr("none")
+    return OpenAIEmbeddings(model="bert", base_url=url, api_key=key, **options)
+
+
+def rerank(client: httpx.Client, **body: Any) -> Any:
+    return post(client, {"query": "the cat", "documents": TEXTS, **body}, "/v1/rerank")
+
+
+def test_documents_are_ranked_the_best_first(client: httpx.Client) -> None:
+    answer = rerank(client).json()
+    scores = [each["relevance_score"] for each in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert all(0 < score < 1 for score in scores)
+    assert sorted(each["index"] for each in answer["results"]) == list(range(len(TEXTS)))
+    assert answer["model"] == "rank"
+    best = rerank(client, top_n=1, return_documents=True, model="rank").json()["results"]
+    assert best == [{**answer["results"][0], "document": {"text": TEXTS[best[0]["index"]]}}]
+    objects = [{"text": text} for text in TEXTS]
+    again = post(client, {"query": "the cat", "documents": objects}, "/rerank").json()
+    assert again["results"] == answer["results"]
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == again["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"documents": []}, "`documents` takes"),
+        ({"documents": ["a"] * 2049}, "at most 2048 documents"),
+        ({"documents": ["a", 1]}, "`documents` takes"),
+        ({"documents": ["a", "the " * 130]}, "`documents[1]` has 135 tokens"),
+        ({"top_n": 0}, "`top_n` takes a number from 1 up"),
+        ({"model": "bert"}, "not one that ranks documents: use one of rank"),
+    ],
+)
+def test_what_is_wrong_with_documents_is_named(
+    client: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(rerank(client, **fields))["message"]
 
 
 def test_a_model_that_dies_is_unhealthy_until_it_is_back(

@@ -39,8 +39,8 @@ class FakeEmbedder:
         self.calls.append([list(tokens) for tokens in pairs])
         return [tokens[-1] / 100 for tokens in pairs]
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, special=False)
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, special=special)
 
     def pair(self, query: str, document: str) -> list[int]:
         return [*self.encode(query), *self.encode(document)]

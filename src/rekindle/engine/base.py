@@ -247,7 +247,7 @@ class Embedder(Protocol):
     def rank(self, pairs: Seq[Seq[int]]) -> list[float]:
         """For each pair, from 0 to 1, how well its document answers its query."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The tokens of an input, with those that the model wants around it; any thread."""
 
     def pair(self, query: str, document: str) -> list[int]:

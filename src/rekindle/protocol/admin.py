@@ -10,6 +10,7 @@ from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import Divergence, Reason, Status
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import Prepare
+from rekindle.protocol.tokenisation import Detokenize, Detokenized, Tokenize, Tokenized
 
 
 class ListEntries(Struct, tag=True, kw_only=True):
@@ -100,6 +101,8 @@ AdminOp = (
     | CollectExpired
     | RemoveSession
     | RemoveOld
+    | Tokenize
+    | Detokenize
 )
 
 
@@ -201,7 +204,7 @@ class Removed(Struct, tag=True):
     durable: bool = True  # False: they are gone from memory, and may come back with a restart
 
 
-AdminResult = EntryInfo | EntryList | Stats | Validation | Removed
+AdminResult = EntryInfo | EntryList | Stats | Validation | Removed | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

@@ -27,6 +27,7 @@ from rekindle.protocol.admin import (
     Validation,
 )
 from rekindle.protocol.events import Reason
+from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.cache_info import CacheInfo, View
 from rekindle.runtime.input_processor import InputProcessor
@@ -84,6 +85,8 @@ class Admin:
             case IndexPrompt() as op:
                 assert prompt is not None, "its prompt is encoded first"
                 self._index(op, namespace, prompt, reply)
+            case Tokenize() | Detokenize():
+                raise AssertionError("an encoder thread answers it")
             case op:
                 removed = yield from self._remove(op, view, namespace)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))

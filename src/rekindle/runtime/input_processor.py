@@ -24,6 +24,7 @@ from rekindle.kvcache.entries import Entries
 from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.media import count_images
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from rekindle.protocol.tokenisation import Tokenize
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.precision import precision
 from rekindle.runtime.replay import History
@@ -38,6 +39,7 @@ from rekindle.tokens import Tokenizer, Tokens
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt)
+Read = TypeVar("Read", GenerateRequest, Validate, IndexPrompt, Tokenize)
 
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 
@@ -144,7 +146,19 @@ class InputProcessor:
                 f"at least {least}", limit, param="messages", pictures=len(digests)
             )
 
-    def _normalised(self, about: About) -> tuple[About, list[str]]:
+    def encode_conversation(self, op: Tokenize) -> list[int]:
+        """The tokens of a conversation that nobody has to answer."""
+        asked, _ = self._normalised(op)
+        assert asked.messages is not None
+        return self._plain_chat(asked.messages, asked, {}).tokens.ids()
+
+    def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
+        """A text with what the model wants in front of it."""
+        bos = self._tokenizer.bos if self._tokenizer.add_bos else None
+        tokens = self._tokenizer.encode(text, special=special)
+        return tokens if bos is None else [bos, *tokens]
+
+    def _normalised(self, about: Read) -> tuple[Read, list[str]]:
         """The request with messages and tools normalised, unless it asks not to; what changed."""
         if about.messages is None or not about.normalise:
             return about, []
@@ -198,7 +212,7 @@ class InputProcessor:
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
 
     def _plain_chat(
-        self, messages: Messages, request: GenerateRequest, pictures: Pictures
+        self, messages: Messages, request: GenerateRequest | Tokenize, pictures: Pictures
     ) -> Prompt:
         """A conversation's prompt of which nothing is remembered."""
         self._check_size(messages, "messages")
@@ -230,7 +244,7 @@ class InputProcessor:
         return EncodedPrompt(encode(sent, recall=recall), hashes)
 
     def _encode(
-        self, about: GenerateRequest | Validate, pictures: Pictures
+        self, about: GenerateRequest | Validate | Tokenize, pictures: Pictures
     ) -> Callable[..., Prompt]:
         """Encodes conversations as this request wants them."""
         encode = partial(

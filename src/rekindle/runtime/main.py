@@ -42,6 +42,7 @@ from rekindle.protocol.frames import (
     receive,
 )
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.embedding.process import EmbeddingProcess
@@ -49,6 +50,7 @@ from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.link import Link
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.storage import open_storage
+from rekindle.runtime.tokenisation import Tokenisation
 from rekindle.runtime.turn import Stopwatch, Turn
 
 TICK_S = 60.0
@@ -83,6 +85,12 @@ class RuntimeProcess:
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
+        self._tokenisation = Tokenisation(
+            engine.tokenizer,
+            engine.capabilities.context_tokens,
+            self._runtime.input_processor.encode_wrapped,
+            self._runtime.input_processor.encode_conversation,
+        )
         self.ticking = (self.tick, self.link.beat)
 
     def _await_folder(self) -> None:
@@ -134,6 +142,9 @@ class RuntimeProcess:
                     case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
                         encode_admin = partial(self._encode_admin, message)
                         self._encoders.submit(Job(message.salt, size_bytes, encode_admin))
+                    case AdminRequest() if isinstance(message.op, Tokenize | Detokenize):
+                        tokenise = partial(self._tokenisation.reply, message)
+                        self._encoders.submit(Job(message.salt, size_bytes, tokenise))
                     case AdminRequest():
                         self._inbox.put(_ReadyAdmin(message))
                     case Cancel(turn) if self._encoders.cancel(turn):

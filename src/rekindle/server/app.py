@@ -18,6 +18,8 @@ from rekindle.api import validation
 from rekindle.api.cache import internal, listing, prepare, routes, stats
 from rekindle.api.illustration import MEDIA
 from rekindle.api.openai import chat, completions, embeddings, models
+from rekindle.api.rerank import routes as rerank
+from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.media.loader import MediaLoader
@@ -45,12 +47,14 @@ ENDPOINTS = (
     chat,
     completions,
     embeddings,
+    rerank,
     models,
     prepare,
     stats,
     listing,
     routes,
     internal,
+    tokens,
     metrics,
     pages,
 )

@@ -68,10 +68,10 @@ class ServedModels:
             )
         return _named(model, self._runtimes)
 
-    def any(self, model: str | None) -> RuntimeClient:
-        """The model of this name, whatever it is for."""
-        is_other = model in self._embedders and model not in self._runtimes
-        return self._embedders[str(model)] if is_other else self.runtime(model)
+    def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
+        """The same, or the model of this name that makes vectors."""
+        other = self._embedders.get(model or "")
+        return self.runtime(model, number) if other is None else other
 
     def embedder(self, model: str | None) -> RuntimeClient:
         """The model of this name that makes vectors."""

@@ -195,7 +195,7 @@ class RuntimeClient:
         process = self._ready_process()
         if sum(call.salt == salt for call in self._admin_requests.values()) >= MOST_ADMIN_REQUESTS:
             raise TooManyRequests(
-                f"{MOST_ADMIN_REQUESTS} requests about the cache were not answered yet; "
+                f"{MOST_ADMIN_REQUESTS} requests about cache or tokens were not answered yet; "
                 "try again later"
             )
         number = next(self._ids)

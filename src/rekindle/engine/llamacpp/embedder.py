@@ -68,8 +68,8 @@ class LlamaCppEmbedder:
         self._memory = self._library.llama_get_memory(native)  # none where nothing is causal
         return int(native)
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, special=False, add_special=True)
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, special=special, add_special=True)
 
     def pair(self, query: str, document: str) -> list[int]:
         return self.tokenizer.pair(query, document)

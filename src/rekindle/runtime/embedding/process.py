@@ -22,16 +22,18 @@ from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import Events, Loading, Ready, Received
 from rekindle.protocol.requests import Cancel, Stop
 from rekindle.protocol.settings import RuntimeSettings
+from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.embedding.scheduler import EmbeddingScheduler
 from rekindle.runtime.embedding.turn import EmbeddingTurn, begin
 from rekindle.runtime.embedding.vector_cache import VectorCache
 from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.link import Link
+from rekindle.runtime.tokenisation import Tokenisation
 
 MOST_CACHE_BYTES = 256 << 20  # of rows; several hundred thousand short texts
 
 _Message = EmbeddingTurn | AdminRequest | Cancel | Stop
-_Encoded = EmbeddingTurn | Failed
+_Encoded = EmbeddingTurn | Failed | AdminReply
 
 
 class EmbeddingProcess:
@@ -46,6 +48,9 @@ class EmbeddingProcess:
         cache = VectorCache(min(settings.ram_cache, MOST_CACHE_BYTES))
         self._scheduler = EmbeddingScheduler(self._embedder, cache, self._emit)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
+        self._tokenisation = Tokenisation(
+            self._embedder.tokenizer, self._embedder.info.context_tokens, self._embedder.encode
+        )
         self.ticking = (self.link.beat,)
 
     def ready(self) -> Ready:
@@ -75,6 +80,9 @@ class EmbeddingProcess:
                         )
                     case Cancel(turn) if self._encoders.cancel(turn):
                         pass
+                    case AdminRequest() if isinstance(message.op, Tokenize | Detokenize):
+                        tokenise = partial(self._tokenisation.reply, message)
+                        self._encoders.submit(Job(message.salt, size_bytes, tokenise))
                     case AdminRequest() | Cancel() | Stop():
                         self._inbox.put(message)
         self._inbox.put(Stop())  # a runtime without a front must not go on
@@ -88,10 +96,13 @@ class EmbeddingProcess:
 
     def _deliver(self, encoded: _Encoded | Cancelled) -> None:
         """An encoder thread, or the reader: what has become of a request."""
-        if isinstance(encoded, EmbeddingTurn):
-            self._inbox.put(encoded)
-        else:
-            self._emit([encoded])
+        match encoded:
+            case EmbeddingTurn():
+                self._inbox.put(encoded)
+            case AdminReply():
+                self.link.send(encoded)
+            case _:
+                self._emit([encoded])
 
     # -- the embedder's thread -----------------------------------------------------------------
 
