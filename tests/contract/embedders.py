@@ -14,7 +14,8 @@ from tests.support.tiny import write_llama
 from tests.support.tiny_bert import write_bert
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
-    "llama.cpp-bert": write_bert,
+    "numpy-bert": write_bert,
+    "llama.cpp-bert": partial(write_bert, quantised=True),
     "llama.cpp-decoder": partial(write_llama, context=256, pooling=gguf.PoolingType.LAST),
 }
 

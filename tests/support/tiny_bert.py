@@ -21,15 +21,27 @@ TOKENS = (
 
 
 def write_bert(
-    path: Path, *, layers: int = 2, seed: int = 0, context: int = 128, classes: int = 0
+    path: Path,
+    *,
+    layers: int = 2,
+    seed: int = 0,
+    context: int = 128,
+    classes: int = 0,
+    pooling: int = gguf.PoolingType.MEAN,
+    quantised: bool = False,
 ) -> Path:
-    """Mean pooling; with `classes`, a head that scores so many instead."""
+    """With `classes`, a head that scores so many instead of pooling."""
     writer: Any = gguf.GGUFWriter(str(path), "bert")
     random = np.random.default_rng(seed)
 
     def tensor(name: str, *shape: int) -> None:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
-        writer.add_tensor(name, (random.standard_normal(shape) * scale).astype(np.float32))
+        values = (random.standard_normal(shape) * scale).astype(np.float32)
+        if quantised and name.startswith("blk.") and len(shape) > 1:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
 
     def norm(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
@@ -46,7 +58,7 @@ def write_bert(
     writer.add_head_count(HEADS)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.RANK if classes else gguf.PoolingType.MEAN)
+    writer.add_pooling_type(gguf.PoolingType.RANK if classes else pooling)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(list(TOKENS))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder, packed
+from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import EngineBroken, ModelError
 from tests.support.tiny import write_llama
@@ -83,15 +83,8 @@ def test_a_model_that_only_makes_vectors_is_not_loaded_for_chat(tmp_path: Path) 
 
 
 def test_after_a_failed_call_the_next_one_is_answered(tmp_path: Path, load: Load) -> None:
-    bert = load(write_bert(tmp_path / "bert.gguf"))
+    bert = load(write_bert(tmp_path / "bert.gguf", quantised=True))
     before = bert.embed([[5, 6, 7]])
     with pytest.raises(EngineBroken):
         bert.embed([[10**6]])  # no token of this vocabulary: the caller checks
     assert np.array_equal(bert.embed([[5, 6, 7]]), before)
-
-
-def test_inputs_are_packed_by_length_within_tokens_and_inputs() -> None:
-    lengths = [3, 600, 100, 200, 300, 3]
-    assert list(packed(lengths, 512, 3)) == [[1], [4, 3], [2, 0, 5]]
-    assert list(packed([1] * 5, 512, 2)) == [[0, 1], [2, 3], [4]]
-    assert list(packed([], 512, 2)) == []

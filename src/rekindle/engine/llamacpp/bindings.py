@@ -45,8 +45,8 @@ TOKEN_CONTROL = 1 << 3
 WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what cannot be truncated
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
-GGUF_UINT32, GGUF_STRING = 4, 8  # gguf_type
-POOLING_MEAN, POOLING_LAST, POOLING_RANK = 1, 3, 4  # LLAMA_POOLING_TYPE
+GGUF_UINT32, GGUF_FLOAT32, GGUF_STRING = 4, 6, 8  # gguf_type
+POOLING_MEAN, POOLING_CLS, POOLING_LAST, POOLING_RANK = 1, 2, 3, 4  # LLAMA_POOLING_TYPE
 DEVICE_CPU, DEVICE_GPU = 0, 1  # GGML_BACKEND_DEVICE_TYPE
 
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
@@ -242,8 +242,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_free": (None, [_P]),
     "gguf_find_key": (c_int64, [_P, c_char_p]),
     "gguf_find_tensor": (c_int64, [_P, c_char_p]),
+    "gguf_get_data_offset": (c_size_t, [_P]),
+    "gguf_get_tensor_offset": (c_size_t, [_P, c_int64]),
+    "gguf_get_tensor_size": (c_size_t, [_P, c_int64]),
+    "gguf_get_tensor_type": (c_int, [_P, c_int64]),
     "gguf_get_kv_type": (c_int, [_P, c_int64]),
     "gguf_get_val_u32": (c_uint32, [_P, c_int64]),
+    "gguf_get_val_f32": (c_float, [_P, c_int64]),
     "gguf_get_val_str": (c_char_p, [_P, c_int64]),
     "ggml_backend_dev_count": (c_size_t, []),
     "ggml_backend_dev_get": (_P, [c_size_t]),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rekindle.engine.llamacpp import bindings
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    kind: int  # ggml's type
+    offset_bytes: int
+    size_bytes: int
 
 
 class GgufHeader:
@@ -22,6 +30,11 @@ class GgufHeader:
         index = self._find(key, bindings.GGUF_UINT32)
         return 0 if index is None else int(self._library.gguf_get_val_u32(self._native, index))
 
+    def real(self, key: str) -> float:
+        """A 32-bit float; 0 when there is none."""
+        index = self._find(key, bindings.GGUF_FLOAT32)
+        return 0.0 if index is None else float(self._library.gguf_get_val_f32(self._native, index))
+
     def text(self, key: str) -> str:
         """A text; empty when there is none."""
         index = self._find(key, bindings.GGUF_STRING)
@@ -34,6 +47,18 @@ class GgufHeader:
         if not self._native:
             return False
         return bool(self._library.gguf_find_tensor(self._native, name.encode()) >= 0)
+
+    def place(self, name: str) -> TensorPlace | None:
+        """Where a tensor lies in the file; None: it is not there."""
+        if not self.has_tensor(name):
+            return None
+        index = self._library.gguf_find_tensor(self._native, name.encode())
+        start = self._library.gguf_get_data_offset(self._native)
+        return TensorPlace(
+            kind=int(self._library.gguf_get_tensor_type(self._native, index)),
+            offset_bytes=start + self._library.gguf_get_tensor_offset(self._native, index),
+            size_bytes=int(self._library.gguf_get_tensor_size(self._native, index)),
+        )
 
     def _find(self, key: str, kind: int) -> int | None:
         """Where the key is; ggml ends the process when a value is read as another type."""
