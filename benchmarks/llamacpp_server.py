@@ -11,6 +11,7 @@ import xllamacpp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--mmproj", default="")
     for number in ("port", "slots", "threads", "context"):
         parser.add_argument(f"--{number}", type=int, required=True)
     server = xllamacpp.Server(parameters(parser.parse_args()))
@@ -21,6 +22,7 @@ def main() -> None:
 def parameters(arguments: argparse.Namespace) -> xllamacpp.CommonParams:
     params = xllamacpp.CommonParams()
     params.model.path = arguments.model
+    params.mmproj.path = arguments.mmproj
     params.port = arguments.port
     params.n_ctx = arguments.context
     params.n_parallel = arguments.slots

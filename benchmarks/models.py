@@ -8,6 +8,9 @@ from pathlib import Path
 import gguf
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
+from rekindle.models.catalogue import DEFAULT_VISION_MODEL
+from rekindle.models.projector import packaged_projector
+
 ROOT = Path(__file__).parents[1]
 TEMPLATE_KEY = "tokenizer.chat_template"
 CONTEXT_TOKENS = 8192
@@ -38,6 +41,11 @@ def fitting(scenario: str, model: Path, folder: Path) -> Path:
         case "hybrid":
             return _tiny_hybrid(folder / "tiny-lfm2.gguf")
     return model
+
+
+def projector(scenario: str) -> Path | None:
+    """What a model sees pictures with, where it is to see any."""
+    return packaged_projector(DEFAULT_VISION_MODEL) if scenario == "pictures" else None
 
 
 def with_tool_template(model: Path, copy: Path) -> Path:

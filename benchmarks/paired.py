@@ -12,6 +12,7 @@ from typing import cast
 
 import in_place
 from machine import Load, load_between, read
+from models import projector
 from rich.progress import Progress, TaskID
 from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
@@ -28,7 +29,7 @@ PAUSE_S = 0.5  # what a server still writes after a turn must not fall into the 
 # eight streams, which need eight: with four, half would only wait.
 OUR_SLOTS = {
     "article": 16, "document": 16, "agents": 4, "decode": 8, "sampled": 8, "crowd": 16, "schema": 4,
-    "toolloop": 4, "hybrid": 4,
+    "toolloop": 4, "hybrid": 4, "pictures": 4,
 }  # fmt: skip
 THEIR_SLOTS = {**OUR_SLOTS, "article": 4, "document": 4, "crowd": 4}
 
@@ -68,8 +69,9 @@ class PairedRun:
                 await self._round(scenario, number, ours, theirs, task)
 
     async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Side, Side]:
-        ours = Setup(model=self.models[scenario], slots=OUR_SLOTS[scenario])
-        theirs = Setup(model=self.models[scenario], slots=THEIR_SLOTS[scenario])
+        model, mmproj = self.models[scenario], projector(scenario)
+        ours = Setup(model=model, mmproj=mmproj, slots=OUR_SLOTS[scenario])
+        theirs = Setup(model=model, mmproj=mmproj, slots=THEIR_SLOTS[scenario])
         servers = (
             stack.enter_context(rekindle(ours, self.folder / "rekindle.log")),
             stack.enter_context(llamacpp(theirs, self.folder / "llamacpp.log")),

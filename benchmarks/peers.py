@@ -24,7 +24,7 @@ from rekindle.models.pull import pull
 
 REPEATS = {
     "article": 3, "document": 3, "agents": 2, "decode": 5, "sampled": 5, "crowd": 2, "schema": 3,
-    "toolloop": 3, "hybrid": 1,
+    "toolloop": 3, "hybrid": 1, "pictures": 5,
 }  # fmt: skip
 QUICK = {**dict.fromkeys(REPEATS, 1), "decode": 2, "sampled": 2}
 FOLDER = Path("bench-results")

@@ -27,6 +27,7 @@ class Setup:
     """What both servers are given alike."""
 
     model: Path
+    mmproj: Path | None = None
     slots: int
     threads: int = 2
     context: int = 8192
@@ -53,7 +54,7 @@ def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator
     arguments = ["-m", "rekindle.cli.main", "serve", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--parallel", str(setup.slots)]
     arguments += ["--threads", str(setup.threads), "--max-model-len", str(setup.context)]
-    arguments += ["--cache-dir", str(cache_dir)]
+    arguments += ["--cache-dir", str(cache_dir), *_projector(setup)]
     with _serving("Rekindle", port, arguments, log) as server:
         yield server
 
@@ -63,9 +64,13 @@ def llamacpp(setup: Setup, log: Path) -> Iterator[Server]:
     port = _free_port()
     arguments = [str(LLAMACPP), "--port", port, "--model", str(setup.model)]
     arguments += ["--slots", str(setup.slots), "--threads", str(setup.threads)]
-    arguments += ["--context", str(setup.context)]
+    arguments += ["--context", str(setup.context), *_projector(setup)]
     with _serving("llama.cpp", port, arguments, log) as server:
         yield server
+
+
+def _projector(setup: Setup) -> list[str]:
+    return ["--mmproj", str(setup.mmproj)] if setup.mmproj else []
 
 
 @contextmanager

@@ -84,6 +84,20 @@ TARGETS = (
         "<",
         1,
     ),
+    Target(
+        "pictures, first token of a second question, ours / theirs",
+        "pictures",
+        _beside_peer("pictures", "pictures_second_s"),
+        "<=",
+        1,
+    ),
+    Target(
+        "pictures, first token of another conversation, ours / theirs",
+        "pictures",
+        _beside_peer("pictures", "pictures_other_s"),
+        "<=",
+        1,
+    ),
     Target("a token with a schema / without", "schema", _schema_cost, "<=", 1.5),
     Target(
         "tool loop, median warm first token, ours / theirs",

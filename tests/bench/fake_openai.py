@@ -46,7 +46,7 @@ class FakeOpenAI:
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
     def _events(self, body: dict[str, Any]) -> Iterator[bytes]:
-        words = " ".join(message["content"] for message in body["messages"]).split()
+        words = [word for message in body["messages"] for word in _words(message["content"])]
         cached = max((_shared(old, words) for old in self._seen), default=0)
         self._seen.append(words)
         most = body["max_tokens"] if "ignore_eos" in body else MOST_REPLY_TOKENS
@@ -70,6 +70,15 @@ class FakeOpenAI:
 def _shared(old: list[str], new: list[str]) -> int:
     pairs = zip(old, new, strict=False)  # one may be the beginning of the other
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _words(content: str | list[dict[str, Any]]) -> list[str]:
+    """A picture is a word: its URL."""
+    if isinstance(content, str):
+        return content.split()
+    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return [*urls, *(word for text in texts for word in text.split())]
 
 
 def _event(content: dict[str, Any]) -> bytes:

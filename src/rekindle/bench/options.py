@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rekindle.errors import ConfigError
 
 USUAL = ("article", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop")
-SCENARIO_NAMES = (*USUAL, "hybrid")  # which says something on a hybrid model alone
+SCENARIO_NAMES = (*USUAL, "hybrid", "pictures")  # which need a hybrid model, one with a projector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,14 @@ from rich.table import Table
 
 from rekindle.bench.client import BenchFailed
 from rekindle.bench.decode_scenarios import Decode, Sampled
+from rekindle.bench.picture_scenarios import Pictures
 from rekindle.bench.scenarios import Agents, Article, Crowd, Document, Hybrid
 from rekindle.bench.tool_scenarios import Schema, ToolLoop
 from rekindle.version import __version__
 
-Round = Article | Document | Agents | Decode | Sampled | Crowd | Schema | ToolLoop | Hybrid
+Round = (
+    Article | Document | Agents | Decode | Sampled | Crowd | Schema | ToolLoop | Hybrid | Pictures
+)
 Unit = Literal["s", "tokens/s", "tokens", "x"]
 
 
@@ -77,6 +80,10 @@ FIGURES = {
     "crowd_computed_tokens": Figure("crowd: prompt tokens computed, kept ones", "tokens"),
     "schema_tokens_per_s": Figure("schema: one stream", "tokens/s"),
     "schema_over_free": Figure("schema: a token with a schema / without", "x"),
+    "pictures_first_s": Figure("pictures: first token, first question", "s"),
+    "pictures_second_s": Figure("pictures: first token, second question", "s"),
+    "pictures_other_s": Figure("pictures: first token, another conversation", "s"),
+    "pictures_second_over_first": Figure("pictures: second question / first", "x"),
     "toolloop_cold_s": Figure("tool loop: first token, cold", "s"),
     "toolloop_warm_s": Figure("tool loop: first token, warm", "s"),
     "toolloop_worst_s": Figure("tool loop: first token, warm, worst", "s", max),

@@ -136,8 +136,8 @@ class Conversation:
         if system is not None:
             self._messages.append({"role": "system", "content": system})
 
-    async def ask(self, question: str) -> Turn:
-        """Send the whole history with the question; remember the reply."""
+    async def ask(self, question: str | list[Message]) -> Turn:
+        """Send the whole history with the question, a text or parts; remember the reply."""
         self._messages.append({"role": "user", "content": question})
         reply = await self._rig.client.chat(self._messages, self._rig.options.turn_reply_tokens)
         self._messages.append({"role": "assistant", "content": reply.text})

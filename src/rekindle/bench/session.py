@@ -10,6 +10,7 @@ from rich.progress import Progress
 
 from rekindle.bench.decode_scenarios import measure_decode, measure_sampled
 from rekindle.bench.options import BenchOptions
+from rekindle.bench.picture_scenarios import measure_pictures
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
 from rekindle.bench.scenarios import (
@@ -32,6 +33,7 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "schema": measure_schema,
     "toolloop": measure_toolloop,
     "hybrid": measure_hybrid,
+    "pictures": measure_pictures,
 }
 
 

@@ -1,0 +1,42 @@
+"""Questions about a picture: a new one each round, the same for both servers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from io import BytesIO, StringIO
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+
+from rekindle.bench import BenchOptions, run
+from tests.bench.fake_openai import FakeOpenAI
+
+Serve = Callable[[FakeOpenAI], str]
+
+
+def asked(serve: Serve, seed: str) -> list[list[dict[str, Any]]]:
+    """The conversations with a picture that a fake was sent in two rounds."""
+    fake = FakeOpenAI()
+    options = BenchOptions(base_url=serve(fake), scenarios=("pictures",), repeats=2, seed=seed)
+    run(options, Console(file=StringIO()))
+    messages = [body["messages"] for body in fake.bodies]
+    return [each for each in messages if isinstance(each[0]["content"], list)]
+
+
+def test_a_picture_is_asked_about_twice_and_then_from_the_start_again(serve: Serve) -> None:
+    first, second, other, *_ = asked(serve, "a")
+    assert [len(each) for each in (first, second, other)] == [1, 3, 1]
+    assert second[0] == first[0]
+    assert other[0]["content"][0] == first[0]["content"][0]
+    assert other[0]["content"][1] != first[0]["content"][1]
+
+
+def test_each_round_has_a_picture_of_its_own_and_both_servers_the_same(serve: Serve) -> None:
+    urls = [each[0]["content"][0]["image_url"]["url"] for each in asked(serve, "a")]
+    assert urls[0] != urls[3]
+    assert asked(serve, "a")[0] == asked(serve, "a")[0]
+    head, _, data = urls[0].partition(",")
+    assert head == "data:image/png;base64"
+    assert Image.open(BytesIO(base64.b64decode(data))).size == (512, 512)
