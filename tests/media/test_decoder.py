@@ -8,31 +8,45 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+import uvloop
 
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia
 from rekindle.media.jobs import Frame, ImageJob, Sizing, VideoJob
 from tests.media.files import clip, plain, png, saved
 
-T = TypeVar("T")
 PATIENCE_S = 60.0
 PICTURE = ImageJob(saved(plain()), False, Sizing(2048))
 SIZE = [(30, 20)]
 
 
-def with_decoder(work: Callable[[Decoder], Awaitable[T]], **options: float) -> T:
-    async def run() -> T:
-        decoder = Decoder(processes=1, **options)
+#: The server has the first; programs that embed it, the other.
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+class WithDecoder:
+    """Runs work with a decoder of one process."""
+
+    def __init__(self, loop: str) -> None:
+        self._loop = loop
+
+    def __call__(self, work: Callable[[Decoder], Awaitable[None]], **options: float) -> None:
+        with asyncio.Runner(loop_factory=LOOPS[self._loop]) as runner:
+            runner.run(self._run(work, Decoder(processes=1, **options)))
+
+    async def _run(self, work: Callable[[Decoder], Awaitable[None]], decoder: Decoder) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await work(decoder)
+                await work(decoder)
         finally:
             await decoder.close()
 
-    return asyncio.run(run())
+
+@pytest.fixture(params=LOOPS)
+def with_decoder(request: pytest.FixtureRequest) -> WithDecoder:
+    return WithDecoder(request.param)
 
 
 def sizes(frames: list[Frame]) -> list[tuple[int, int]]:
@@ -60,7 +74,7 @@ async def new_child(before: set[int]) -> int:
     return child
 
 
-def test_one_process_decodes_one_picture_after_the_other() -> None:
+def test_one_process_decodes_one_picture_after_the_other(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         assert await decode(decoder) == SIZE
         first = only_child(decoder)
@@ -73,7 +87,9 @@ def test_one_process_decodes_one_picture_after_the_other() -> None:
     with_decoder(work)
 
 
-def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is() -> None:
+def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is(
+    with_decoder: WithDecoder,
+) -> None:
     async def work(decoder: Decoder) -> None:
         await decode(decoder)
         first = only_child(decoder)
@@ -86,16 +102,22 @@ def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is() -> None:
     with_decoder(work)
 
 
-def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything() -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
+    noticed: bool, with_decoder: WithDecoder
+) -> None:
     async def work(decoder: Decoder) -> None:
         await decode(decoder)
-        os.kill(only_child(decoder), signal.SIGKILL)
+        [process] = decoder._idle
+        os.kill(process.pid, signal.SIGKILL)
+        while noticed and process.is_running:
+            await asyncio.sleep(0)
         assert await decode(decoder) == SIZE
 
     with_decoder(work)
 
 
-def test_a_crash_in_the_middle_costs_that_request_alone() -> None:
+def test_a_crash_in_the_middle_costs_that_request_alone(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         crashing = asyncio.create_task(decode(decoder))
@@ -108,7 +130,7 @@ def test_a_crash_in_the_middle_costs_that_request_alone() -> None:
     with_decoder(work)
 
 
-def test_a_hang_costs_that_request_alone() -> None:
+def test_a_hang_costs_that_request_alone(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         hanging = asyncio.create_task(decode(decoder))
@@ -120,7 +142,7 @@ def test_a_hang_costs_that_request_alone() -> None:
     with_decoder(work, image_s=2.0)
 
 
-def test_a_request_that_is_given_up_leaves_no_process_behind() -> None:
+def test_a_request_that_is_given_up_leaves_no_process_behind(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         given_up = asyncio.create_task(decode(decoder))
@@ -135,7 +157,9 @@ def test_a_request_that_is_given_up_leaves_no_process_behind() -> None:
     with_decoder(work)
 
 
-def test_a_process_has_limits_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_limits_and_no_keys(
+    monkeypatch: pytest.MonkeyPatch, with_decoder: WithDecoder
+) -> None:
     """As the system sees them."""
     monkeypatch.setenv("REKINDLE_API_KEY", "a-canary-key")
 

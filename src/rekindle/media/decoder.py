@@ -40,17 +40,13 @@ class DecoderProcess:
 
     @classmethod
     async def spawn(cls) -> DecoderProcess:
-        kept = (name for name in os.environ if name in NEEDED or name.startswith("PYTHON"))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rekindle.media.worker",
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            env={name: os.environ[name] for name in kept},
-        )
-        return cls(process)
+        """Start one; whoever gives up meanwhile leaves none behind."""
+        starting = asyncio.create_task(_start())
+        try:
+            return cls(await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            await cls(await starting).stop()
+            raise
 
     @property
     def pid(self) -> int:
@@ -64,6 +60,8 @@ class DecoderProcess:
         """Raises BadMedia when the file is at fault, DecoderDied when the process is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if self._process.stdin.is_closing():  # uvloop raises, where asyncio would only log
+            raise DecoderDied
         try:
             self._process.stdin.writelines(framed(job))
             await self._process.stdin.drain()
@@ -82,6 +80,19 @@ class DecoderProcess:
         await self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+
+async def _start() -> Process:
+    kept = (name for name in os.environ if name in NEEDED or name.startswith("PYTHON"))
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rekindle.media.worker",
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env={name: os.environ[name] for name in kept},
+    )
 
 
 class Decoder:
