@@ -38,6 +38,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "max_model_len": ("2048", 2048),
     "kv_fraction": ("0.5", 0.5),
     "fp8_kvcache": ("true", True),
+    "kv_bits": ("8", 8),
+    "kv_quantization_start": ("100", 100),
     "ram_cache": ("512MiB", 512 << 20),
     "disk_cache": ("0", 0),
     "disk_floor": ("5GB", 5 * 10**9),
@@ -240,6 +242,9 @@ def test_none_is_a_word_where_nothing_can_be_lifted() -> None:
         ("cache_write", "never"),
         ("key_ttl", 0),
         ("fp8_kvcache", "perhaps"),
+        ("kv_bits", "16"),
+        ("kv_bits", "eight"),
+        ("kv_quantization_start", "-1"),
     ],
 )
 def test_a_bad_value_names_the_setting_as_it_was_spelled(name: str, value: Any) -> None:

@@ -218,10 +218,6 @@ def test_top_logprobs_need_logprobs() -> None:
     [
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
-        ("kv_bits", 4),
-        ("kv_group_size", 64),
-        ("kv_quantization_start", 0),
-        ("quantized_kv_start", 5000),
         ("audio", {"voice": "x"}),
         ("chat_template", "{{ ''.__class__ }}"),
     ],

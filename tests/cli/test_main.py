@@ -31,7 +31,7 @@ SERVE_FLAGS = (
     "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",
     "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
     "--disk-cache", "--cache-dir", "--cache-write", "--force-cache", "--context-cache",
-    "--admin-key", "--api-keys-file", "--fp8-kvcache", "--disk-floor",
+    "--admin-key", "--api-keys-file", "--fp8-kvcache", "--kv-bits", "--disk-floor",
     "--tool-format", "--reasoning-format", "--normalise", "--cache-secret-file",
 )  # fmt: skip
 

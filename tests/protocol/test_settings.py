@@ -23,6 +23,8 @@ from rekindle.protocol.settings import GB, GIB, RuntimeSettings, format_size, pa
             max_model_len=512,
             kv_fraction=0.5,
             fp8_kvcache=True,
+            kv_bits=4,
+            kv_quantization_start=7,
             threads=2,
             gpu_layers=0,
             tool_format="hermes",
@@ -54,6 +56,10 @@ def test_reading_them_takes_no_pydantic() -> None:
 def test_the_type_of_kv_cells_follows_from_the_setting() -> None:
     assert RuntimeSettings().kv_type == "f16"
     assert RuntimeSettings(fp8_kvcache=True).kv_type == "q8_0"
+    assert RuntimeSettings(kv_bits=8).kv_type == "f16"  # up to the start
+    assert RuntimeSettings(kv_bits=8, kv_quantization_start=0).kv_type == "q8_0"
+    assert RuntimeSettings(kv_bits=4, kv_quantization_start=0).kv_type == "q4_0"
+    assert RuntimeSettings(kv_bits=4, fp8_kvcache=True).kv_type == "q8_0"
 
 
 def test_threads_default_to_the_cores_within_a_limit() -> None:

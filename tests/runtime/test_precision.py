@@ -125,11 +125,19 @@ def test_a_conversation_that_crosses_goes_on_without_computing_its_prefix_again(
     assert third.finished.cache.status == "hit"
 
 
-def test_the_start_is_the_end_of_a_canonical_step() -> None:
-    for start in (START - STEP + 1, START):
-        engine = FakeEngine()
-        RuntimeHarness(engine).ask(PROMPT, **{**LATER, "kv_quantization_start": start})
-        assert engine.counts.transcoded_tokens == START
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("start", [1, START - 1, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 2])
+def test_a_sequence_crosses_where_it_was_asked_to(exact: bool, start: int) -> None:
+    engine = FakeEngine()
+    asked = {**LATER, "kv_quantization_start": start, "exact": exact}
+    assert bits(RuntimeHarness(engine).ask(PROMPT, **asked)) == (8, 1)
+    assert engine.counts.transcoded_tokens == start
+
+
+def test_a_turn_that_ends_at_the_start_has_not_crossed_it() -> None:
+    engine = FakeEngine()
+    reply = RuntimeHarness(engine).ask(PROMPT, **{**LATER, "kv_quantization_start": 103})
+    assert (bits(reply), engine.counts.transcoded_tokens) == ((16, None), 0)
 
 
 def test_turns_of_one_precision_follow_each_other_across_the_start() -> None:
@@ -265,7 +273,7 @@ def test_a_server_of_few_bits_serves_a_request_for_more() -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-@pytest.mark.parametrize("start", [0, STEP, START, 96])
+@pytest.mark.parametrize("start", [0, STEP, START, 91])
 @pytest.mark.parametrize("can_truncate", [True, False])
 def test_warm_equals_cold_at_each_precision_and_after_a_restart(
     tmp_path: Path, kv_bits: int, start: int, can_truncate: bool

@@ -224,7 +224,9 @@ class RuntimeHarness:
         """A turn whose prompt is encoded already."""
         prompt = tokens if isinstance(tokens, Prompt) else Prompt(Tokens.of(tokens))
         asked = GenerateRequest(
-            turn=next(self._ids), **{"sampling": GREEDY, "max_tokens": 8, **request, "salt": salt}
+            turn=next(self._ids),
+            **{"sampling": GREEDY, "max_tokens": 8, "kv_quantization_start": 0, **request},
+            salt=salt,
         )
         processor = self.runtime.input_processor
         is_shared = asked.prepare is not None and asked.prepare.shared

@@ -144,6 +144,14 @@ def as_prompts(value: Any) -> list[str | list[int]]:
     return [value] if is_one else value
 
 
+KvBits = Annotated[Literal[4, 8], WHOLE]
+KvGroupSize = Annotated[
+    int,
+    Field(gt=0, multiple_of=8, le=MOST_TOKENS),
+    takes("a positive number that 8 divides"),
+    WHOLE,
+]
+KvStart = Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE]
 FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
 Priority = Annotated[
     int,

@@ -119,7 +119,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     reuse: bool = True
     exact: bool = False
     kv_bits: int | None = None  # of KV cells; None: of the usual ones
-    kv_quantization_start: int = 0  # tokens that have the usual cells nevertheless
+    kv_quantization_start: int = 5000  # tokens that have the usual cells nevertheless
     salt: bytes = b""
     progress: bool = False
     received_s: float | None = None  # on the machine's monotonic clock

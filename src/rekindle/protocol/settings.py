@@ -32,6 +32,7 @@ COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing m
 SIZE_LIMIT = 1 << 60
 THREADS_LIMIT = 16  # more threads stop helping
 GB, GIB = 10**9, 1 << 30
+KV_TYPES = {4: "q4_0", 8: "q8_0"}  # of quantised KV cells, by their bits
 
 _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -80,6 +81,25 @@ class SizeText:
         return core_schema.no_info_before_validator_function(parse_size, handler(source))
 
 
+@dataclass(frozen=True, slots=True)
+class Among:
+    """Lets pydantic take some numbers alone."""
+
+    numbers: tuple[int, ...]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # by the front alone
+
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, number: int | None) -> int | None:
+        if number is not None and number not in self.numbers:
+            raise ValueError(f"takes {' or '.join(map(str, self.numbers))}")
+        return number
+
+
 Name = Annotated[str, MinLen(1)]
 Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
 
@@ -100,6 +120,16 @@ class RuntimeSettings:
         float, Interval(gt=0, lt=1), Setting("Share of free memory for the KV pool", "Engine")
     ] = 0.3
     fp8_kvcache: Annotated[bool, Setting("8-bit KV cells: q8_0, groups of 32", "Engine")] = False
+    kv_bits: Annotated[
+        int | None,
+        Among(tuple(KV_TYPES)),
+        Setting("Bits of KV cells beyond the start: 4 or 8", "Engine", "not quantised"),
+    ] = None
+    kv_quantization_start: Annotated[
+        int,
+        Interval(ge=0, le=COUNT_LIMIT),
+        Setting("Tokens after which KV cells have so few bits", "Engine"),
+    ] = 5000
     threads: Annotated[
         int | None,
         Interval(ge=1, le=1024),
@@ -144,7 +174,9 @@ class RuntimeSettings:
 
     @property
     def kv_type(self) -> str:
-        """The type of the engine's KV cells."""
+        """The usual type of the engine's KV cells."""
+        if self.kv_bits and not self.kv_quantization_start:
+            return KV_TYPES[self.kv_bits]
         return "q8_0" if self.fp8_kvcache else "f16"
 
     @property

@@ -11,6 +11,7 @@ from rekindle.runtime.turn import Offloaded, Turn
 from rekindle.tokens import Tokens
 
 ALONE_STEPS = 16  # that a step's allowance is worth while no reply waits
+TRANSCODING_WORTH = 8  # copies that take as long as writing state again in other cells
 MOST_RESTARTS = 3  # of one sequence's export
 
 
@@ -22,13 +23,16 @@ class Counts:
     reused_tokens: int = 0
     restored_bytes: int = 0
     exported_bytes: int = 0
+    transcoded_bytes: int = 0
     transcoded_tokens: int = 0
     preemptions: int = 0
     rebuilds: int = 0
 
     @property
     def moved_bytes(self) -> int:
-        return self.restored_bytes + self.exported_bytes
+        """As the time goes: writing state again takes longer than copying it."""
+        transcoded_bytes = TRANSCODING_WORTH * self.transcoded_bytes
+        return self.restored_bytes + self.exported_bytes + transcoded_bytes
 
 
 class Allowance:

@@ -39,15 +39,16 @@ class Precision:
 
 
 def precision(request: GenerateRequest, capabilities: Capabilities, tenant: bytes) -> Precision:
-    """What a request asks for. The start is moved up to the end of a canonical step, so that it is
-    the same place however a prompt is computed."""
+    """What a request asks for; raises Unsupported. The start is part of the namespace: a step ends
+    there, and what follows is computed otherwise, however a prompt is divided."""
     usual = KvSpace(capabilities.kv_type, tenant)
-    if request.kv_bits is None or request.kv_bits == capabilities.kv_layout.bits:
+    is_shared = request.prepare is not None and request.prepare.shared  # turns of all kinds start
+    bits = None if is_shared else request.kv_bits  # from it
+    if bits is None or bits == capabilities.kv_layout.bits:
         return Precision(usual)
-    kv_type = kv_type_of(capabilities, request.kv_bits)
-    holds_more = request.kv_bits > capabilities.kv_layout.bits
-    step = capabilities.step_tokens
-    start_tokens = 0 if holds_more else -(-request.kv_quantization_start // step) * step
+    kv_type = kv_type_of(capabilities, bits)
+    holds_more = bits > capabilities.kv_layout.bits
+    start_tokens = 0 if holds_more else request.kv_quantization_start
     namespace = kv_namespace(tenant, capabilities.kv[kv_type].fingerprint, start_tokens)
     return Precision(usual, KvSpace(kv_type, namespace), start_tokens, not holds_more)
 

@@ -46,5 +46,5 @@ class Transcoder:
             blob, stop - start, source.kv_type, into.kv_type, resumable=resumable
         )
         self._engine.restore(into, small, stop - start, resumable=resumable)
-        self._counts.exported_bytes += len(blob)
+        self._counts.transcoded_bytes += len(blob)
         self._counts.transcoded_tokens += stop - start

@@ -161,8 +161,11 @@ async def open_models(
     config: Config, files: dict[str, ModelFiles], console: Console
 ) -> AsyncIterator[ServedModels]:
     """The models loaded and the presets prepared; closed on every way out."""
-    if config.fp8_kvcache:
-        log.info("KV cells are q8_0 (8 bits, groups of 32)")
+    if config.kv_type != "f16":
+        log.info("KV cells are %s (groups of 32)", config.kv_type)
+    elif config.kv_bits:
+        start = config.kv_quantization_start
+        log.info("KV cells have %d bits (groups of 32) after %d tokens", config.kv_bits, start)
     runtimes = {name: _runtime(name, config, files) for name in files}
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes.values():

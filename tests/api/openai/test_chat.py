@@ -171,6 +171,7 @@ def test_x_cache_is_in_every_whole_answer() -> None:
         "cached_tokens": 42,
         "reason": "turn_changed",
         "tier": "device",
+        "kv_bits": None,
     }
     assert Front().chat().json()["x_cache"]["hit"] is False
 

@@ -31,6 +31,7 @@ REPORT = {
     "cached_tokens": 1958,
     "reason": "turn_changed",
     "tier": "disk",
+    "kv_bits": None,
     "diverged_at": {
         "message": 2,
         "role": "user",

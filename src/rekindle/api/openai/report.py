@@ -56,7 +56,10 @@ def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
         "cached_tokens": sum(report.cached_tokens for report in reports),
         "reason": shown.reason,
         "tier": next((report.tier for report in reports if report.tier), None),
+        "kv_bits": min((report.kv_bits for report in reports if report.kv_bits), default=None),
     }
+    if group_size := next((each.kv_group_size for each in reports if each.kv_group_size), None):
+        fields["kv_group_size"] = group_size
     if shown.diverged_at is not None:
         fields["diverged_at"] = structs.asdict(shown.diverged_at)
     if normalised := dict.fromkeys(what for report in reports for what in report.normalised):

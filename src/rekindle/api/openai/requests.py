@@ -90,6 +90,8 @@ def _requests(
             names=_names(body, config, 0) if reuse else None,
             more_choices=more_choices,
             exact=_or(body.cache_exact, config.exact),
+            kv_bits=_or(body.kv_bits, config.kv_bits),
+            kv_quantization_start=_or(body.kv_start, config.kv_quantization_start),
             salt=salt,
         )
         for each in inputs

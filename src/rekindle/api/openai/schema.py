@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -12,6 +12,9 @@ from rekindle.api.fields import (
     WHOLE,
     FreeObject,
     Id,
+    KvBits,
+    KvGroupSize,
+    KvStart,
     LogitBias,
     PrefillProgress,
     Priority,
@@ -42,6 +45,7 @@ CACHE_FIELDS = (
     "kv_cache_session_id",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "kv_bits",
 )
 NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversation
 
@@ -49,10 +53,6 @@ NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversatio
 NOT_SERVED = {
     "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
     "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
-    "kv_bits": "KV quantisation is not supported: remove",
-    "kv_group_size": "KV quantisation is not supported: remove",
-    "kv_quantization_start": "KV quantisation is not supported: remove",
-    "quantized_kv_start": "KV quantisation is not supported: remove",
     "audio": "audio is not supported: remove",
     "suffix": "filling in the middle is not supported: remove",
     "best_of": "best_of is not supported: remove",
@@ -119,6 +119,14 @@ class RequestBase(StructuredFields):
     kv_cache_session_id: SessionNumber | None = None
     prompt_cache_key: Id | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    kv_bits: KvBits | None = Field(None, description="Of the KV cells beyond the start")
+    kv_group_size: KvGroupSize | None = Field(
+        None, description="Checked; `x_cache.kv_group_size` says what the engine has"
+    )
+    kv_quantization_start: KvStart | None = Field(
+        None, description="Tokens after which KV cells are quantised"
+    )
+    quantized_kv_start: KvStart | None = Field(None, description="The same")
 
     @model_validator(mode="before")
     @classmethod
@@ -129,6 +137,23 @@ class RequestBase(StructuredFields):
                 if value is not None and value not in HARMLESS.get(name, ()):
                     raise Unsupported(f"{instead} `{name}`", param=name)
         return data
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        starts = {self.kv_quantization_start, self.quantized_kv_start} - {None}
+        if len(starts) > 1:
+            raise BadRequest(
+                "`quantized_kv_start` is another name of `kv_quantization_start`: send one of "
+                "them.",
+                param="quantized_kv_start",
+            )
+        return self
+
+    @property
+    def kv_start(self) -> int | None:
+        """The start of quantisation, by either name."""
+        start = self.kv_quantization_start
+        return self.quantized_kv_start if start is None else start
 
     @property
     def stops(self) -> list[str]:

@@ -174,10 +174,11 @@ def _rotated(values: Floats, size: int) -> Floats:
     one order: a matrix product's last bits would depend on how many rows there are."""
     if not size:
         return values
-    near = 1
+    turned = values.reshape(-1, size).T.copy()  # neighbours in columns: whole rows are added
+    others, near = np.empty_like(turned), 1
     while near < size:
-        pairs = values.reshape(-1, 2, near)
-        one, other = pairs[:, 0], pairs[:, 1]
-        values = np.stack((one + other, one - other), axis=1)
-        near *= 2
-    return values.reshape(-1) * np.float32(size**-0.5)
+        pairs, sums = (rows.reshape(-1, 2, near, rows.shape[1]) for rows in (turned, others))
+        np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
+        turned, others, near = others, turned, 2 * near
+    return (turned.T * np.float32(size**-0.5)).reshape(-1)

@@ -1,0 +1,82 @@
+"""KV precision on a real model: what is stored, what a crossing costs and says, and exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.chat.encode import Prompt
+from tests.support.talk import Talker
+
+# A text whose next word is never in doubt: the best choice leads by 2.6 logits or more at each
+# precision, so that a machine's last bits decide nothing.
+NUMBERS = "one two three four five " * 18
+START = 64
+SHARE = {8: 0.57, 4: 0.32}  # of the bytes that f16 takes
+
+
+@pytest.fixture(scope="module")
+def talker(smollm2_path: Path) -> Iterator[Talker]:
+    built = Talker(smollm2_path, threads=1, context=512)
+    yield built
+    built.close()
+
+
+def test_a_conversation_of_few_bits_takes_a_share_of_the_room(talker: Talker) -> None:
+    stored = {}
+    for kv_bits in (None, 8, 4):
+        talker.forget()
+        talker.answer(talker.encoder.text(NUMBERS[:300]), max_tokens=1, kv_bits=kv_bits)
+        talker.harness.kv.offload_all()
+        stored[kv_bits] = talker.harness.store.size_bytes(None)
+    for kv_bits, share in SHARE.items():
+        assert stored[kv_bits] < share * stored[None]
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_a_conversation_that_crosses_says_what_one_recomputed_at_that_precision_says(
+    talker: Talker, kv_bits: int
+) -> None:
+    whole = talker.encoder.text(NUMBERS.strip())
+    first = Prompt(whole.tokens[:45])
+    assert len(first.tokens) < START < len(whole.tokens)
+    talker.forget()
+    recomputed = talker.answer(whole, max_tokens=12, kv_bits=kv_bits).reply
+    talker.forget()
+    later: dict[str, Any] = {"kv_bits": kv_bits, "kv_quantization_start": START}
+    begun = talker.answer(first, max_tokens=1, **later).reply
+    counts = talker.harness.kv.counts
+    computed = counts.computed_tokens
+    crossed = talker.answer(whole, max_tokens=12, **later).reply
+    kv_bits_used = [reply.finished.cache.kv_bits for reply in (begun, crossed)]
+    assert kv_bits_used == [16, kv_bits]
+    assert crossed.reused == len(first.tokens)
+    said = crossed.finished.completion_tokens
+    assert counts.computed_tokens - computed <= len(whole.tokens) - crossed.reused + said
+    assert counts.transcoded_tokens == START
+    assert (
+        crossed.text
+        == recomputed.text
+        == " one two three four five one two three four five one two"
+    )
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_exact_answers_across_the_start_are_bit_identical_to_cold_ones_restart_included(
+    talker: Talker, tmp_path: Path, kv_bits: int
+) -> None:
+    asked: dict[str, Any] = {"kv_bits": kv_bits, "kv_quantization_start": START, "exact": True}
+    prompt = talker.encoder.text(NUMBERS.strip())
+    talker.forget(folder=tmp_path)
+    cold = talker.answer(prompt, max_tokens=3, **asked)
+    warm = talker.answer(prompt, max_tokens=3, **asked)
+    talker.harness.close()
+    talker.forget(folder=tmp_path)
+    restarted = talker.answer(prompt, max_tokens=3, **asked)
+    talker.harness.close()
+    for again in (warm, restarted):
+        assert again.reply.reused == START
+        assert again.same_bits(cold)
