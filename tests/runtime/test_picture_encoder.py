@@ -192,6 +192,21 @@ def test_state_comes_back_from_the_store_with_its_pictures(harness: RuntimeHarne
     assert second.tokens == recomputed(second).tokens
 
 
+def test_a_picture_of_several_tiles_is_one_picture(harness: RuntimeHarness) -> None:
+    wide = drawn(5, width=48)
+    messages: Messages = [user("ab", IMAGE, "c", IMAGE, "d")]
+    first = harness.ask_chat(messages, [wide, ONE])
+    prompt = first.turn.encoded.prompt
+    assert len(prompt.tokens.media) == 3
+    assert [(each.start, each.end) for each in prompt.spans] == [(0, len(prompt.tokens) - 1)]
+    assert first.tokens == recomputed(first).tokens
+    messages += [said(first), user("e", IMAGE)]
+    second = harness.ask_chat(messages, [wide, ONE, wide])
+    assert second.reused == len(first.turn.tokens) - 1
+    assert second.tokens == recomputed(second).tokens
+    assert encodings(harness) == 2
+
+
 def test_an_engine_that_breaks_in_a_picture_starts_over_and_answers_the_same() -> None:
     for step in range(1, 6):
         harness = RuntimeHarness(seeing(break_steps={step}))

@@ -9,7 +9,8 @@ from rekindle.engine.base import Matrix
 from rekindle.protocol.media import Picture, picture
 from rekindle.tokens import Tokens
 
-BEGIN, END = 5, 6  # tokens around every picture
+BEGIN, END, BETWEEN = 5, 6, 7  # tokens around every picture, and between tiles
+WIDE_PIXELS = 40
 
 
 def drawn(seed: int, width: int = 24, height: int = 16) -> Picture:
@@ -19,7 +20,8 @@ def drawn(seed: int, width: int = 24, height: int = 16) -> Picture:
 
 
 class PlainProjector:
-    """A vector for every 8 columns, and 8 more; drawn from the pixels, between two tokens."""
+    """A vector for every 8 columns, and 8 more; drawn from the pixels, between two tokens. A wide
+    picture is two tiles with a token between them."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -27,12 +29,17 @@ class PlainProjector:
 
     def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         count = 8 + width // 8
-        span = Tokens.of_media(digest, count, count)
-        return Tokens.of([BEGIN]) + span + Tokens.of([END])
+        tiles = [digest] if width < WIDE_PIXELS else [digest, blake3(digest).digest()]
+        first, *rest = (Tokens.of_media(each, count, count) for each in tiles)
+        tokens = Tokens.of([BEGIN]) + first
+        for tile in rest:
+            tokens = tokens + Tokens.of([BETWEEN]) + tile
+        return tokens + Tokens.of([END])
 
     def encode(self, picture: Picture) -> list[Matrix]:
         self.encoded += 1
         seed = int.from_bytes(blake3(picture.pixels).digest()[:8], "big")
-        [span] = self.tokens(picture.width, picture.height, picture.digest).media
-        shape = (span.length, self._width)
-        return [np.random.default_rng(seed).standard_normal(shape).astype(np.float32)]
+        random = np.random.default_rng(seed)
+        spans = self.tokens(picture.width, picture.height, picture.digest).media
+        shapes = [(span.length, self._width) for span in spans]
+        return [random.standard_normal(shape).astype(np.float32) for shape in shapes]

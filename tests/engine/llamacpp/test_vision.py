@@ -146,7 +146,7 @@ def test_a_model_with_positions_in_two_dimensions_is_refused_with_a_way_out(
     options: EngineOptions, tmp_path: Path
 ) -> None:
     path = write_qwen2vl(tmp_path / "qwen.gguf")
-    with pytest.raises(ModelError, match=r"M-RoPE.*leave --mmproj"):
+    with pytest.raises(ModelError, match=r"M-RoPE.*--no-vlm"):
         LlamaCppEngine(replace(options, path=path))
     with loaded(replace(options, path=path, mmproj=None)) as engine:
         assert engine.capabilities.modalities == {"text"}

@@ -55,6 +55,10 @@ class Projector:
             #: Every vector of a picture sees all others, so that they are computed together.
             self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
             large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
+            if any(token < 0 for part in large for token in part.ids):
+                raise ModelError(
+                    f"{options.path.name} lacks tokens that {path.name} has around tiles"
+                )
             self.most_vectors = max(part.vectors for part in large)  # in one span
         except BaseException:
             self.close()
@@ -86,7 +90,7 @@ class Projector:
         if self._library.mtmd_decode_use_mrope(self._native) or not has_ordinary_positions:
             raise ModelError(
                 f"{name} needs positions in two dimensions (M-RoPE), as Qwen-VL does; such "
-                "models are served without pictures: leave --mmproj and --vlm out"
+                "models are served without pictures: start with --no-vlm"
             )
         if not counts or counts[:half] != counts[half:]:
             raise ModelError(f"{name} encodes a picture by its place, which is not supported")
