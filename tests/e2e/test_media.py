@@ -128,13 +128,16 @@ def test_nothing_on_this_machine_is_reached(server: Server, attacker: Attacker) 
         "127.0.0.1", "127.1", "2130706433", "0x7f000001", "[::ffff:7f00:1]", "[::1]", "0.0.0.0",
         "user@localhost", "localhost@127.0.0.1", "127.0.0.1\\@localhost", "169.254.169.254",
     ]  # fmt: skip
-    urls = [f"http://{host}:{canary.port}/" for host in hosts]
+    urls = [f"http://{host}:{canary.port}/?a-canary-token" for host in hosts]
     urls += [attacker.url(f"/redirect?{url}", "localhost") for url in urls[:5]]
     urls += ["file:///etc/passwd", f"file://{FOLDER}/../server.py", "gopher://localhost/"]
     for url in urls:
         for part in (image(url), {"type": "video", "video_url": url}):
-            assert refusal(ask(server, part))["code"] == "media_refused", url
+            refused = refusal(ask(server, part))
+            assert refused["code"] == "media_refused", url
+            assert "a-canary-token" not in refused["message"]
     assert not canary.was_hit
+    assert "a-canary-token" not in server.log.read_text()
     canary.close()
 
 

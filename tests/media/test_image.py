@@ -10,7 +10,7 @@ from PIL import Image
 
 from rekindle.media.image import DecodeError, decode_image, fitted, unpacked
 from rekindle.media.jobs import Frame, Sizing
-from tests.media.files import BLUE, RED, WHITE, bomb, corner, plain, png, saved
+from tests.media.files import BLUE, RED, WHITE, bomb, chunk, corner, plain, png, saved
 
 AS_IT_IS = Sizing(2048)
 
@@ -202,6 +202,22 @@ def test_data_beyond_what_the_header_says_are_not_unpacked() -> None:
     width, height, grown_kib = map(int, found.stdout.split())
     assert (width, height) == (100, 100)
     assert grown_kib < 32 << 10
+
+
+def test_a_bomb_in_a_note_is_refused() -> None:
+    """Texts and colour profiles are compressed, too."""
+    whole = saved(plain())
+    end = whole.index(b"IDAT") - 4
+    note = chunk(b"zTXt", b"note\0\0" + bomb(8 << 20))
+    with pytest.raises(DecodeError, match="damaged"):
+        decode_image(whole[:end] + note + whole[end:], AS_IT_IS)
+
+
+def test_a_large_jpeg_is_decoded_no_larger_than_needed() -> None:
+    found = decoded(saved(corner((4000, 2400)), "JPEG"), Sizing(500))
+    assert found.shape == (300, 500, 3)
+    assert near(found[20, 20], RED)
+    assert near(found[-20, -20], BLUE)
 
 
 def test_base64_is_unpacked_strictly() -> None:

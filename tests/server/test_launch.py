@@ -57,6 +57,12 @@ def test_a_projector_is_of_one_model(model: Path) -> None:
         launch.check_settings(config)
 
 
+def test_a_folder_of_pictures_has_to_be_there(tmp_path: Path) -> None:
+    launch.check_settings(Config(media_folder=(tmp_path,)))
+    with pytest.raises(ConfigError, match="--media-folder`: there is no folder"):
+        launch.check_settings(Config(media_folder=(tmp_path, tmp_path / "none")))
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

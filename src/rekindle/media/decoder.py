@@ -100,6 +100,7 @@ class Decoder:
 
     def __init__(self, *, processes: int = PROCESSES, image_s: float = IMAGE_S) -> None:
         self._slots = FairSlots(processes)
+        self._videos = FairSlots(1)  # they take long, and pictures do not wait for them
         self._idle: list[DecoderProcess] = []
         self._image_s = image_s
 
@@ -111,6 +112,12 @@ class Decoder:
 
     async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
         """The pictures of a file; raises BadMedia."""
+        if isinstance(job, VideoJob):
+            async with self._videos.slot(tenant):
+                return await self._decode(job, tenant)
+        return await self._decode(job, tenant)
+
+    async def _decode(self, job: Job, tenant: bytes) -> list[Frame]:
         async with self._slots.slot(tenant):
             while self._idle:
                 try:

@@ -23,6 +23,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+SIDEWAYS = (TURNS[5], TURNS[6], TURNS[7], TURNS[8])
 
 Image.MAX_IMAGE_PIXELS = None  # ours is checked instead, and never only warned about
 
@@ -47,8 +48,10 @@ def decode_image(data: bytes, sizing: Sizing) -> Frame:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             check_size(*image.size)
             turn = _turn(image)
+            enough = max(sizing.exact or (sizing.longest,))
+            image.draft(None, (enough, enough))  # a large JPEG is decoded at a half, a quarter …
             image.load()
-            return as_frame(_on_white(image), sizing, turn)
+            return as_frame(_blendable(image), sizing, turn)
     except DecodeError:
         raise
     except UnidentifiedImageError:
@@ -75,12 +78,19 @@ def check_size(width: int, height: int) -> None:
 def as_frame(
     image: Image.Image, sizing: Sizing, turn: Image.Transpose | None = None, at_s: float = 0.0
 ) -> Frame:
-    """An RGB image, turned upright and then resized."""
-    upright = image if turn is None else image.transpose(turn)
-    size = fitted(*upright.size, sizing)
-    if upright.size != size:
-        upright = upright.resize(size, Image.Resampling.BICUBIC)
-    return Frame(*upright.size, upright.tobytes(), at_s)
+    """Upright, resized and on white; resized first, because a picture may be large."""
+    swap = turn in SIDEWAYS
+    size = fitted(*_swapped(image.size, swap), sizing)
+    resized = _swapped(size, swap)
+    if image.size != resized:
+        image = image.resize(resized, Image.Resampling.BICUBIC)
+    if turn is not None:
+        image = image.transpose(turn)
+    return Frame(*image.size, _on_white(image).tobytes(), at_s)
+
+
+def _swapped(size: tuple[int, int], swap: bool) -> tuple[int, int]:
+    return (size[1], size[0]) if swap else size
 
 
 def fitted(width: int, height: int, sizing: Sizing) -> tuple[int, int]:
@@ -102,11 +112,18 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
         return None
 
 
+def _blendable(image: Image.Image) -> Image.Image:
+    """In a mode whose values can be blended: no palette, no colour that stands for transparency,
+    no 16 bits of grey (which Pillow would cut off at 255)."""
+    if image.mode.startswith("I"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("1", "P", "PA") or "transparency" in image.info:
+        return image.convert("RGBA" if image.has_transparency_data else "RGB")
+    return image
+
+
 def _on_white(image: Image.Image) -> Image.Image:
     """As RGB; what is transparent shows white."""
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
-        high = np.asarray(image).astype(np.uint32) >> 8
-        image = Image.fromarray(high.clip(0, 255).astype(np.uint8))
     if not image.has_transparency_data:
         return image.convert("RGB")
     seen = image.convert("RGBA")

@@ -15,7 +15,7 @@ from rekindle.media.fetcher import Fetcher
 from rekindle.media.folders import read_file_url
 from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
 from rekindle.media.picture_cache import PictureCache, Shot, cache_key
-from rekindle.protocol.media import picture
+from rekindle.protocol.media import CHANNELS, picture
 
 MOST_IMAGE_BYTES = 20 << 20  # of a file
 MOST_VIDEO_BYTES = 64 << 20
@@ -97,15 +97,20 @@ class MediaLoader:
 
     async def _load(self, source: Source, tenant: bytes, work: _Work) -> list[Shot]:
         try:
-            job = await self._job(source, tenant, work)
-            key = cache_key(tenant, job)
-            if (known := self._cache.get(key)) is not None:
-                return known
-            frames = await self._decoder.decode(job, tenant)
-            work.add_pixels(frames)
-            shots = [_shot(frame, source) for frame in frames]
+            shots = await self._shots(await self._job(source, tenant, work), tenant)
+            work.add_pictures(shots)
         except BadMedia as error:
             raise type(error)(f"`{source.where}`: {error}") from None
+        return shots
+
+    async def _shots(self, job: Job, tenant: bytes) -> list[Shot]:
+        key = cache_key(tenant, job)
+        known = self._cache.get(key)
+        if known is not None:
+            return known
+        is_video = isinstance(job, VideoJob)
+        frames = await self._decoder.decode(job, tenant)
+        shots = [_shot(frame, is_video=is_video) for frame in frames]
         self._cache.put(key, shots)
         return shots
 
@@ -138,16 +143,17 @@ class _Work:
             raise BadMedia(f"The files of a request may have {MOST_REQUEST_BYTES >> 20} MiB.")
         self._hold(len(data))
 
-    def add_pixels(self, frames: list[Frame]) -> None:
-        self._pixels += sum(frame.width * frame.height for frame in frames)
+    def add_pictures(self, shots: list[Shot]) -> None:
+        pixel_bytes = sum(len(shot.picture.pixels) for shot in shots)
+        self._pixels += pixel_bytes // CHANNELS
         if self._pixels > MOST_REQUEST_PIXELS:
             raise _too_many_pixels()
-        self._hold(sum(len(frame.pixels) for frame in frames))
+        self._hold(pixel_bytes)
 
 
-def _shot(frame: Frame, source: Source) -> Shot:
-    at_s = frame.at_s if source.sampling else None
-    return Shot(picture(frame.width, frame.height, frame.pixels), at_s)
+def _shot(frame: Frame, *, is_video: bool) -> Shot:
+    seen = picture(frame.width, frame.height, frame.pixels)
+    return Shot(seen, frame.at_s if is_video else None)
 
 
 def _base64(url: str, most_bytes: int) -> bytes:

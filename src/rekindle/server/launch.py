@@ -68,6 +68,9 @@ def check_settings(config: Config) -> None:
             "beside its model"
         )
     served_embedders(config)
+    for folder in config.media_folder:
+        if not folder.is_dir():
+            raise ConfigError(f"`--media-folder`: there is no folder {folder}")
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)

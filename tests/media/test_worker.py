@@ -1,0 +1,77 @@
+"""Whatever bytes come, the decoder's process answers, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from rekindle.media.decoder import Decoder
+from rekindle.media.errors import BadMedia
+from rekindle.media.jobs import ImageJob, Job, Sizing, VideoJob
+from tests.media.files import clip, corner, saved
+from tests.support.rounds import rounds
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+CONTAINERS = (("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"))
+
+
+def damaged(whole: bytes, chance: random.Random) -> bytes:
+    """Bytes changed, cut off, repeated or made up."""
+    data = bytearray(whole)
+    for _ in range(chance.choice((1, 2, 8, 40))):
+        place = chance.randrange(len(data))
+        match chance.randrange(4):
+            case 0:
+                data[place] = chance.randrange(256)
+            case 1:
+                data[place : place + 4] = chance.choice(
+                    (b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff")
+                )
+            case 2:
+                data[place:place] = data[place : place + chance.randrange(64)]
+            case 3:
+                del data[place : place + chance.randrange(16)]
+    return bytes(data or b"x")
+
+
+def jobs(count: int, seed: int) -> list[Job]:
+    chance = random.Random(seed)
+    images = [saved(corner(), format) for format in FORMATS]
+    videos = [clip(frames=8, format=format, codec=codec) for format, codec in CONTAINERS]
+    made: list[Job] = []
+    for number in range(count):
+        if number % 2:
+            data = damaged(chance.choice(videos), chance)
+            made.append(VideoJob(data, False, Sizing(768), 10.0, 8))
+        else:
+            made.append(ImageJob(damaged(chance.choice(images), chance), False, Sizing(2048)))
+    return made
+
+
+@pytest.mark.long
+def test_damaged_files_are_decoded_or_refused_by_one_and_the_same_process() -> None:
+    """A native crash would be seen as another process, or as the sentence about it."""
+
+    async def work() -> tuple[int, int]:
+        decoder = Decoder(processes=1)
+        decoded = refused = 0
+        crashes: list[bool] = []
+        pids = set()
+        for job in jobs(rounds(300, 6000), seed=7):
+            try:
+                await decoder.decode(job, b"")
+                decoded += 1
+            except BadMedia as error:
+                refused += 1
+                crashes += ["made its decoder fail" in str(error)]
+            pids |= {process.pid for process in decoder._idle}
+        await decoder.close()
+        assert not any(crashes)
+        assert len(pids) == 1
+        return decoded, refused
+
+    decoded, refused = asyncio.run(work())
+    assert decoded
+    assert refused
