@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -357,11 +358,14 @@ def test_a_model_without_a_projector_refuses_pictures() -> None:
         harness.submit_chat([user(IMAGE)], [ONE])
 
 
+@pytest.mark.parametrize("failure", ["raises", "too few", "too short"])
 def test_a_picture_that_cannot_be_encoded_ends_its_own_turn_alone(
-    harness: RuntimeHarness, monkeypatch: pytest.MonkeyPatch
+    harness: RuntimeHarness, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    def fail(picture: Picture) -> None:
-        raise BadRequest("the projector failed")
+    def fail(picture: Picture) -> list[Any]:
+        if failure == "raises":
+            raise BadRequest("the projector failed")
+        return [] if failure == "too few" else [np.zeros((3, VECTOR_WIDTH), np.float32)]
 
     talking = harness.submit_chat([user("11 12")], max_tokens=40)
     harness.scheduler.step()

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.protocol.requests import SamplingParams
 from rekindle.runtime.request import EncodedRequest
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.numpy_engine.engine import NumpyEngine
@@ -81,6 +82,17 @@ def talk(harness: RuntimeHarness, engine: ObservedEngine) -> list[tuple[Reply, l
         harness.offload()
         harness.kv.make_room(harness.capabilities.pool_tokens)
     return answers
+
+
+def test_penalties_look_back_over_the_text_around_pictures(engine: ObservedEngine) -> None:
+    """No vocabulary has the ids of a picture."""
+    engine.reset()
+    harness = RuntimeHarness(engine)
+    sampling = SamplingParams(temperature=0, repetition_penalty=1.3, repetition_context_size=500)
+    messages = [user("a picture:", IMAGE, "what is it?")]
+    reply = harness.ask_chat(messages, PICTURES[:1], sampling=sampling)
+    assert reply.finished
+    harness.close()
 
 
 def run(harness: RuntimeHarness, encoded: EncodedRequest) -> Reply:

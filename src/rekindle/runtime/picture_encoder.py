@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from rekindle.engine.base import Engine, Matrix
+from rekindle.errors import ServerError
 from rekindle.kvcache.block import WriteBack
 from rekindle.runtime.encoded_pictures import EncodedPictures, picture_key
 from rekindle.runtime.turn import Turn
+from rekindle.tokens import Media
 
 
 class PictureEncoder:
@@ -26,7 +28,7 @@ class PictureEncoder:
         if turn.waits_for_vectors:
             return False
         is_new = vectors is None
-        turn.shown = (span, self._encode(turn, span.digest) if vectors is None else vectors)
+        turn.shown = (span, self._encode(turn, span) if vectors is None else vectors)
         return is_new
 
     def wait_s(self, turn: Turn) -> float | None:
@@ -41,16 +43,18 @@ class PictureEncoder:
             return None
         return self.cache.get(picture_key(turn.encoded.pictures.namespace, digest))
 
-    def _encode(self, turn: Turn, digest: bytes) -> Matrix:
+    def _encode(self, turn: Turn, span: Media) -> Matrix:
         """A picture with several spans is encoded as a whole: they are wanted one after another."""
         pictures = turn.encoded.pictures
-        picture = pictures.by_span[digest]
+        picture = pictures.by_span[span.digest]
         spans = [each for each, whose in pictures.by_span.items() if whose is picture]
-        encoded = dict(zip(spans, self._engine.encode_picture(picture), strict=True))
+        encoded = dict(zip(spans, self._engine.encode_picture(picture), strict=False))
         self.cache.counts.encoded += 1
+        if len(encoded) != len(spans) or len(encoded[span.digest]) != span.length:
+            raise ServerError("the projector made more or fewer vectors of a picture than it said")
         if turn.request.reuse:
             durable = turn.lookup.write_back > WriteBack.NEVER
             for each, vectors in encoded.items():
                 key = picture_key(pictures.namespace, each)
                 self.cache.put(key, vectors, durable=durable)
-        return encoded[digest]
+        return encoded[span.digest]

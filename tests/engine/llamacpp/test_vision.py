@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rekindle.engine.base import EngineOptions, Matrix, Work
 from rekindle.engine.llamacpp import bindings, mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import LibraryMismatch, ModelError
+from tests.contract.actions import PROMPT, prefill
 from tests.support.pictures import drawn
 from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
 from tests.support.tiny_projector import write_gemma3_projector, write_llava_projector
@@ -50,6 +52,16 @@ def test_two_projectors_never_share_state(options: EngineOptions, tmp_path: Path
     known = [fingerprint(replace(options, mmproj=path)) for path in (options.mmproj, other, None)]
     assert len(set(known)) == 3
     assert fingerprint(replace(options, mmproj=same)) == known[0]
+
+
+def test_text_is_computed_as_without_a_projector(options: EngineOptions) -> None:
+    rows: list[np.ndarray[Any, Any]] = []
+    for mmproj in (options.mmproj, None):
+        with loaded(replace(options, mmproj=mmproj)) as engine:
+            engine.observe = lambda _sequence, row: rows.append(row.copy())
+            prefill(engine, engine.open(exact=True), PROMPT)
+    seeing, blind = rows
+    assert np.array_equal(seeing, blind)
 
 
 def test_a_picture_of_any_size_takes_the_tokens_that_encoding_brings(
