@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 
+from rekindle.media import loader
+from rekindle.media.decoder import Decoder
+from rekindle.media.errors import BadMedia
+from rekindle.media.image import DecodeError, decode_image, unpacked
+from rekindle.media.jobs import Frame, Job, VideoJob
+from rekindle.media.video import decode_video
 from rekindle.protocol.admin import IndexPrompt, Validate, Validation
 from rekindle.protocol.events import Reason
 from rekindle.protocol.media import count_images, picture
@@ -16,6 +22,24 @@ from tests.media.attacker import Canary
 from tests.media.files import BLUE, clip, corner, plain, saved
 
 QUESTION = {"type": "text", "text": "What is this?"}
+
+
+class InProcess(Decoder):
+    """Decodes here: that a process of its own does is shown elsewhere, and takes a while."""
+
+    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+        try:
+            data = unpacked(job.data, is_base64=job.is_base64)
+            if isinstance(job, VideoJob):
+                return decode_video(data, job.sizing, job.fps, job.max_frames)
+            return [decode_image(data, job.sizing)]
+        except DecodeError as error:
+            raise BadMedia(str(error)) from None
+
+
+@pytest.fixture(autouse=True)
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "Decoder", InProcess)
 
 
 def data_url(file: bytes, kind: str = "image/png") -> str:

@@ -44,8 +44,13 @@ class WithDecoder:
             await decoder.close()
 
 
+@pytest.fixture
+def with_decoder() -> WithDecoder:
+    return WithDecoder("uvloop")
+
+
 @pytest.fixture(params=LOOPS)
-def with_decoder(request: pytest.FixtureRequest) -> WithDecoder:
+def on_either_loop(request: pytest.FixtureRequest) -> WithDecoder:
     return WithDecoder(request.param)
 
 
@@ -132,7 +137,7 @@ def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is(
 
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
-    noticed: bool, with_decoder: WithDecoder
+    noticed: bool, on_either_loop: WithDecoder
 ) -> None:
     async def work(decoder: Decoder) -> None:
         await decode(decoder)
@@ -142,10 +147,10 @@ def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
             await asyncio.sleep(0)
         assert await decode(decoder) == SIZE
 
-    with_decoder(work)
+    on_either_loop(work)
 
 
-def test_a_crash_in_the_middle_costs_that_request_alone(with_decoder: WithDecoder) -> None:
+def test_a_crash_in_the_middle_costs_that_request_alone(on_either_loop: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         crashing = asyncio.create_task(decode(decoder))
@@ -155,7 +160,7 @@ def test_a_crash_in_the_middle_costs_that_request_alone(with_decoder: WithDecode
             await crashing
         assert await waiting == SIZE
 
-    with_decoder(work)
+    on_either_loop(work)
 
 
 def test_a_hang_costs_that_request_alone(with_decoder: WithDecoder) -> None:
@@ -170,7 +175,7 @@ def test_a_hang_costs_that_request_alone(with_decoder: WithDecoder) -> None:
     with_decoder(work, image_s=1.0)
 
 
-def test_a_request_that_is_given_up_leaves_no_process_behind(with_decoder: WithDecoder) -> None:
+def test_a_request_that_is_given_up_leaves_no_process_behind(on_either_loop: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         given_up = asyncio.create_task(decode(decoder))
@@ -182,7 +187,7 @@ def test_a_request_that_is_given_up_leaves_no_process_behind(with_decoder: WithD
             os.kill(child, 0)
         assert await decode(decoder) == SIZE
 
-    with_decoder(work)
+    on_either_loop(work)
 
 
 def test_a_process_has_limits_and_no_keys(

@@ -27,6 +27,8 @@ TENANT = b"tenant"
 
 
 class CountingDecoder(Decoder):
+    """Outlives the loaders of the tests: a process takes a while to start."""
+
     def __init__(self) -> None:
         super().__init__(processes=1)
         self.jobs: list[Job] = []
@@ -34,6 +36,22 @@ class CountingDecoder(Decoder):
     async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
         self.jobs.append(job)
         return await super().decode(job, tenant)
+
+    async def close(self) -> None:
+        self.jobs.clear()
+
+    async def stop(self) -> None:
+        await super().close()
+
+
+RUNNER, DECODER = asyncio.Runner(), CountingDecoder()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_decoder() -> Iterator[None]:
+    with RUNNER:
+        yield
+        RUNNER.run(DECODER.stop())
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +73,14 @@ def with_loader(
     work: Callable[[MediaLoader, CountingDecoder], Awaitable[T]], folder: Path | None = None
 ) -> T:
     async def run() -> T:
-        decoder = CountingDecoder()
-        media = MediaLoader(
-            allowed=["localhost"], folders=[folder] if folder else [], decoder=decoder
-        )
+        folders = [folder] if folder else []
+        media = MediaLoader(allowed=["localhost"], folders=folders, decoder=DECODER)
         try:
-            return await work(media, decoder)
+            return await work(media, DECODER)
         finally:
             await media.close()
 
-    return asyncio.run(run())
+    return RUNNER.run(run())
 
 
 def load(*sources: Source, folder: Path | None = None) -> list[list[Shot]]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
+from rekindle.protocol.requests import LoadModel
 from rekindle.server import launch
 from rekindle.server.models import served_names
 from tests.models.tiny import write_gguf
@@ -61,6 +62,18 @@ def test_a_folder_of_pictures_has_to_be_there(tmp_path: Path) -> None:
     launch.check_settings(Config(media_folder=(tmp_path,)))
     with pytest.raises(ConfigError, match="--media-folder`: there is no folder"):
         launch.check_settings(Config(media_folder=(tmp_path, tmp_path / "none")))
+
+
+def test_a_model_that_sees_and_the_same_that_does_not_share_the_disk_budget(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    files = {"text": launch.ModelFiles(model), "eyes": launch.ModelFiles(model, model)}
+    loads: list[LoadModel] = []
+    monkeypatch.setattr(launch, "RuntimeClient", lambda _name, load, **_options: loads.append(load))
+    for name in files:
+        launch._runtime(name, Config(), files)
+    assert [load.files for load in loads] == loads[0].served == loads[1].served
+    assert len(set(loads[0].served)) == 2
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,13 @@ class LoadModel(Struct, tag=True, kw_only=True):
     path: str
     mmproj: str | None = None  # the file of the model's projector, which encodes pictures
     embeds: bool = False  # it is to make vectors or scores, and no text
-    served: list[str] = []  # all models of this server, which share the disk budget
+    served: list[str] = []  # `files` of all models of this server, which share the disk budget
     settings: RuntimeSettings
+
+    @property
+    def files(self) -> str:
+        """What tells models apart: one that sees is another than the same that does not."""
+        return f"{self.path} {self.mmproj}" if self.mmproj else self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -322,7 +322,7 @@ def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundD
         cache_dir,
         capabilities.kv_layout.fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
         limit_bytes=settings.disk_cache,
-        served=[load.path, *(path for path in load.served if path != load.path)],
+        served=[load.files, *(files for files in load.served if files != load.files)],
         secret=secret,
     )
     return _FoundDisk(own_secret, open_)

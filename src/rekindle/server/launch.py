@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from msgspec import structs
 from rich.console import Console
 
 from rekindle.config import Config
@@ -191,15 +192,19 @@ async def open_models(
 
 
 def _runtime(name: str, config: Config, files: dict[str, ModelFiles]) -> RuntimeClient:
-    own = files[name]
-    load = LoadModel(
+    loads = {each: _load(own, config) for each, own in files.items()}
+    served = [each.files for each in loads.values() if not each.embeds]
+    load = structs.replace(loads[name], served=served)
+    return RuntimeClient(name, load, queue=config.queue, step_timeout_s=config.step_timeout)
+
+
+def _load(own: ModelFiles, config: Config) -> LoadModel:
+    return LoadModel(
         path=str(own.path),
         mmproj=str(own.mmproj) if own.mmproj else None,
         embeds=own.embeds,
-        served=[str(each.path) for each in files.values() if not each.embeds],
         settings=config.runtime,
     )
-    return RuntimeClient(name, load, queue=config.queue, step_timeout_s=config.step_timeout)
 
 
 def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
