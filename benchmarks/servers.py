@@ -31,6 +31,7 @@ class Setup:
     slots: int
     threads: int = 2
     context: int = 8192
+    embedding_model: Path | None = None  # Rekindle's alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator
     arguments += ["--model", str(setup.model), "--parallel", str(setup.slots)]
     arguments += ["--threads", str(setup.threads), "--max-model-len", str(setup.context)]
     arguments += ["--cache-dir", str(cache_dir), *_projector(setup)]
+    if setup.embedding_model is not None:
+        arguments += ["--embedding-model", str(setup.embedding_model)]
     with _serving("Rekindle", port, arguments, log) as server:
         yield server
 

@@ -7,7 +7,7 @@ cache. No row is padding: products take all rows of a run together, attention th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,10 +19,12 @@ from threadpoolctl import threadpool_limits
 from rekindle.engine.base import Matrix
 from rekindle.engine.llamacpp.packing import CALL_TOKENS, packed
 
+LEAST_RUN_TOKENS = 96  # fewer rows do not pay for reading all weights
 TANH_SCALE = np.float32((2 / np.pi) ** 0.5)
 TANH_CUBE = np.float32(0.044715) * TANH_SCALE
 
 Tensors = Mapping[str, Matrix]
+Product = Callable[[Matrix, Matrix], Matrix]  # of rows and weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Linear:
         weight = np.ascontiguousarray(tensors[f"{name}.weight"].T) * factor
         return cls(weight, tensors[f"{name}.bias"] * factor)
 
-    def __call__(self, rows: Matrix) -> Matrix:
-        outputs: Matrix = rows @ self.weight
+    def __call__(self, rows: Matrix, product: Product) -> Matrix:
+        outputs = product(rows, self.weight)
         outputs += self.bias
         return outputs
 
@@ -105,7 +107,9 @@ class Bert:
         self._norm = Norm.of(tensors, "token_embd_norm", epsilon)
         self._layers = [self._layer(tensors, f"blk.{n}.", epsilon) for n in range(layers)]
         self._threads = ThreadPoolExecutor(threads, "bert")
-        threadpool_limits(1, "blas")  # for good: the threads here are all there should be
+        # For good. BLAS threads of its own wait busily for each other: as soon as another process
+        # wants a core, as the chat model's does, they are slower than one.
+        threadpool_limits(1, "blas")
 
     def _layer(self, tensors: Tensors, block: str, epsilon: float) -> Layer:
         width = self._tokens.shape[1] // self._heads
@@ -130,15 +134,32 @@ class Bert:
     def pooled(self, inputs: Seq[Seq[int]]) -> Matrix:
         """One row of each input, in their order."""
         lengths = [len(tokens) for tokens in inputs]
-        share = -(-sum(lengths) // self._thread_count)
+        share = max(-(-sum(lengths) // self._thread_count), LEAST_RUN_TOKENS)
         runs = list(packed(lengths, min(share, CALL_TOKENS), len(lengths)))
+        found = self._computed([[inputs[place] for place in run] for run in runs])
         rows = np.empty((len(inputs), self._tokens.shape[1]), np.float32)
-        found = self._threads.map(self._run, [[inputs[place] for place in run] for run in runs])
         for run, made in zip(runs, found, strict=True):
             rows[run] = made
         return rows
 
-    def _run(self, inputs: Seq[Seq[int]]) -> Matrix:
+    def _computed(self, runs: list[list[Seq[int]]]) -> Iterable[Matrix]:
+        """Each run in a thread; a lone one has them all for its products."""
+        if len(runs) > 1 or self._thread_count == 1:
+            return self._threads.map(self._run, runs)
+        return [self._run(run, self._product_by_columns) for run in runs]
+
+    def _product_by_columns(self, rows: Matrix, weight: Matrix) -> Matrix:
+        product = np.empty((len(rows), weight.shape[1]), np.float32)
+        width = -(-weight.shape[1] // self._thread_count)
+
+        def compute(start: int) -> None:
+            stop = start + width
+            np.matmul(rows, weight[:, start:stop], out=product[:, start:stop])
+
+        list(self._threads.map(compute, range(0, weight.shape[1], width)))
+        return product
+
+    def _run(self, inputs: Seq[Seq[int]], product: Product = np.matmul) -> Matrix:
         """The inputs are in order of their lengths."""
         spans = _spans(inputs)
         rows = self._tokens[np.concatenate([np.asarray(tokens) for tokens in inputs])]
@@ -147,10 +168,11 @@ class Bert:
             part += self._positions[: span.tokens]
         rows = self._norm(rows)
         for layer in self._layers:
-            attended = layer.attention_output(self._attend(layer, rows, spans))
+            seen = self._attend(layer.attention_input(rows, product), spans)
+            attended = layer.attention_output(seen, product)
             attended += rows
             rows = layer.attention_norm(attended)
-            outer = layer.down(_gelu(layer.up(rows)))
+            outer = layer.down(_gelu(layer.up(rows, product)), product)
             outer += rows
             rows = layer.norm(outer)
         parts = (rows[span.start : span.stop] for span in spans)
@@ -159,9 +181,9 @@ class Bert:
             [self._pool(part.reshape(span.inputs, span.tokens, -1)) for part, span in shaped]
         )
 
-    def _attend(self, layer: Layer, rows: Matrix, spans: list[Span]) -> Matrix:
-        projected = layer.attention_input(rows)
-        seen = np.empty_like(rows)
+    def _attend(self, projected: Matrix, spans: list[Span]) -> Matrix:
+        """What each row sees, by its query, of the values in its own input."""
+        seen = np.empty((len(projected), projected.shape[1] // 3), np.float32)
         for span in spans:
             part = projected[span.start : span.stop]
             shape = (span.inputs, span.tokens, 3, self._heads, -1)
