@@ -150,6 +150,20 @@ def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
     on_either_loop(work)
 
 
+def test_ctrl_c_leaves_the_end_to_the_server(with_decoder: WithDecoder) -> None:
+    """It reaches every process of the terminal; requests in flight are still to be finished."""
+
+    async def work(decoder: Decoder) -> None:
+        await decode(decoder)
+        first = only_child(decoder)
+        os.kill(first, signal.SIGINT)
+        os.kill(first, signal.SIGTERM)
+        assert await decode(decoder) == SIZE
+        assert only_child(decoder) == first
+
+    with_decoder(work)
+
+
 def test_a_crash_in_the_middle_costs_that_request_alone(on_either_loop: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import warnings
 
@@ -127,6 +128,8 @@ def _limit_cpu() -> None:
 
 
 def main() -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us as well: the front decides
+        signal.signal(stop, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # about odd files, which nobody here can mend
     av.logging.set_level(None)
     _warm_up()
