@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.protocol.admin import AdminOp, AdminResult
+from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import (
     TERMINAL,
@@ -162,6 +163,7 @@ class ScriptedRuntime(RuntimeClient):
         self._turns = OpenTurns(places=0)  # those that are played are counted below
         self.frames: list[GenerateRequest] = []  # as they are sent
         self.requests: list[GenerateRequest] = []  # of those, each choice's own
+        self.asked: list[EmbedRequest | RankRequest] = []
         self.admin_requests: list[Received] = []
         self.open_turns = 0
         self.cancelled_turns = 0
@@ -171,7 +173,9 @@ class ScriptedRuntime(RuntimeClient):
         self._answers = answers
 
     def submit(self, request: TurnRequest, on_event: OnEvent) -> list[int]:
-        assert isinstance(request, GenerateRequest)
+        if not isinstance(request, GenerateRequest):
+            self.asked.append(request)
+            return [self._start(len(self.asked), partial(on_event, 0))]
         self.frames.append(request)
         return [
             self._begin(each, partial(on_event, choice))
@@ -179,12 +183,14 @@ class ScriptedRuntime(RuntimeClient):
         ]
 
     def _begin(self, request: GenerateRequest, on_event: Callable[[Event], None]) -> int:
-        script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
         self.requests.append(structs.replace(request, received_s=None))
+        return self._start(len(self.requests), on_event)
+
+    def _start(self, turn: int, on_event: Callable[[Event], None]) -> int:
+        script = self._scripts[min(turn, len(self._scripts)) - 1]
         if isinstance(script[0], ServerError):
             raise script[0]
         self.open_turns += 1
-        turn = len(self.requests)
         playing = self._playing[turn] = asyncio.create_task(self._play(turn, script, on_event))
         self.scripts.append(playing)
         return turn
@@ -258,15 +264,21 @@ async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Non
 class Front:
     """The real application over scripted runtimes. Every request is checked for leaks."""
 
-    def __init__(self, *runtimes: ScriptedRuntime, **settings: Any) -> None:
+    def __init__(
+        self,
+        *runtimes: ScriptedRuntime,
+        embedders: Sequence[ScriptedRuntime] = (),
+        **settings: Any,
+    ) -> None:
         self.runtimes = list(runtimes) or [ScriptedRuntime()]
+        self.embedders = list(embedders)
         self.runtime = self.runtimes[0]
         self.config = Config(**settings)
 
     def app(self, drain: Drain | None = None) -> ASGIApp:
         @asynccontextmanager
         async def open_models() -> AsyncIterator[ServedModels]:
-            yield ServedModels(self.config, [*self.runtimes])
+            yield ServedModels(self.config, [*self.runtimes], self.embedders)
 
         return build_app(self.config, open_models, drain=drain)
 
@@ -292,9 +304,10 @@ class Front:
             client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
             async with asyncio.timeout(PATIENCE_S), client as http:
                 response = await http.request(method, path, **options)
-            scripts = {task for runtime in self.runtimes for task in runtime.scripts}
+            runtimes = [*self.runtimes, *self.embedders]
+            scripts = {task for runtime in runtimes for task in runtime.scripts}
             assert asyncio.all_tasks() - scripts == before, "a request left tasks behind"
-        assert all(runtime.open_turns == 0 for runtime in self.runtimes)
+        assert all(runtime.open_turns == 0 for runtime in runtimes)
         return response
 
 
