@@ -217,7 +217,7 @@ def test_a_process_has_limits_and_no_keys(
             line[:25].strip(): line[25:].split()[0]
             for line in (process / "limits").read_text().splitlines()[1:]
         }
-        assert limits["Max address space"] == str(2 << 30)
+        assert 3 << 29 < int(limits["Max address space"]) < 3 << 30
         assert limits["Max open files"] == "3"
         assert limits["Max file size"] == "0"
         assert limits["Max core file size"] == "0"

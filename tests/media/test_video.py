@@ -83,6 +83,11 @@ def test_frames_are_turned_as_the_camera_was_held() -> None:
     assert light == {(8, 8): False, (8, -8): False, (-8, 8): True, (-8, -8): False}
 
 
+def test_frames_have_a_bounded_number_of_pixels_together() -> None:
+    with pytest.raises(DecodeError, match="The frames have more than 32 x 2\\^20 pixels"):
+        decode_video(FOUR_SECONDS, Sizing(768, (2048, 2048)), 10.0, 16)
+
+
 HOSTILE = {
     "nothing": b"",
     "a playlist": b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:10,\nfile:///etc/passwd\n",

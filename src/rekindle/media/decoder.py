@@ -10,7 +10,16 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from rekindle.media.errors import BadMedia
 from rekindle.media.fair_slots import FairSlots
-from rekindle.media.jobs import LENGTH, Frame, Job, Undecodable, VideoJob, framed, read_result
+from rekindle.media.jobs import (
+    LENGTH,
+    MOST_RESULT_BYTES,
+    Frame,
+    Job,
+    Undecodable,
+    VideoJob,
+    framed,
+    read_result,
+)
 
 PROCESSES = 2
 IMAGE_S = 15.0  # a slow machine decodes the largest picture in a fifth of it
@@ -29,7 +38,7 @@ NEEDED = (
 
 
 class DecoderDied(Exception):
-    """The process ended in the middle of a job."""
+    """The process ended in the middle of a job, or does not answer as it should."""
 
 
 class DecoderProcess:
@@ -65,11 +74,9 @@ class DecoderProcess:
         try:
             self._process.stdin.writelines(framed(job))
             await self._process.stdin.drain()
-            length = await self._process.stdout.readexactly(LENGTH.size)
-            body = await self._process.stdout.readexactly(LENGTH.unpack(length)[0])
-        except (asyncio.IncompleteReadError, ConnectionError):
+            result = read_result(await _message(self._process.stdout))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             raise DecoderDied from None
-        result = read_result(body)
         if isinstance(result, Undecodable):
             raise BadMedia(result.reason)
         return result.frames
@@ -82,6 +89,13 @@ class DecoderProcess:
         self._process.stdin.close()
 
 
+async def _message(stream: asyncio.StreamReader) -> bytes:
+    [length] = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+    if length > MOST_RESULT_BYTES:
+        raise ValueError("longer than any result")
+    return await stream.readexactly(length)
+
+
 async def _start() -> Process:
     kept = (name for name in os.environ if name in NEEDED or name.startswith("PYTHON"))
     return await asyncio.create_subprocess_exec(
@@ -91,7 +105,7 @@ async def _start() -> Process:
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
-        env={name: os.environ[name] for name in kept},
+        env={name: os.environ[name] for name in kept} | {"OPENBLAS_NUM_THREADS": "1"},
     )
 
 

@@ -7,7 +7,11 @@ import struct
 import msgspec
 from msgspec import Struct
 
+from rekindle.protocol.media import CHANNELS
+
 LENGTH = struct.Struct(">I")
+MOST_REQUEST_PIXELS = 32 << 20  # of the decoded pictures of one request together
+MOST_RESULT_BYTES = MOST_REQUEST_PIXELS * CHANNELS + (1 << 20)
 
 
 class Sizing(Struct, frozen=True, array_like=True):
@@ -72,4 +76,10 @@ def read_job(body: bytes) -> Job:
 
 
 def read_result(body: bytes) -> Result:
-    return _result_decoder.decode(body)
+    """Raises ValueError: whoever has taken a decoder over may answer anything."""
+    result = _result_decoder.decode(body)
+    for frame in result.frames if isinstance(result, Decoded) else ():
+        sides = (frame.width, frame.height)
+        if min(sides) < 1 or len(frame.pixels) != frame.width * frame.height * CHANNELS:
+            raise ValueError("a frame of another size than it says")
+    return result

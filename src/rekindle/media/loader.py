@@ -13,7 +13,7 @@ from rekindle.media.errors import BadMedia
 from rekindle.media.fair_slots import FairSlots
 from rekindle.media.fetcher import Fetcher
 from rekindle.media.folders import read_file_url
-from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.jobs import MOST_REQUEST_PIXELS, Frame, ImageJob, Job, Sizing, VideoJob
 from rekindle.media.picture_cache import PictureCache, Shot, cache_key
 from rekindle.protocol.media import CHANNELS, picture
 
@@ -21,7 +21,6 @@ MOST_IMAGE_BYTES = 20 << 20  # of a file
 MOST_VIDEO_BYTES = 64 << 20
 MOST_PICTURES = 64  # of a request, frames of videos included
 MOST_REQUEST_BYTES = 128 << 20  # of files that one request has fetched
-MOST_REQUEST_PIXELS = 32 << 20  # of its decoded pictures together
 FETCHES = 16  # at a time
 
 Hold = Callable[[int], None]  # counts bytes that a request keeps in memory, or refuses them

@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from rekindle.media.image import MOST_PIXELS, DecodeError, as_frame, check_size
-from rekindle.media.jobs import Frame, Sizing
+from rekindle.media.jobs import MOST_REQUEST_PIXELS, Frame, Sizing
 
 MOST_DURATION_S = 3600
 MOST_PACKETS = 500_000
@@ -47,7 +47,7 @@ def decode_video(data: bytes, sizing: Sizing, fps: float, max_frames: int) -> li
             clip = Clip(packets, stream.time_base, stream.average_rate)
             chosen = clip.sampled(fps, max_frames)
             decoded = _decoded(stream.codec_context, packets, chosen)
-            frames = [_frame(frame, clip, sizing) for frame in decoded]
+            frames = _bounded(_frame(frame, clip, sizing) for frame in decoded)
     except DecodeError:
         raise
     except MemoryError:
@@ -152,6 +152,19 @@ def _run(codec: Any, packets: list[Packet], wanted: list[int]) -> Iterator[Video
                 wanted = [pts for pts in wanted if pts > frame.pts]
                 if not wanted:
                     return
+
+
+def _bounded(frames: Iterator[Frame]) -> list[Frame]:
+    """No more than a request may have anyway, before they take the memory."""
+    kept: list[Frame] = []
+    for frame in frames:
+        kept.append(frame)
+        if sum(each.width * each.height for each in kept) > MOST_REQUEST_PIXELS:
+            raise DecodeError(
+                f"The frames have more than {MOST_REQUEST_PIXELS >> 20} x 2^20 pixels together: "
+                "lower `max_frames`, or make them smaller with `resize`."
+            )
+    return kept
 
 
 def _frame(frame: VideoFrame, clip: Clip, sizing: Sizing) -> Frame:

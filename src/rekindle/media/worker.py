@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 import av
 import numpy as np
@@ -29,7 +30,7 @@ from rekindle.media.jobs import (
 )
 from rekindle.media.video import decode_video
 
-MEMORY_BYTES = 2 << 30  # of addresses, the libraries included
+MEMORY_BYTES = 3 << 29  # of addresses, beside what the libraries have taken
 CPU_S = 60  # of one job; the front ends the process sooner, unless it has gone itself
 STREAMS = 3  # standard input, output and error: nothing else may be open
 
@@ -99,7 +100,7 @@ def _confine() -> None:
         import resource
     except ImportError:  # Windows
         return
-    _lower(resource.RLIMIT_AS, MEMORY_BYTES)
+    _lower(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_BYTES)
     _lower(resource.RLIMIT_NOFILE, STREAMS)
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_CORE, 0)
@@ -114,6 +115,15 @@ def _lower(limit: int, value: int) -> None:
         resource.setrlimit(limit, (wanted, wanted))
     except (OSError, ValueError):  # macOS has no limit on addresses
         return
+
+
+def _mapped_bytes() -> int:
+    """The addresses that are in use: more on a machine of more cores."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # no Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit_cpu() -> None:

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
+
+import msgspec
+import pytest
+
+from rekindle.media.decoder import DecoderDied, DecoderProcess
+from rekindle.media.jobs import (
+    LENGTH,
+    MOST_RESULT_BYTES,
+    Decoded,
+    Frame,
+    ImageJob,
+    Sizing,
+    Undecodable,
+    VideoJob,
+    framed,
+    read_job,
+    read_result,
+)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ImageJob(b"x", True, Sizing(512)),
+        VideoJob(b"x", False, Sizing(512, (1, 2)), 1.5, 8),
+    ],
+)
+def test_a_job_travels_whole(job: ImageJob | VideoJob) -> None:
+    length, body = framed(job)
+    assert LENGTH.unpack(length) == (len(body),)
+    assert read_job(body) == job
+
+
+@pytest.mark.parametrize("result", [Decoded([Frame(1, 2, b"123456", 0.5)]), Undecodable("why")])
+def test_a_result_travels_whole(result: Decoded | Undecodable) -> None:
+    assert read_result(framed(result)[1]) == result
+
+
+LIES = {
+    "no msgpack": b"\xc1",
+    "nothing": b"",
+    "something else": msgspec.msgpack.encode({"type": "Decoded", "frames": [[1, 2]]}),
+    "pixels that do not fill the frame": framed(Decoded([Frame(2, 2, b"x")]))[1],
+    "a negative size": framed(Decoded([Frame(-1, -1, b"xxx")]))[1],
+}
+
+
+@pytest.mark.parametrize("body", LIES.values(), ids=LIES)
+def test_a_result_of_a_process_that_was_taken_over_is_not_believed(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        read_result(body)
+
+
+@pytest.mark.parametrize(
+    "said", [LENGTH.pack(MOST_RESULT_BYTES + 1), LENGTH.pack(1) + b"\xc1", b"\0"], ids=len
+)
+def test_nor_is_it_waited_for(said: bytes) -> None:
+    """A process that says this, whatever it is asked."""
+
+    async def work() -> None:
+        says = f"sys.stdin.buffer.read(20); sys.stdout.buffer.write({said!r})"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", f"import sys; {says}", stdin=PIPE, stdout=PIPE
+        )
+        decoder = DecoderProcess(process)
+        with pytest.raises(DecoderDied):
+            await decoder.run(ImageJob(bytes(64), False, Sizing(512)))
+        await decoder.stop()
+
+    asyncio.run(work())
