@@ -162,6 +162,9 @@ def test_exact_answers_are_those_of_a_server_that_keeps_nothing(visitor: Visitor
     kept, warm = (visitor.ask(messages, **exact) for _ in range(2))
     assert computed(warm) == computed(cold) - 128  # two canonical steps
     assert warm["choices"] == kept["choices"] == cold["choices"]
+    again = visitor.ask(messages[:1], **exact)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64  # within the picture
+    assert again["choices"] == visitor.ask(messages[:1], **exact, cache=False)["choices"]
 
 
 def test_a_picture_may_cross_into_smaller_cells(visitor: Visitor) -> None:

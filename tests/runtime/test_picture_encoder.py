@@ -173,7 +173,7 @@ def test_exact_answers_equal_cold_ones_wherever_the_picture_begins(
         reply = harness.ask_chat(messages, [ONE], exact=True)
         assert reply.tokens == cold(messages, [ONE], exact=True).tokens
         held = reply.turn.encoded.prompt.tokens.whole_media(reply.reused)
-        assert held == reply.reused
+        assert held == reply.reused or not harness.capabilities.whole_pictures
         messages = [*messages, said(reply), user("17 18", IMAGE, "19 20 21 22 23 24 25")]
         harness.ask_chat(messages, [ONE, OTHER])
         messages = messages[:-1]

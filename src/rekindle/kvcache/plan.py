@@ -64,16 +64,16 @@ def resolve(
     )
 
 
-def resolve_exact(tokens: Tokens, stored: Match, *, step_tokens: int) -> Plan[Handle]:
-    """Whole canonical steps only: what a cold run would compute bit for bit the same. A picture is
-    not gone on with in its middle."""
+def resolve_exact(whole: Tokens, stored: Match, *, step_tokens: int) -> Plan[Handle]:
+    """Whole canonical steps only: what a cold run would compute bit for bit the same. The pictures
+    of `whole` are a step each, which is not cut."""
     blocks: list[Block] = []
     for block in stored.blocks:
         if not block.exact or block.stop > stored.tokens:
             break
         blocks.append(block)
     while blocks and (
-        blocks[-1].stop % step_tokens or tokens.whole_media(blocks[-1].stop) != blocks[-1].stop
+        blocks[-1].stop % step_tokens or whole.whole_media(blocks[-1].stop) != blocks[-1].stop
     ):
         blocks.pop()
     reused = blocks[-1].stop if blocks else 0

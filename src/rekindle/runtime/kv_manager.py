@@ -196,9 +196,11 @@ class KvManager:
         return is_whole or self._capabilities.can_truncate
 
     def _whole_steps(self, turn: Turn, tokens: int) -> int:
-        """The most tokens, up to so many, after which a turn may go on: no picture is cut, and no
-        canonical step."""
+        """The most tokens, up to so many, after which a turn may go on: no canonical step is cut,
+        and no picture that is computed whole."""
         grain = self._capabilities.step_tokens if turn.request.exact else 1
+        if not self._capabilities.whole_pictures:
+            return tokens - tokens % grain
         whole = turn.tokens.whole_media(tokens)
         while whole != tokens or tokens % grain:
             tokens = whole - whole % grain

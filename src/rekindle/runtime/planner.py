@@ -44,6 +44,7 @@ class Planner:
         self.shared_namespace = shared_namespace
         self._block_tokens = capabilities.block_tokens
         self._step_tokens = capabilities.step_tokens
+        self._whole_pictures = capabilities.whole_pictures
         self._store = store
 
     def route(self, turn: Turn, live: LiveIn) -> Route:
@@ -80,7 +81,8 @@ class Planner:
         stored = self.match(space.namespace, usable, is_usual=is_usual)
         if self.can_truncate:
             if turn.request.exact:
-                return resolve_exact(usable, stored, step_tokens=self._step_tokens)
+                whole = usable if self._whole_pictures else Tokens()
+                return resolve_exact(whole, stored, step_tokens=self._step_tokens)
             return resolve(usable, stored, live, block_tokens=self._block_tokens)
         checkpoints = self._resumable(space.namespace, usable, is_usual=is_usual)
         if turn.problem:  # a checkpoint is of use with all that it rests on
