@@ -50,3 +50,9 @@ def test_every_line_stays_one_however_narrow_the_console_is() -> None:
     assert loaded == "a [model] is loaded: context 4096 tokens, up to 16 turns at once"
     assert cache == "3 conversations found in the cache folder /var/lib/[kv]"
     assert address.startswith("Serving on http://127.0.0.1:8080/v1 ")
+
+
+def test_a_model_that_sees_is_said_to() -> None:
+    file = io.StringIO()
+    announce(CONFIG, [ScriptedRuntime(name="eyes", sees=True)], 8080, Console(file=file))
+    assert file.getvalue().splitlines()[0].endswith("up to 16 turns at once, sees pictures")

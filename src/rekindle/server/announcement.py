@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from rekindle.config import Config
 from rekindle.protocol.frames import Ready
+from rekindle.protocol.media import IMAGE
 from rekindle.server.runtime_client import RuntimeClient
 
 
@@ -28,7 +29,7 @@ def _lines(config: Config, runtimes: Sequence[RuntimeClient], port: int) -> Iter
         yield f"[bold]{escape(runtime.name)}[/] is loaded: " + (
             _vectors(runtime.ready)
             or f"context {runtime.ready.context_tokens} tokens, "
-            f"up to {config.parallel} turns at once{mode}"
+            f"up to {config.parallel} turns at once{mode}{_sees(runtime.ready)}"
         )
         if not runtime.ready.dimensions:
             found.append(runtime.ready)
@@ -44,6 +45,10 @@ def _vectors(ready: Ready) -> str:
         return ""
     what = "ranks documents" if ready.ranks else f"embeddings of {ready.dimensions} dimensions"
     return f"{what}, inputs to {ready.context_tokens} tokens"
+
+
+def _sees(ready: Ready) -> str:
+    return ", sees pictures" if IMAGE in ready.modalities else ""
 
 
 def cache_line(config: Config, found: Sequence[Ready]) -> str:
