@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rekindle.chat.encode import Prompt
+from tests.contract.engines import write_wide_llama
+from tests.support.server import Server, running
 from tests.support.talk import Talker
 
 # A text whose next word is never in doubt: the best choice leads by 2.6 logits or more at each
@@ -80,3 +83,40 @@ def test_exact_answers_across_the_start_are_bit_identical_to_cold_ones_restart_i
     for again in (warm, restarted):
         assert again.reply.reused == START
         assert again.same_bits(cold)
+
+
+FLAGS = (
+    *("--threads", "1", "--max-model-len", "512"),
+    *("--kv-bits", "8", "--kv-quantization-start", "40"),
+)
+LONG = [3 + (7 * n) % 200 for n in range(100)]
+ASKED: list[tuple[dict[str, Any], tuple[int, int | None]]] = [  # and the cells that come of it
+    ({}, (8, 32)),
+    ({"prompt": LONG[:30]}, (16, None)),
+    ({"kv_bits": 4, "kv_quantization_start": 0, "kv_group_size": 64}, (4, 32)),
+    ({"kv_bits": 4, "quantized_kv_start": 60, "cache_exact": True}, (4, 32)),
+    ({"kv_quantization_start": 10_000}, (16, None)),
+]
+
+
+def complete(server: Server, fields: dict[str, Any]) -> dict[str, Any]:
+    body = {"prompt": LONG, "max_tokens": 6, "temperature": 0, **fields}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_server_answers_in_several_precisions_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    """The server's own default is 8 bits after 40 tokens."""
+    model, said = write_wide_llama(tmp_path / "wide.gguf"), []
+    for start in range(2):
+        with running(model, tmp_path, *FLAGS) as server, ThreadPoolExecutor() as threads:
+            answers = list(threads.map(lambda each: complete(server, each[0]), ASKED))
+        for (_, expected), answer in zip(ASKED, answers, strict=True):
+            report = answer["x_cache"]
+            assert (report["kv_bits"], report.get("kv_group_size")) == expected
+            assert report["reused_tokens"] >= (29 if start else 0)
+        said.append(answers[3]["choices"][0]["text"])  # the exact one
+    assert said[0] == said[1]

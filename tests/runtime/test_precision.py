@@ -3,16 +3,20 @@ computed twice when it changes."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rekindle.errors import Unsupported
-from rekindle.protocol.events import Failed, Reason
+from rekindle.errors import ModelError, Unsupported
+from rekindle.protocol.events import Cancelled, Failed, Reason
 from rekindle.protocol.requests import Names
-from tests.support.fake import CELL_BYTES, FakeEngine
+from rekindle.runtime.precision import check_kv_bits
+from tests.support.fake import CELL_BYTES, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
+from tests.support.pictures import drawn
+from tests.support.rounds import rounds
 
 PROMPT = [(7 * n) % 900 for n in range(100)]
 STEP = 16
@@ -56,6 +60,10 @@ def test_bits_that_cells_cannot_have_are_refused_in_words() -> None:
     with pytest.raises(Unsupported, match=r"cannot have 5 bits, but 4 or 8 or 16") as raised:
         harness.submit(PROMPT, kv_bits=5)
     assert raised.value.param == "kv_bits"
+    check_kv_bits(harness.capabilities, 4)
+    check_kv_bits(harness.capabilities, None)
+    with pytest.raises(ModelError, match=r"cannot have 5 bits, but .*: leave --kv-bits out"):
+        check_kv_bits(harness.capabilities, 5)
 
 
 def test_streams_of_several_precisions_run_side_by_side() -> None:
@@ -334,3 +342,81 @@ def test_idle_state_of_another_type_leaves_so_that_its_pool_can_be_given_back() 
             pass
     assert engine.open_sequences == 1
     assert harness.ask([*PROMPT, 5], **EIGHT).reused == len(PROMPT)
+
+
+# -- in company ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole_pictures", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("start", [2, 3, 9, 14, 20])
+def test_a_picture_may_lie_where_a_turn_crosses(
+    start: int, exact: bool, whole_pictures: bool
+) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "image"}, {"type": "text", "text": "c" * 20}]
+    messages, pictures = [{"role": "user", "content": parts}], [drawn(1)]
+    asked: dict[str, Any] = {"kv_bits": 8, "kv_quantization_start": start, "exact": exact}
+    replies = []
+    for _ in range(2):
+        engine = FakeEngine(sees=True, whole_pictures=whole_pictures)
+        engine.tokenizer = AsciiTokenizer()
+        harness = RuntimeHarness(engine)
+        replies += [harness.ask_chat(messages, pictures, **asked) for _ in range(2)]
+    assert len({tuple(reply.tokens) for reply in replies}) == 1
+    assert {bits(reply) for reply in replies} == {(8, 1)}
+    assert replies[1].reused >= 16
+
+
+def crowd(seed: int) -> None:
+    """Turns of all precisions in small pools, some cancelled, on an engine that breaks now and
+    then: each ends, an exact one with the answer of a server that has seen nothing."""
+    choose = random.Random(seed)
+    same: dict[str, Any] = {
+        "context_tokens": 256,
+        "can_truncate": choose.random() < 0.7,
+        "kv_type": choose.choice(["fake", "fake", "fake8"]),
+    }
+    engine = FakeEngine(
+        pool_tokens=choose.choice([300, 512, 1024]),
+        sequences=choose.choice([6, 12]),
+        exact_sequences=choose.choice([1, 2, 4]),
+        break_steps=set(choose.sample(range(1, 400), choose.choice([0, 2]))),
+        break_restores=choose.choice([0, 0, 1]),
+        **same,
+    )
+    harness = RuntimeHarness(
+        engine,
+        idle_tokens=choose.choice([None, 0, 1 << 20]),
+        ram_bytes=choose.choice([1 << 30, 20_000, 0]),
+    )
+    harness.kv.allowance.step_bytes = choose.choice([64 << 20, 300, 1])
+    texts = [[choose.randrange(900) for _ in range(200)] for _ in range(3)]
+    asked: list[tuple[Reply, list[int], dict[str, Any]]] = []
+    for _ in range(30):
+        tokens = choose.choice(texts)[: choose.randrange(5, 200)]
+        request: dict[str, Any] = {
+            "max_tokens": choose.randrange(1, 40),
+            "kv_bits": choose.choice([None, 8, 4]),
+            "kv_quantization_start": choose.choice([0, 16, 50, 64, 120, 500]),
+            "exact": choose.random() < 0.3,
+            "reuse": choose.random() < 0.9,
+        }
+        asked.append((harness.submit(tokens, **request), tokens, request))
+        for _ in range(choose.randrange(12)):
+            harness.scheduler.step()
+        if choose.random() < 0.15:
+            harness.cancel(choose.choice(asked)[0])
+        if choose.random() < 0.1:
+            list(harness.runtime.upkeep())
+    harness.run()
+    assert engine.open_sequences == len(harness.kv.idle)
+    for reply, tokens, request in asked:
+        if request["exact"] and not isinstance(reply.events[-1], Cancelled):
+            alone = RuntimeHarness(FakeEngine(**same)).ask(tokens, **request)
+            assert reply.tokens == alone.tokens
+
+
+@pytest.mark.long
+def test_turns_of_all_precisions_get_along_in_little_room() -> None:
+    for seed in range(rounds(12, 400)):
+        crowd(seed)

@@ -102,10 +102,11 @@ class KvManager:
         unless they can. The plan to carry out; None: there is no room now."""
         if turn.request.exact:
             return plan
-        idle, shared = self._pool_of(turn.space.kv_type, others)
+        idle, kv_type = self.idle.of(turn.space.kv_type), turn.space.kv_type
+        shared = [other for other in others if other.cells_in(kv_type)]
         tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
         headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
-        needed = tokens - plan.shared_tokens + headroom + _pending_tokens(shared)
+        needed = tokens - plan.shared_tokens + headroom + _wanted_tokens(shared, kv_type)
         most_idle = self._capabilities.sequences - len(shared) - 1
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
@@ -115,11 +116,6 @@ class KvManager:
         if not has_room and len(idle):
             return None  # the next step goes on
         return self.plan(turn, others)  # without the idle sequence it had counted on
-
-    def _pool_of(self, kv_type: KvType, turns: list[Turn]) -> tuple[IdlePool, list[Turn]]:
-        """What lies idle in a type's pool, and those of these turns that compute there."""
-        shared = [turn for turn in turns if not turn.request.exact]
-        return self.idle.of(kv_type), [turn for turn in shared if turn.space.kv_type == kv_type]
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
         """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
@@ -169,10 +165,10 @@ class KvManager:
         assert quantised is not None
         assert sequence is not None
         crossing = turn.crossing = turn.crossing or Crossing(sequence)
-        if crossing.into is None and not sequence.exact:
-            idle, shared = self._pool_of(quantised.kv_type, others)
-            headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
-            needed = len(turn.tokens) + headroom + _pending_tokens(shared)
+        if not sequence.exact:
+            idle, kv_type = self.idle.of(quantised.kv_type), quantised.kv_type
+            shared = [other for other in others if other.cells_in(kv_type)]
+            needed = turn.wanted_tokens(kv_type, HEADROOM_TOKENS) + _wanted_tokens(shared, kv_type)
             most_idle = self._capabilities.sequences - len(shared) - 1
             if not idle.make_room(needed, most_idle) and (shared or len(idle)):
                 return False
@@ -309,6 +305,6 @@ class KvManager:
         self.counts.rebuilds += 1
 
 
-def _pending_tokens(turns: list[Turn]) -> int:
+def _wanted_tokens(turns: list[Turn], kv_type: KvType) -> int:
     """Cells that these turns still need for their prompts, and are sure of for their replies."""
-    return sum(turn.pending_tokens + min(turn.remaining_tokens, HEADROOM_TOKENS) for turn in turns)
+    return sum(turn.wanted_tokens(kv_type, HEADROOM_TOKENS) for turn in turns)

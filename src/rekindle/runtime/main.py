@@ -48,7 +48,7 @@ from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.embedding.process import EmbeddingProcess
 from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.link import Link
-from rekindle.runtime.precision import kv_type_of
+from rekindle.runtime.precision import check_kv_bits
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.storage import open_storage
 from rekindle.runtime.tokenisation import Tokenisation
@@ -83,8 +83,7 @@ class RuntimeProcess:
         self._background = Background()
         check_names(*formats(load.settings))  # before anything slow
         engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
-        if load.settings.kv_bits is not None:
-            kv_type_of(engine.capabilities, load.settings.kv_bits)
+        check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)

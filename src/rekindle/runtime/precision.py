@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rekindle.engine.base import Capabilities, KvType
-from rekindle.errors import Unsupported
+from rekindle.errors import ModelError, Unsupported
 from rekindle.kvcache.block import kv_namespace
 from rekindle.protocol.requests import GenerateRequest
 
@@ -46,21 +46,31 @@ def precision(request: GenerateRequest, capabilities: Capabilities, tenant: byte
     bits = None if is_shared else request.kv_bits  # from it
     if bits is None or bits == capabilities.kv_layout.bits:
         return Precision(usual)
-    kv_type = kv_type_of(capabilities, bits)
+    kv_type = _kv_type(capabilities, bits)
     holds_more = bits > capabilities.kv_layout.bits
     start_tokens = 0 if holds_more else request.kv_quantization_start
     namespace = kv_namespace(tenant, capabilities.kv[kv_type].fingerprint, start_tokens)
     return Precision(usual, KvSpace(kv_type, namespace), start_tokens, not holds_more)
 
 
-def kv_type_of(capabilities: Capabilities, bits: int) -> KvType:
+def check_kv_bits(capabilities: Capabilities, bits: int | None) -> None:
+    """Raise ModelError where the server's own default cannot be."""
+    if bits is not None and bits not in _known_bits(capabilities):
+        raise ModelError(f"{_refusal(capabilities, bits)}: leave --kv-bits out")
+
+
+def _kv_type(capabilities: Capabilities, bits: int) -> KvType:
     """The KV type of so many bits; raises Unsupported."""
-    for kv_type, layout in capabilities.kv.items():
-        if layout.bits == bits:
-            return kv_type
-    known = sorted(layout.bits for layout in capabilities.kv.values())
-    raise Unsupported(
-        f"This model's KV cells cannot have {bits} bits, but {' or '.join(map(str, known))}: leave "
-        "`kv_bits` out or send another.",
-        param="kv_bits",
-    )
+    if bits not in _known_bits(capabilities):
+        refusal = _refusal(capabilities, bits)
+        raise Unsupported(f"{refusal}: leave `kv_bits` out or send another", param="kv_bits")
+    return _known_bits(capabilities)[bits]
+
+
+def _known_bits(capabilities: Capabilities) -> dict[int, KvType]:
+    return {layout.bits: kv_type for kv_type, layout in capabilities.kv.items()}
+
+
+def _refusal(capabilities: Capabilities, bits: int) -> str:
+    known = " or ".join(map(str, sorted(_known_bits(capabilities))))
+    return f"this model's KV cells cannot have {bits} bits, but {known}"

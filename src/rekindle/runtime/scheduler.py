@@ -184,13 +184,17 @@ class Scheduler:
         return turns < self._parallel and self._batcher.has_room(self._running)
 
     def _may_start(self, turn: Turn) -> bool:
-        if turn.request.exact and self._exact_turns >= self._engine.capabilities.exact_sequences:
+        most = self._engine.capabilities.exact_sequences
+        if turn.request.exact and self._exact_sequences >= most:
             return False
         return not self._follows(turn)
 
     @property
-    def _exact_turns(self) -> int:
-        return sum(turn.request.exact for turn in (*self._running, *self._restoring))
+    def _exact_sequences(self) -> int:
+        """Those that are open; of turns that cross and have two, the first is not counted twice."""
+        exact = [turn for turn in (*self._running, *self._restoring) if turn.request.exact]
+        crossing = sum(turn.crossing is not None for turn in exact)
+        return len(exact) + max(crossing - 1, 0)
 
     def _begin(self, turn: Turn) -> None:
         _insert(self._running, turn)

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
-from rekindle.engine.base import Matrix, Sampled, Sampler, Sequence, Work
+from rekindle.engine.base import KvType, Matrix, Sampled, Sampler, Sequence, Work
 from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Reason, Stages
@@ -140,6 +140,20 @@ class Turn:
         """Whether its next token is to be computed in other cells than it has now."""
         at = self.cross_at
         return at is not None and self.held_tokens >= at and self.pending_tokens > 0
+
+    def cells_in(self, kv_type: KvType) -> bool:
+        """Whether it has, or is getting, cells of a type's pool."""
+        into = self.crossing.into if self.crossing else None
+        here = self.space.kv_type == kv_type or (into is not None and into.kv_type == kv_type)
+        return here and not self.request.exact
+
+    def wanted_tokens(self, kv_type: KvType, headroom: int) -> int:
+        """Cells of a type that it still needs for its prompt, and some for its reply."""
+        headroom = min(self.remaining_tokens, headroom)
+        if self.crossing is None or self.space.kv_type == kv_type:
+            return self.pending_tokens + headroom
+        into = self.crossing.into
+        return len(self.tokens) - (into.length if into else 0) + headroom
 
     @property
     def shares(self) -> bool:

@@ -61,6 +61,25 @@ def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 
 
+def test_pools_of_other_types_share_what_the_usual_one_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here nothing: then there is room for one of them, and for another when that is empty."""
+    free_bytes = 1 << 34
+    monkeypatch.setattr(sizes, "_host_free_bytes", lambda: free_bytes)
+    path = write_wide_llama(tmp_path / "wide.gguf")
+    options = EngineOptions(path=path, threads=1, context_tokens=1024, kv_fraction=1e-9)
+    engine = LlamaCppEngine(options)
+    first = engine.open(exact=False, kv_type="q8_0")
+    assert engine.free_tokens("q8_0") == 1024
+    with pytest.raises(NoMemory, match="kv_bits"):
+        engine.open(exact=False, kv_type="q4_0")
+    engine.close_sequence(first)
+    assert cold(engine, PROMPT, exact=False, kv_type="q4_0")
+    assert list(engine._pools) == ["f16", "q4_0"]
+    engine.close()
+
+
 def test_a_reset_leaves_the_usual_pool_alone(engine: LlamaCppEngine) -> None:
     engine.open(exact=False, kv_type="q8_0")
     engine.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rekindle.engine.base import KvType
@@ -41,16 +42,25 @@ class Pool:
         self._slots = _all_slots(self.context.shape)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPools:
+    """The pools that types other than the usual one may have, and what they may take together."""
+
+    sizes: Mapping[KvType, ContextSize]
+    budget_bytes: int
+
+
 class Pools:
     """The pool of the usual KV type is always there. One of another type is built when it is
-    needed, if that much memory is free, and given back when nobody has used it for a while."""
+    needed, if that much memory is free, and given back when nobody has used it for a while, or when
+    another one is to take its place."""
 
     def __init__(
         self,
         library: Any,
         model: int,
         usual: Shape,
-        others: Mapping[KvType, ContextSize],
+        others: OtherPools,
         free_bytes: Callable[[], int],
     ) -> None:
         self._library = library
@@ -70,33 +80,48 @@ class Pools:
 
     def free_tokens(self, kv_type: KvType) -> int:
         pool = self._built.get(kv_type)
-        return pool.cells.free if pool else self._others[kv_type].shape.cells
+        return pool.cells.free if pool else self._others.sizes[kv_type].shape.cells
 
     def open(self, kv_type: KvType) -> int:
         """A free slot of a type's pool; raises PoolFull, or NoMemory."""
         if kv_type not in self._built:
-            self._built[kv_type] = self._build(self._others[kv_type])
+            self._built[kv_type] = self._build(self._others.sizes[kv_type])
         self._unused.discard(kv_type)
         return self._built[kv_type].open()
 
     def _build(self, size: ContextSize) -> Pool:
         """Raises NoMemory; asked first, because Linux hands out more than it has and then kills."""
-        if self._free_bytes() < size.size_bytes:
+        if self._held_bytes + size.size_bytes > self._others.budget_bytes:
+            self._close_empty()
+        has_budget = self._held_bytes + size.size_bytes <= self._others.budget_bytes
+        if not has_budget or self._free_bytes() < size.size_bytes:
             raise NoMemory.for_kv_type(size.size_bytes)
         try:
             return Pool(self._library, self._model, size.shape)
         except ModelError:
             raise NoMemory.for_kv_type(size.size_bytes) from None
 
+    @property
+    def _held_bytes(self) -> int:
+        """What pools of other types take now."""
+        sizes = self._others.sizes
+        return sum(sizes[kv_type].size_bytes for kv_type in self._built if kv_type in sizes)
+
+    def _close_empty(self) -> None:
+        self._unused = self._empty
+        self.release_idle()
+
+    @property
+    def _empty(self) -> set[KvType]:
+        """Other types whose pool holds no sequence."""
+        pools = self._built.items()
+        return {name for name, pool in pools if pool.is_empty and pool is not self.usual}
+
     def release_idle(self) -> None:
         """Close those of other types that were empty at the last call and are empty now."""
-        for kv_type in self._unused:
+        for kv_type in self._unused & self._empty:
             self._built.pop(kv_type).context.close()
-        self._unused = {
-            kv_type
-            for kv_type, pool in self._built.items()
-            if pool.is_empty and pool is not self.usual
-        }
+        self._unused = self._empty
 
     def reset(self) -> None:
         """Forget every sequence; only the usual pool is left."""

@@ -14,6 +14,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.context import Context, ContextSize, Rows, Shape
 from rekindle.engine.llamacpp.exact_contexts import ExactBudget
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.pools import OtherPools
 from rekindle.engine.llamacpp.state import StateLayout, read_layout
 from rekindle.engine.llamacpp.vision import Projector
 
@@ -28,7 +29,7 @@ class Sizes:
     context_tokens: int
     layouts: Mapping[KvType, StateLayout]  # of every KV type that sequences may have
     pool: Shape  # of the context that shared sequences of the usual type have together
-    other_pools: Mapping[KvType, ContextSize]  # and those of another type
+    other_pools: OtherPools  # and those of another type
     exact: ExactBudget  # for the contexts that exact sequences have to themselves
 
 
@@ -58,11 +59,7 @@ def choose_sizes(
         context_tokens=context_tokens,
         layouts=layouts,
         pool=pool,
-        other_pools={
-            kv_type: _other_pool(replace(pool, kv_type=kv_type), layout, left_bytes, context_tokens)
-            for kv_type, layout in layouts.items()
-            if kv_type != options.kv_type
-        },
+        other_pools=_other_pools(pool, layouts, left_bytes, context_tokens),
         exact=_exact_budget(exact, layouts, left_bytes, most=options.parallel),
     )
 
@@ -90,12 +87,20 @@ def _cells(model: LlamaModel, options: EngineOptions, affordable: int) -> tuple[
     return context, max(context, min(affordable, useful))
 
 
-def _other_pool(usual: Shape, state: StateLayout, left_bytes: int, context: int) -> ContextSize:
+def _other_pools(
+    usual: Shape, layouts: Mapping[KvType, StateLayout], left_bytes: int, context: int
+) -> OtherPools:
     """What the usual pool leaves of the KV budget, but no more cells than that one has, and one
     context in any case."""
-    affordable = max(left_bytes, 0) // max(state.each, 1)
-    shape = replace(usual, cells=max(context, min(usual.cells, affordable)))
-    return ContextSize(shape, _context_bytes(shape, state))
+    sizes = {}
+    for kv_type, state in layouts.items():
+        if kv_type != usual.kv_type:
+            affordable = max(left_bytes, 0) // max(state.each, 1)
+            cells = max(context, min(usual.cells, affordable))
+            shape = replace(usual, cells=cells, kv_type=kv_type)
+            sizes[kv_type] = ContextSize(shape, _context_bytes(shape, state))
+    one = max((size.size_bytes for size in sizes.values()), default=0)
+    return OtherPools(sizes=sizes, budget_bytes=max(left_bytes, one))
 
 
 def _exact_budget(
