@@ -32,6 +32,15 @@ def write_gemma3_projector(path: Path, *, seed: int = 0) -> Path:
     return writer.finish(path)
 
 
+def write_idefics3_projector(path: Path) -> Path:
+    """SmolVLM's kind: a large picture is cut into tiles of 32 x 32 pixels."""
+    writer = _Writer(path, "idefics3", pixels=32, seed=0)
+    writer.file.add_uint32("clip.vision.projector.scale_factor", 2)
+    writer.file.add_uint32("clip.vision.preproc_image_size", 64)
+    writer.matrix("mm.model.fc.weight", WIDTH, 4 * VIT_WIDTH)
+    return writer.finish(path)
+
+
 class _Writer:
     """A vision transformer of one layer; the rest is the kind's own."""
 

@@ -16,9 +16,14 @@ from rekindle.engine.llamacpp import bindings, mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import LibraryMismatch, ModelError
 from tests.contract.actions import PROMPT, prefill
+from tests.support import tiny
 from tests.support.pictures import drawn
 from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
-from tests.support.tiny_projector import write_gemma3_projector, write_llava_projector
+from tests.support.tiny_projector import (
+    write_gemma3_projector,
+    write_idefics3_projector,
+    write_llava_projector,
+)
 
 
 @pytest.fixture
@@ -89,6 +94,35 @@ def test_tokens_that_the_model_has_around_a_picture_are_part_of_it(tmp_path: Pat
         text = [engine.tokenizer.piece(each, special=True) for each in tokens if each < 1 << 31]
     assert b"".join(text) == b"<start_of_image><end_of_image>"
     assert (span.start, len(tokens) - span.stop) == (len(b"<start_of_image>"), 14)
+
+
+TILES = ("\n\n", "<fake_token_around_image>", "<global-img>")  # what SmolVLM has around tiles
+
+
+def test_a_picture_cut_into_tiles_has_a_span_for_each(
+    options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "CONTROL", (*tiny.CONTROL, *TILES))
+    monkeypatch.setattr(tiny, "VOCABULARY", tiny.VOCABULARY + len(TILES))
+    path, mmproj = write_llama(tmp_path / "model.gguf"), tmp_path / "tiles.gguf"
+    with loaded(replace(options, path=path, mmproj=write_idefics3_projector(mmproj))) as engine:
+        picture = drawn(1, 64, 64)
+        tokens = engine.picture_tokens(64, 64, picture.digest)
+        encoded = engine.encode_picture(picture)
+        assert [span.length for span in tokens.media] == [len(each) for each in encoded]
+        assert len(tokens.media) == 2 * 2 + 1  # and all of it, small
+        assert len({span.digest for span in tokens.media}) == len(tokens.media)
+        text = b"".join(engine.tokenizer.piece(t, special=True) for t in tokens if t < 1 << 31)
+        assert b"<row_1_col_1>" in text
+        assert text.endswith(b"<global-img><fake_token_around_image>")
+
+
+def test_a_model_that_lacks_the_tokens_around_tiles_is_refused(
+    options: EngineOptions, tmp_path: Path
+) -> None:
+    tiles = write_idefics3_projector(tmp_path / "tiles.gguf")
+    with pytest.raises(ModelError, match=r"tiny\.gguf lacks tokens"):
+        LlamaCppEngine(replace(options, mmproj=tiles))
 
 
 Row = bytes
