@@ -47,7 +47,7 @@ def first_keys(layout: StateLayout, blob: bytes) -> np.ndarray[Any, Any]:
 def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
     engine: LlamaCppEngine, kv_type: KvType
 ) -> None:
-    layout = engine._layout(kv_type)
+    layout = engine._layouts.measured(kv_type)
     assert {rows.rotation for rows in layout.sections[0]} == {64}
     transcoded = engine.transcode(state(engine, "f16"), TOKENS, "f16", kv_type)
     mine, theirs = (first_keys(layout, blob) for blob in (transcoded, state(engine, kv_type)))
@@ -56,9 +56,9 @@ def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
 
 
 def test_4_bit_state_may_come_from_8_bit_state(engine: LlamaCppEngine) -> None:
-    layout, eight = engine._layout("q4_0"), state(engine, "q8_0")
+    layout, eight = engine._layouts.measured("q4_0"), state(engine, "q8_0")
     mine = first_keys(layout, engine.transcode(eight, TOKENS, "q8_0", "q4_0"))
-    theirs = first_keys(engine._layout("q8_0"), eight)
+    theirs = first_keys(engine._layouts.measured("q8_0"), eight)
     assert np.abs(mine - theirs).max() <= np.abs(theirs).max() / 7
 
 

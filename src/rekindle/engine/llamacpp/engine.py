@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,18 +32,17 @@ from rekindle.engine.base import (
 from rekindle.engine.llamacpp.context import Context, LogitsRow, Rows
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
+from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import Pools
 from rekindle.engine.llamacpp.sampler import build_sampler
 from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
-from rekindle.engine.llamacpp.state import GROUPS, StateLayout, Transcoder
+from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.errors import EngineBroken, ModelError, NoMemory, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
-
-_BITS: dict[KvType, int] = {"f16": 16, "q8_0": 8, "q4_0": 4}
 
 
 class LlamaCppEngine:
@@ -66,8 +66,8 @@ class LlamaCppEngine:
 
         self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
         self._exact = ExactContexts(library, native, sizes.exact, free)
-        self._layouts = sizes.layouts
-        self._measured = {options.kv_type: sizes.layouts[options.kv_type]}
+        measure = partial(measure_layout, self._model, options)
+        self._layouts = Layouts(library, sizes.layouts, options.kv_type, measure)
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
@@ -149,24 +149,7 @@ class LlamaCppEngine:
     def transcode(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
-        if _BITS[target] >= _BITS[source]:
-            raise ValueError(f"{target} cells hold no less than {source} cells")
-        layouts = self._layout(source), self._layout(target)
-        coder = Transcoder(self._model.library, *layouts)
-        return coder.transcode(blob, tokens, resumable=resumable)
-
-    def _layout(self, kv_type: KvType) -> StateLayout:
-        """The layout of a KV type with its rotations, which only its own state shows."""
-        if kv_type not in self._measured:
-            try:
-                found = measure_layout(self._model, self._options, kv_type)
-            except ModelError:
-                raise NoMemory.for_kv_type(needed_bytes=1) from None
-            known = self._layouts[kv_type]
-            if (found.fixed, found.each) != (known.fixed, known.each):
-                raise Unsupported(f"llama.cpp lays {kv_type} cells out in an unknown way.")
-            self._measured[kv_type] = found
-        return self._measured[kv_type]
+        return self._layouts.transcode(blob, tokens, source, target, resumable=resumable)
 
     def _context_of(self, sequence: Sequence) -> tuple[Context, int]:
         """The context that a sequence lives in, and its slot there."""
@@ -310,8 +293,8 @@ def _capabilities(
         kv_type=options.kv_type,
         kv={
             kv_type: KvLayout(
-                bits=_BITS[kv_type],
-                group_size=GROUPS[kv_type][0] if _BITS[kv_type] < 16 else None,
+                bits=BITS[kv_type],
+                group_size=GROUPS[kv_type][0] if BITS[kv_type] < 16 else None,
                 token_bytes=state.each,
                 checkpoint_bytes=state.checkpoint,
                 fingerprint=state_fingerprint(
