@@ -30,7 +30,7 @@ async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber 
     asked = await beside_loop(request, body.asked, normalise=models.config.normalise)
     runtime = models.any(body.model, number)
     found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
-    return JsonResponse(_tokenized(found, body))
+    return await beside_loop(request, _answer, found, body)
 
 
 @router.post("/v1/detokenize")
@@ -55,15 +55,19 @@ async def count_tokens(
     return TokenCountBody(length=found.count)
 
 
-def _tokenized(found: Tokenized, body: TokenizeRequest) -> dict[str, Any]:
+def _answer(found: Tokenized, body: TokenizeRequest) -> Response:
     tokens: list[Any] = found.tokens
     if body.with_pieces:
         pairs = zip(found.tokens, found.pieces, strict=True)
         tokens = [{"id": token, "piece": _piece(piece)} for token, piece in pairs]
-    answer = {"tokens": tokens, "count": found.count, "max_model_len": found.context_tokens}
+    answer: dict[str, Any] = {
+        "tokens": tokens,
+        "count": found.count,
+        "max_model_len": found.context_tokens,
+    }
     if body.return_token_strs:
         answer["token_strs"] = [piece.decode(errors="replace") for piece in found.pieces]
-    return answer
+    return JsonResponse(answer)
 
 
 def _piece(piece: bytes) -> str | list[int]:
