@@ -18,6 +18,7 @@ from rekindle.media.network import SystemResolver
 from tests.media.attacker import PEM, Attacker, Canary, attacking
 
 MOST = 1 << 20
+PATIENT = FetchLimits(total_s=60, read_s=60)  # where time is not what is tested
 PUBLIC = "93.184.216.34"
 
 
@@ -55,7 +56,7 @@ def fetch(
     names: Names | None = None,
     *,
     allowed: tuple[str, ...] = ("attacker.test",),
-    limits: FetchLimits | None = None,
+    limits: FetchLimits = PATIENT,
     ssl_context: ssl.SSLContext | None = None,
 ) -> bytes:
     resolve = names or Names(attacker_test=["127.0.0.1"])
@@ -157,7 +158,9 @@ def test_a_connection_that_ends_inside_after_all_is_not_used(attacker: Attacker)
     """As if something between us and the address had diverted it."""
     real = httpcore.AnyIOBackend.connect_tcp
 
-    async def divert(self: httpcore.AnyIOBackend, host: str, port: int, timeout: float | None):  # type: ignore[no-untyped-def]
+    async def divert(
+        self: httpcore.AnyIOBackend, _host: str, port: int, timeout: float | None
+    ) -> httpcore.AsyncNetworkStream:
         return await real(self, "127.0.0.1", port, timeout)
 
     attacker.requests.clear()

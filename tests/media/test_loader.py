@@ -13,8 +13,10 @@ import pytest
 
 from rekindle.errors import TooManyRequests
 from rekindle.media import loader
+from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia, MediaRefused
+from rekindle.media.fetcher import Fetcher, FetchLimits
 from rekindle.media.jobs import Frame, Job, Sizing
 from rekindle.media.loader import MediaLoader, Sampling, Source
 from rekindle.media.picture_cache import Shot
@@ -74,7 +76,8 @@ def with_loader(
 ) -> T:
     async def run() -> T:
         folders = [folder] if folder else []
-        media = MediaLoader(allowed=["localhost"], folders=folders, decoder=DECODER)
+        fetcher = Fetcher(AllowList(["localhost"]), limits=FetchLimits(total_s=60, read_s=60))
+        media = MediaLoader(fetcher=fetcher, folders=folders, decoder=DECODER)
         try:
             return await work(media, DECODER)
         finally:
