@@ -15,6 +15,7 @@ from rekindle.protocol.events import Prefill, Started
 from rekindle.server import request_body
 from tests.api.live import Live, live, soon
 from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
+from tests.media.attacker import attacking
 
 QUEUED: list[Step] = [Pause()]
 IN_PREFILL: list[Step] = [Started(0, 10, 0), Prefill(0, 5, 10), Pause()]
@@ -56,6 +57,17 @@ def test_a_client_that_leaves_cancels_its_turns(
 def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing() -> None:
     with live(Front()) as server:
         server.raw(request(HELLO)[:-10]).close()
+        soon(server.is_idle)
+        assert server.runtime.requests == []
+
+
+def test_a_client_that_leaves_while_a_picture_is_fetched_leaves_nothing() -> None:
+    front = Front(ScriptedRuntime(sees=True), media_allow=("localhost",))
+    with attacking() as slow, live(front) as server:
+        part = {"type": "image", "image_url": slow.url("/slow", "localhost")}
+        sock = server.raw(request({"messages": [{"role": "user", "content": [part]}]}))
+        soon(lambda: len(slow.requests) == 1)
+        sock.close()
         soon(server.is_idle)
         assert server.runtime.requests == []
 
