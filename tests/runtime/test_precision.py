@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rekindle.errors import ModelError, Unsupported
+from rekindle.errors import ModelError, NoRoomForPins, Unsupported
 from rekindle.protocol.events import Cancelled, Failed, Reason
-from rekindle.protocol.requests import Names
+from rekindle.protocol.requests import Names, Prepare
 from rekindle.runtime.precision import check_kv_bits
 from tests.support.fake import CELL_BYTES, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
@@ -326,6 +326,15 @@ def test_the_same_conversation_at_another_precision_is_the_same_entry() -> None:
     second = harness.ask(PROMPT, kv_bits=8, max_tokens=1, names=names)
     keys = {reply.finished.cache.new_cache_key for reply in (first, second)}
     assert (len(keys) == 1) == (first.tokens == second.tokens)
+
+
+def test_a_pin_of_another_precision_counts_beside_the_usual_one() -> None:
+    """State of 100 tokens takes 1,600 bytes here, and what comes with each block."""
+    harness = RuntimeHarness(FakeEngine(), ram_bytes=40_000)
+    harness.ask(PROMPT, prepare=Prepare(pinned=True), max_tokens=1)
+    with pytest.raises(NoRoomForPins):
+        harness.submit(PROMPT, prepare=Prepare(pinned=True), kv_bits=8)
+    harness.ask(PROMPT, prepare=Prepare(pinned=True), max_tokens=1)
 
 
 # -- memory --------------------------------------------------------------------------------------

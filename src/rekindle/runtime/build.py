@@ -45,8 +45,7 @@ class Runtime:
     def upkeep(self) -> Pieces[None]:
         """Once a minute."""
         yield from self.storage.upkeep()
-        self.kv.idle.release_unused()
-        self.engine.release_idle()
+        self.kv.release_idle()
 
     def close(self) -> None:
         """End every turn and keep what there is to keep; the engine is the caller's."""

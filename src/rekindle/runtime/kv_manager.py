@@ -283,6 +283,12 @@ class KvManager:
         idle = self.idle.of(kv_type or self._capabilities.kv_type)
         return idle.make_room(tokens, len(idle))
 
+    def release_idle(self) -> None:
+        """Give memory back that nobody has used since the last call."""
+        with self._noting_breakage():
+            self.idle.release_unused()
+        self._engine.release_idle()
+
     def forget(self, handle: PrefixHandle) -> None:
         """Close idle sequences of a conversation that was deleted: it is not reused from here."""
         with self._noting_breakage():

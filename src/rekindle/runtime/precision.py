@@ -35,7 +35,13 @@ class Precision:
 
     def crosses(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens has quantised cells."""
-        return self.quantised is not None and tokens > self.start_tokens
+        return self.space_of(tokens) != self.usual
+
+    def space_of(self, tokens: int) -> KvSpace:
+        """Where the state of a sequence of so many tokens is."""
+        if self.quantised is None or tokens <= self.start_tokens:
+            return self.usual
+        return self.quantised
 
 
 def precision(request: GenerateRequest, capabilities: Capabilities, tenant: bytes) -> Precision:

@@ -78,7 +78,9 @@ class Sessions:
         write_back = self._write_back(encoded)
         if request.prepare is not None:
             if request.prepare.pinned:
-                self.check_pin(PrefixHandle(namespace, encoded.prompt.tokens))
+                tokens = encoded.prompt.tokens
+                space = encoded.precision.space_of(len(tokens))
+                self.check_pin(PrefixHandle(space.namespace, tokens, tenant=namespace))
             return Lookup(write_back=write_back)
         names = request.names
         if names is None or not request.reuse:
