@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,8 @@ from rekindle.media.errors import BadMedia
 from rekindle.media.network import CheckedNetwork, Resolve, SystemResolver
 from rekindle.media.web_url import WebUrl, parse_web_url
 from rekindle.version import __version__
+
+Count = Callable[[int], None]
 
 REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -50,29 +53,30 @@ class Fetcher:
         """Reading the system's certificates takes a while."""
         return self._given_context or ssl.create_default_context()
 
-    async def fetch(self, text: str, most_bytes: int) -> bytes:
-        """The body at this URL; raises BadMedia."""
+    async def fetch(self, text: str, most_bytes: int, count: Count = lambda _bytes: None) -> bytes:
+        """The body at this URL; `count` gets the size of each piece as it comes, and may refuse it.
+        Raises BadMedia."""
         url = parse_web_url(text)
         try:
             async with asyncio.timeout(self._limits.total_s):
-                return await self._follow(url, most_bytes)
+                return await self._follow(url, most_bytes, count)
         except TimeoutError:
             raise BadMedia(
                 f"{url.host} did not send all of it within {self._limits.total_s:g} seconds."
             ) from None
 
-    async def _follow(self, url: WebUrl, most_bytes: int) -> bytes:
+    async def _follow(self, url: WebUrl, most_bytes: int, count: Count) -> bytes:
         for _ in range(self._limits.redirects + 1):
-            found = await self._get(url, most_bytes)
+            found = await self._get(url, most_bytes, count)
             if isinstance(found, bytes):
                 return found
             url = found
         raise BadMedia(f"More than {self._limits.redirects} redirects, the last to {url.host}.")
 
-    async def _get(self, url: WebUrl, most_bytes: int) -> bytes | WebUrl:
+    async def _get(self, url: WebUrl, most_bytes: int, count: Count) -> bytes | WebUrl:
         """The body, or where it is instead."""
         try:
-            return await self._answer(url, most_bytes)
+            return await self._answer(url, most_bytes, count)
         except httpcore.TimeoutException:
             raise BadMedia(
                 f"{url.host} sent nothing for {self._limits.read_s:g} seconds."
@@ -82,7 +86,7 @@ class Fetcher:
         except (httpcore.ProtocolError, httpcore.UnsupportedProtocol):
             raise BadMedia(f"{url.host} does not answer as HTTP servers do.") from None
 
-    async def _answer(self, url: WebUrl, most_bytes: int) -> bytes | WebUrl:
+    async def _answer(self, url: WebUrl, most_bytes: int, count: Count) -> bytes | WebUrl:
         # A pool of its own: no connection is used again that was checked for another request.
         pool = httpcore.AsyncConnectionPool(
             ssl_context=self._ssl_context if url.scheme == "https" else None,
@@ -99,7 +103,7 @@ class Fetcher:
             if response.status in REDIRECTS and b"location" in headers:
                 return url.joined(headers[b"location"].decode("latin-1"))
             _check_answer(url, response.status, headers, most_bytes)
-            return await _read(response, most_bytes)
+            return await _read(response, most_bytes, count)
 
 
 def _target(url: WebUrl) -> httpcore.URL:
@@ -131,12 +135,13 @@ def _check_answer(url: WebUrl, status: int, headers: dict[bytes, bytes], most_by
         raise _too_large(most_bytes)
 
 
-async def _read(response: httpcore.Response, most_bytes: int) -> bytes:
+async def _read(response: httpcore.Response, most_bytes: int, count: Count) -> bytes:
     body = bytearray()
     async for part in response.aiter_stream():
         body += part
         if len(body) > most_bytes:
             raise _too_large(most_bytes)
+        count(len(part))
     return bytes(body)
 
 

@@ -121,10 +121,10 @@ class MediaLoader:
         if scheme == "file:":
             url, folders = source.url, self._folders
             data = await asyncio.to_thread(read_file_url, url, folders, source.most_bytes)
+            work.add_bytes(len(data))
         else:
             async with self._fetches.slot(tenant):
-                data = await self._fetcher.fetch(source.url, source.most_bytes)
-        work.add_file(data)
+                data = await self._fetcher.fetch(source.url, source.most_bytes, work.add_bytes)
         return source.job(data, is_base64=False)
 
 
@@ -136,11 +136,12 @@ class _Work:
         self._file_bytes = 0
         self._pixels = 0
 
-    def add_file(self, data: bytes) -> None:
-        self._file_bytes += len(data)
+    def add_bytes(self, size_bytes: int) -> None:
+        """Of files, as they come."""
+        self._file_bytes += size_bytes
         if self._file_bytes > MOST_REQUEST_BYTES:
             raise BadMedia(f"The files of a request may have {MOST_REQUEST_BYTES >> 20} MiB.")
-        self._hold(len(data))
+        self._hold(size_bytes)
 
     def add_pictures(self, shots: list[Shot]) -> None:
         pixel_bytes = sum(len(shot.picture.pixels) for shot in shots)
