@@ -23,6 +23,7 @@ from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.projector import find_projector
 from rekindle.models.pull import pull
 from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import KV_TYPES
 from rekindle.server.announcement import announce
 from rekindle.server.app import build_app
 from rekindle.server.auth import LOOPBACK, Keys
@@ -165,9 +166,10 @@ async def open_models(
     config: Config, files: dict[str, ModelFiles], console: Console
 ) -> AsyncIterator[ServedModels]:
     """The models loaded and the presets prepared; closed on every way out."""
-    if config.kv_type != "f16":
-        log.info("KV cells are %s (groups of 32)", config.kv_type)
-    elif config.kv_bits:
+    usual = next((bits for bits, name in KV_TYPES.items() if name == config.kv_type), None)
+    if usual is not None:
+        log.info("KV cells are %s (%d bits, groups of 32)", config.kv_type, usual)
+    if config.kv_bits not in (None, usual):
         start = config.kv_quantization_start
         log.info("KV cells have %d bits (groups of 32) after %d tokens", config.kv_bits, start)
     runtimes = {name: _runtime(name, config, files) for name in files}
