@@ -24,7 +24,8 @@ Json = dict[str, Any]
 
 SESSIONS = "/v1/internal/model/kv_cache"
 OUR_FILES = re.compile(
-    r"[0-9a-f]{32,64}|\.[0-9a-f]{32,64}\.tmp|index\.db[-.\w]*|blocks|aside|lock|model|secret"
+    r"[0-9a-f]{32,64}|\.[0-9a-f]{32,64}\.tmp|index\.db[-.\w]*|blocks|pictures|aside|lock|model|"
+    r"secret"
 )
 ODD_NAMES = ("../../etc/passwd", "/etc/passwd", "x" * 256, "名前/ñ\u202e\uff0e\uff0f", "a\0b\n")
 
