@@ -23,6 +23,10 @@ class ModelError(RekindleError):
     """A model cannot be found, fetched or loaded; the message says what to do."""
 
 
+class ProjectorError(ModelError):
+    """A projector cannot be used with its model, which can be served without."""
+
+
 class LibraryMismatch(RekindleError):
     """The native library of an engine is missing or not of the supported version."""
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from rekindle.errors import ModelError
 from rekindle.protocol.events import Event, Failed, Finished
 from rekindle.runtime.encoders import LARGE_BYTES
 from rekindle.server import runtime_client
 from rekindle.server.runtime_client import RuntimeClient
-from tests.server.test_runtime_client import answer, ask, run, running, soon
+from tests.server.test_runtime_client import answer, ask, load, run, running, soon
 from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
+from tests.support.tiny import WIDTH, write_llama
+from tests.support.tiny_projector import write_llava_projector
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
@@ -24,6 +28,33 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("must_see", [False, True])
+def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
+    must_see: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_llama(tmp_path / "tiny.gguf")
+    mmproj = write_llava_projector(tmp_path / "mmproj.gguf", width=WIDTH // 2)
+    order = structs.replace(load(path), mmproj=str(mmproj), must_see=must_see)
+    runtime = RuntimeClient("tiny", order, queue=2)
+
+    async def scene() -> None:
+        try:
+            await runtime.start()
+            assert runtime.modalities == ("text",)
+            assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
+        finally:
+            await runtime.stop()
+
+    if must_see:
+        with pytest.raises(ModelError, match=r"mmproj\.gguf is no projector for tiny\.gguf"):
+            run(scene)
+        return
+    run(scene)
+    [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.startswith("serving text alone: mmproj.gguf is no projector for tiny.gguf")
+    assert warning.endswith("--no-vlm silences this warning")
 
 
 def begin(runtime: RuntimeClient, prompt: str) -> list[Event]:

@@ -22,12 +22,16 @@ def model(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "eyes.gguf")
 
 
-def projector(model: Path, **settings: Any) -> Path | None:
+def fetched(model: Path, **settings: Any) -> launch.ModelFiles:
     config = Config(model=(str(model),), models_dir=model.parent / "models", **settings)
     launch.check_settings(config)
     [files] = launch.fetch(config, Console(file=io.StringIO())).values()
     assert files.path == model
-    return files.mmproj
+    return files
+
+
+def projector(model: Path, **settings: Any) -> Path | None:
+    return fetched(model, **settings).mmproj
 
 
 def test_a_projector_beside_the_model_is_loaded_with_it_unless_it_is_not_wanted(
@@ -50,6 +54,15 @@ def test_a_projector_can_be_named(model: Path, tmp_path: Path) -> None:
     assert projector(model, mmproj=other) == other
     with pytest.raises(ModelError, match="no model file at"):
         projector(model, mmproj=tmp_path / "none.gguf")
+
+
+def test_only_a_projector_that_was_asked_for_has_to_be_usable(model: Path) -> None:
+    beside = write_gguf(model.with_name("mmproj-f16.gguf"))
+    assert not fetched(model).must_see
+    assert fetched(model, vlm=True).must_see
+    assert fetched(model, mmproj=beside).must_see
+    for own in (fetched(model), fetched(model, vlm=True)):
+        assert launch._load(own, Config()).must_see == own.must_see
 
 
 def test_a_projector_is_of_one_model(model: Path) -> None:

@@ -20,6 +20,7 @@ class LoadModel(Struct, tag=True, kw_only=True):
 
     path: str
     mmproj: str | None = None  # the file of the model's projector, which encodes pictures
+    must_see: bool = True  # False: a projector that cannot be used is left out, with a warning
     embeds: bool = False  # it is to make vectors or scores, and no text
     served: list[str] = []  # `files` of all models of this server, which share the disk budget
     settings: RuntimeSettings

@@ -17,16 +17,16 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from rekindle.chat.tools.registry import check_names
-from rekindle.engine.base import EngineOptions
+from rekindle.engine.base import Engine, EngineOptions
 from rekindle.engine.registry import load_engine
-from rekindle.errors import RekindleError, ServerError, as_server_error
+from rekindle.errors import ProjectorError, RekindleError, ServerError, as_server_error
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Cancelled, Event, Failed
@@ -82,7 +82,7 @@ class RuntimeProcess:
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._background = Background()
         check_names(*formats(load.settings))  # before anything slow
-        engine = load_engine(_options(load), lambda fraction: self.send(Loading(fraction)))
+        engine = self._load_engine(load)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
@@ -94,6 +94,20 @@ class RuntimeProcess:
             self._runtime.input_processor.encode_conversation,
         )
         self.ticking = (self.tick, self.link.beat)
+
+    def _load_engine(self, load: LoadModel) -> Engine:
+        def on_progress(fraction: float) -> None:
+            self.send(Loading(fraction))
+
+        options = _options(load)
+        try:
+            return load_engine(options, on_progress)
+        except ProjectorError as error:
+            if load.must_see:
+                raise
+            text = f"serving text alone: {error}. --no-vlm silences this warning"
+            self.send(LogLine("warning", text))
+        return load_engine(replace(options, mmproj=None), on_progress)
 
     def _await_folder(self) -> None:
         """Most cache folders are read in no time: then the first request finds its state. A large

@@ -89,6 +89,7 @@ class ModelFiles:
 
     path: Path
     mmproj: Path | None = None
+    must_see: bool = True  # the projector was asked for, and not merely found
     embeds: bool = False  # it makes vectors or scores, and no text
 
 
@@ -120,7 +121,7 @@ def _files(config: Config, name: str, console: Console) -> ModelFiles:
         progress=progress_on(console),
         required=bool(config.vlm),
     )
-    return ModelFiles(path, projector)
+    return ModelFiles(path, projector, must_see=bool(config.vlm))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -204,6 +205,7 @@ def _load(own: ModelFiles, config: Config) -> LoadModel:
     return LoadModel(
         path=str(own.path),
         mmproj=str(own.mmproj) if own.mmproj else None,
+        must_see=own.must_see,
         embeds=own.embeds,
         settings=config.runtime,
     )

@@ -39,7 +39,7 @@ from rekindle.engine.llamacpp.sampler import build_sampler
 from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
@@ -56,8 +56,7 @@ class LlamaCppEngine:
                 "give it as --embedding-model"
             )
         self._options = options
-        path = options.mmproj
-        self._projector = Projector(self._model, options, path) if path else None
+        self._projector = self._load_projector(options)
         sizes = choose_sizes(self._model, options, self._projector)
         library, native = self._model.library, self._model.native
 
@@ -73,6 +72,15 @@ class LlamaCppEngine:
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
+
+    def _load_projector(self, options: EngineOptions) -> Projector | None:
+        if options.mmproj is None:
+            return None
+        try:
+            return Projector(self._model, options, options.mmproj)
+        except ProjectorError:
+            self._model.close()  # the caller may load it again, without
+            raise
 
     def free_tokens(self, kv_type: KvType | None = None) -> int:
         return self._pools.free_tokens(kv_type or self._options.kv_type)

@@ -22,7 +22,7 @@ from blake3 import blake3
 from rekindle.engine.base import EngineOptions, Matrix
 from rekindle.engine.llamacpp import mtmd
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.errors import BadRequest, ModelError, ServerError
+from rekindle.errors import BadRequest, ProjectorError, ServerError
 from rekindle.protocol.media import Picture
 from rekindle.tokens import LEAST_MEDIA_TOKENS, Tokens
 
@@ -40,7 +40,7 @@ class Part:
 
 
 class Projector:
-    """Owns the native projector; raises ModelError when the file is none for this model.
+    """Owns the native projector; raises ProjectorError when the file is none for this model.
 
     `tokens` may be called from any thread, `encode` by the engine's alone.
     """
@@ -56,7 +56,7 @@ class Projector:
             self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
             large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
             if any(token < 0 for part in large for token in part.ids):
-                raise ModelError(
+                raise ProjectorError(
                     f"{options.path.name} lacks tokens that {path.name} has around tiles"
                 )
             self.most_vectors = max(part.vectors for part in large)  # in one span
@@ -71,7 +71,7 @@ class Projector:
         params.print_timings = params.warmup = False
         native = self._library.mtmd_init_from_file(str(path).encode(), model.native, params)
         if not native:
-            raise ModelError(
+            raise ProjectorError(
                 f"{path.name} is no projector for {options.path.name}: the file is damaged, was "
                 "made for another model, or is newer than the pinned llama.cpp"
             )
@@ -81,19 +81,19 @@ class Projector:
         """Refuse what would be computed wrongly: a picture's rows have to follow each other in
         ordinary positions, and its tokens to depend on its size alone."""
         if not self._library.mtmd_support_vision(self._native):
-            raise ModelError(f"{name} does not encode pictures")
+            raise ProjectorError(f"{name} does not encode pictures")
         with self._chunks(PROBE_PIXELS, PROBE_PIXELS, None, copies=2) as chunks:
             images = [each for each in chunks if self._is_image(each)]
             has_ordinary_positions = all(map(self._has_ordinary_positions, images))
             counts = [self._library.mtmd_input_chunk_get_n_tokens(each) for each in images]
         half = len(counts) // 2
         if self._library.mtmd_decode_use_mrope(self._native) or not has_ordinary_positions:
-            raise ModelError(
+            raise ProjectorError(
                 f"{name} needs positions in two dimensions (M-RoPE), as Qwen-VL does; such "
-                "models are served without pictures: start with --no-vlm"
+                "models are served without pictures (--no-vlm)"
             )
         if not counts or counts[:half] != counts[half:]:
-            raise ModelError(f"{name} encodes a picture by its place, which is not supported")
+            raise ProjectorError(f"{name} encodes a picture by its place, which is not supported")
 
     def _has_ordinary_positions(self, chunk: int) -> bool:
         image = self._library.mtmd_input_chunk_get_tokens_image(chunk)
