@@ -21,17 +21,22 @@ from tests.support.tiny import (
     write_lfm2,
     write_llama,
     write_mamba,
+    write_qwen2vl,
 )
-from tests.support.tiny_projector import write_gemma3_projector, write_llava_projector
+from tests.support.tiny_projector import (
+    write_gemma3_projector,
+    write_llava_projector,
+    write_qwen2vl_projector,
+)
 
 LAYERS = 2
-TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0")
+TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl")
 WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be truncated
-SEEING = ("fake", "numpy", "llama", "gemma3", "lfm2")  # those that take pictures
+SEEING = ("fake", "numpy", "llama", "gemma3", "lfm2", "qwen2vl")  # those that take pictures
 
 SEVERAL_KV_TYPES = (
     *("fake", "fake-whole", "numpy"),
-    *("llama-wide", "llama-q8_0", "gemma3-wide", "lfm2-wide"),
+    *("llama-wide", "llama-q8_0", "gemma3-wide", "lfm2-wide", "qwen2vl-wide"),
 )
 
 
@@ -61,6 +66,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "lfm2": write_lfm2,
     "lfm2-wide": partial(write_lfm2, head_width=32),
     "gemma3-wide": partial(write_gemma3, head_width=32),
+    "qwen2vl": write_qwen2vl,
+    "qwen2vl-wide": partial(write_qwen2vl, head_width=32),
 }
 
 
@@ -68,6 +75,7 @@ PROJECTORS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llava_projector,
     "gemma3": write_gemma3_projector,
     "lfm2": write_llava_projector,
+    "qwen2vl": write_qwen2vl_projector,
 }
 
 

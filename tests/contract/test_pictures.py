@@ -54,7 +54,7 @@ def ask(engine: Engine, sequence: Sequence) -> list[int]:
 def test_a_picture_takes_as_many_vectors_as_tokens(engine: Engine) -> None:
     assert engine.capabilities.modalities == {"text", "image"}
     tokens, span, vectors = encoded(engine, drawn(1))
-    assert len(vectors) == span.length == span.positions
+    assert len(vectors) == span.length >= span.positions
     assert len(tokens) - span.length == len([each for each in tokens if each < 1 << 31])
     assert vectors.dtype == np.float32
     assert np.array_equal(vectors, engine.encode_picture(drawn(1))[0])
@@ -92,7 +92,7 @@ def test_pictures_and_text_of_several_sequences_are_computed_in_one_step(engine:
         assert ask(engine, sequence) == said
 
 
-@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3"], indirect=True)
+@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3", "qwen2vl"], indirect=True)
 def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
     sequence, size = engine.open(exact=True), engine.capabilities.block_tokens
     prefill(engine, sequence, PROMPT[: size - 6])
@@ -108,7 +108,7 @@ def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
     assert ask(engine, into) == ask(engine, sequence)
 
 
-@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "lfm2"], indirect=True)
+@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "lfm2", "qwen2vl"], indirect=True)
 def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) -> None:
     assert not engine.capabilities.whole_pictures
     whole, cut = engine.open(exact=True), engine.open(exact=True)

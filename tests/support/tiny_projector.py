@@ -1,5 +1,5 @@
-"""Tiny random projectors for the tiny models: LLaVA's kind, and Gemma's, whose vectors see each
-other and have tokens around them."""
+"""Tiny random projectors for the tiny models: LLaVA's kind, Gemma's, whose vectors see each other
+and have tokens around them, and Qwen-VL's, whose vectors have places in rows and columns."""
 
 from __future__ import annotations
 
@@ -41,10 +41,21 @@ def write_idefics3_projector(path: Path) -> Path:
     return writer.finish(path)
 
 
+def write_qwen2vl_projector(path: Path) -> Path:
+    """A vector for each square of 2 x 2 patches of a picture of any shape, 8 at least."""
+    writer = _Writer(path, "qwen2vl_merger", pixels=32, seed=0, has_positions=False)
+    writer.kernel("v.patch_embd.weight.1")
+    writer.linear("mm.0", 4 * VIT_WIDTH, 4 * VIT_WIDTH)
+    writer.linear("mm.2", 4 * VIT_WIDTH, WIDTH)
+    return writer.finish(path)
+
+
 class _Writer:
     """A vision transformer of one layer; the rest is the kind's own."""
 
-    def __init__(self, path: Path, kind: str, *, pixels: int, seed: int) -> None:
+    def __init__(
+        self, path: Path, kind: str, *, pixels: int, seed: int, has_positions: bool = True
+    ) -> None:
         self._random = np.random.default_rng(seed)
         self.file: Any = gguf.GGUFWriter(str(path), "clip")
         self.file.add_type("mmproj")
@@ -64,14 +75,18 @@ class _Writer:
         self.file.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
         for name in ("image_mean", "image_std"):
             self.file.add_array(f"clip.vision.{name}", [0.5, 0.5, 0.5])
-        self._add_transformer((pixels // PATCH) ** 2)
+        self.kernel("v.patch_embd.weight")
+        if has_positions:
+            self.file.add_tensor("v.patch_embd.bias", np.zeros(VIT_WIDTH, np.float32))
+            positions = self._random.standard_normal(((pixels // PATCH) ** 2, VIT_WIDTH))
+            self.file.add_tensor("v.position_embd.weight", positions.astype(np.float32))
+        self._add_transformer()
 
-    def _add_transformer(self, patches: int) -> None:
-        kernel = self._random.standard_normal((VIT_WIDTH, 3, PATCH, PATCH))
-        self.file.add_tensor("v.patch_embd.weight", (kernel * 0.1).astype(np.float16))
-        self.file.add_tensor("v.patch_embd.bias", np.zeros(VIT_WIDTH, np.float32))
-        positions = self._random.standard_normal((patches, VIT_WIDTH))
-        self.file.add_tensor("v.position_embd.weight", positions.astype(np.float32))
+    def kernel(self, name: str) -> None:
+        values = self._random.standard_normal((VIT_WIDTH, 3, PATCH, PATCH))
+        self.file.add_tensor(name, (values * 0.1).astype(np.float16))
+
+    def _add_transformer(self) -> None:
         self.norm("v.post_ln")
         for layer in range(VIT_LAYERS):
             block = f"v.blk.{layer}."

@@ -173,7 +173,7 @@ class Engine(Protocol):
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         """Give the empty `into` the first `tokens` of `source` without copying; all of them where
-        state cannot be truncated."""
+        state cannot be truncated, and whole pictures."""
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         """Append a block of the sequence's KV type; raises PoolFull, or CorruptBlock when it cannot
@@ -201,14 +201,16 @@ class Engine(Protocol):
         """Do all the work, or none of it and raise PoolFull; one result for each piece."""
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
-        """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut."""
+        """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut. A
+        sequence that is not exact is not cut inside a picture."""
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         """What a picture takes: its vectors' tokens, and those that the model has around them. Any
         thread; raises Unsupported without the modality "image"."""
 
     def encode_picture(self, picture: Picture) -> list[Matrix]:
-        """The vectors of each picture span of its tokens; raises Unsupported likewise."""
+        """The vectors of each picture span of its tokens, with whatever else the engine wants to
+        know of each row when it is computed; raises Unsupported likewise."""
 
     def reset(self) -> None:
         """Forget every sequence and start with an empty memory."""

@@ -14,11 +14,12 @@ import pytest
 from rekindle.engine.base import EngineOptions, Matrix, Work
 from rekindle.engine.llamacpp import bindings, mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import LibraryMismatch, ModelError
 from tests.contract.actions import PROMPT, prefill
 from tests.support import tiny
 from tests.support.pictures import drawn
-from tests.support.tiny import WIDTH, TinyModel, write_gemma3, write_llama
+from tests.support.tiny import WIDTH, write_gemma3, write_llama, write_qwen2vl
 from tests.support.tiny_projector import (
     write_gemma3_projector,
     write_idefics3_projector,
@@ -170,32 +171,15 @@ def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) 
 # -- files that are refused ----------------------------------------------------------------------
 
 
-def write_qwen2vl(path: Path) -> Path:
-    """M-RoPE: three positions to a token."""
-    layers = 1
-    model = TinyModel(path, "qwen2vl", layers, 0, 512)
-    model.number("attention.head_count", 4)
-    model.number("attention.head_count_kv", 2)
-    model.writer.add_array("qwen2vl.rope.dimension_sections", [4, 2, 2, 0])
-    model.ones("output_norm.weight", WIDTH)
-    block = "blk.0."
-    model.ones(block + "attn_norm.weight", WIDTH)
-    model.ones(block + "ffn_norm.weight", WIDTH)
-    model.attention_and_hidden(block)
-    for name, width in (("q", WIDTH), ("k", WIDTH // 2), ("v", WIDTH // 2)):
-        model.ones(f"{block}attn_{name}.bias", width)
-    model.finish()
-    return path
-
-
-def test_a_model_with_positions_in_two_dimensions_is_refused_with_a_way_out(
-    options: EngineOptions, tmp_path: Path
+def test_positions_in_two_dimensions_and_recurrent_state_are_refused_together(
+    options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_qwen2vl(tmp_path / "qwen.gguf")
-    with pytest.raises(ModelError, match=r"M-RoPE.*--no-vlm"):
+    with loaded(replace(options, path=path)) as engine:
+        assert engine.capabilities.modalities == {"text", "image"}
+    monkeypatch.setattr(LlamaModel, "can_truncate", False)
+    with pytest.raises(ModelError, match=r"M-RoPE.*recurrent"):
         LlamaCppEngine(replace(options, path=path))
-    with loaded(replace(options, path=path, mmproj=None)) as engine:
-        assert engine.capabilities.modalities == {"text"}
 
 
 @pytest.mark.parametrize("damage", ["language model", "truncated", "other width"])

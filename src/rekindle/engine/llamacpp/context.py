@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Blob, Matrix
+from rekindle.engine.base import Blob
 from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.batch import BatchArrays, Rows
+from rekindle.engine.llamacpp.positions import Positions, split_places
+from rekindle.engine.llamacpp.state import cut_cells
 from rekindle.errors import EngineBroken, ModelError, PoolFull
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive tokens of one sequence; `wanted` asks for the last one's logits. A picture's are
-    computed from `vectors`."""
-
-    slot: int
-    start: int
-    tokens: Seq[int]
-    wanted: bool
-    vectors: Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +28,7 @@ class Shape:
     kv_type: str = "f16"
     original_tokens: int = 0  # of a LongRoPE model; 0: as the model says
     recurrent: bool = False  # some state is of one position and cannot be taken apart
+    has_places: bool = False  # a picture's tokens have one position and a place each (M-RoPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +53,7 @@ class Context:
         self.scratch = shape.sequences  # one slot more than is handed out
         self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
+        self._positions: dict[int, Positions] = {}  # by slot, where they are not token numbers
         self._build()
 
     def _build(self) -> None:
@@ -86,6 +79,7 @@ class Context:
     def rebuild(self) -> None:
         """Throw the native context away, with all its cells, and build it again."""
         self.close()
+        self._positions.clear()
         self._build()
 
     def close(self) -> None:
@@ -100,8 +94,10 @@ class Context:
 
     def decode(self, rows: Seq[Rows], *, causal: bool = True) -> list[int]:
         """Compute all rows, of text or of pictures, in one native call; the batch index of each
-        run's last row. Unless `causal`, each row sees those after it, too."""
-        batch, last = self._batch.fill(rows)
+        run's last row. Runs start at token numbers. Unless `causal`, each row sees those after it,
+        too."""
+        placed = [self._placed(run) for run in rows] if self.shape.has_places else rows
+        batch, last = self._batch.fill(placed)
         if not causal:
             self._library.llama_set_causal_attn(self.native, False)
         try:
@@ -113,38 +109,81 @@ class Context:
             raise PoolFull("no free cells for this step")
         if status != bindings.DECODE_OK:
             raise EngineBroken(f"llama_decode failed with status {status}")
+        for run, own in zip(rows, placed, strict=True):
+            if own.places is not None:
+                positions = self._positions_of(run.slot)
+                self._positions[run.slot] = positions.with_picture(run.start, own.places)
         return last
+
+    def _placed(self, run: Rows) -> Rows:
+        """A run as it stands in the model's positions."""
+        positions = self._positions_of(run.slot)
+        if run.vectors is None:
+            return replace(run, start=positions.of(run.start))
+        vectors, places = split_places(run.vectors)
+        return replace(
+            run, start=positions.place(run.start, places), vectors=vectors, places=places
+        )
+
+    def _positions_of(self, slot: int) -> Positions:
+        return self._positions.get(slot) or Positions()
 
     def clear(self) -> None:
         self._library.llama_memory_clear(self._memory, False)
+        self._positions.clear()
 
     def share(self, source: int, into: int, tokens: int) -> None:
-        self._library.llama_memory_seq_cp(self._memory, source, into, 0, tokens)
+        positions = self._positions_of(source)
+        stop = positions.of(tokens)
+        self._library.llama_memory_seq_cp(self._memory, source, into, 0, stop)
+        self._positions[into] = positions.first(tokens)
+
+    def whole(self, slot: int, tokens: int) -> int:
+        """The most tokens of a slot, up to so many, that can be cut off where they lie."""
+        return self._positions_of(slot).whole(tokens)
 
     def remove(self, slot: int, start: int = 0) -> None:
-        if not self._library.llama_memory_seq_rm(self._memory, slot, start, -1):
+        """What a slot has from a token on."""
+        positions = self._positions_of(slot)
+        whole = positions.whole(start)
+        rest = self.export(slot, whole, start) if whole < start else b""
+        if not self._library.llama_memory_seq_rm(self._memory, slot, positions.of(whole), -1):
             raise EngineBroken("llama.cpp refused to truncate a sequence")
+        self._positions[slot] = positions.first(whole)
+        if rest:  # of a picture: llama.cpp cuts by positions, and all of it has one
+            self.restore(slot, whole, start, rest)
 
     def export(self, slot: int, start: int, stop: int) -> bytes:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
-        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, start, stop)
+        positions = self._positions_of(slot)
+        first, last = positions.of(start), positions.of(stop - 1)
+        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, first, last + 1)
         try:
             if self.shape.recurrent:  # of the whole sequence, and as large as many blocks
                 self.resume(self.scratch, self._nothing)
             state = self._read(self.scratch, bindings.WHOLE_STATE)
         finally:
             self.remove(self.scratch)
-        return bytes(state[: len(state) - len(self._no_recurrence)])
+        state = state[: len(state) - len(self._no_recurrence)]
+        whole = positions.whole(start)
+        if whole == start and positions.whole(stop) == stop:
+            return bytes(state)
+        return cut_cells(state, start - whole, stop - whole)
 
     def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
         """Read the state into the scratch slot (reading wipes its target), then tag it over."""
+        positions = self._positions_of(slot)
+        if self.shape.has_places:
+            positions = positions.with_block(start, blob, stop - start)
+        first, last = positions.of(start), positions.of(stop - 1)
         if self.shape.recurrent:
             blob = b"".join((blob, self._no_recurrence))
         self._write(self.scratch, blob, bindings.WHOLE_STATE)
-        if not self.shape.recurrent and self._range(self.scratch) != (start, stop - 1):
+        if not self.shape.recurrent and self._range(self.scratch) != (first, last):
             raise EngineBroken("llama.cpp rejected a block")
-        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, start, stop)
+        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, first, last + 1)
         self.remove(self.scratch)
+        self._positions[slot] = positions
 
     def checkpoint(self, slot: int) -> bytes:
         """What a slot has beside its cells: the recurrent state after its last token."""
@@ -156,7 +195,7 @@ class Context:
 
     def reaches(self, slot: int, tokens: int) -> bool:
         """Whether the state of a slot is that after so many tokens."""
-        return self._range(slot)[1] == tokens - 1
+        return self._range(slot)[1] == self._positions_of(slot).of(tokens - 1)
 
     @property
     def _no_recurrence(self) -> bytes:
@@ -202,59 +241,3 @@ class LogitsRow:
     def values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """A writable view; each call costs a native one."""
         return self.context.logits(self.index, self.vocabulary_size)
-
-
-class BatchArrays:
-    """Batch arrays allocated once; filling them is what Python does in every step."""
-
-    def __init__(self, rows: int) -> None:
-        self._tokens = np.zeros(rows, np.int32)
-        self._positions = np.zeros(rows, np.int32)
-        self._slots = np.zeros(rows, np.int32)
-        self._wanted = np.zeros(rows, np.int8)
-        self._ones = np.ones(rows, np.int32)
-        int_pointer = ctypes.POINTER(ctypes.c_int32)
-        base = self._slots.ctypes.data
-        self._slot_pointers = (int_pointer * rows)(
-            *(ctypes.cast(base + 4 * row, int_pointer) for row in range(rows))
-        )
-        self._token_pointer = self._tokens.ctypes.data_as(int_pointer)
-        self._native = bindings.Batch(
-            0,
-            self._token_pointer,
-            None,
-            self._positions.ctypes.data_as(int_pointer),
-            self._ones.ctypes.data_as(int_pointer),
-            self._slot_pointers,
-            self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
-
-    def fill(
-        self, rows: Seq[Rows], *, all_wanted: bool = False
-    ) -> tuple[bindings.Batch, list[int]]:
-        """`all_wanted`: every row counts for what is made of its sequence, as for a vector."""
-        filled = 0
-        last = []
-        for run in rows:
-            stop = filled + len(run.tokens)
-            if run.vectors is None:
-                self._tokens[filled:stop] = run.tokens
-            self._positions[filled:stop] = np.arange(run.start, run.start + len(run.tokens))
-            self._slots[filled:stop] = run.slot
-            self._wanted[filled:stop] = all_wanted
-            self._wanted[stop - 1] = run.wanted
-            last.append(stop - 1)
-            filled = stop
-        self._native.n_tokens = filled
-        self._take_vectors([run.vectors for run in rows if run.vectors is not None])
-        return self._native, last
-
-    def _take_vectors(self, vectors: Seq[Matrix]) -> None:
-        """Let the rows be those of pictures; of text, where there are no vectors."""
-        if not vectors:
-            self._native.token, self._native.embd = self._token_pointer, None
-            return
-        # Kept here: the native batch does not keep it alive.
-        self._vectors = np.ascontiguousarray(np.concatenate(vectors), np.float32)
-        self._native.token = None
-        self._native.embd = self._vectors.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

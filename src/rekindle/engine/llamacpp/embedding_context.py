@@ -8,7 +8,7 @@ import numpy as np
 
 from rekindle.engine.base import Matrix
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.context import BatchArrays, Rows
+from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.packing import CALL_TOKENS, packed
 from rekindle.errors import EngineBroken, ModelError

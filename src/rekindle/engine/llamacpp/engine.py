@@ -29,7 +29,8 @@ from rekindle.engine.base import (
     TokenMask,
     Work,
 )
-from rekindle.engine.llamacpp.context import Context, LogitsRow, Rows
+from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.context import Context, LogitsRow
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
@@ -111,6 +112,7 @@ class LlamaCppEngine:
         if tokens != source.length and not self.capabilities.can_truncate:
             raise ValueError("this model's state is shared whole or not at all")
         pool = self._pools[source.kv_type]
+        _check_whole(pool.context, source.slot, tokens)
         pool.context.share(source.slot, into.slot, tokens)
         pool.cells.share(source.slot, tokens, into.slot)
         into.length = tokens
@@ -121,6 +123,8 @@ class LlamaCppEngine:
         if tokens and not self.capabilities.can_truncate:
             raise ValueError("this model's state cannot be truncated")
         context, slot = self._context_of(sequence)
+        if not sequence.exact:
+            _check_whole(context, slot, tokens)
         with self._reset_when_broken():
             context.remove(slot, tokens)
         if not sequence.exact:
@@ -282,6 +286,13 @@ class LlamaCppEngine:
         if self._projector is not None:
             self._projector.close()
         self._model.close()
+
+
+def _check_whole(context: Context, slot: int, tokens: int) -> None:
+    """Cutting through a picture whose tokens have one position copies cells: those of an exact
+    sequence, which nobody shares."""
+    if context.whole(slot, tokens) != tokens:
+        raise ValueError("a shared sequence is not cut inside a picture of this model")
 
 
 def _capabilities(

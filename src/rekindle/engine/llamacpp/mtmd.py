@@ -83,6 +83,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mtmd_input_chunk_get_tokens_text": (POINTER(c_int32), [_P, POINTER(c_size_t)]),
     "mtmd_input_chunk_get_tokens_image": (_P, [_P]),
     "mtmd_input_chunk_get_n_tokens": (c_size_t, [_P]),
+    "mtmd_input_chunk_get_n_pos": (c_int32, [_P]),
     "mtmd_image_tokens_get_decoder_pos": (DecoderPosition, [_P, c_int32, c_size_t]),
     "mtmd_tokenize_from_parts": (c_int32, [_P, _P, POINTER(POINTER(InputPart)), c_size_t, c_bool]),
     "mtmd_encode_chunk": (c_int32, [_P, _P]),

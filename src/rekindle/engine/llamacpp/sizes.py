@@ -6,12 +6,14 @@ import ctypes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.context import Context, ContextSize, Rows, Shape
+from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
 from rekindle.engine.llamacpp.exact_contexts import ExactBudget
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import OtherPools
@@ -50,8 +52,9 @@ def choose_sizes(
     whole = projector.most_vectors if projector and projector.is_whole else 0
     batch = max(2048 if model.on_gpu else 512, whole) + options.parallel
     exact_batch = max(step_tokens, whole)
-    pool = _shape(model, options, cells=cells, sequences=sequences, batch=batch)
-    exact = _shape(model, options, cells=context_tokens, sequences=1, batch=exact_batch)
+    shape = partial(_shape, model, options, has_places=bool(projector and projector.has_places))
+    pool = shape(cells=cells, sequences=sequences, batch=batch)
+    exact = shape(cells=context_tokens, sequences=1, batch=exact_batch)
     left_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
@@ -134,7 +137,13 @@ def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -
 
 
 def _shape(
-    model: LlamaModel, options: EngineOptions, *, cells: int, sequences: int, batch: int
+    model: LlamaModel,
+    options: EngineOptions,
+    *,
+    cells: int,
+    sequences: int,
+    batch: int,
+    has_places: bool = False,
 ) -> Shape:
     return Shape(
         cells=cells,
@@ -144,6 +153,7 @@ def _shape(
         kv_type=options.kv_type,
         original_tokens=model.rope.original_tokens if model.rope else 0,
         recurrent=not model.can_truncate,
+        has_places=has_places,
     )
 
 

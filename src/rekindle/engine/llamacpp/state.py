@@ -27,7 +27,11 @@ _TYPE_NAMES = {bindings.GGML_TYPES[kv_type]: kv_type for kv_type in GROUPS}
 _COUNTS = struct.Struct("<II")  # streams, cells
 _LAYOUT = struct.Struct("<IIII")  # transposed values, layers, rotations of keys and of values
 _ROWS = struct.Struct("<iQ")  # type, bytes of a row
-_CELL_BYTES = (12, 20)  # position, number of sequences, sequence; some models have two more numbers
+#: The record of a cell of a model with M-RoPE; those of others have no place and no token.
+_PLACED_CELL = np.dtype(
+    [(name, "<i4") for name in ("position", "sequences", "column", "row", "token", "sequence")]
+)
+_CELL_BYTES = (12, _PLACED_CELL.itemsize)
 _BY_8_BITS = np.dtype([("scale", "<f2"), ("values", "i1", 32)])
 _BY_4_BITS = np.dtype([("scale", "<f2"), ("values", "u1", 16)])
 
@@ -110,6 +114,41 @@ def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[Rows, ...
         yield tuple(section)
     if at != len(view):
         raise CorruptBlock("this is no section of a state")
+
+
+def read_cells(state: Blob) -> np.ndarray[Any, Any]:
+    """The records of cells with places, of a state's first section; a picture's have token -1."""
+    view = memoryview(state).cast("B")
+    _, cells = _COUNTS.unpack_from(view, bindings.STATE_HEADER_BYTES)
+    at = bindings.STATE_HEADER_BYTES + _COUNTS.size
+    if cells * _PLACED_CELL.itemsize > len(view) - at:
+        raise CorruptBlock("this is no section of a state")
+    return np.frombuffer(view, _PLACED_CELL, cells, at)
+
+
+def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
+    """A state with places, without what lies outside [start, stop) in the order of its tokens."""
+    at = bindings.STATE_HEADER_BYTES
+    written = [bytes(state[:at])]
+    while at < len(state):
+        streams, cells = _COUNTS.unpack_from(state, at)
+        at += _COUNTS.size
+        records = np.frombuffer(state, _PLACED_CELL, cells, at)
+        order = np.lexsort([records[name] for name in ("column", "row", "position")])
+        kept = np.sort(order[start:stop])  # cells stay in the order in which they lie
+        at += records.nbytes
+        _, layers, *_ = _LAYOUT.unpack_from(state, at)
+        written += _COUNTS.pack(streams, len(kept)), records[kept].tobytes()
+        written.append(bytes(state[at : at + _LAYOUT.size]))
+        at += _LAYOUT.size
+        for _ in range(2 * layers):  # keys, then values
+            _, row_bytes = _ROWS.unpack_from(state, at)
+            written.append(bytes(state[at : at + _ROWS.size]))
+            at += _ROWS.size
+            rows = np.frombuffer(state, np.uint8, cells * row_bytes, at)
+            written.append(rows.reshape(cells, row_bytes)[kept].tobytes())
+            at += rows.nbytes
+    return b"".join(written)
 
 
 class Transcoder:

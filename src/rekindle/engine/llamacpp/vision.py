@@ -22,6 +22,7 @@ from blake3 import blake3
 from rekindle.engine.base import EngineOptions, Matrix
 from rekindle.engine.llamacpp import mtmd
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.positions import PLACE, Places, join_places
 from rekindle.errors import BadRequest, ProjectorError, ServerError
 from rekindle.protocol.media import Picture
 from rekindle.tokens import LEAST_MEDIA_TOKENS, Tokens
@@ -37,6 +38,7 @@ class Part:
 
     ids: tuple[int, ...] = ()
     vectors: int = 0
+    positions: int = 0  # that those take
 
 
 class Projector:
@@ -50,8 +52,10 @@ class Projector:
         self._width = int(self._library.llama_model_n_embd_inp(model.native))
         self._native = self._load(model, options, path)
         self._parts = lru_cache(KNOWN_SIZES)(self._read_parts)
+        #: A picture's tokens have one position and a place each (M-RoPE); their vectors end in it.
+        self.has_places = bool(self._library.mtmd_decode_use_mrope(self._native))
         try:
-            self._check(path.name)
+            self._check(path.name, model)
             #: Every vector of a picture sees all others, so that they are computed together.
             self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
             large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
@@ -77,29 +81,43 @@ class Projector:
             )
         return int(native)
 
-    def _check(self, name: str) -> None:
+    def _check(self, name: str, model: LlamaModel) -> None:
         """Refuse what would be computed wrongly: a picture's rows have to follow each other in
-        ordinary positions, and its tokens to depend on its size alone."""
+        ordinary positions or in those of M-RoPE, and its tokens to depend on its size alone."""
         if not self._library.mtmd_support_vision(self._native):
             raise ProjectorError(f"{name} does not encode pictures")
         with self._chunks(PROBE_PIXELS, PROBE_PIXELS, None, copies=2) as chunks:
             images = [each for each in chunks if self._is_image(each)]
-            has_ordinary_positions = all(map(self._has_ordinary_positions, images))
+            has_known_positions = all(map(self._has_known_positions, images))
             counts = [self._library.mtmd_input_chunk_get_n_tokens(each) for each in images]
         half = len(counts) // 2
-        if self._library.mtmd_decode_use_mrope(self._native) or not has_ordinary_positions:
+        if not has_known_positions:
+            raise ProjectorError(f"{name} gives pictures positions of a kind that is not supported")
+        if self.has_places and not model.can_truncate:
             raise ProjectorError(
-                f"{name} needs positions in two dimensions (M-RoPE), as Qwen-VL does; such "
-                "models are served without pictures (--no-vlm)"
+                f"{name} needs positions in two dimensions (M-RoPE), which is not supported "
+                "together with recurrent state"
             )
         if not counts or counts[:half] != counts[half:]:
             raise ProjectorError(f"{name} encodes a picture by its place, which is not supported")
 
-    def _has_ordinary_positions(self, chunk: int) -> bool:
+    def _has_known_positions(self, chunk: int) -> bool:
+        positions = self._positions(chunk)
+        count = int(self._library.mtmd_input_chunk_get_n_pos(chunk))
+        if not self.has_places:
+            return bool(np.array_equal(positions[:, 0], np.arange(count)))
+        times, columns, rows = positions.T
+        width = int(columns.max()) + 1
+        is_row_by_row = np.array_equal(rows * width + columns, np.arange(len(positions)))
+        return is_row_by_row and not times.any() and count == positions.max() + 1
+
+    def _positions(self, chunk: int) -> Places:
+        """Time, column and row of each token of a picture at position 0."""
         image = self._library.mtmd_input_chunk_get_tokens_image(chunk)
-        position = self._library.mtmd_image_tokens_get_decoder_pos
-        tokens = range(self._library.mtmd_input_chunk_get_n_tokens(chunk))
-        return all(position(image, 0, token).t == token for token in tokens)
+        read = self._library.mtmd_image_tokens_get_decoder_pos
+        count = self._library.mtmd_input_chunk_get_n_tokens(chunk)
+        positions = (read(image, 0, token) for token in range(count))
+        return np.array([(each.t, each.x, each.y) for each in positions], np.int32)
 
     def close(self) -> None:
         if self._native:
@@ -116,7 +134,7 @@ class Projector:
         return reduce(
             add,
             (
-                Tokens.of_media(next(digests), part.vectors, part.vectors)
+                Tokens.of_media(next(digests), part.vectors, part.positions)
                 if part.vectors
                 else Tokens.of(part.ids)
                 for part in parts
@@ -136,7 +154,9 @@ class Projector:
 
     def _part(self, chunk: int) -> Part:
         if self._is_image(chunk):
-            return Part(vectors=int(self._library.mtmd_input_chunk_get_n_tokens(chunk)))
+            vectors = self._library.mtmd_input_chunk_get_n_tokens(chunk)
+            positions = self._library.mtmd_input_chunk_get_n_pos(chunk)
+            return Part(vectors=int(vectors), positions=int(positions))
         count = ctypes.c_size_t()
         ids = self._library.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
         return Part(ids=tuple(ids[: count.value]))
@@ -174,7 +194,7 @@ class Projector:
 
     def shape(self, tokens: Seq[int]) -> tuple[int, int]:
         """That of the vectors of so many tokens: llama.cpp reads as much, whatever is there."""
-        return len(tokens), self._width
+        return len(tokens), self._width + self.has_places * PLACE
 
     def encode(self, picture: Picture) -> list[Matrix]:
         """The vectors of each span of its tokens."""
@@ -186,7 +206,10 @@ class Projector:
             raise ServerError("the projector failed to encode a picture; see the log")
         rows = self._library.mtmd_input_chunk_get_n_tokens(chunk)
         output = self._library.mtmd_get_output_embd(self._native)  # until the next one is encoded
-        return np.ctypeslib.as_array(output, shape=(rows, self._width)).copy()
+        vectors = np.ctypeslib.as_array(output, shape=(rows, self._width))
+        if self.has_places:
+            return join_places(vectors, self._positions(chunk)[:, 1:])
+        return vectors.copy()
 
 
 def _span_digest(digest: bytes, number: int) -> bytes:
