@@ -21,18 +21,26 @@ from tests.support.tiny import (
     write_lfm2,
     write_llama,
     write_mamba,
-    write_qwen2vl,
 )
 from tests.support.tiny_projector import (
     write_gemma3_projector,
     write_llava_projector,
     write_qwen2vl_projector,
 )
+from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
 
 LAYERS = 2
 TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl")
-WHOLE = ("fake-whole", "mamba", "lfm2")  # their state cannot be truncated
-SEEING = ("fake", "numpy", "llama", "gemma3", "lfm2", "qwen2vl")  # those that take pictures
+WHOLE = ("fake-whole", "mamba", "lfm2", "qwen35")  # their state cannot be truncated
+SEEING = (
+    "fake",
+    "numpy",
+    "llama",
+    "gemma3",
+    "lfm2",
+    "qwen2vl",
+    "qwen35",
+)  # those that take pictures
 
 SEVERAL_KV_TYPES = (
     *("fake", "fake-whole", "numpy"),
@@ -67,6 +75,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "lfm2-wide": partial(write_lfm2, head_width=32),
     "gemma3-wide": partial(write_gemma3, head_width=32),
     "qwen2vl": write_qwen2vl,
+    "qwen35": write_qwen35,
     "qwen2vl-wide": partial(write_qwen2vl, head_width=32),
 }
 
@@ -76,6 +85,7 @@ PROJECTORS: dict[str, Callable[[Path], Path]] = {
     "gemma3": write_gemma3_projector,
     "lfm2": write_llava_projector,
     "qwen2vl": write_qwen2vl_projector,
+    "qwen35": write_qwen2vl_projector,
 }
 
 

@@ -108,7 +108,9 @@ def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
     assert ask(engine, into) == ask(engine, sequence)
 
 
-@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "lfm2", "qwen2vl"], indirect=True)
+@pytest.mark.parametrize(
+    "engine", ["fake", "numpy", "llama", "lfm2", "qwen2vl", "qwen35"], indirect=True
+)
 def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) -> None:
     assert not engine.capabilities.whole_pictures
     whole, cut = engine.open(exact=True), engine.open(exact=True)

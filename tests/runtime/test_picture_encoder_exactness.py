@@ -21,12 +21,13 @@ from tests.support.numpy_engine.engine import NumpyEngine
 from tests.support.numpy_engine.model import write_numpy
 from tests.support.pictures import drawn
 from tests.support.talk import ObservedEngine
-from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_qwen2vl
+from tests.support.tiny import write_gemma3, write_lfm2, write_llama
 from tests.support.tiny_projector import (
     write_gemma3_projector,
     write_llava_projector,
     write_qwen2vl_projector,
 )
+from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
 
 Write = Callable[[Path], Path]
 MODELS: dict[str, tuple[Write, Write | None]] = {  # with projectors
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[Write, Write | None]] = {  # with projectors
     "gemma3": (write_gemma3, write_gemma3_projector),  # a picture is more than a canonical step
     "qwen2vl": (write_qwen2vl, write_qwen2vl_projector),  # a picture's tokens have one position
     "lfm2": (write_lfm2, write_llava_projector),  # state that cannot be truncated
+    "qwen35": (write_qwen35, write_qwen2vl_projector),  # both
     "numpy": (write_numpy, None),
 }
 IMAGE = {"type": "image"}

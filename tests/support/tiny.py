@@ -162,28 +162,6 @@ def write_gemma3(
     return path
 
 
-def write_qwen2vl(
-    path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096, head_width: int = HEAD_WIDTH
-) -> Path:
-    """M-RoPE: a token's position is three numbers."""
-    model = TinyModel(path, "qwen2vl", layers, seed, context)
-    model.number("attention.head_count", HEADS * HEAD_WIDTH // head_width)
-    model.number("attention.head_count_kv", KV_HEADS * HEAD_WIDTH // head_width)
-    model.writer.add_array(
-        "qwen2vl.rope.dimension_sections", [head_width // 4, *[head_width // 8] * 2, 0]
-    )
-    model.ones("output_norm.weight", WIDTH)
-    for layer in range(layers):
-        block = f"blk.{layer}."
-        model.ones(block + "attn_norm.weight", WIDTH)
-        model.ones(block + "ffn_norm.weight", WIDTH)
-        model.attention_and_hidden(block)
-        for name, width in (("q", WIDTH), ("k", WIDTH // 2), ("v", WIDTH // 2)):
-            model.ones(f"{block}attn_{name}.bias", width)
-    model.finish()
-    return path
-
-
 def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 4096) -> Path:
     """Recurrent: state cannot be truncated."""
     inner, kernel, state, rank = 2 * WIDTH, 4, 16, 8

@@ -41,12 +41,12 @@ def write_idefics3_projector(path: Path) -> Path:
     return writer.finish(path)
 
 
-def write_qwen2vl_projector(path: Path) -> Path:
+def write_qwen2vl_projector(path: Path, *, width: int = WIDTH) -> Path:
     """A vector for each square of 2 x 2 patches of a picture of any shape, 8 at least."""
     writer = _Writer(path, "qwen2vl_merger", pixels=32, seed=0, has_positions=False)
     writer.kernel("v.patch_embd.weight.1")
     writer.linear("mm.0", 4 * VIT_WIDTH, 4 * VIT_WIDTH)
-    writer.linear("mm.2", 4 * VIT_WIDTH, WIDTH)
+    writer.linear("mm.2", 4 * VIT_WIDTH, width)
     return writer.finish(path)
 
 

@@ -4,7 +4,10 @@ middle of pictures computes what it would have computed."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,29 +20,45 @@ from rekindle.errors import CorruptBlock
 from rekindle.protocol.media import Picture
 from tests.contract.actions import GREEDY, PROMPT
 from tests.support.pictures import drawn
-from tests.support.tiny import write_qwen2vl
+from tests.support.tiny import WIDTH
 from tests.support.tiny_projector import write_qwen2vl_projector
+from tests.support.tiny_qwen import DEEP_LAYERS, write_qwen2vl, write_qwen3vl, write_qwen35
 
 WIDE, HIGH = drawn(1, 160, 64), drawn(2, 48, 112)  # 10 x 4 and 3 x 7 vectors
 ROUNDING = 0.2  # of logits of about 10: cells that lie elsewhere are added up in another order
 Row = np.ndarray[Any, np.dtype[np.float32]]
+MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {  # and how wide vectors of pictures are
+    "qwen2vl": (partial(write_qwen2vl, head_width=32), WIDTH),
+    "qwen3vl": (partial(write_qwen3vl, head_width=32), WIDTH * (1 + DEEP_LAYERS)),
+    "qwen35": (write_qwen35, WIDTH),
+}
 Run = tuple[list[int], Matrix | None]  # tokens, of text or of a picture
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaCppEngine]:
-    folder = tmp_path_factory.mktemp("model")
-    built = LlamaCppEngine(
+@contextmanager
+def loaded(name: str, folder: Path) -> Iterator[LlamaCppEngine]:
+    write, width = MODELS[name]
+    engine = LlamaCppEngine(
         EngineOptions(
-            path=write_qwen2vl(folder / "tiny.gguf", head_width=32),
-            mmproj=write_qwen2vl_projector(folder / "mmproj.gguf"),
+            path=write(folder / "tiny.gguf"),
+            mmproj=write_qwen2vl_projector(folder / "mmproj.gguf", width=width),
             parallel=4,
             threads=1,
             context_tokens=512,
         )
     )
-    yield built
-    built.close()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=["qwen2vl", "qwen3vl"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaCppEngine]:
+    with loaded(request.param, tmp_path_factory.mktemp("model")) as built:
+        yield built
 
 
 def prompt(engine: LlamaCppEngine) -> list[Run]:
@@ -274,6 +293,23 @@ def test_blocks_are_transcoded_with_the_places_of_pictures(
     assert np.corrcoef(found, expected)[0, 1] > 0.999
     for each in (sequence, into):
         engine.close_sequence(each)
+
+
+@pytest.mark.parametrize("stop", [30, 49, 55, 81])  # inside, at the end of, and after a picture
+def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop: int) -> None:
+    with loaded("qwen35", tmp_path) as engine:
+        texts, pictures = [b"What is ", b" and then ", b" there?"], [WIDE, HIGH]
+        assert np.array_equal(computed(engine, texts, pictures), helped(engine, texts, pictures))
+        runs, sequence, into = prompt(engine), engine.open(exact=True), engine.open(exact=True)
+        run(engine, sequence, runs, stop)
+        for start in range(0, stop, 16):
+            tokens = min(16, stop - start)
+            ends = start + tokens == stop
+            blob = engine.export(sequence, start, start + tokens, resumable=ends)
+            engine.restore(into, blob, tokens, resumable=ends)
+        for each in (sequence, into):
+            run(engine, each, runs)
+        assert np.array_equal(logits(engine, sequence), logits(engine, into))
 
 
 # -- what is refused -----------------------------------------------------------------------------

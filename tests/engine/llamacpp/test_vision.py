@@ -14,12 +14,11 @@ import pytest
 from rekindle.engine.base import EngineOptions, Matrix, Work
 from rekindle.engine.llamacpp import bindings, mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import LibraryMismatch, ModelError
 from tests.contract.actions import PROMPT, prefill
 from tests.support import tiny
 from tests.support.pictures import drawn
-from tests.support.tiny import WIDTH, write_gemma3, write_llama, write_qwen2vl
+from tests.support.tiny import WIDTH, write_gemma3, write_llama
 from tests.support.tiny_projector import (
     write_gemma3_projector,
     write_idefics3_projector,
@@ -169,17 +168,6 @@ def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) 
 
 
 # -- files that are refused ----------------------------------------------------------------------
-
-
-def test_positions_in_two_dimensions_and_recurrent_state_are_refused_together(
-    options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_qwen2vl(tmp_path / "qwen.gguf")
-    with loaded(replace(options, path=path)) as engine:
-        assert engine.capabilities.modalities == {"text", "image"}
-    monkeypatch.setattr(LlamaModel, "can_truncate", False)
-    with pytest.raises(ModelError, match=r"M-RoPE.*recurrent"):
-        LlamaCppEngine(replace(options, path=path))
 
 
 @pytest.mark.parametrize("damage", ["language model", "truncated", "other width"])

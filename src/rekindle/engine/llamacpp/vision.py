@@ -55,7 +55,7 @@ class Projector:
         #: A picture's tokens have one position and a place each (M-RoPE); their vectors end in it.
         self.has_places = bool(self._library.mtmd_decode_use_mrope(self._native))
         try:
-            self._check(path.name, model)
+            self._check(path.name)
             #: Every vector of a picture sees all others, so that they are computed together.
             self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
             large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
@@ -81,7 +81,7 @@ class Projector:
             )
         return int(native)
 
-    def _check(self, name: str, model: LlamaModel) -> None:
+    def _check(self, name: str) -> None:
         """Refuse what would be computed wrongly: a picture's rows have to follow each other in
         ordinary positions or in those of M-RoPE, and its tokens to depend on its size alone."""
         if not self._library.mtmd_support_vision(self._native):
@@ -93,11 +93,6 @@ class Projector:
         half = len(counts) // 2
         if not has_known_positions:
             raise ProjectorError(f"{name} gives pictures positions of a kind that is not supported")
-        if self.has_places and not model.can_truncate:
-            raise ProjectorError(
-                f"{name} needs positions in two dimensions (M-RoPE), which is not supported "
-                "together with recurrent state"
-            )
         if not counts or counts[:half] != counts[half:]:
             raise ProjectorError(f"{name} encodes a picture by its place, which is not supported")
 
