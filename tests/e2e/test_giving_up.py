@@ -16,7 +16,6 @@ from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
 from tests.support.tiny import write_lfm2, write_llama
 
-LAYERS = 8  # enough to make a prompt last
 CONTEXT = 8192
 WAIT_S = 30.0
 
@@ -58,12 +57,13 @@ def await_rest(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "suffix"), [(write_llama, ".gguf"), (write_lfm2, ".gguf"), (write_numpy, SUFFIX)]
+    ("write", "suffix", "layers"),  # enough of them to make a prompt last
+    [(write_llama, ".gguf", 8), (write_lfm2, ".gguf", 8), (write_numpy, SUFFIX, 2)],
 )
 def test_five_that_hang_up_and_one_that_waits_compute_each_token_once(
-    write: Callable[..., Path], suffix: str, tmp_path: Path
+    write: Callable[..., Path], suffix: str, layers: int, tmp_path: Path
 ) -> None:
-    model = write(tmp_path / f"tiny{suffix}", layers=LAYERS, context=CONTEXT)
+    model = write(tmp_path / f"tiny{suffix}", layers=layers, context=CONTEXT)
     with running(model, tmp_path, "--max-model-len", str(CONTEXT)) as server:
         read = 0
         for _ in range(5):

@@ -15,7 +15,7 @@ from rekindle.tokens import Tokens
 from tests.support.rounds import rounds
 from tests.support.talk import Answered, Talker
 
-CONVERSATIONS = rounds(8, 30)
+CONVERSATIONS = rounds(4, 30)
 REPLY_TOKENS = 6
 # Last bits move a logit of this model by 0.4 to 0.9 (SmolLM2 Q4_1 on a CPU): a choice closer than
 # that may fall the other way when state was computed in other company.
