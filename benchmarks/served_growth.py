@@ -32,23 +32,28 @@ TIMEOUT_S = 600
 
 
 def conversation(tokens: int, folder: Path) -> dict[str, float]:
-    """Follow-ups of a conversation of so many tokens: the whole turn, and what each writes to the
-    index beside its blocks."""
+    """Follow-ups of a conversation of so many tokens: the whole turn, what of it is restoring state
+    (the rest is computing new tokens), and what each writes to the index beside its blocks."""
     with _server(folder, MOST_TOKENS) as server, _http(server) as http:
         text = prose(Random(0), tokens // 5)[:tokens]  # a byte is a token
         history: list[Message] = [{"role": "user", "content": text}]
         _chat(http, history)
         _await_quiet(server)
-        times_s, written_bytes = [], []
+        times_s, restore_s, written_bytes = [], [], []
         for number in range(FOLLOW_UPS):
             history.append({"role": "user", "content": f"Go on, {number}."})
             before = _written_bytes(server) - _block_bytes(folder)
             started_s = time.perf_counter()
-            _chat(http, history)
+            stages_s = _chat(http, history)
             times_s.append(time.perf_counter() - started_s)
+            restore_s.append(stages_s["restore"])
             _await_quiet(server)
             written_bytes.append(_written_bytes(server) - _block_bytes(folder) - before)
-    return {"follow_up_s": median(times_s), "written_beside_blocks_bytes": median(written_bytes)}
+    return {
+        "follow_up_s": median(times_s),
+        "of_which_restoring_s": median(restore_s),
+        "written_beside_blocks_bytes": median(written_bytes),
+    }
 
 
 def concurrent_turns(count: int, folder: Path) -> dict[str, float]:
@@ -95,11 +100,13 @@ def _http(server: Server) -> httpx.Client:
     return httpx.Client(base_url=server.url, timeout=TIMEOUT_S, trust_env=False)
 
 
-def _chat(http: httpx.Client, history: list[Message]) -> None:
-    """One turn; its reply becomes part of the history."""
+def _chat(http: httpx.Client, history: list[Message]) -> dict[str, float]:
+    """One turn, whose reply becomes part of the history; where the time to its first token went."""
     body = {"model": "tiny", "messages": history, "max_tokens": REPLY_TOKENS, "temperature": 0}
     answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
     history.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    stages_s: dict[str, float] = answer["usage"]["first_token_time"]
+    return stages_s
 
 
 # -- what it writes; Linux only ------------------------------------------------------------------

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SMALLEST = {"conversation": [300], "blocks": [64], "depth": [20], "tenants": [1, 3], "turns": [2]}
 COSTS = {
-    "conversation": {"follow_up_s", "written_beside_blocks_bytes"},
+    "conversation": {"follow_up_s", "of_which_restoring_s", "written_beside_blocks_bytes"},
     "blocks": {"opening_s", "stats_s", "eviction_s", "stop_s"},
     "depth": {"written_block_s", "block_when_full_s", "stop_s"},
     "tenants": {"eviction_s", "authentication_s"},
