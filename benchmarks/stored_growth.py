@@ -10,6 +10,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from typing import ParamSpec, TypeVar
 
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.kvcache.disk.files import Calls
@@ -25,6 +26,9 @@ from tests.stress.trouble import block_files_with  # noqa: E402
 from tests.support.fake import FakeEngine  # noqa: E402
 from tests.support.harness import RuntimeHarness  # noqa: E402
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 BLOCK_TOKENS = 4
 BLOB = b"\0" * 64
 CHAIN_BLOCKS = 32  # of one conversation, as long as 8,192 tokens in blocks of 256
@@ -38,9 +42,14 @@ def blocks(count: int, folder: Path) -> dict[str, float]:
     """A folder with so many blocks in conversations of moderate length, opened again by another
     process as the server opens it: `opening` is the time until all of it is known, in which turns
     are served."""
-    _fill(count, folder)
-    with ProcessPoolExecutor(1, get_context("spawn")) as restarted:
-        return restarted.submit(_opened_again, folder).result()
+    _in_a_process(_fill, count, folder)
+    return _in_a_process(_opened_again, folder)
+
+
+def _in_a_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """In one that ends with it: a server that starts finds the memory of the one before free."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(work, *args, **kwargs).result()
 
 
 def _opened_again(folder: Path) -> dict[str, float]:
