@@ -30,7 +30,11 @@ ALLOWED_CLASSIFIERS = {
     "Mozilla Public License 2.0 (MPL 2.0)", "Python Software Foundation License",
 }  # fmt: skip
 #: And where it has neither: the first line of its own words, looked at by a person.
-ALLOWED_WORDS = {"tiktoken": "MIT License"}
+ALLOWED_WORDS = {
+    "protobuf": "3-Clause BSD License",
+    "tiktoken": "MIT License",
+    "transformers": "Apache 2.0 License",
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def declared() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     every = [*project["dependencies"], *(each for extra in extras for each in extra)]
-    return [Requirement(each) for each in every]
+    wanted = [Requirement(each) for each in every]
+    return [each for each in wanted if each.name != project["name"]]  # an extra within an extra
 
 
 def problem(first: str, options: tuple[str, ...]) -> str | None:
