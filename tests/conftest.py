@@ -10,6 +10,10 @@ import pytest
 from rekindle.models.progress import SilentProgress
 from rekindle.models.pull import pull
 
+# Threads that wait busily for each other crawl beside whatever else runs on the machine, and tests
+# run beside each other. Servers started by tests inherit it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
