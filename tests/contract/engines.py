@@ -30,7 +30,16 @@ from tests.support.tiny_projector import (
 from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
 
 LAYERS = 2
-TRUNCATING = ("fake", "numpy", "llama", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl")
+TRUNCATING = (
+    "fake",
+    "fake-own",
+    "numpy",
+    "llama",
+    "gemma3",
+    "gemma3-narrow",
+    "llama-q8_0",
+    "qwen2vl",
+)
 WHOLE = ("fake-whole", "mamba", "lfm2", "qwen35")  # their state cannot be truncated
 SEEING = (
     "fake",
@@ -94,7 +103,11 @@ def build(name: str, folder: Path) -> Engine:
         path = write_numpy(folder / f"tiny{SUFFIX}", context=1024)
         return NumpyEngine(EngineOptions(path=path, parallel=4))
     if name.startswith("fake"):
-        return FakeEngine(can_truncate=name == "fake", sees=name in SEEING)
+        return FakeEngine(
+            can_truncate=name != "fake-whole",
+            sees=name in SEEING,
+            shares_cells=name != "fake-own",
+        )
     path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
     write_projector = PROJECTORS.get(name)

@@ -178,3 +178,30 @@ def test_a_resident_shared_to_its_end_lives_on_once() -> None:
         reply = harness.ask(history, max_tokens=4)
         history += [*reply.tokens, 3]
     assert engine.open_sequences == 1
+
+
+@pytest.mark.parametrize("shares_cells", [False, True])
+def test_a_turn_has_room_for_its_own_copy_of_what_it_shares(shares_cells: bool) -> None:
+    """Where sequences have cells of their own, what is shared is counted again."""
+    engine = FakeEngine(pool_tokens=130, context_tokens=130, shares_cells=shares_cells)
+    harness = RuntimeHarness(engine)
+    first = list(range(10, 70))
+    harness.ask(first, max_tokens=4)
+    branch = [*first[:50], *range(200, 230)]
+    reply = harness.ask(branch, max_tokens=4)
+    assert reply.reused >= 48
+    assert (reply.finished.cache.tier == "device") == shares_cells
+    assert engine.free_tokens() >= 0
+    assert harness.kv.counts.preemptions == 0
+    assert reply.tokens == RuntimeHarness(FakeEngine()).ask(branch, max_tokens=4).tokens
+
+
+def test_a_conversation_that_goes_on_takes_over_its_cells() -> None:
+    """Its source is closed at once: no copy has to fit beside it."""
+    engine = FakeEngine(pool_tokens=130, context_tokens=130, shares_cells=False)
+    harness = RuntimeHarness(engine)
+    history = list(range(10, 80))
+    reply = harness.ask(history, max_tokens=4)
+    reply = harness.ask([*history, *reply.tokens, 3], max_tokens=4)
+    assert reply.finished.cache.tier == "device"
+    assert reply.reused >= len(history)

@@ -142,6 +142,7 @@ class FakeEngine:
     exact_contexts: int | None = None
     sees: bool = False
     whole_pictures: bool = False
+    shares_cells: bool = True
     kv_type: KvType = "fake"
     no_memory_for: set[KvType] = field(default_factory=set)
 
@@ -174,6 +175,7 @@ class FakeEngine:
             kv={kv_type: self._layout(kv_type) for kv_type in CELLS_BYTES},
             modalities=frozenset({"text", "image"} if self.sees else {"text"}),
             whole_pictures=self.whole_pictures,
+            shares_cells=self.shares_cells,
         )
 
     def _layout(self, kv_type: KvType) -> KvLayout:
@@ -223,7 +225,10 @@ class FakeEngine:
             raise ValueError("this state is shared whole or not at all")
         self._state(into)[:] = self._state(source)[:tokens]
         self._going[_place(into)] = self._going[_place(source)]
-        self._pools[into.kv_type].share(source.slot, tokens, into.slot)
+        if self.shares_cells:
+            self._pools[into.kv_type].share(source.slot, tokens, into.slot)
+        else:
+            self._pools[into.kv_type].append(into.slot, tokens)
         into.length = tokens
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:

@@ -93,7 +93,9 @@ def build(
         planner,
         storage.clock.steady_s,
         idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
-        idle_by_cost=idle_tokens is None and capabilities.device == "cpu",
+        idle_by_cost=idle_tokens is None
+        and capabilities.device == "cpu"
+        and not capabilities.idle_is_free,
         parallel=settings.parallel,
     )
     storage.entries.on_remove = kv.forget

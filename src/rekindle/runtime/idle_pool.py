@@ -64,16 +64,26 @@ class IdlePool:
         self._idle.append(idle)
         self.trim()
 
+    def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
+        """Whether a sequence that shares so many tokens takes the place of its source: that lives
+        on in the new one if it was shared to its end, and by the same tenant."""
+        return any(
+            idle.sequence is source
+            and shared_tokens >= len(idle.tokens)
+            and idle.namespace == namespace
+            for idle in self._idle
+        )
+
     def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
-        """A sequence that was shared to its end lives on in the new one, if that is of the same
-        tenant."""
+        """The source has been shared: it is not needed any more, or was used just now."""
+        is_over = self.supersedes(source, shared_tokens, namespace)
         for idle in self._idle:
             if idle.sequence is source:
                 self._idle.remove(idle)
-                if shared_tokens >= len(idle.tokens) and idle.namespace == namespace:
+                if is_over:
                     self._engine.close_sequence(source)
                 else:
-                    self._idle.append(idle)  # used just now
+                    self._idle.append(idle)
                 return
 
     def clear(self) -> None:

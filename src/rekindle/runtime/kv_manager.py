@@ -106,7 +106,8 @@ class KvManager:
         shared = [other for other in others if other.cells_in(kv_type)]
         tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
         headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
-        needed = tokens - plan.shared_tokens + headroom + _wanted_tokens(shared, kv_type)
+        needed = tokens - self._free_of_charge(turn, plan) + headroom
+        needed += _wanted_tokens(shared, kv_type)
         most_idle = self._capabilities.sequences - len(shared) - 1
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
@@ -116,6 +117,15 @@ class KvManager:
         if not has_room and len(idle):
             return None  # the next step goes on
         return self.plan(turn, others)  # without the idle sequence it had counted on
+
+    def _free_of_charge(self, turn: Turn, plan: Plan[Sequence]) -> int:
+        """Tokens that are shared and take no cells more: none where sequences have cells of their
+        own, unless the source is closed at once."""
+        if plan.share is None or self._capabilities.shares_cells:
+            return plan.shared_tokens
+        idle, namespace = self.idle.of(turn.space.kv_type), turn.space.namespace
+        is_over = idle.supersedes(plan.share, plan.shared_tokens, namespace)
+        return plan.shared_tokens if is_over else 0
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
         """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""

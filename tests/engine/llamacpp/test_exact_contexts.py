@@ -34,7 +34,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     made = Memory()
-    monkeypatch.setattr(sizes, "_host_free_bytes", lambda: made.free_bytes)
+    monkeypatch.setattr(sizes, "host_free_bytes", lambda: made.free_bytes)
     return made
 
 

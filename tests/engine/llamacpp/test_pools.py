@@ -50,7 +50,7 @@ def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)
     with monkeypatch.context() as patch:
-        patch.setattr(sizes, "_host_free_bytes", lambda: 1000)
+        patch.setattr(sizes, "host_free_bytes", lambda: 1000)
         with pytest.raises(NoMemory, match=r"MB .*kv_bits.*--max-model-len"):
             engine.open(exact=False, kv_type="q8_0")
     with monkeypatch.context() as patch:
@@ -66,7 +66,7 @@ def test_pools_of_other_types_share_what_the_usual_one_leaves(
 ) -> None:
     """Here nothing: then there is room for one of them, and for another when that is empty."""
     free_bytes = 1 << 34
-    monkeypatch.setattr(sizes, "_host_free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(sizes, "host_free_bytes", lambda: free_bytes)
     path = write_wide_llama(tmp_path / "wide.gguf")
     options = EngineOptions(path=path, threads=1, context_tokens=1024, kv_fraction=1e-9)
     engine = LlamaCppEngine(options)

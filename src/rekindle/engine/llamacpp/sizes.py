@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
+from rekindle.engine.host_memory import host_free_bytes
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
@@ -159,18 +158,7 @@ def _shape(
 
 def free_bytes(model: LlamaModel) -> int:
     """Memory that is left where the KV cells go."""
-    return _gpu_free_bytes(model.library) if model.on_gpu else _host_free_bytes()
-
-
-def _host_free_bytes() -> int:
-    """Memory a new process can have without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # Elsewhere only the total is known; half of it is a cautious guess.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return _gpu_free_bytes(model.library) if model.on_gpu else host_free_bytes()
 
 
 def _gpu_free_bytes(library: Any) -> int:
