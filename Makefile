@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+WORKERS ?= 2  # tests at a time; a file's tests stay together
 
 .PHONY: install serve test stress check audit fmt lock bench
 .DEFAULT_GOAL := install
@@ -19,7 +20,7 @@ serve: install          ## serve the default model on http://127.0.0.1:8080
 	$(BIN)/rekindle serve $(ARGS)
 
 test: install           ## every test, on the real model too; chance and repetition in their short form
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 stress: install         ## the tests with chance or repetition in them, in their long form
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long $(ARGS)

@@ -21,6 +21,7 @@ from tests.support.numpy_engine import SUFFIX
 ROOT = Path(__file__).parents[2]
 START_S = 120
 STOP_S = 30
+ONE_THREAD = {"REKINDLE_THREADS": "1"}  # tests run side by side, as many as there are cores
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def running(
             [*command, "--model", str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_engine_of(model), **(environment or {})},
+            env={**ONE_THREAD, **os.environ, **_engine_of(model), **(environment or {})},
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
