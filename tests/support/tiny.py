@@ -39,7 +39,7 @@ class TinyModel:
         self.matrix("token_embd.weight", WIDTH, VOCABULARY, scale=1.0)
 
     def _add_vocabulary(self) -> None:
-        names = [name.encode() for name in CONTROL] + [_spelling(byte) for byte in range(256)]
+        names = [name.encode() for name in CONTROL] + [spelling(byte) for byte in range(256)]
         names.append(MERGED)
         kinds = [gguf.TokenType.CONTROL] * len(CONTROL) + [gguf.TokenType.NORMAL] * 257
         self.writer.add_tokenizer_model("gpt2")
@@ -228,7 +228,7 @@ def write_lfm2(
     return path
 
 
-def _spelling(byte: int) -> bytes:
+def spelling(byte: int) -> bytes:
     """GPT-2's printable stand-in for a byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:

@@ -30,6 +30,7 @@ class EngineOptions:
 
     path: Path
     mmproj: Path | None = None  # the model's projector, which encodes pictures
+    adapter: Path | None = None  # what was trained on top of the model's weights (LoRA)
     parallel: int = 16
     context_tokens: int | None = None
     kv_fraction: float = 0.3  # of the free memory, for the KV pool

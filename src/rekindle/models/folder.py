@@ -1,0 +1,76 @@
+"""A model that is a folder: config.json, weights in safetensors files, a tokenizer.
+
+Nothing in it is trusted: sizes are bounded, and no file is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rekindle.errors import ModelError
+from rekindle.models.safetensors import tensor_names
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"
+MAX_JSON_BYTES = 256 << 20  # several times the largest tokenizer.json seen
+
+
+def is_model_folder(path: Path) -> bool:
+    """By its names, so that a damaged one is refused by whoever knows what is wrong with it."""
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; raises ModelError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: no such file is.")
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"Cannot read {path}: {error.strerror}. Pull the model again.") from error
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not JSON, so it is damaged. Pull the model again.") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no settings. Pull the model again.")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """All of them, in order; raises ModelError when there is none, or one is missing that the
+    index names. Those that it does not name count, too: whoever loads the folder loads them."""
+    found = sorted(folder.glob(WEIGHTS))
+    if not found:
+        raise ModelError(f"{folder} has no {WEIGHTS}. Pull the model again.")
+    index = folder / INDEX
+    named = _shards(index) if index.is_file() else set()
+    missing = sorted(named - {path.name for path in found})
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {', '.join(missing[:3])}: {len(missing)} of {len(named)} files of "
+            "weights are missing. Pull the model again."
+        )
+    return found
+
+
+def _shards(index: Path) -> set[str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{index} names no weights. Pull the model again.")
+    return set(map(str, names.values()))
+
+
+def check_folder(folder: Path) -> list[str]:
+    """The names of all tensors in a folder that is whole; raises ModelError."""
+    read_json(folder / CONFIG)
+    names = [name for path in weight_files(folder) for name in tensor_names(path)]
+    name, times = Counter(names).most_common(1)[0] if names else ("any tensor", 0)
+    if times != 1:
+        raise ModelError(
+            f"{folder} has {name} {times} times: its files of weights are of several models, or "
+            "empty. Pull the model into an empty folder."
+        )
+    return names

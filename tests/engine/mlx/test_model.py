@@ -1,0 +1,227 @@
+"""A folder is loaded, or refused with what to do; nothing of it is ever run."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model
+from rekindle.errors import ModelError
+from tests.support.tiny import VOCABULARY
+from tests.support.tiny_mlx import CONTEXT, FAMILIES, write_tiny_mlx
+
+
+def load(path: Path, adapter: Path | None = None) -> LoadedModel:
+    return load_model(EngineOptions(path=path, adapter=adapter), lambda _done: None)
+
+
+def configure(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_mlx(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_loaded_whole(tmp_path: Path, family: str) -> None:
+    done: list[float] = []
+    loaded = load_model(EngineOptions(path=write_tiny_mlx(tmp_path, family)), done.append)
+    assert (loaded.vocabulary_size, loaded.context_tokens) == (VOCABULARY, CONTEXT)
+    assert done == sorted(done)
+    assert done[-1] == 1.0
+
+
+def test_quantised_weights_are_loaded_as_they_are(folder: Path) -> None:
+    from mlx_lm.utils import load_model as load_whole
+    from mlx_lm.utils import quantize_model, save_config, save_model
+
+    model, config = load_whole(folder)
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    loaded = load(folder)
+    assert loaded.model.layers[0].mlp.gate_proj.bits == 4
+    assert loaded.vocabulary_size == VOCABULARY
+
+
+def test_a_model_without_a_longest_context_gets_one(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load(folder).context_tokens == UNLIMITED_TOKENS
+
+
+def test_importing_the_engine_keeps_the_limit_on_open_files() -> None:
+    code = (
+        "import resource; files = resource.RLIMIT_NOFILE; before = resource.getrlimit(files);"
+        "import rekindle.engine.mlx; assert resource.getrlimit(files) == before, before"
+    )
+    low = (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, low),
+    )
+
+
+# -- the fingerprint -----------------------------------------------------------------------------
+
+
+def test_the_same_folder_has_the_same_fingerprint_wherever_it_lies(
+    folder: Path, tmp_path: Path
+) -> None:
+    assert load(folder).fingerprint == load(write_tiny_mlx(tmp_path / "other")).fingerprint
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_whatever_changes_state_changes_the_fingerprint(folder: Path, name: str) -> None:
+    before = load(folder).fingerprint
+    if name == "model.safetensors":
+        write_tiny_mlx(folder, seed=1)
+    else:
+        (folder / name).write_text((folder / name).read_text() + "\n")
+    assert load(folder).fingerprint != before
+
+
+def test_a_template_changes_no_state(folder: Path) -> None:
+    before = load(folder).fingerprint
+    (folder / "chat_template.jinja").write_text("another")
+    assert load(folder).fingerprint == before
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+def write_adapter(folder: Path, model: Path, seed: int = 0) -> Path:
+    """As `mlx_lm.lora` writes one, with weights that matter."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model as load_whole
+
+    about = {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    settings = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": about}
+    trained, _ = load_whole(model)
+    linear_to_lora_layers(trained, 2, about)
+    key = mx.random.key(seed)
+    weights = {
+        name: mx.random.normal(value.shape, key=key)
+        for name, value in dict(_flat(trained)).items()
+        if ".lora_" in name
+    }
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+def _flat(model: Any) -> Any:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(model.parameters())
+
+
+def test_an_adapter_changes_what_is_computed_and_the_fingerprint(
+    folder: Path, tmp_path: Path
+) -> None:
+    plain = load(folder)
+    adapted = load(folder, write_adapter(tmp_path / "adapter", folder))
+    other = load(folder, write_adapter(tmp_path / "other", folder, seed=1))
+    prompt = mx.array([[70, 71, 72]])
+    rows = [each.model(prompt) for each in (plain, adapted, other)]
+    assert not mx.allclose(rows[0], rows[1])
+    assert not mx.allclose(rows[1], rows[2])
+    assert len({each.fingerprint for each in (plain, adapted, other)}) == 3
+
+
+@pytest.mark.parametrize("lost", ["adapter_config.json", "adapters.safetensors"])
+def test_what_an_adapter_lacks_is_named(folder: Path, tmp_path: Path, lost: str) -> None:
+    adapter = write_adapter(tmp_path / "adapter", folder)
+    (adapter / lost).unlink()
+    with pytest.raises(ModelError, match=f"is no adapter: it needs .*{lost}"):
+        load(folder, adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = write_tiny_mlx(tmp_path / "wide", "llama-wide")
+    adapter = write_adapter(tmp_path / "adapter", other)
+    with pytest.raises(ModelError, match=r"with the adapter .*incompatible tensors"):
+        load(folder, adapter)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["model_file", "trust_remote_code"])
+def test_code_that_a_folder_brings_is_never_run(folder: Path, setting: str) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('run')")
+    configure(folder, **{setting: "evil.py"})
+    with pytest.raises(ModelError, match="never run"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["", "../os", "os.path", 3, None])
+def test_a_model_type_that_is_no_name_is_refused(folder: Path, kind: object) -> None:
+    configure(folder, model_type=kind)
+    with pytest.raises(ModelError, match="names no `model_type`"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["quartz", "cache", "base"])
+def test_an_unknown_architecture_is_refused(folder: Path, kind: str) -> None:
+    configure(folder, model_type=kind)
+    with pytest.raises(ModelError, match="newer than the installed mlx-lm"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"hidden_size": 128},
+        {"vocab_size": 1 << 40},
+        {"num_hidden_layers": 3},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "many"},
+        {"rope_scaling": {"rope_type": "quartz"}},
+        {"quantization": {"bits": 3}},
+    ],
+)
+def test_settings_that_do_not_fit_the_weights_are_refused(
+    folder: Path, lie: dict[str, Any]
+) -> None:
+    configure(folder, **lie)
+    with pytest.raises(ModelError, match="mlx_lm cannot load tiny"):
+        load(folder)
+
+
+def test_more_layers_than_tensors_are_not_even_tried(folder: Path) -> None:
+    configure(folder, num_hidden_layers=1 << 30)
+    with pytest.raises(ModelError, match="more layers than there are tensors"):
+        load(folder)
+
+
+def test_a_damaged_file_of_weights_is_refused(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="cut short"):
+        load(folder)
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_make_one(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="save_pretrained"):
+        load(folder)
+
+
+def test_a_folder_whose_name_is_a_pattern_has_to_be_renamed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="rename it"):
+        load(write_tiny_mlx(tmp_path / "tiny[4bit]"))
