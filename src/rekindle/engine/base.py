@@ -45,9 +45,14 @@ class KvLayout:
 
     bits: int  # of a value in a cell
     group_size: int | None = None  # values that share a scale; None: each stands for itself
+    header_bytes: int = 0  # what a block has beside the state of its tokens
     token_bytes: int  # state that one token adds to a block
-    checkpoint_bytes: int  # what a checkpoint adds; 0 where state can be truncated
+    checkpoint_bytes: int  # what a checkpoint adds at most; 0 where state can be truncated
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
+
+    def cells_bytes(self, tokens: int) -> int:
+        """What a block takes without the checkpoint that may be behind it."""
+        return self.header_bytes + tokens * self.token_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,6 @@ class Restorer:
         self._allowance = allowance
         self._now_s = now_s
         self._can_truncate = engine.capabilities.can_truncate
-        self._checkpoint_bytes = engine.capabilities.kv_layout.checkpoint_bytes
 
     def begin(self, plan: Plan[Sequence]) -> Restoration:
         if any(self._store.get(block) is None for block in plan.blocks):
@@ -150,7 +149,8 @@ class Restorer:
         """Append a block; the checkpoint it may have is of use only in the last one."""
         resumable = is_last and not self._can_truncate
         if block.resumable and not resumable:
-            blob = memoryview(blob)[: -self._checkpoint_bytes]
+            layout = self._engine.capabilities.kv[sequence.kv_type]
+            blob = memoryview(blob)[: layout.cells_bytes(len(block.tokens))]
         try:
             self._engine.restore(sequence, blob, len(block.tokens), resumable=resumable)
         except PoolFull:

@@ -314,6 +314,7 @@ def _capabilities(
             kv_type: KvLayout(
                 bits=BITS[kv_type],
                 group_size=GROUPS[kv_type][0] if BITS[kv_type] < 16 else None,
+                header_bytes=state.fixed,
                 token_bytes=state.each,
                 checkpoint_bytes=state.checkpoint,
                 fingerprint=state_fingerprint(

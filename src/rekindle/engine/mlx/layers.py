@@ -1,0 +1,282 @@
+"""How the state of one layer is read from a cache of mlx_lm and written into one.
+
+The state of a `Positions` layer is made of its positions: any range of them can be read, and
+written behind those before it. That of other layers is of the sequence's end alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from rekindle.engine.mlx.arrays import Reader, size_bytes
+from rekindle.errors import CorruptBlock, ModelError
+
+_POSITIONS_AXIS = 2
+_STEP = 256  # positions that a buffer grows by at least, as in mlx_lm
+_INDEX = struct.Struct("<I")
+_DIMENSION = struct.Struct("<I")
+_PRESENT = struct.Struct("<?")
+_KINDS = {KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}
+
+Part = bytes | mx.array  # of a blob
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An array of (1, heads, positions, width)."""
+
+    heads: int
+    width: int
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, array: mx.array) -> Rows:
+        return cls(array.shape[1], array.shape[3], array.dtype)
+
+    def shape(self, positions: int) -> tuple[int, int, int, int]:
+        return (1, self.heads, positions, self.width)
+
+    def size_bytes(self, positions: int) -> int:
+        return size_bytes(self.shape(positions), self.dtype)
+
+
+def leaves(caches: Seq[Any]) -> Iterator[Any]:
+    """The caches in the order of their layers, those of lists of caches one by one."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def buffers(cache: Any) -> list[mx.array]:
+    """The arrays of keys, then those of values; quantised ones have three each."""
+    if cache.keys is None:
+        return []
+    if isinstance(cache, QuantizedKVCache):
+        return [*cache.keys, *cache.values]
+    return [cache.keys, cache.values]
+
+
+def set_buffers(cache: Any, arrays: Seq[mx.array]) -> None:
+    if not arrays:
+        cache.keys = cache.values = None
+    elif isinstance(cache, QuantizedKVCache):
+        half = len(arrays) // 2
+        cache.keys, cache.values = tuple(arrays[:half]), tuple(arrays[half:])
+    else:
+        cache.keys, cache.values = arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Keys and values of every position, as they are or quantised."""
+
+    rows: tuple[Rows, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(each.size_bytes(1) for each in self.rows)
+
+    def read(self, cache: Any, start: int, stop: int) -> list[Part]:
+        if self.rows and not 0 <= start <= stop <= cache.offset:
+            raise ValueError(f"positions {start} to {stop} of a cache that holds {cache.offset}")
+        return [each[..., start:stop, :] for each in buffers(cache)]
+
+    def parse(self, reader: Reader, positions: int) -> list[mx.array]:
+        return [reader.array(each.shape(positions), each.dtype) for each in self.rows]
+
+    def append(self, cache: Any, arrays: Seq[mx.array], start: int, stop: int) -> None:
+        """Buffers are written in place, and grow by a quarter: what it takes to append blocks one
+        by one is in proportion to their number. Lazy, as all of MLX."""
+        if not arrays:
+            return
+        if cache.offset != start:
+            raise ValueError(f"positions from {start} on behind {cache.offset} of them")
+        held = buffers(cache) or [mx.zeros(each.shape(0), each.dtype) for each in self.rows]
+        capacity = held[0].shape[_POSITIONS_AXIS]
+        if capacity < stop:
+            capacity = -(-max(stop, capacity * 5 // 4) // _STEP) * _STEP
+            held = [_grown(each[..., :start, :], capacity) for each in held]
+        for buffer, array in zip(held, arrays, strict=True):
+            buffer[..., start:stop, :] = array
+        set_buffers(cache, held)
+        cache.offset = stop
+
+
+def _grown(array: mx.array, capacity: int) -> mx.array:
+    _, heads, positions, width = array.shape
+    rest = mx.zeros((1, heads, capacity - positions, width), array.dtype)
+    return mx.concatenate([array, rest], axis=_POSITIONS_AXIS)
+
+
+def _check_end(cache: Any, position: int) -> None:
+    if cache.offset != position:
+        raise ValueError(f"a checkpoint is of the sequence's end, {cache.offset}, not {position}")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last positions of a RotatingKVCache, and the first few that it always keeps, in the order
+    in which they lie: a sum's last bits depend on it."""
+
+    rows: tuple[Rows, ...]
+    most: int
+    keep: int
+
+    @property
+    def most_bytes(self) -> int:
+        return _INDEX.size + sum(each.size_bytes(self.most) for each in self.rows)
+
+    def read(self, cache: Any, position: int) -> list[Part]:
+        if not self.rows:
+            return [_INDEX.pack(0)]
+        _check_end(cache, position)
+        count = min(position, self.most)
+        index, arrays = cache._idx, buffers(cache)
+        length = arrays[0].shape[_POSITIONS_AXIS]
+        if index == length:  # in order; the next step drops what is behind the window
+            index = count
+            if excess := length - count:
+                arrays = [cache._trim(excess, each) for each in arrays]
+        return [_INDEX.pack(index), *(each[..., :count, :] for each in arrays)]
+
+    def parse(self, reader: Reader, position: int) -> tuple[int, list[mx.array]]:
+        (index,) = reader.unpack(_INDEX)
+        count = min(position, self.most)
+        # Only a full window has begun again from its beginning.
+        if self.rows and index != count and not (count == self.most and self.keep < index < count):
+            raise CorruptBlock(f"the window of {position} positions cannot end at {index}")
+        return index, [reader.array(each.shape(count), each.dtype) for each in self.rows]
+
+    def resume(self, cache: Any, state: tuple[int, list[mx.array]], position: int) -> None:
+        index, arrays = state
+        set_buffers(cache, arrays)
+        cache._idx, cache.offset = index, position if arrays else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The last positions of a ChunkedKVCache."""
+
+    rows: tuple[Rows, ...]
+    most: int
+
+    @property
+    def most_bytes(self) -> int:
+        return sum(each.size_bytes(self.most) for each in self.rows)
+
+    def read(self, cache: Any, position: int) -> list[Part]:
+        if self.rows:
+            _check_end(cache, position)
+        stop = cache.offset - cache.start_position
+        start = max(0, stop - self.most)  # what is before it, the next step drops
+        return [each[..., start:stop, :] for each in buffers(cache)]
+
+    def parse(self, reader: Reader, position: int) -> list[mx.array]:
+        count = min(position, self.most)
+        return [reader.array(each.shape(count), each.dtype) for each in self.rows]
+
+    def resume(self, cache: Any, state: list[mx.array], position: int) -> None:
+        set_buffers(cache, state)
+        cache.offset = position if state else 0
+        cache.start_position = max(0, cache.offset - self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One array of a recurrent layer. `least` and `most` are its shapes after a short sequence and
+    after a longer one."""
+
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """The arrays of an ArraysCache; None for one that the model leaves out."""
+
+    slots: tuple[Slot | None, ...]
+
+    @property
+    def most_bytes(self) -> int:
+        return sum(
+            _PRESENT.size
+            + (len(slot.most) * _DIMENSION.size + size_bytes(slot.most, slot.dtype) if slot else 0)
+            for slot in self.slots
+        )
+
+    def read(self, cache: Any, _position: int) -> list[Part]:
+        parts: list[Part] = []
+        for array in cache.cache:
+            parts.append(_PRESENT.pack(array is not None))
+            if array is not None:
+                parts += [_DIMENSION.pack(each) for each in array.shape]
+                parts.append(array)
+        return parts
+
+    def parse(self, reader: Reader, _position: int) -> list[mx.array | None]:
+        return [self._parse_slot(slot, reader) for slot in self.slots]
+
+    def _parse_slot(self, slot: Slot | None, reader: Reader) -> mx.array | None:
+        (present,) = reader.unpack(_PRESENT)
+        if not present:
+            return None
+        if slot is None:
+            raise CorruptBlock("a checkpoint has an array that the model has not")
+        shape = tuple(reader.unpack(_DIMENSION)[0] for _ in slot.most)
+        bounds = zip(slot.least, shape, slot.most, strict=True)
+        if not all(least <= size <= most for least, size, most in bounds):
+            raise CorruptBlock(f"a checkpoint has an array of {shape}, the model of {slot.most}")
+        return reader.array(shape, slot.dtype)
+
+    def resume(self, cache: Any, state: list[mx.array | None], _position: int) -> None:
+        cache.cache = state
+
+
+Layer = Positions | Window | Chunk | Recurrent
+
+
+def check_kinds(caches: Seq[Any]) -> None:
+    """Raise ModelError for a cache that is not known; one of a derived kind may hold more."""
+    if unknown := sorted({type(cache) for cache in leaves(caches)} - _KINDS, key=str):
+        raise ModelError(
+            f"the state of this model is in a {unknown[0].__name__}, which cannot be kept: "
+            "only the caches of mlx_lm.models.cache can"
+        )
+
+
+def layer_of(cache: Any, earlier: Any) -> Layer:
+    """What the state of a cache that has been used is like; `earlier` is its copy from before its
+    last step."""
+    if isinstance(cache, ArraysCache):
+        pairs = zip(earlier.cache, cache.cache, strict=True)
+        return Recurrent(tuple(_slot(before, after) for before, after in pairs))
+    rows = tuple(Rows.of(each) for each in buffers(cache))
+    if isinstance(cache, RotatingKVCache):
+        return Window(rows, cache.max_size, cache.keep)
+    if isinstance(cache, ChunkedKVCache):
+        return Chunk(rows, cache.chunk_size)
+    return Positions(rows)
+
+
+def _slot(before: mx.array | None, after: mx.array | None) -> Slot | None:
+    if after is None:
+        return None
+    least = after if before is None else before
+    return Slot(tuple(least.shape), tuple(after.shape), after.dtype)
