@@ -106,7 +106,7 @@ def write_tokenizer(path: Path) -> None:
     """Bytes, three control tokens and one merge, as `TinyModel` writes them into a GGUF file."""
     spelled = [spelling(byte).decode() for byte in range(256)]
     vocabulary = [*CONTROL, *spelled, MERGED.decode()]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [added_token(place, name) for place, name in enumerate(CONTROL)],

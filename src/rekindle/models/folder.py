@@ -14,6 +14,7 @@ from rekindle.errors import ModelError
 from rekindle.models.safetensors import tensor_names
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 MAX_JSON_BYTES = 256 << 20  # several times the largest tokenizer.json seen

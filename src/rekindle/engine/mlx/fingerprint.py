@@ -12,9 +12,8 @@ from pathlib import Path
 import mlx.core as mx
 from blake3 import blake3
 
-from rekindle.models.folder import CONFIG, weight_files
+from rekindle.models.folder import CONFIG, TOKENIZER, weight_files
 
-TOKENIZER = "tokenizer.json"
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 LIBRARIES = ("mlx", "mlx-lm")
 

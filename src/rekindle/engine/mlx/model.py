@@ -13,9 +13,9 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from rekindle.engine.base import EngineOptions, OnProgress
-from rekindle.engine.mlx.fingerprint import ADAPTER_FILES, TOKENIZER, state_fingerprint
+from rekindle.engine.mlx.fingerprint import ADAPTER_FILES, state_fingerprint
 from rekindle.errors import ModelError
-from rekindle.models.folder import CONFIG, check_folder, read_json
+from rekindle.models.folder import CONFIG, TOKENIZER, check_folder, read_json
 from rekindle.models.safetensors import tensor_names
 
 UNLIMITED_TOKENS = 1 << 17  # context of a model that gives no limit, as recurrent ones do
