@@ -154,7 +154,7 @@ class ScriptedRuntime(RuntimeClient):
         self, *scripts: Script, name: str = "tiny", answers: Answers = refuse, sees: bool = False
     ) -> None:
         self.name = name
-        self.ready = Ready(context_tokens=4096, pool_tokens=8192, has_template=True)
+        self.ready = Ready(context_tokens=4096, pool_tokens=8192, chat_template="{{ x }}")
         if sees:
             self.ready.modalities = ("image", "text")
         self.down_reason = "a model is loading"

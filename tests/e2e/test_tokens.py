@@ -77,6 +77,17 @@ def test_a_conversation_is_what_chat_would_read(client: httpx.Client) -> None:
     assert "add_generation_prompt" in TEMPLATE
 
 
+def test_a_conversation_is_rendered_as_llama_cpps_server_does_it(client: httpx.Client) -> None:
+    for path in ("/apply-template", "/v1/apply-template"):
+        assert ask(client, {"messages": MESSAGES}, path) == {
+            "prompt": "<|turn|>user\nhi <|end|><|end|>\n<|turn|>assistant\n"
+        }
+    assert client.get("/props").json()["chat_template"] == TEMPLATE
+    model = client.get("/v1/models").json()["data"][0]
+    assert model["meta"]["n_ctx"] == 512
+    assert model["meta"]["n_vocab"] > len(CONTROL)
+
+
 def test_an_embedding_models_tokens_have_what_it_wants_around_them(client: httpx.Client) -> None:
     bare = ask(client, {"model": "bert", "content": "the cat"})["tokens"]
     assert ask(client, {"model": "bert", "prompt": "the cat"})["tokens"] == [CLS, *bare, SEP]
@@ -110,6 +121,7 @@ def test_an_embedding_models_tokens_have_what_it_wants_around_them(client: httpx
         ("/detokenize", {"tokens": [-1]}, "token ids of this model go from 0 to"),
         ("/detokenize", {"tokens": "a"}, "`tokens` takes a list"),
         ("/v1/internal/token-count", {}, "`text` is missing"),
+        ("/apply-template", {}, "`messages` is missing"),
     ],
 )
 def test_what_is_wrong_is_named(client: httpx.Client, path: str, body: Any, message: str) -> None:

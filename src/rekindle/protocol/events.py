@@ -154,6 +154,7 @@ class Finished(Struct, tag=True):
     stages: Stages | None = None
     first_token_at_s: float | None = None  # on the machine's monotonic clock
     reasoning_tokens: int = 0  # of the completion's, those the model wrote for itself
+    completion_s: float = 0.0  # from the first token to the last
 
 
 class Failed(Struct, tag=True):

@@ -35,7 +35,10 @@ class Loading(Struct, tag=True):
 class Ready(Struct, tag=True):
     context_tokens: int
     pool_tokens: int
-    has_template: bool
+    chat_template: str | None = None  # the model's own
+    vocabulary: int = 0  # token ids go from 0 to one less
+    bos: str = ""  # the texts of its control tokens; empty: it has none
+    eos: str = ""
     modalities: tuple[str, ...] = ("text",)  # what a prompt may hold
     on_disk: bool = False  # conversations outlive the process
     conversations: int | None = None  # found on disk; None: the folder is still being read

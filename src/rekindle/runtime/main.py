@@ -120,11 +120,15 @@ class RuntimeProcess:
     def ready(self) -> Ready:
         """What the model is like, and how much of the cache folder was read by then."""
         self._await_folder()
-        capabilities, storage = self._runtime.engine.capabilities, self._runtime.storage
+        engine, storage = self._runtime.engine, self._runtime.storage
+        capabilities, tokenizer = engine.capabilities, engine.tokenizer
         return Ready(
             context_tokens=capabilities.context_tokens,
             pool_tokens=capabilities.pool_tokens,
-            has_template=self._runtime.engine.chat_template is not None,
+            chat_template=engine.chat_template,
+            vocabulary=tokenizer.size,
+            bos=tokenizer.text(tokenizer.bos),
+            eos=tokenizer.text(tokenizer.eos),
             modalities=tuple(sorted(capabilities.modalities)),
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,

@@ -253,4 +253,5 @@ class Turn:
             stages=self.stopwatch.stages,
             first_token_at_s=self._first_token_at_s,
             reasoning_tokens=self.output.reasoning_tokens,
+            completion_s=time.monotonic() - (self._first_token_at_s or time.monotonic()),
         )

@@ -18,6 +18,7 @@ from rekindle.api import validation
 from rekindle.api.cache import internal, listing, prepare, routes, stats
 from rekindle.api.illustration import MEDIA
 from rekindle.api.openai import chat, completions, embeddings, models
+from rekindle.api.props import routes as props
 from rekindle.api.rerank import routes as rerank
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
@@ -49,6 +50,7 @@ ENDPOINTS = (
     embeddings,
     rerank,
     models,
+    props,
     prepare,
     stats,
     listing,

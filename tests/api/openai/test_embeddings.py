@@ -23,7 +23,7 @@ ANSWER: list[Step] = [Started(0, 3, 0), Embedded(0, struct.pack("<4f", *VECTORS)
 
 def embedder(script: list[Step]) -> ScriptedRuntime:
     runtime = ScriptedRuntime(script, name="minilm")
-    runtime.ready = Ready(context_tokens=512, pool_tokens=0, has_template=False, dimensions=2)
+    runtime.ready = Ready(context_tokens=512, pool_tokens=0, dimensions=2)
     return runtime
 
 

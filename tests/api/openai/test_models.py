@@ -82,6 +82,8 @@ def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> Non
         "/v1/tokenize",
         "/v1/detokenize",
         "/v1/internal/token-count",
+        "/v1/apply-template",
+        "/props",
         "/v1/cache",
         "/v1/cache/prepare",
         "/v1/cache/stats",

@@ -55,6 +55,28 @@ def test_a_whole_answer_tells_what_became_of_the_key() -> None:
     assert front.complete().json()["x_cache"] == REPORT
 
 
+def test_tools_of_llama_cpps_server_find_its_timings() -> None:
+    end = structs.replace(
+        finished(cache=EDITED), prompt_tokens=1951, completion_tokens=4, prompt_eval_s=0.5
+    )
+    end.completion_s = 0.2
+    front = Front(ScriptedRuntime(reply("x", end=end)))
+    expected = {
+        "cache_n": 1851,
+        "prompt_n": 100,
+        "prompt_ms": 500.0,
+        "prompt_per_token_ms": 5.0,
+        "prompt_per_second": 200.0,
+        "predicted_n": 4,
+        "predicted_ms": 200.0,
+        "predicted_per_token_ms": 50.0,
+        "predicted_per_second": 20.0,
+    }
+    assert front.chat().json()["timings"] == expected
+    last = [each for each in chunks(front.chat(stream=True)) if each.get("timings")]
+    assert [each["timings"] for each in last] == [expected]
+
+
 def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
     assert "diverged_at" not in Front().chat().json()["x_cache"]
 

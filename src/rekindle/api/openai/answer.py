@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.openai.report import usage, x_cache
+from rekindle.api.openai.report import timings, usage, x_cache
 from rekindle.api.openai.schema import RequestBase
 from rekindle.protocol.events import Delta, Event, Finished, Part, Prefill, Started, ToolCallStart
 from rekindle.protocol.message import AssistantMessage
@@ -110,6 +110,7 @@ class Answer:
                 ],
                 "usage": usage(self._finished(), self._per_prompt),
                 "x_cache": x_cache(self._finished(), self._per_prompt),
+                "timings": timings(self._finished(), self._per_prompt),
             }
         )
 
@@ -149,7 +150,9 @@ class Answer:
                 return [*self._opening(index, part), delta]
             case Finished():
                 self._choices[index].add(event)
-                closing = self._chunk([self._format.closing(index, event)])
+                closing = self._chunk(
+                    [self._format.closing(index, event)], timings=timings([event], 1)
+                )
                 return [*self._opening(index), closing]
             case Started() | Prefill() if self._body.progress:
                 return [self._progress(event)]

@@ -53,5 +53,6 @@ def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
         "owned_by": "rekindle",
         "modalities": list(ready.modalities) if ready else None,
         "max_model_len": ready.context_tokens if ready else None,
+        "meta": {"n_ctx": ready.context_tokens, "n_vocab": ready.vocabulary} if ready else None,
         **({"dimensions": ready.dimensions} if ready and makes_vectors else {}),
     }

@@ -32,6 +32,29 @@ def usage(
     }
 
 
+def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
+    """The same as llama.cpp's server tells it: tokens, milliseconds and speeds."""
+    prompts = turns[::choices]
+    reused = sum(turn.cache.reused_tokens for turn in prompts)
+    computed = sum(turn.prompt_tokens for turn in prompts) - reused
+    generated = sum(turn.completion_tokens for turn in turns)
+    return {
+        "cache_n": reused,
+        **_speed("prompt", computed, sum(turn.prompt_eval_s for turn in prompts)),
+        **_speed("predicted", generated, sum(turn.completion_s for turn in turns)),
+    }
+
+
+def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
+    ms = seconds * 1000
+    return {
+        f"{what}_n": tokens,
+        f"{what}_ms": round(ms, 3),
+        f"{what}_per_token_ms": round(ms / tokens, 6) if tokens else 0.0,
+        f"{what}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
+    }
+
+
 def _first_token_time(turn: Finished, first_byte_at_s: float | None) -> dict[str, Any]:
     """Seconds of each stage up to the first token, and in a stream up to the first byte of it."""
     if turn.stages is None:

@@ -1,4 +1,4 @@
-"""POST /v1/tokenize, /v1/detokenize and /v1/internal/token-count."""
+"""POST /v1/tokenize, /v1/detokenize, /v1/apply-template and /v1/internal/token-count."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from rekindle.api.tokens.schema import (
     DetokenizeRequest,
+    TemplateRequest,
     TokenCountBody,
     TokenCountRequest,
     TokenizeRequest,
@@ -42,6 +43,20 @@ async def detokenize(
     asked = Detokenize(body.tokens)
     found = await AdminClient.of_tenant(request).request(runtime, asked, Detokenized)
     return JsonResponse({"content": found.text, "prompt": found.text})
+
+
+@router.post("/v1/apply-template")
+async def apply_template(
+    body: TemplateRequest, request: Request, number: ModelNumber = None
+) -> Response:
+    """A conversation as the text that the model would read."""
+    models = models_of(request)
+    asked = await beside_loop(request, body.asked, normalise=models.config.normalise)
+    runtime = models.runtime(body.model, number)
+    client = AdminClient.of_tenant(request)
+    tokens = (await client.request(runtime, asked, Tokenized)).tokens
+    found = await client.request(runtime, Detokenize(tokens), Detokenized)
+    return JsonResponse({"prompt": found.text})
 
 
 @router.post("/v1/internal/token-count")

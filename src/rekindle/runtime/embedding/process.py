@@ -58,7 +58,7 @@ class EmbeddingProcess:
         return Ready(
             context_tokens=info.context_tokens,
             pool_tokens=0,
-            has_template=False,
+            vocabulary=self._embedder.tokenizer.size,
             dimensions=info.dimensions,
             ranks=info.ranks,
         )
