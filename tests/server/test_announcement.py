@@ -15,7 +15,7 @@ CONFIG = Config(cache_dir=Path("/var/lib/[kv]"))
 
 
 def ready(conversations: int | None, *, on_disk: bool = True) -> Ready:
-    return Ready(4096, 8192, True, on_disk=on_disk, conversations=conversations)
+    return Ready(4096, 8192, "{{ x }}", on_disk=on_disk, conversations=conversations)
 
 
 @pytest.mark.parametrize(
