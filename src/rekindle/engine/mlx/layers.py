@@ -30,7 +30,7 @@ _STEP = 256  # positions that a buffer grows by at least, as in mlx_lm
 _INDEX = struct.Struct("<I")
 _DIMENSION = struct.Struct("<I")
 _PRESENT = struct.Struct("<?")
-_KINDS = {KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}
+_KINDS = {KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}  # that models make
 
 Part = bytes | mx.array  # of a blob
 

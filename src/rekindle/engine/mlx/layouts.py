@@ -19,6 +19,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from rekindle.engine.base import Blob, KvLayout, KvType
 from rekindle.engine.mlx.arrays import Reader, joined
 from rekindle.engine.mlx.layers import Layer, Part, Positions, Recurrent, Rows, check_kinds
+from rekindle.engine.mlx.quantized_batch import MergingQuantizedKVCache
 from rekindle.engine.mlx.state import StateLayout, block_header, share
 from rekindle.errors import CorruptBlock, ModelError
 
@@ -62,7 +63,7 @@ class Quantisation:
         if isinstance(cache, CacheList):
             return CacheList(*map(self.cache, cache.caches))
         if isinstance(cache, KVCache):
-            return cache.to_quantized(group_size=self.group_size, bits=self.bits)
+            return MergingQuantizedKVCache(group_size=self.group_size, bits=self.bits)
         return cache
 
     def quantised(self, array: mx.array) -> list[mx.array]:
