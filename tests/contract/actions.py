@@ -20,7 +20,6 @@ def prefill(engine: Engine, sequence: Sequence, tokens: list[int]) -> int:
         last = stop == len(tokens)
         [sampled] = engine.step([Work(sequence, tokens[start:stop], sampler if last else None)])
         start = stop
-    sampler.close()
     assert sampled is not None
     return sampled.token
 
@@ -32,7 +31,6 @@ def decode(engine: Engine, sequence: Sequence, token: int, count: int) -> list[i
         [sampled] = engine.step([Work(sequence, [tokens[-1]], sampler)])
         assert sampled is not None
         tokens.append(sampled.token)
-    sampler.close()
     return tokens
 
 

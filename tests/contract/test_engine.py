@@ -166,6 +166,5 @@ def test_a_mask_is_applied_to_every_choice_and_is_given_it(
         [sampled] = engine.step([Work(sequence, tokens[sequence.length :], sampler)])
         assert sampled is not None
         tokens.append(sampled.token)
-    sampler.close()
     assert only_even.accepted == tokens[10:]
     assert all(token % 2 == 0 for token in tokens[10:])

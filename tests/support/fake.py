@@ -76,10 +76,8 @@ class AsciiTokenizer(NumberTokenizer):
 class FakeSampler:
     sampling: SamplingParams
     token_mask: TokenMask | None = None
-    closed: bool = False
 
     def sample(self, state: bytes, /) -> Sampled:
-        assert not self.closed
         return Sampled(self.choose(state))
 
     def choose(self, state: bytes) -> int:
@@ -92,9 +90,6 @@ class FakeSampler:
         token = int(scores.argmax())
         self.token_mask.accept(token)
         return token
-
-    def close(self) -> None:
-        self.closed = True
 
 
 Place = tuple[bool, KvType, int]  # of a sequence: whether it is exact, its KV type, its slot

@@ -21,6 +21,7 @@ from rekindle.tokens import Tokenizer, Tokens
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
+Row = np.ndarray[Any, np.dtype[np.float32]]  # a logit for each token of the vocabulary
 OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 
@@ -127,10 +128,9 @@ class Sampled:
 class Sampler(Protocol):
     """The state behind one reply's choices: seed, penalties, bias, mask."""
 
-    def sample(self, logits: Any, /) -> Sampled:
-        """Choose from a row of logits, in the form of the engine that made this sampler."""
-
-    def close(self) -> None: ...
+    def sample(self, row: Any, /) -> Sampled:
+        """Choose from a row of logits, in the form of the engine that made this sampler; the row is
+        used up."""
 
 
 @dataclass(frozen=True, slots=True)

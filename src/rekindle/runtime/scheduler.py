@@ -285,9 +285,7 @@ class Scheduler:
 
     def _leave(self, turn: Turn) -> None:
         self._remove(turn)
-        if turn.sampler is not None:
-            turn.sampler.close()
-            turn.sampler = None
+        turn.sampler = None
 
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""

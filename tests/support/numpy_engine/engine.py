@@ -24,12 +24,12 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
+from rekindle.engine.sampling import build_sampler
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
 from tests.support.numpy_engine.model import FORMAT, WIDTH, Array, ModelFile, TinyTransformer
-from tests.support.numpy_engine.sampler import NumpySampler
 from tests.support.numpy_engine.tokenizer import TEMPLATE, ByteTokenizer
 from tests.support.pictures import PlainProjector
 
@@ -198,7 +198,7 @@ class NumpyEngine:
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        return NumpySampler(sampling, prompt, token_mask)
+        return build_sampler(sampling, prompt, token_mask)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         shared = [item for item in work if not item.sequence.exact]

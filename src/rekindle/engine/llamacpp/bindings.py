@@ -37,7 +37,6 @@ from typing import Any, ClassVar
 from rekindle.errors import LibraryMismatch
 
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
-RANDOM_SEED = 0xFFFFFFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws its own seed
 
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
@@ -146,14 +145,6 @@ class GgufInitParams(Structure):
     _fields_: ClassVar = [("no_alloc", c_bool), ("ctx", c_void_p)]
 
 
-class LogitBias(Structure):
-    _fields_: ClassVar = [("token", c_int32), ("bias", c_float)]
-
-
-class SamplerChainParams(Structure):
-    _fields_: ClassVar = [("no_perf", c_bool)]
-
-
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 
@@ -167,7 +158,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_supports_gpu_offload": (c_bool, []),
     "llama_model_default_params": (ModelParams, []),
     "llama_context_default_params": (ContextParams, []),
-    "llama_sampler_chain_default_params": (SamplerChainParams, []),
     "llama_model_load_from_file": (_P, [c_char_p, ModelParams]),
     "llama_model_free": (None, [_P]),
     "llama_model_get_vocab": (_P, [_P]),
@@ -224,19 +214,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool],
     ),
     "llama_token_to_piece": (c_int32, [_P, c_int32, c_char_p, c_int32, c_int32, c_bool]),
-    "llama_sampler_chain_init": (_P, [SamplerChainParams]),
-    "llama_sampler_chain_add": (None, [_P, _P]),
-    "llama_sampler_accept": (None, [_P, c_int32]),
-    "llama_sampler_free": (None, [_P]),
-    "llama_sampler_sample": (c_int32, [_P, _P, c_int32]),
-    "llama_sampler_init_greedy": (_P, []),
-    "llama_sampler_init_dist": (_P, [c_uint32]),
-    "llama_sampler_init_top_k": (_P, [c_int32]),
-    "llama_sampler_init_top_p": (_P, [c_float, c_size_t]),
-    "llama_sampler_init_min_p": (_P, [c_float, c_size_t]),
-    "llama_sampler_init_temp": (_P, [c_float]),
-    "llama_sampler_init_penalties": (_P, [c_int32, c_int32, c_float, c_float, c_float]),
-    "llama_sampler_init_logit_bias": (_P, [c_int32, c_int32, POINTER(LogitBias)]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _P, _P, c_int64, c_int64, c_int64, _P]),
     "gguf_init_from_file": (_P, [c_char_p, GgufInitParams]),
     "gguf_free": (None, [_P]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Blob
+from rekindle.engine.base import Blob, Row
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 from rekindle.engine.llamacpp.positions import Positions, split_places
@@ -224,20 +224,7 @@ class Context:
             self._library.llama_memory_seq_pos_max(self._memory, slot),
         )
 
-    def logits(self, index: int, vocabulary_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A view on one row's logits, valid until the next native call."""
+    def logits(self, index: int, vocabulary_size: int) -> Row:
+        """A writable view on one row's logits, valid until the next native call."""
         pointer = self._library.llama_get_logits_ith(self.native, index)
         return np.ctypeslib.as_array(pointer, shape=(vocabulary_size,))
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRow:
-    """One computed row, for a sampler; valid until the next native call."""
-
-    context: Context
-    index: int
-    vocabulary_size: int
-
-    def values(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A writable view; each call costs a native one."""
-        return self.context.logits(self.index, self.vocabulary_size)

@@ -30,16 +30,16 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.llamacpp.batch import Rows
-from rekindle.engine.llamacpp.context import Context, LogitsRow
+from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import Pools
-from rekindle.engine.llamacpp.sampler import build_sampler
 from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
+from rekindle.engine.sampling import build_sampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
@@ -192,7 +192,7 @@ class LlamaCppEngine:
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        return build_sampler(self._model.library, self.tokenizer.size, sampling, prompt, token_mask)
+        return build_sampler(sampling, prompt, token_mask)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
         results: dict[int, Sampled | None] = {}
@@ -263,9 +263,9 @@ class LlamaCppEngine:
     def _sample(self, context: Context, item: Work, index: int) -> Sampled | None:
         if item.sampler is None:
             return None
-        row = LogitsRow(context, index, self.tokenizer.size)
+        row = context.logits(index, self.tokenizer.size)
         if self.observe is not None:
-            self.observe(item.sequence, row.values())
+            self.observe(item.sequence, row)
         return item.sampler.sample(row)
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:

@@ -77,7 +77,6 @@ def write(
                 break
             tokens = [sampled.token]
     finally:
-        sampler.close()
         engine.close_sequence(sequence)
     return reply
 

@@ -1,0 +1,141 @@
+"""What choosing a token costs, beside llama.cpp's own chain on the same rows.
+
+Run it with `python -m benchmarks.sampling`. Each row is given to both by turns, ten times each. The
+chain's time is that of copying its candidates, which stands for making them of logits, and of
+`llama_sampler_apply`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from ctypes import c_bool, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from statistics import median
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rekindle.engine.base import Row, Sampler
+from rekindle.engine.llamacpp.bindings import declare, load_library
+from rekindle.engine.sampling import build_sampler
+from rekindle.protocol.requests import SamplingParams
+
+ROUNDS = 5
+VOCABULARIES = (49_152, 151_936)
+WAYS = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature 0.8, top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    "temperature 1, top-p 0.9": SamplingParams(temperature=1, top_p=0.9, seed=1),
+    "temperature 2, top-p 0.9": SamplingParams(temperature=2, top_p=0.9, seed=1),
+    "temperature 0.8": SamplingParams(temperature=0.8, top_p=1, seed=1),
+    "temperature 0.8, top-k 40": SamplingParams(temperature=0.8, top_p=1, top_k=40, seed=1),
+    "temperature 0.8, min-p 0.05": SamplingParams(temperature=0.8, top_p=1, min_p=0.05, seed=1),
+}
+
+Candidate = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class ChainParams(ctypes.Structure):
+    _fields_: ClassVar = [("no_perf", c_bool)]
+
+
+class CandidateArray(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("data", c_void_p), ("size", c_size_t), ("selected", c_int64), ("sorted", c_bool),
+    ]  # fmt: skip
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "llama_sampler_chain_default_params": (ChainParams, []),
+    "llama_sampler_chain_init": (c_void_p, [ChainParams]),
+    "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
+    "llama_sampler_apply": (None, [c_void_p, ctypes.POINTER(CandidateArray)]),
+    "llama_sampler_free": (None, [c_void_p]),
+    "llama_sampler_init_greedy": (c_void_p, []),
+    "llama_sampler_init_dist": (c_void_p, [c_uint32]),
+    "llama_sampler_init_top_k": (c_void_p, [c_int32]),
+    "llama_sampler_init_top_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_min_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_temp": (c_void_p, [c_float]),
+}
+
+
+class Chain:
+    """llama.cpp's samplers in their usual order."""
+
+    def __init__(self, library: Any, sampling: SamplingParams) -> None:
+        self._library = library
+        params = library.llama_sampler_chain_default_params()
+        self._native = library.llama_sampler_chain_init(params)
+        for sampler in self._samplers(sampling):
+            library.llama_sampler_chain_add(self._native, sampler)
+
+    def _samplers(self, sampling: SamplingParams) -> list[int]:
+        library = self._library
+        if sampling.temperature == 0:
+            return [library.llama_sampler_init_greedy()]
+        chain = []
+        if sampling.top_k:
+            chain.append(library.llama_sampler_init_top_k(sampling.top_k))
+        if sampling.top_p < 1:
+            chain.append(library.llama_sampler_init_top_p(sampling.top_p, 1))
+        if sampling.min_p:
+            chain.append(library.llama_sampler_init_min_p(sampling.min_p, 1))
+        chain.append(library.llama_sampler_init_temp(sampling.temperature))
+        return [*chain, library.llama_sampler_init_dist(sampling.seed)]
+
+    def measure_us(self, row: Row) -> float:
+        ready = np.zeros(row.size, Candidate)
+        ready["id"], ready["logit"] = np.arange(row.size), row
+        candidates = ready.copy()
+        array = CandidateArray(candidates.ctypes.data, row.size, -1, False)
+        started = time.perf_counter()
+        ctypes.memmove(candidates.ctypes.data, ready.ctypes.data, ready.nbytes)
+        self._library.llama_sampler_apply(self._native, ctypes.byref(array))
+        return (time.perf_counter() - started) * 1e6
+
+    def close(self) -> None:
+        self._library.llama_sampler_free(self._native)
+
+
+def rows(size: int) -> dict[str, Row]:
+    """From a model that is sure of some fifty tokens to one that has learnt nothing."""
+    chance = np.random.default_rng(1)
+    flat, wide = chance.normal(0, 1, size), chance.normal(0, 3, size)
+    peaked = chance.normal(0, 2, size)
+    peaked[chance.choice(size, 50, replace=False)] += 15
+    made = {"peaked": peaked, "wide": wide, "flat": flat}
+    return {name: row.astype(np.float32) for name, row in made.items()}
+
+
+def compare_us(library: Any, sampling: SamplingParams, row: Row) -> tuple[float, float]:
+    """Medians of ours and of the chain, by turns."""
+    sampler, chain = build_sampler(sampling, ()), Chain(library, sampling)
+    ours, theirs = [], []
+    for _ in range(ROUNDS):
+        ours += [measure_us(sampler, row) for _ in range(10)]
+        theirs += [chain.measure_us(row) for _ in range(10)]
+    chain.close()
+    return median(ours), median(theirs)
+
+
+def measure_us(sampler: Sampler, row: Row) -> float:
+    own = row.copy()
+    started = time.perf_counter()
+    sampler.sample(own)
+    return (time.perf_counter() - started) * 1e6
+
+
+def main() -> None:
+    library = load_library()
+    declare(library, _SIGNATURES)
+    print(f"{'µs a token: ours, llama.cpp':38}{'peaked':>16}{'wide':>16}{'flat':>16}")
+    for size in VOCABULARIES:
+        for label, sampling in WAYS.items():
+            pairs = [compare_us(library, sampling, row) for row in rows(size).values()]
+            cells = "".join(f"{ours:8.0f}{theirs:8.0f}" for ours, theirs in pairs)
+            print(f"{size:7}  {label:29}{cells}")
+
+
+if __name__ == "__main__":
+    main()
