@@ -108,6 +108,10 @@ Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
 class RuntimeSettings:
     """The settings that travel to the runtime with the model to load."""
 
+    engine: Annotated[
+        Name | None,
+        Setting("What computes: llama.cpp or mlx", "Engine", "by the model's format"),
+    ] = None
     parallel: Annotated[
         int, Interval(ge=1, le=128), Setting("Turns computed at once", "Engine")
     ] = 16
