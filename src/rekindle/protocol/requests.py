@@ -127,6 +127,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     reuse: bool = True
     exact: bool = False
     kv_bits: int | None = None  # of KV cells; None: of the usual ones
+    kv_group_size: int | None = None  # of values that share a scale; None: the engine's choice
     kv_quantization_start: int = 5000  # tokens that have the usual cells nevertheless
     salt: bytes = b""
     progress: bool = False

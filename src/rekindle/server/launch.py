@@ -192,10 +192,10 @@ async def open_models(
     """The models loaded and the presets prepared; closed on every way out."""
     usual = next((bits for bits, name in KV_TYPES.items() if name == config.kv_type), None)
     if usual is not None:
-        log.info("KV cells are %s (%d bits, groups of 32)", config.kv_type, usual)
+        log.info("KV cells are %s (%d bits)", config.kv_type, usual)
     if config.kv_bits not in (None, usual):
         start = config.kv_quantization_start
-        log.info("KV cells have %d bits (groups of 32) after %d tokens", config.kv_bits, start)
+        log.info("KV cells have %d bits after %d tokens", config.kv_bits, start)
     runtimes = {name: _runtime(name, config, files) for name in files}
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes.values():
