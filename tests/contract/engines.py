@@ -10,6 +10,7 @@ import pytest
 
 from rekindle.engine.base import Engine, EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.mlx.engine import MlxEngine
 from tests.support.fake import FakeEngine
 from tests.support.numpy_engine import SUFFIX
 from tests.support.numpy_engine.engine import NumpyEngine
@@ -22,6 +23,7 @@ from tests.support.tiny import (
     write_llama,
     write_mamba,
 )
+from tests.support.tiny_mlx import write_tiny_mlx
 from tests.support.tiny_projector import (
     write_gemma3_projector,
     write_llava_projector,
@@ -31,16 +33,14 @@ from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
 
 LAYERS = 2
 TRUNCATING = (
-    "fake",
-    "fake-own",
-    "numpy",
-    "llama",
-    "gemma3",
-    "gemma3-narrow",
-    "llama-q8_0",
-    "qwen2vl",
+    *("fake", "fake-own", "numpy"),
+    *("llama", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl"),
+    *("mlx-llama", "mlx-llama-q8_0"),
 )
-WHOLE = ("fake-whole", "mamba", "lfm2", "qwen35")  # their state cannot be truncated
+WHOLE = (  # their state cannot be truncated
+    *("fake-whole", "mamba", "lfm2", "qwen35"),
+    *("mlx-gemma3", "mlx-mamba", "mlx-lfm2", "mlx-falcon_h1"),
+)
 SEEING = (
     "fake",
     "numpy",
@@ -54,6 +54,7 @@ SEEING = (
 SEVERAL_KV_TYPES = (
     *("fake", "fake-whole", "numpy"),
     *("llama-wide", "llama-q8_0", "gemma3-wide", "lfm2-wide", "qwen2vl-wide"),
+    *("mlx-llama-wide", "mlx-llama-q8_0", "mlx-gemma3-wide"),
 )
 
 
@@ -108,8 +109,11 @@ def build(name: str, folder: Path) -> Engine:
             sees=name in SEEING,
             shares_cells=name != "fake-own",
         )
-    path = WRITERS[name](folder / f"{name}.gguf")
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
+    if name.startswith("mlx-"):
+        path = write_tiny_mlx(folder / name, name.removeprefix("mlx-").replace("q8_0", "wide"))
+        return MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=600, kv_type=kv_type))
+    path = WRITERS[name](folder / f"{name}.gguf")
     write_projector = PROJECTORS.get(name)
     mmproj = write_projector(folder / "mmproj.gguf") if write_projector else None
     return LlamaCppEngine(
@@ -120,6 +124,8 @@ def build(name: str, folder: Path) -> Engine:
 every_engine = pytest.mark.parametrize("engine", [*TRUNCATING, *WHOLE], indirect=True)
 truncating_engines = pytest.mark.parametrize("engine", TRUNCATING, indirect=True)
 seeing_engines = pytest.mark.parametrize("engine", SEEING, indirect=True)
-blind_engines = pytest.mark.parametrize("engine", ["fake-whole", "mamba"], indirect=True)
+blind_engines = pytest.mark.parametrize(
+    "engine", ["fake-whole", "mamba", "mlx-llama"], indirect=True
+)
 several_kv_types = pytest.mark.parametrize("engine", SEVERAL_KV_TYPES, indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

@@ -41,6 +41,7 @@ def test_blocks_of_each_type_have_its_size_and_come_back(engine: Engine, exact: 
         assert two - one == layout.token_bytes
         into = moved(engine, source, kv_type)
         assert answer(engine, into, PROMPT) == expected
+        engine.close_sequence(into)
 
 
 def moved(engine: Engine, source: Sequence, kv_type: KvType) -> Sequence:
@@ -68,9 +69,12 @@ def test_a_transcoded_sequence_goes_on_and_comes_back_as_it_is(engine: Engine, e
         into = moved(engine, source, kv_type)
         again = moved(engine, into, kv_type)
         said = answer(engine, again, PROMPT)
+        engine.close_sequence(again)
         other = engine.open(exact=exact)
         prefill(engine, other, PROMPT[:size])
-        assert answer(engine, moved(engine, other, kv_type), PROMPT) == said
+        other = moved(engine, other, kv_type)
+        assert answer(engine, other, PROMPT) == said
+        engine.close_sequence(other)
 
 
 def test_what_a_block_becomes_does_not_depend_on_the_blocks_around_it(engine: Engine) -> None:

@@ -115,7 +115,8 @@ def test_a_checkpoint_is_of_the_end_alone(engine: Engine) -> None:
 def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_with(
     engine: Engine,
 ) -> None:
-    """The cells are in when the checkpoint turns out wrong: nothing of it stays."""
+    """Some engines find out when the cells are in, and start again empty; others before they have
+    changed anything."""
     expected = cold(engine, PROMPT, exact=False)
     source, into = engine.open(exact=False), engine.open(exact=False)
     prefill(engine, source, PROMPT[:30])
@@ -123,7 +124,8 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     prefill(engine, source, PROMPT[:40])
     after = engine.export(source, 0, 40, resumable=True)
     cut = -engine.capabilities.kv_layout.checkpoint_bytes
-    with pytest.raises(EngineBroken):
+    with pytest.raises((EngineBroken, CorruptBlock)) as raised:
         engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)
-    assert engine.free_tokens() == engine.capabilities.pool_tokens
+    held = 40 if raised.type is CorruptBlock else 0
+    assert engine.free_tokens() == engine.capabilities.pool_tokens - held
     assert cold(engine, PROMPT, exact=False) == expected

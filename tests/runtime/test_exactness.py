@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rekindle.chat.encode import Prompt
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.mlx.engine import MlxEngine
 from rekindle.tokens import Tokens
 from tests.support.numpy_engine.engine import NumpyEngine
 from tests.support.numpy_engine.model import write_numpy
-from tests.support.talk import Answered, Talker
+from tests.support.rounds import rounds
+from tests.support.talk import Answered, ObservedEngine, Talker
 from tests.support.tiny import write_gemma3, write_lfm2, write_llama, write_mamba
+from tests.support.tiny_mlx import write_tiny_mlx
 
 WORDS = [
     "the",
@@ -34,24 +40,41 @@ WORDS = [
 CONVERSATIONS = 16
 
 
-MODELS: dict[
-    str, Callable[[Path], Path]
-] = {  # full attention, sliding window, recurrent, hybrid; and an engine of another kind
-    "llama": write_llama,
-    "gemma3": write_gemma3,
-    "mamba": write_mamba,
-    "lfm2": write_lfm2,
-    "numpy": write_numpy,
+Model = tuple[Callable[[Path], Path], Callable[[EngineOptions], ObservedEngine]]
+
+
+def _mlx(family: str) -> Model:
+    return partial(write_tiny_mlx, family=family), MlxEngine
+
+
+MODELS: dict[str, Model] = {  # full attention, sliding window, recurrent, hybrid, on each engine
+    "llama": (write_llama, LlamaCppEngine),
+    "gemma3": (write_gemma3, LlamaCppEngine),
+    "mamba": (write_mamba, LlamaCppEngine),
+    "lfm2": (write_lfm2, LlamaCppEngine),
+    "numpy": (write_numpy, NumpyEngine),
+    "mlx-llama": _mlx("llama"),
+    "mlx-gemma3": _mlx("gemma3"),
+    "mlx-mamba": _mlx("mamba"),
+    "mlx-falcon_h1": _mlx("falcon_h1"),
 }
+
+
+def conversations(seeds: range) -> pytest.MarkDecorator:
+    """These on each model; those of MLX, whose steps cost some milliseconds each, have fewer."""
+    some = seeds[: rounds(max(len(seeds) // 8, 1), len(seeds))]
+    pairs = [
+        (model, seed) for model in MODELS for seed in (some if model.startswith("mlx-") else seeds)
+    ]
+    return pytest.mark.parametrize(("talker", "seed"), pairs, indirect=["talker"])
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def talker(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Talker]:
-    path = MODELS[request.param](tmp_path_factory.mktemp("model") / "tiny.gguf")
-    is_numpy = request.param == "numpy"
-    built = Talker(path, NumpyEngine, context=4096) if is_numpy else Talker(path)
+    write, load = MODELS[request.param]
+    built = Talker(write(tmp_path_factory.mktemp("model") / "tiny.gguf"), load, context=4096)
     yield built
     built.close()
 
@@ -112,7 +135,8 @@ def replay_cold(talker: Talker, prompt: Prompt, warm: Answered, **ask: bool) -> 
     return talker.answer(prompt, max_tokens=len(warm.reply.tokens) or 1, reuse=False, **ask)
 
 
-@pytest.mark.parametrize("seed", range(CONVERSATIONS))
+@pytest.mark.long
+@conversations(range(CONVERSATIONS))
 def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int) -> None:
     """Logits and tokens of every turn, whatever was evicted, shared or cut in between."""
     talker.forget(ram_bytes=1 << 30 if seed % 3 else 300_000)
@@ -129,7 +153,8 @@ def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int)
             assert (mine == theirs).all()
 
 
-@pytest.mark.parametrize("seed", range(CONVERSATIONS))
+@pytest.mark.long
+@conversations(range(CONVERSATIONS))
 def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> None:
     """Small float weights keep their choices apart by far more than the last bits."""
     talker.forget()
@@ -138,8 +163,9 @@ def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> 
         assert cold.reply.tokens[: len(warm.reply.tokens)] == warm.reply.tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", ["ram", "disk", "restart"])
-@pytest.mark.parametrize("seed", range(0, CONVERSATIONS, 4))
+@conversations(range(0, CONVERSATIONS, 4))
 def test_exact_answers_are_bit_identical_through_every_tier(
     talker: Talker, seed: int, tier: str, tmp_path: Path
 ) -> None:
