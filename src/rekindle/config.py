@@ -134,7 +134,7 @@ class Config(RuntimeSettings):
     model: Annotated[
         Names,
         Setting(
-            "Catalogue name, GGUF path or hub id org/repo[:quant]; repeatable",
+            "Catalogue name, GGUF file, MLX folder or hub id org/repo[:quant]; repeatable",
             "Server",
             "smollm2",
         ),
@@ -156,6 +156,12 @@ class Config(RuntimeSettings):
     mmproj: Annotated[
         Path | None,
         Setting("The model's projector, a GGUF file", "Server", "mmproj*.gguf beside the model"),
+    ] = None
+    adapter: Annotated[
+        Path | None,
+        Setting(
+            "Folder of a LoRA adapter for the model, which has to be in MLX's format", "Server"
+        ),
     ] = None
     host: Annotated[Name, Setting("Address to listen on", "Server")] = "127.0.0.1"
     port: Annotated[

@@ -85,7 +85,7 @@ def root(house: House) -> str:
 
 
 def test_the_log_says_of_what_the_cells_are(house: House) -> None:
-    assert "KV cells are q8_0 (8 bits, groups of 32)" in house.server.log.read_text()
+    assert "KV cells are q8_0 (8 bits)" in house.server.log.read_text()
 
 
 def test_a_project_is_warm_for_the_first_who_comes(house: House, root: str) -> None:

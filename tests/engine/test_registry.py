@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.registry import ENGINES, known_engines, load_engine
+from rekindle.engine.registry import ENGINES, known_engines, load_embedder, load_engine
 from rekindle.errors import ConfigError, ModelError
 from rekindle.protocol.requests import ENGINE_MODULE
 from tests.support.numpy_engine import ENGINE, SUFFIX
@@ -23,7 +23,7 @@ OURS = "tests.support.numpy_engine"
 def test_the_list_of_engines_loads_none_of_them() -> None:
     code = (
         "import sys; from rekindle.engine.registry import known_engines; known_engines();"
-        "print([name for name in sys.modules if 'llamacpp' in name])"
+        "print([name for name in sys.modules if 'llamacpp' in name or 'mlx' in name])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
@@ -51,7 +51,7 @@ def test_an_unknown_kind_of_file_is_answered_with_the_known_ones(
     path = tmp_path / "model.safetensors"
     if exists:
         path.write_bytes(b"")
-    with pytest.raises(ModelError, match=r"no engine loads model\.safetensors; .*GGUF \(llama"):
+    with pytest.raises(ModelError, match=r"loads model\.safetensors; .*GGUF \(llama.*MLX \(mlx"):
         load_engine(EngineOptions(path=path))
 
 
@@ -60,8 +60,55 @@ def test_an_engine_can_be_asked_for_by_name(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ModelError, match=r"llama\.cpp cannot load"):
         load_engine(EngineOptions(path=path), name="llama.cpp")
-    with pytest.raises(ModelError, match="no engine called quartz"):
+    with pytest.raises(ModelError, match="no engine is called quartz"):
         load_engine(EngineOptions(path=path), name="quartz")
+
+
+def test_a_folder_with_settings_and_weights_is_a_model_of_mlx(tmp_path: Path) -> None:
+    [mlx] = (kind for kind in ENGINES if kind.name == "mlx")
+    folder = write_folder(tmp_path / "tiny")
+    assert mlx.matches(folder)
+    assert not mlx.matches(write_llama(tmp_path / "tiny.gguf"))
+
+
+def test_an_engine_that_does_not_load_the_format_names_the_one_that_does(tmp_path: Path) -> None:
+    folder, file = write_folder(tmp_path / "tiny"), write_llama(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match=r"format MLX, which llama.cpp .*--engine mlx"):
+        load_engine(EngineOptions(path=folder), name="llama.cpp")
+    with pytest.raises(ModelError, match=r"format GGUF, which mlx .*--engine llama\.cpp"):
+        load_engine(EngineOptions(path=file), name="mlx")
+
+
+def test_an_engine_whose_packages_are_missing_says_which_to_install(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    code = (
+        "import sys; from pathlib import Path; sys.modules['mlx_lm'] = None;"
+        "from rekindle.engine.base import EngineOptions;"
+        "from rekindle.engine.registry import load_engine;"
+        f"load_engine(EngineOptions(path=Path({str(folder)!r})))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "MLX models need more packages" in ran.stderr
+    assert "pip install 'rekindle[mlx]'" in ran.stderr
+
+
+def test_an_adapter_is_refused_by_an_engine_that_takes_none(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match=r"llama\.cpp takes no adapters: .*--adapter"):
+        load_engine(EngineOptions(path=path, adapter=tmp_path))
+
+
+def test_an_engine_that_makes_no_vectors_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="mlx makes no embeddings"):
+        load_embedder(EngineOptions(path=write_folder(tmp_path / "tiny")))
+
+
+def write_folder(path: Path) -> Path:
+    """Known by its names; what is in it does not matter here."""
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
+    return path
 
 
 def test_an_engine_from_outside_is_found_through_the_environment(

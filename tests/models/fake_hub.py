@@ -19,6 +19,8 @@ class FakeHub:
     """What the hub holds, how it misbehaves, and what it was asked."""
 
     address: str = ""
+    commit: str = COMMIT
+    fails_at: str | None = None  # the name of a file that it answers with 503
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     corrupt: bool = False
     cut_after: int | None = None  # bytes of the next file sent before the connection ends
@@ -57,7 +59,7 @@ class HubHandler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             self._list(path.removeprefix("/api/models/"))
         else:
-            repo, _, name = path[1:].partition(f"/resolve/{COMMIT}/")
+            repo, _, name = path[1:].partition(f"/resolve/{self.server.hub.commit}/")
             self._download(repo, name)
 
     def _list(self, repo: str) -> None:
@@ -69,11 +71,13 @@ class HubHandler(BaseHTTPRequestHandler):
         elif repo not in hub.repos:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         else:
-            self._send(200, json.dumps(_info(repo, hub.repos[repo])).encode())
+            self._send(200, json.dumps(_info(repo, hub.commit, hub.repos[repo])).encode())
 
     def _download(self, repo: str, name: str) -> None:
         hub = self.server.hub
-        if hub.download_status is not None:
+        if name == hub.fails_at:
+            self._send(503, b"")
+        elif hub.download_status is not None:
             self._send(hub.download_status, b"")
         elif hub.redirect_to is not None:
             location, hub.redirect_to = hub.redirect_to + self.path, None
@@ -124,16 +128,16 @@ def running_hub() -> Iterator[FakeHub]:
             thread.join()
 
 
-def _info(repo: str, files: dict[str, bytes]) -> dict[str, object]:
+def _info(repo: str, commit: str, files: dict[str, bytes]) -> dict[str, object]:
     return {
         "id": repo,
-        "sha": COMMIT,
+        "sha": commit,
         "siblings": [_sibling(name, content) for name, content in files.items()],
     }
 
 
 def _sibling(name: str, content: bytes) -> dict[str, object]:
-    if not name.endswith(".gguf"):
+    if not name.endswith((".gguf", ".safetensors")):
         return {"rfilename": name, "size": len(content)}
     digest = sha256(content).hexdigest()
     lfs = {"size": len(content), "sha256": digest, "pointerSize": 134}

@@ -53,6 +53,14 @@ def test_a_catalogue_name_is_kept_in_the_models_folder() -> None:
     assert locate("smollm2", MODELS) == PackagedModel(SMOLLM2, MODELS / SMOLLM2.file_name)
 
 
+def test_a_folder_with_a_model_is_local(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"a folder without config\.json and model\*"):
+        locate(str(tmp_path), MODELS)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert locate(str(tmp_path), MODELS) == LocalModel(tmp_path)
+
+
 def test_an_existing_file_is_local_whatever_its_name(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.touch()

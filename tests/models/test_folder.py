@@ -39,7 +39,7 @@ def test_a_folder_without_an_index_is_whole_as_it_is(folder: Path) -> None:
 @pytest.mark.parametrize("lost", [CONFIG, FIRST, SECOND])
 def test_what_is_missing_is_named(folder: Path, lost: str) -> None:
     (folder / lost).unlink()
-    with pytest.raises(ModelError, match=rf"{lost}.*Pull the model again"):
+    with pytest.raises(ModelError, match=rf"{lost}.*Fetch the model again"):
         check_folder(folder)
 
 
@@ -81,7 +81,7 @@ def test_an_index_cannot_name_a_file_elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100_000, "\udcff"])
 def test_settings_that_are_no_object_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / CONFIG).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ModelError, match="Pull the model again"):
+    with pytest.raises(ModelError, match="Fetch the model again"):
         read_json(tmp_path / CONFIG)
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rekindle.errors import ModelError
 from rekindle.models.pull import pull
@@ -257,3 +260,125 @@ def test_a_repository_name_the_hub_forbids_is_a_clear_error(
 ) -> None:
     with pytest.raises(ModelError, match="Cannot fetch org/a--b"):
         pull("org/a--b", models_dir=models_dir, progress=progress)
+
+
+# -- models that are folders ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> dict[str, bytes]:
+    """The files of one, in two shards, as a hub has them."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name in names:
+        save_file({name: np.zeros(400, np.float32)}, tmp_path / name)
+    index = json.dumps({"weight_map": {name: name for name in names}}).encode()
+    return {
+        "config.json": b"{}",
+        **{name: (tmp_path / name).read_bytes() for name in names},
+        "model.safetensors.index.json": index,
+        "tokenizer.json": b'{"tokens": 3}',
+        "chat_template.jinja": b"{{ messages }}",
+    }
+
+
+OTHERS = {
+    "README.md": b"#",
+    "modeling_evil.py": b"raise SystemExit",
+    "original/model.safetensors": b"",
+    "onnx/config.json": b"",
+    "pytorch_model.bin": b"",
+}
+
+
+def test_a_repository_of_a_folder_is_fetched_whole_and_nothing_else_of_it(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = folder | OTHERS
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    assert path == models_dir / "hub" / "org" / "repo"
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == folder
+    assert progress.advanced == [len(content) for content in folder.values()]
+    assert progress.tasks[1][0] == f"Downloading {list(folder)[1]} (2 of 6)"
+
+
+def test_a_pulled_folder_is_found_without_the_hub(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = folder
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    asked = len(hub.asked)
+    assert pull(REPO, models_dir=models_dir, progress=progress) == path
+    assert len(hub.asked) == asked
+
+
+def test_a_folder_goes_on_where_its_pull_was_interrupted(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    large = "model-00001-of-00002.safetensors"
+    hub.repos[REPO] = {large: folder[large]} | folder
+    interrupt(hub, models_dir, progress)
+    assert not (models_dir / "hub").exists()
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    assert (path / large).read_bytes() == folder[large]
+    assert "bytes=1000-" in hub.ranges
+    assert not list(models_dir.rglob("*.part"))
+
+
+def test_files_of_two_commits_never_come_together(
+    hub: FakeHub,
+    folder: dict[str, bytes],
+    models_dir: Path,
+    progress: RecordedProgress,
+) -> None:
+    hub.repos[REPO] = folder
+    hub.fails_at = list(folder)[3]
+    with pytest.raises(ModelError, match="answered 503"):
+        pull(REPO, models_dir=models_dir, progress=progress)
+    hub.fails_at = None
+    newer = folder | {"config.json": b'{"newer": 1}'}
+    hub.repos[REPO] = newer
+    hub.commit = "f" * 40
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == newer
+
+
+def test_a_damaged_shard_is_not_kept(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = folder
+    hub.corrupt = True
+    with pytest.raises(ModelError, match="arrived damaged"):
+        pull(REPO, models_dir=models_dir, progress=progress)
+    assert not (models_dir / "hub").exists()
+
+
+def test_a_repository_of_both_kinds_gives_its_gguf_file(
+    hub: FakeHub,
+    folder: dict[str, bytes],
+    content: bytes,
+    models_dir: Path,
+    progress: RecordedProgress,
+) -> None:
+    hub.repos[REPO] = folder | {"m-Q8_0.gguf": content}
+    assert pull(REPO, models_dir=models_dir, progress=progress).name == "m-Q8_0.gguf"
+
+
+def test_a_folder_with_a_shard_missing_is_refused(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    lost = "model-00002-of-00002.safetensors"
+    hub.repos[REPO] = {name: content for name, content in folder.items() if name != lost}
+    with pytest.raises(ModelError, match=f"lacks {lost}"):
+        pull(REPO, models_dir=models_dir, progress=progress)
+
+
+def test_a_folder_is_not_put_in_place_of_something_else(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = folder
+    mine = models_dir / "hub" / REPO / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(ModelError, match="holds something else already"):
+        pull(REPO, models_dir=models_dir, progress=progress)
+    assert mine.read_text() == "mine"

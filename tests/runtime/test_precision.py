@@ -4,15 +4,17 @@ computed twice when it changes."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rekindle.engine.base import Capabilities
 from rekindle.errors import ModelError, NoRoomForPins, Unsupported
 from rekindle.protocol.events import Cancelled, Failed, Reason
-from rekindle.protocol.requests import Names, Prepare
-from rekindle.runtime.precision import check_kv_bits
+from rekindle.protocol.requests import GenerateRequest, Names, Prepare, SamplingParams
+from rekindle.runtime.precision import check_kv_bits, precision
 from tests.support.fake import CELL_BYTES, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.pictures import drawn
@@ -64,6 +66,54 @@ def test_bits_that_cells_cannot_have_are_refused_in_words() -> None:
     check_kv_bits(harness.capabilities, None)
     with pytest.raises(ModelError, match=r"cannot have 5 bits, but .*: leave --kv-bits out"):
         check_kv_bits(harness.capabilities, 5)
+
+
+def request_for(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(turn=0, prompt=[1], sampling=SamplingParams(), max_tokens=1, **fields)
+
+
+def grouped(usual: str = "fake") -> Capabilities:
+    """Of an engine whose quantised cells have groups of several sizes."""
+    known = FakeEngine().capabilities
+    layouts = {
+        f"q{bits}_g{size}": replace(known.kv_layout, bits=bits, group_size=size)
+        for bits, size in ((8, 128), (8, 64), (8, 32), (4, 128), (4, 32))
+    }
+    return replace(known, kv={"fake": known.kv_layout, **layouts}, kv_type=usual)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "usual", "kv_type"),
+    [
+        (None, 32, "fake", "fake"),
+        (8, None, "fake", "q8_g64"),
+        (8, 32, "fake", "q8_g32"),
+        (4, 128, "fake", "q4_g128"),
+        (4, None, "fake", "q4_g32"),  # the finest, where there is no 64
+        (8, None, "q8_g128", "q8_g128"),
+        (8, 32, "q8_g128", "q8_g32"),
+        (4, 32, "q8_g64", "q4_g32"),
+    ],
+)
+def test_a_turn_has_groups_of_the_size_that_it_asks_for(
+    bits: int | None, group_size: int | None, usual: str, kv_type: str
+) -> None:
+    request = request_for(kv_bits=bits, kv_group_size=group_size, kv_quantization_start=9)
+    chosen = precision(request, grouped(usual), b"tenant")
+    assert chosen.space_of(100).kv_type == kv_type
+    if kv_type == "q8_g32" and usual == "q8_g128":
+        assert (chosen.may_transcode, chosen.start_tokens) == (False, 0)  # it holds no less
+
+
+def test_groups_of_another_size_are_refused_with_those_there_are() -> None:
+    request = request_for(kv_bits=4, kv_group_size=64)
+    with pytest.raises(Unsupported, match=r"groups of 32 or 128 values in this model") as raised:
+        precision(request, grouped(), b"tenant")
+    assert raised.value.param == "kv_group_size"
+
+
+def test_an_engine_with_one_size_of_groups_uses_it() -> None:
+    assert bits(RuntimeHarness(FakeEngine()).ask(PROMPT, kv_group_size=64, **EIGHT))[0] == 8
 
 
 def test_streams_of_several_precisions_run_side_by_side() -> None:

@@ -6,8 +6,10 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
@@ -87,6 +89,54 @@ def test_a_model_that_sees_and_the_same_that_does_not_share_the_disk_budget(
         launch._runtime(name, Config(), files)
     assert [load.files for load in loads] == loads[0].served == loads[1].served
     assert len(set(loads[0].served)) == 2
+
+
+# -- models that are folders ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny-4bit"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    save_file({"a": np.zeros(2, np.float32)}, path / "model.safetensors")
+    return path
+
+
+def test_a_folder_is_served_under_its_own_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(served_names(Config(model=(str(folder),)))) == ["tiny-4bit"]
+    monkeypatch.chdir(folder)
+    assert list(served_names(Config(model=(".",)))) == ["tiny-4bit"]
+
+
+def test_a_folder_has_no_projector(folder: Path) -> None:
+    write_gguf(folder.with_name("mmproj-f16.gguf"))  # of another model
+    assert fetched(folder) == launch.ModelFiles(folder)
+    for setting in ({"vlm": True}, {"mmproj": folder}):
+        with pytest.raises(ModelError, match="is a folder, and those serve text alone"):
+            fetched(folder, **setting)
+
+
+def test_an_adapter_goes_with_its_model_and_makes_it_another_one(
+    folder: Path, model: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    for path in (folder, model):
+        plain, adapted = fetched(path), fetched(path, adapter=adapter)
+        loads = [launch._load(own, Config()) for own in (plain, adapted)]
+        assert [load.adapter for load in loads] == [None, str(adapter)]
+        assert loads[0].files != loads[1].files
+
+
+def test_an_adapter_is_of_one_model_and_has_to_be_there(folder: Path, tmp_path: Path) -> None:
+    for models in ((), (str(folder), "smollm2")):
+        with pytest.raises(ConfigError, match="is of one model"):
+            launch.check_settings(Config(model=models, adapter=tmp_path))
+    with pytest.raises(ConfigError, match="--adapter`: there is no folder"):
+        launch.check_settings(Config(model=(str(folder),), adapter=tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ def llama_tokenizer(path: Path) -> Iterator[LlamaTokenizer]:
     library.llama_model_free(model)
 
 
-def write_folder_vocabulary(source: Path, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json of a byte-level GGUF vocabulary."""
-    values = read_metadata(source)
+def write_folder_vocabulary(values: dict[str, Any], folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json of a byte-level GGUF vocabulary, of which these are
+    the file's values."""
     tokens, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     added = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
     before = BEFORE_BYTE_LEVEL[values["tokenizer.ggml.pre"]]
@@ -68,7 +68,11 @@ def write_folder_vocabulary(source: Path, folder: Path) -> None:
 def read_metadata(path: Path) -> dict[str, Any]:
     """The values of a GGUF file by their names."""
     loaded: Any = mx.load(str(path), return_metadata=True)
-    _, values = loaded
+    return metadata_of(loaded[1])
+
+
+def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
+    """The same of values that MLX has read, as Python has them."""
     return {
         name: value.tolist() if isinstance(value, mx.array) else value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""Which engine loads a model, decided by what its file is.
+"""Which engine loads a model, decided by what its files are.
 
 An engine's module is imported when a model needs it, never for the list alone. An engine from
 outside this package is a module that the environment names and that has an `ENGINE` of its own.
@@ -12,31 +12,52 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from rekindle.engine.base import Embedder, Engine, EngineOptions, OnProgress
 from rekindle.errors import ConfigError, ModelError
+from rekindle.models.folder import is_model_folder
 from rekindle.protocol.requests import ENGINE_MODULE
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One engine: which files it loads, and where to find what loads them."""
+    """One engine: which models it loads, and where to find what loads them."""
 
     name: str
     format: str  # of its files, as people call it
     matches: Callable[[Path], bool]
     factory: str  # "module:name" of a callable(EngineOptions, OnProgress) -> Engine
     embedder_factory: str | None = None  # the same, -> Embedder; None: it makes no vectors
+    extra: str | None = None  # of our package, that brings what the module imports
+    takes_adapters: bool = False
 
     def load(self, options: EngineOptions, on_progress: OnProgress) -> Engine:
-        engine: Engine = resolve_name(self.factory)(options, on_progress)
+        if options.adapter and not self.takes_adapters:
+            raise ModelError(
+                f"{self.name} takes no adapters: merge {options.adapter} into the model, or leave "
+                "--adapter out"
+            )
+        engine: Engine = self._resolve(self.factory)(options, on_progress)
         return engine
 
     def load_embedder(self, options: EngineOptions, on_progress: OnProgress) -> Embedder:
         if self.embedder_factory is None:
             raise ModelError(f"{self.name} makes no embeddings: give a model of another format")
-        embedder: Embedder = resolve_name(self.embedder_factory)(options, on_progress)
+        embedder: Embedder = self._resolve(self.embedder_factory)(options, on_progress)
         return embedder
+
+    def _resolve(self, factory: str) -> Callable[[EngineOptions, OnProgress], Any]:
+        try:
+            found: Callable[[EngineOptions, OnProgress], Any] = resolve_name(factory)
+        except ImportError as error:
+            if self.extra is None:
+                raise
+            raise ModelError(
+                f"{self.format} models need more packages ({error}): "
+                f"pip install 'rekindle[{self.extra}]'"
+            ) from error
+        return found
 
 
 def _is_gguf(path: Path) -> bool:
@@ -60,6 +81,14 @@ ENGINES = (
         "rekindle.engine.llamacpp.engine:LlamaCppEngine",
         "rekindle.engine.llamacpp.embedder:LlamaCppEmbedder",
     ),
+    EngineKind(
+        "mlx",
+        "MLX",
+        is_model_folder,
+        "rekindle.engine.mlx.engine:MlxEngine",
+        extra="mlx",
+        takes_adapters=True,
+    ),
 )
 
 
@@ -82,7 +111,7 @@ def _added(module: str) -> EngineKind:
 def load_engine(
     options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
 ) -> Engine:
-    """The first engine that takes the file, or the one called `name`; raises ModelError."""
+    """The first engine that takes the model, or the one called `name`; raises ModelError."""
     return _kind_of(options.path, name).load(options, on_progress)
 
 
@@ -93,10 +122,15 @@ def load_embedder(options: EngineOptions, on_progress: OnProgress = lambda _done
 
 def _kind_of(path: Path, name: str | None) -> EngineKind:
     engines = known_engines()
-    for kind in engines:
-        if kind.name == name or (name is None and kind.matches(path)):
-            return kind
+    usual = next((kind for kind in engines if kind.matches(path)), None)
+    chosen = usual if name is None else next((k for k in engines if k.name == name), None)
     supported = ", ".join(f"{kind.format} ({kind.name})" for kind in engines)
-    if name is not None:
-        raise ModelError(f"there is no engine called {name}; supported: {supported}")
-    raise ModelError(f"no engine loads {path.name}; supported formats: {supported}")
+    if chosen is None:
+        what = f"no engine loads {path.name}" if name is None else f"no engine is called {name}"
+        raise ModelError(f"{what}; supported formats: {supported}")
+    if usual is not None and not chosen.matches(path):
+        raise ModelError(
+            f"{path.name} is a model in the format {usual.format}, which {chosen.name} does not "
+            f"load: leave --engine out, or give --engine {usual.name}"
+        )
+    return chosen

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rekindle.errors import ModelError
+from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_VISION_MODEL = "smollm2-shapes"
@@ -94,7 +95,7 @@ HUB_ID = re.compile(
     re.ASCII,
 )
 ACCEPTED = (
-    f"a catalogue name ({', '.join(CATALOGUE)}), the path of a .gguf file, "
+    f"a catalogue name ({', '.join(CATALOGUE)}), the path of a .gguf file or of a model folder, "
     "or a hub id (org/repo, org/repo:Q4_K_M or org/repo:file.gguf)"
 )
 
@@ -118,7 +119,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A file that is here already."""
+    """A file or folder that is here already."""
 
     path: Path
 
@@ -131,7 +132,7 @@ def locate(name: str, models_dir: Path) -> ModelSource:
     if model := CATALOGUE.get(name):
         return PackagedModel(model, models_dir / model.file_name)
     path = _expand(name)
-    if _is_file(path):
+    if _is_model(path):
         return LocalModel(path)
     if _looks_like_path(name):
         raise ModelError(_missing_file(path))
@@ -147,9 +148,9 @@ def _expand(name: str) -> Path:
     return Path(name)
 
 
-def _is_file(path: Path) -> bool:
+def _is_model(path: Path) -> bool:
     with suppress(OSError, ValueError):  # too long, not permitted, a NUL inside
-        return path.is_file()
+        return path.is_file() or is_model_folder(path)
     return False
 
 
@@ -162,7 +163,10 @@ def _looks_like_path(name: str) -> bool:
 def _missing_file(path: Path) -> str:
     with suppress(OSError, ValueError):
         if path.is_dir():
-            return f"{path} is a folder. Give the path of the .gguf file inside it."
+            return (
+                f"{path} is a folder without {CONFIG} and {WEIGHTS}. Give a folder that has them, "
+                "or the path of the .gguf file inside it."
+            )
     return f"There is no model file at {path}. Check the path, or give {ACCEPTED}."
 
 

@@ -17,6 +17,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
+AGAIN = "Fetch the model again, into an empty folder."
 MAX_JSON_BYTES = 256 << 20  # several times the largest tokenizer.json seen
 
 
@@ -32,11 +33,11 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: no such file is.")
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise ModelError(f"Cannot read {path}: {error.strerror}. Pull the model again.") from error
+        raise ModelError(f"Cannot read {path}: {error.strerror}. {AGAIN}") from error
     except (ValueError, RecursionError):
-        raise ModelError(f"{path} is not JSON, so it is damaged. Pull the model again.") from None
+        raise ModelError(f"{path} is not JSON, so it is damaged. {AGAIN}") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no settings. Pull the model again.")
+        raise ModelError(f"{path} holds no settings. {AGAIN}")
     return found
 
 
@@ -45,14 +46,14 @@ def weight_files(folder: Path) -> list[Path]:
     index names. Those that it does not name count, too: whoever loads the folder loads them."""
     found = sorted(folder.glob(WEIGHTS))
     if not found:
-        raise ModelError(f"{folder} has no {WEIGHTS}. Pull the model again.")
+        raise ModelError(f"{folder} has no {WEIGHTS}. {AGAIN}")
     index = folder / INDEX
     named = _shards(index) if index.is_file() else set()
     missing = sorted(named - {path.name for path in found})
     if missing:
         raise ModelError(
             f"{folder} lacks {', '.join(missing[:3])}: {len(missing)} of {len(named)} files of "
-            "weights are missing. Pull the model again."
+            f"weights are missing. {AGAIN}"
         )
     return found
 
@@ -60,7 +61,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _shards(index: Path) -> set[str]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ModelError(f"{index} names no weights. Pull the model again.")
+        raise ModelError(f"{index} names no weights. {AGAIN}")
     return set(map(str, names.values()))
 
 
@@ -72,6 +73,6 @@ def check_folder(folder: Path) -> list[str]:
     if times != 1:
         raise ModelError(
             f"{folder} has {name} {times} times: its files of weights are of several models, or "
-            "empty. Pull the model into an empty folder."
+            f"empty. {AGAIN}"
         )
     return names

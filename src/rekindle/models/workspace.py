@@ -57,6 +57,17 @@ def publish(part: Path, final: Path) -> None:
     part.replace(final)
 
 
+def publish_folder(folder: Path, final: Path) -> None:
+    """Make a folder of published files visible whole, or not at all."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.replace(final)
+    except OSError as error:
+        raise ModelError(
+            f"{final} holds something else already ({error.strerror}). Move it away and pull again."
+        ) from error
+
+
 def _key(relative: Path) -> str:
     return f"{relative.stem[:80]}-{sha256(relative.as_posix().encode()).hexdigest()[:12]}"
 

@@ -20,6 +20,7 @@ class LoadModel(Struct, tag=True, kw_only=True):
 
     path: str
     mmproj: str | None = None  # the file of the model's projector, which encodes pictures
+    adapter: str | None = None  # a folder of weights trained on top of the model's
     must_see: bool = True  # False: a projector that cannot be used is left out, with a warning
     embeds: bool = False  # it is to make vectors or scores, and no text
     served: list[str] = []  # `files` of all models of this server, which share the disk budget
@@ -27,8 +28,9 @@ class LoadModel(Struct, tag=True, kw_only=True):
 
     @property
     def files(self) -> str:
-        """What tells models apart: one that sees is another than the same that does not."""
-        return f"{self.path} {self.mmproj}" if self.mmproj else self.path
+        """What tells models apart: one that sees, or has an adapter, is another than the same
+        without."""
+        return " ".join(part for part in (self.path, self.mmproj, self.adapter) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     reuse: bool = True
     exact: bool = False
     kv_bits: int | None = None  # of KV cells; None: of the usual ones
+    kv_group_size: int | None = None  # of values that share a scale; None: the engine's choice
     kv_quantization_start: int = 5000  # tokens that have the usual cells nevertheless
     salt: bytes = b""
     progress: bool = False

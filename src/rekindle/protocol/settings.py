@@ -108,6 +108,10 @@ Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
 class RuntimeSettings:
     """The settings that travel to the runtime with the model to load."""
 
+    engine: Annotated[
+        Name | None,
+        Setting("What computes: llama.cpp or mlx", "Engine", "by the model's format"),
+    ] = None
     parallel: Annotated[
         int, Interval(ge=1, le=128), Setting("Turns computed at once", "Engine")
     ] = 16
@@ -119,7 +123,7 @@ class RuntimeSettings:
     kv_fraction: Annotated[
         float, Interval(gt=0, lt=1), Setting("Share of free memory for the KV pool", "Engine")
     ] = 0.3
-    fp8_kvcache: Annotated[bool, Setting("8-bit KV cells: q8_0, groups of 32", "Engine")] = False
+    fp8_kvcache: Annotated[bool, Setting("8-bit KV cells", "Engine")] = False
     kv_bits: Annotated[
         int | None,
         Among(tuple(KV_TYPES)),

@@ -99,15 +99,15 @@ class RuntimeProcess:
         def on_progress(fraction: float) -> None:
             self.send(Loading(fraction))
 
-        options = _options(load)
+        options, name = _options(load), load.settings.engine
         try:
-            return load_engine(options, on_progress)
+            return load_engine(options, on_progress, name=name)
         except ProjectorError as error:
             if load.must_see:
                 raise
             text = f"serving text alone: {error}. --no-vlm silences this warning"
             self.send(LogLine("warning", text))
-        return load_engine(replace(options, mmproj=None), on_progress)
+        return load_engine(replace(options, mmproj=None), on_progress, name=name)
 
     def _await_folder(self) -> None:
         """Most cache folders are read in no time: then the first request finds its state. A large
@@ -279,6 +279,7 @@ def _options(load: LoadModel) -> EngineOptions:
     return EngineOptions(
         path=Path(load.path),
         mmproj=Path(load.mmproj) if load.mmproj else None,
+        adapter=Path(load.adapter) if load.adapter else None,
         parallel=settings.parallel,
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,

@@ -9,6 +9,8 @@ from rekindle.errors import ModelError, Unsupported
 from rekindle.kvcache.block import kv_namespace
 from rekindle.protocol.requests import GenerateRequest
 
+DEFAULT_GROUP_SIZE = 64  # where an engine has several sizes of groups, and this one
+
 
 @dataclass(frozen=True, slots=True)
 class KvSpace:
@@ -50,10 +52,10 @@ def precision(request: GenerateRequest, capabilities: Capabilities, tenant: byte
     usual = KvSpace(capabilities.kv_type, tenant)
     is_shared = request.prepare is not None and request.prepare.shared  # turns of all kinds start
     bits = None if is_shared else request.kv_bits  # from it
-    if bits is None or bits == capabilities.kv_layout.bits:
+    kv_type = _kv_type(capabilities, bits, request.kv_group_size)
+    if kv_type == capabilities.kv_type:
         return Precision(usual)
-    kv_type = _kv_type(capabilities, bits)
-    holds_more = bits > capabilities.kv_layout.bits
+    holds_more = capabilities.kv[kv_type].bits >= capabilities.kv_layout.bits
     start_tokens = 0 if holds_more else request.kv_quantization_start
     namespace = kv_namespace(tenant, capabilities.kv[kv_type].fingerprint, start_tokens)
     return Precision(usual, KvSpace(kv_type, namespace), start_tokens, not holds_more)
@@ -65,16 +67,35 @@ def check_kv_bits(capabilities: Capabilities, bits: int | None) -> None:
         raise ModelError(f"{_refusal(capabilities, bits)}: leave --kv-bits out")
 
 
-def _kv_type(capabilities: Capabilities, bits: int) -> KvType:
-    """The KV type of so many bits; raises Unsupported."""
+def _kv_type(capabilities: Capabilities, bits: int | None, group_size: int | None) -> KvType:
+    """The KV type of so many bits in groups of so many values; raises Unsupported. Where an engine
+    has one size of groups, that is it, whatever was asked for: answers say which it is."""
+    if bits is None:
+        return capabilities.kv_type
     if bits not in _known_bits(capabilities):
         refusal = _refusal(capabilities, bits)
         raise Unsupported(f"{refusal}: leave `kv_bits` out or send another", param="kv_bits")
-    return _known_bits(capabilities)[bits]
+    groups = {
+        layout.group_size: kv_type
+        for kv_type, layout in capabilities.kv.items()
+        if layout.bits == bits
+    }
+    if group_size in groups:
+        return groups[group_size]
+    if group_size is not None and len(groups) > 1:
+        known = " or ".join(str(each) for each in sorted(each or 1 for each in groups))
+        raise Unsupported(
+            f"KV cells of {bits} bits have groups of {known} values in this model, not of "
+            f"{group_size}: leave `kv_group_size` out or send one of these",
+            param="kv_group_size",
+        )
+    if bits == capabilities.kv_layout.bits:
+        return capabilities.kv_type
+    return groups.get(DEFAULT_GROUP_SIZE) or [*groups.values()][-1]
 
 
-def _known_bits(capabilities: Capabilities) -> dict[int, KvType]:
-    return {layout.bits: kv_type for kv_type, layout in capabilities.kv.items()}
+def _known_bits(capabilities: Capabilities) -> set[int]:
+    return {layout.bits for layout in capabilities.kv.values()}
 
 
 def _refusal(capabilities: Capabilities, bits: int) -> str:

@@ -17,7 +17,7 @@ from msgspec import structs
 from rich.console import Console
 
 from rekindle.config import Config
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, ModelError
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.projector import find_projector
@@ -69,6 +69,7 @@ def check_settings(config: Config) -> None:
             "`--mmproj` is the projector of one model: give one --model, or put each projector "
             "beside its model"
         )
+    _check_adapter(config)
     served_embedders(config)
     for folder in config.media_folder:
         if not folder.is_dir():
@@ -83,12 +84,22 @@ def check_settings(config: Config) -> None:
             )
 
 
+def _check_adapter(config: Config) -> None:
+    if config.adapter is None:
+        return
+    if len(config.model) != 1:
+        raise ConfigError("`--adapter` is of one model: give that one as --model, and no other")
+    if not config.adapter.is_dir():
+        raise ConfigError(f"`--adapter`: there is no folder {config.adapter}")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """What a model is loaded from."""
 
     path: Path
     mmproj: Path | None = None
+    adapter: Path | None = None
     must_see: bool = True  # the projector was asked for, and not merely found
     embeds: bool = False  # it makes vectors or scores, and no text
 
@@ -109,11 +120,14 @@ def _pull(config: Config, name: str, console: Console) -> Path:
 
 def _files(config: Config, name: str, console: Console) -> ModelFiles:
     path = _pull(config, name, console)
+    if path.is_dir():
+        _refuse_projector(config, name)
+        return ModelFiles(path, adapter=config.adapter)
     if config.vlm is False:
-        return ModelFiles(path)
+        return ModelFiles(path, adapter=config.adapter)
     if config.mmproj is not None:
         check_gguf(config.mmproj)
-        return ModelFiles(path, config.mmproj)
+        return ModelFiles(path, config.mmproj, config.adapter)
     projector = find_projector(
         name,
         path,
@@ -121,7 +135,16 @@ def _files(config: Config, name: str, console: Console) -> ModelFiles:
         progress=progress_on(console),
         required=bool(config.vlm),
     )
-    return ModelFiles(path, projector, must_see=bool(config.vlm))
+    return ModelFiles(path, projector, config.adapter, must_see=bool(config.vlm))
+
+
+def _refuse_projector(config: Config, name: str) -> None:
+    """Only GGUF models have projectors."""
+    if config.vlm or config.mmproj is not None:
+        raise ModelError(
+            f"{name} is a folder, and those serve text alone. Leave --vlm and --mmproj out, or "
+            "give a GGUF model."
+        )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -169,10 +192,10 @@ async def open_models(
     """The models loaded and the presets prepared; closed on every way out."""
     usual = next((bits for bits, name in KV_TYPES.items() if name == config.kv_type), None)
     if usual is not None:
-        log.info("KV cells are %s (%d bits, groups of 32)", config.kv_type, usual)
+        log.info("KV cells are %s (%d bits)", config.kv_type, usual)
     if config.kv_bits not in (None, usual):
         start = config.kv_quantization_start
-        log.info("KV cells have %d bits (groups of 32) after %d tokens", config.kv_bits, start)
+        log.info("KV cells have %d bits after %d tokens", config.kv_bits, start)
     runtimes = {name: _runtime(name, config, files) for name in files}
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes.values():
@@ -205,6 +228,7 @@ def _load(own: ModelFiles, config: Config) -> LoadModel:
     return LoadModel(
         path=str(own.path),
         mmproj=str(own.mmproj) if own.mmproj else None,
+        adapter=str(own.adapter) if own.adapter else None,
         must_see=own.must_see,
         embeds=own.embeds,
         settings=config.runtime,

@@ -15,6 +15,7 @@ from rekindle.api.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
 from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
 from rekindle.models.catalogue import DEFAULT_MODEL, DEFAULT_VISION_MODEL
+from rekindle.models.folder import is_model_folder
 from rekindle.server.runtime_client import RuntimeClient
 
 DEFAULT = "default"
@@ -162,9 +163,11 @@ def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict
 
 
 def _served_name(name: str) -> str:
-    """The name as given, or the stem of a file."""
+    """The name as given, or the stem of a file, or the name of a folder."""
     path = Path(name)
-    return path.stem if path.is_file() else name
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if is_model_folder(path) else name
 
 
 def preset_models(config: Config) -> dict[str, str]:

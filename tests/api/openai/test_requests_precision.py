@@ -53,6 +53,7 @@ def test_a_request_says_which_cells_it_wants(
     assert getattr(front, path)(**fields).status_code == 200
     asked = front.runtime.requested
     assert (asked.kv_bits, asked.kv_quantization_start) == (bits, start)
+    assert asked.kv_group_size == fields.get("kv_group_size")
 
 
 def test_two_starts_that_differ_are_refused() -> None:

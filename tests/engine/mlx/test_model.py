@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,16 @@ import pytest
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model
-from rekindle.errors import ModelError
+from rekindle.engine.mlx.tokenizer import load_tokenizer
+from rekindle.errors import BadRequest, ModelError
+from tests.support.rounds import rounds
 from tests.support.tiny import VOCABULARY
 from tests.support.tiny_mlx import CONTEXT, FAMILIES, write_tiny_mlx
+
+VALUES: tuple[Any, ...] = (
+    None, True, 0, 1, -1, 1 << 31, 1 << 40, 1e308, float("nan"), "", "x", "../x", "auto",
+    [], [1], [[]], {}, {"a": 1},
+)  # fmt: skip
 
 
 def load(path: Path, adapter: Path | None = None) -> LoadedModel:
@@ -220,6 +230,41 @@ def test_a_folder_without_a_tokenizer_says_how_to_make_one(folder: Path) -> None
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="save_pretrained"):
         load(folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_whatever_a_file_says_the_folder_is_loaded_or_refused(folder: Path, name: str) -> None:
+    path = folder / name
+    whole = json.loads(path.read_text())
+    for seed in range(rounds(30, 1_500)):
+        path.write_text(json.dumps(mutated(whole, random.Random(seed))))
+        with suppress(ModelError, BadRequest):
+            loaded = load(folder)
+            tokenizer = load_tokenizer(folder, loaded.vocabulary_size)
+            tokens = tokenizer.encode("then <|end|> é", special=False)
+            assert max(tokens, default=0) < tokenizer.size == loaded.vocabulary_size
+
+
+def mutated(whole: Any, rng: random.Random) -> Any:
+    """One or two values replaced or removed, wherever they are."""
+    copy = json.loads(json.dumps(whole))
+    for _ in range(rng.randint(1, 2)):
+        holder, key = rng.choice(list(places(copy)))
+        if rng.random() < 0.2 and isinstance(holder, dict):
+            del holder[key]
+        else:
+            holder[key] = rng.choice(VALUES)
+    return copy
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place of a value that may hold another, the first few of each list or object."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in list(items)[:20]:
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from places(inner)
 
 
 def test_a_folder_whose_name_is_a_pattern_has_to_be_renamed(tmp_path: Path) -> None:

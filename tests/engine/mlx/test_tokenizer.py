@@ -16,7 +16,11 @@ from rekindle.chat.detokenize import Detokenizer
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.engine.mlx.tokenizer import FolderTokenizer, load_tokenizer
 from rekindle.errors import BadRequest, ModelError
-from tests.support.gguf_vocabulary import llama_tokenizer, write_folder_vocabulary
+from tests.support.gguf_vocabulary import (
+    llama_tokenizer,
+    read_metadata,
+    write_folder_vocabulary,
+)
 from tests.support.rounds import rounds
 from tests.support.tiny import CONTROL, TEMPLATE, VOCABULARY, write_llama
 from tests.support.tiny_mlx import added_token, write_tokenizer
@@ -59,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("smollm2")
-    write_folder_vocabulary(smollm2_path, folder)
+    write_folder_vocabulary(read_metadata(smollm2_path), folder)
     with llama_tokenizer(smollm2_path) as llama:
         yield Pair(load_tokenizer(folder), llama)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 
 from rekindle.api.cache.schema import Prepared, prepared
-from rekindle.api.fields import KvBits, KvStart, characters
+from rekindle.api.fields import KvBits, KvGroupSize, KvStart, characters
 from rekindle.api.illustration import Illustrated, illustrate
 from rekindle.api.media_parts import Resize
 from rekindle.api.message import Messages, rendered
@@ -45,6 +45,7 @@ class PrepareRequest(BaseModel):
     pinned: bool = False
     ttl: float | None = Field(TTL_S, gt=0, le=MOST_TTL_S)
     kv_bits: KvBits | None = None
+    kv_group_size: KvGroupSize | None = None
     kv_quantization_start: KvStart | None = None
 
     @model_validator(mode="after")
@@ -106,6 +107,7 @@ async def _warmed(
         max_tokens=1,
         exact=config.exact,
         kv_bits=body.kv_bits or config.kv_bits,
+        kv_group_size=body.kv_group_size,
         kv_quantization_start=(
             config.kv_quantization_start
             if body.kv_quantization_start is None

@@ -91,6 +91,7 @@ def _requests(
             more_choices=more_choices,
             exact=_or(body.cache_exact, config.exact),
             kv_bits=_or(body.kv_bits, config.kv_bits),
+            kv_group_size=body.kv_group_size,
             kv_quantization_start=_or(body.kv_start, config.kv_quantization_start),
             salt=salt,
         )

@@ -121,7 +121,7 @@ class RequestBase(StructuredFields):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     kv_bits: KvBits | None = Field(None, description="Of the KV cells beyond the start")
     kv_group_size: KvGroupSize | None = Field(
-        None, description="Checked; `x_cache.kv_group_size` says what the engine has"
+        None, description="Where the engine has a choice; `x_cache.kv_group_size` says which it is"
     )
     kv_quantization_start: KvStart | None = Field(
         None, description="Tokens after which KV cells are quantised"

@@ -1,0 +1,82 @@
+"""A Llama model of a GGUF file written as a model folder in MLX's format, value by value.
+
+MLX reads Q4_0, Q4_1 and Q8_0 tensors as what they are: quantised in groups of 32 with a scale and
+a bias. So the folder holds the same numbers as the file, in another order where the order differs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tests.support.gguf_vocabulary import metadata_of, write_folder_vocabulary
+
+GROUP_SIZE = 32
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<name>\w+)\.(?P<part>weight|scales|biases)")
+
+
+def write_gguf_as_folder(source: Path, folder: Path) -> Path:
+    """config.json, weights and tokenizer of the GGUF file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded: Any = mx.load(str(source), return_metadata=True)
+    tensors, values = loaded[0], metadata_of(loaded[1])
+    config = _config(values, tied="output.weight" not in tensors)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    weights = {}
+    for full_name, tensor in tensors.items():
+        found = TENSOR.fullmatch(full_name)
+        assert found, full_name
+        layer, name, part = found.groups()
+        prefix = f"model.layers.{layer}." if layer else ""
+        count = heads.get(name)
+        weights[f"{prefix}{NAMES[name]}.{part}"] = _in_order(tensor, count) if count else tensor
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_folder_vocabulary(values, folder)
+    return folder
+
+
+def _config(values: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    of_llama = {name.removeprefix("llama."): value for name, value in values.items()}
+    return {
+        "model_type": "llama",
+        "hidden_size": of_llama["embedding_length"],
+        "num_hidden_layers": of_llama["block_count"],
+        "intermediate_size": of_llama["feed_forward_length"],
+        "num_attention_heads": of_llama["attention.head_count"],
+        "num_key_value_heads": of_llama["attention.head_count_kv"],
+        "rms_norm_eps": of_llama["attention.layer_norm_rms_epsilon"],
+        "vocab_size": len(values["tokenizer.ggml.tokens"]),
+        "max_position_embeddings": of_llama["context_length"],
+        "rope_theta": of_llama.get("rope.freq_base", 10_000.0),
+        "tie_word_embeddings": tied,
+        "bos_token_id": values["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": values["tokenizer.ggml.eos_token_id"],
+        "quantization": {"group_size": GROUP_SIZE, "bits": 4},
+    }
+
+
+def _in_order(tensor: mx.array, heads: int) -> mx.array:
+    """Rows as the rotation of MLX pairs them: first halves of heads with second halves, where
+    GGUF files have the pairs side by side."""
+    rows, columns = tensor.shape
+    pairs = tensor.reshape(heads, rows // heads // 2, 2, columns)
+    return mx.contiguous(pairs.swapaxes(1, 2).reshape(rows, columns))
