@@ -36,7 +36,7 @@ def test_every_error_says_whose_fault_it_is(kind: type[ServerError]) -> None:
 
 
 def test_a_prompt_that_is_too_long_says_both_numbers() -> None:
-    error = ContextTooLong("9000", 4096, param="prompt")
+    error = ContextTooLong(9000, 4096, param="prompt")
     assert "9000" in str(error)
     assert "4096" in str(error)
     assert error.code == "context_length_exceeded"

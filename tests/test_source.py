@@ -46,6 +46,7 @@ NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench"}
 
 #: Suites about several modules of their folder together.
 CROSS_CUTTING = {
+    "api/anthropic/test_client.py",
     "api/openai/test_client.py",
     "api/openai/test_tool_client.py",
     "chat/tools/test_fuzz.py",

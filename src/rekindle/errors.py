@@ -57,6 +57,8 @@ class ServerError(RekindleError):
     status = 500
     kind = "server_error"
     code: str | None = "internal_error"
+    tokens: int | None = None  # of a prompt that is too long, at least
+    limit: int | None = None  # that it exceeds
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,7 +68,13 @@ class ServerError(RekindleError):
     def info(self) -> ErrorInfo:
         """The error as it crosses the socket."""
         return ErrorInfo(
-            status=self.status, kind=self.kind, code=self.code, message=str(self), param=self.param
+            status=self.status,
+            kind=self.kind,
+            code=self.code,
+            message=str(self),
+            param=self.param,
+            tokens=self.tokens,
+            limit=self.limit,
         )
 
     def body(self) -> dict[str, dict[str, str | None]]:
@@ -86,6 +94,7 @@ class ReportedError(ServerError):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message, param=info.param)
         self.status, self.kind, self.code = info.status, info.kind, info.code
+        self.tokens, self.limit = info.tokens, info.limit
 
 
 class BadRequest(ServerError):
@@ -103,11 +112,22 @@ class TemplateFailed(BadRequest):
 class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, tokens: str, limit: int, *, param: str, pictures: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        limit: int,
+        *,
+        param: str,
+        pictures: int = 0,
+        at_least: bool = False,
+    ) -> None:
+        """`at_least`: it was refused before all of its tokens were counted."""
+        self.tokens, self.limit = tokens, limit
+        found = f"at least {tokens}" if at_least else str(tokens)
         of_pictures = f", with those of {pictures} different pictures" if pictures > 1 else ""
         way_out = "Send fewer pictures, shorten the prompt" if pictures else "Shorten the prompt"
         super().__init__(
-            f"The prompt has {tokens} tokens{of_pictures}; this model's context holds {limit} "
+            f"The prompt has {found} tokens{of_pictures}; this model's context holds {limit} "
             f"including at least one generated token. {way_out} or raise --max-model-len.",
             param=param,
         )

@@ -52,7 +52,8 @@ def test_errors_are_documented_by_their_status_and_in_their_shape(
         for status, answer in answers.items():
             if status != "200":
                 schema = answer["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ErrorBody"}
+                shape = "AnthropicErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+                assert schema == {"$ref": f"#/components/schemas/{shape}"}
                 assert answer["description"] not in ("", "Error")
 
 

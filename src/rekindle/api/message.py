@@ -161,7 +161,7 @@ class Message(BaseModel):
         return {**fields, "content": [part.rendered() for part in self.content]}
 
 
-def _bounded(messages: Any) -> Any:
+def bounded(messages: Any) -> Any:
     """Counted before the messages themselves are checked, which takes its time for each."""
     if not isinstance(messages, list):
         return messages
@@ -179,7 +179,7 @@ def _bounded(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_bounded)]
+Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(bounded)]
 
 
 def rendered(messages: list[Message]) -> list[dict[str, Any]]:

@@ -13,3 +13,5 @@ class ErrorInfo(Struct, kw_only=True):
     code: str | None
     message: str
     param: str | None = None
+    tokens: int | None = None  # of a prompt that is too long, at least
+    limit: int | None = None  # that it exceeds

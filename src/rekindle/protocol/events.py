@@ -126,6 +126,7 @@ class Started(Struct, tag=True):
     turn: int
     prompt_tokens: int
     reused_tokens: int
+    cache: CacheReport | None = None  # as far as it is known by now
 
 
 class Prefill(Struct, tag=True):
@@ -155,6 +156,7 @@ class Finished(Struct, tag=True):
     first_token_at_s: float | None = None  # on the machine's monotonic clock
     reasoning_tokens: int = 0  # of the completion's, those the model wrote for itself
     completion_s: float = 0.0  # from the first token to the last
+    stop_string: str | None = None  # that ended it
 
 
 class Failed(Struct, tag=True):

@@ -59,6 +59,7 @@ class Names(Struct, kw_only=True):
     session_number: int | None = None  # `kv_cache_session_id`
     message_ids: list[str] = []  # newest first
     wants_message_id: bool = False
+    message_id: str | None = None  # what its reply is to be called; None: an id of its own
     prompt_cache_key: str | None = None
     by_fingerprint: bool = False  # `--force-cache`: a conversation without a name gets one
     ttl_s: float | None = None  # None: the default of its kind
@@ -110,6 +111,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     pictures: list[Picture] = []  # of the messages' image parts, in order
     tools: list[Any] | None = None
+    loaded_tools: list[Any] = []  # that may be called as well: messages describe them
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
     priority: int = 0  # higher goes first

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from rekindle.protocol.media import Picture
+
 
 class Tokenize(Struct, tag=True, kw_only=True):
     """The tokens of a text, or of a conversation as the model reads it. Answered with Tokenized."""
@@ -14,6 +16,7 @@ class Tokenize(Struct, tag=True, kw_only=True):
     add_special: bool = False  # the tokens that the model wants around a text
     parse_special: bool = True  # a control token's text in a text is that token
     messages: list[dict[str, Any]] | None = None
+    pictures: list[Picture] = []  # of the messages' image parts, in order
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True

@@ -38,8 +38,7 @@ from rekindle.tokens import Tokenizer, Tokens
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
-About = TypeVar("About", GenerateRequest, Validate, IndexPrompt)
-Read = TypeVar("Read", GenerateRequest, Validate, IndexPrompt, Tokenize)
+About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)
 
 SHARED_SALT = b"shared by the operator"  # shorter than any key's digest
 
@@ -143,14 +142,15 @@ class InputProcessor:
         limit = self._capabilities.context_tokens
         if least >= limit:
             raise ContextTooLong(
-                f"at least {least}", limit, param="messages", pictures=len(digests)
+                least, limit, param="messages", pictures=len(digests), at_least=True
             )
 
     def encode_conversation(self, op: Tokenize) -> list[int]:
         """The tokens of a conversation that nobody has to answer."""
-        asked, _ = self._normalised(op)
+        shown, pictures = self._seen(op, b"")
+        asked, _ = self._normalised(shown)
         assert asked.messages is not None
-        return self._plain_chat(asked.messages, asked, {}).tokens.ids()
+        return self._plain_chat(asked.messages, asked, pictures.in_prompt).tokens.ids()
 
     def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
         """A text with what the model wants in front of it."""
@@ -158,7 +158,7 @@ class InputProcessor:
         tokens = self._tokenizer.encode(text, special=special)
         return tokens if bos is None else [bos, *tokens]
 
-    def _normalised(self, about: Read) -> tuple[Read, list[str]]:
+    def _normalised(self, about: About) -> tuple[About, list[str]]:
         """The request with messages and tools normalised, unless it asks not to; what changed."""
         if about.messages is None or not about.normalise:
             return about, []
@@ -293,7 +293,7 @@ class InputProcessor:
         least = _characters(text) // self._tokenizer.longest_bytes
         if least >= self._capabilities.context_tokens:
             limit = self._capabilities.context_tokens
-            raise ContextTooLong(f"at least {least}", limit, param=param)
+            raise ContextTooLong(least, limit, param=param, at_least=True)
 
 
 def _characters(value: object) -> int:

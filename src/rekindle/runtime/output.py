@@ -58,6 +58,11 @@ class ReplyOutput:
         return self.raw == self.message.text
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.matched
+
+    @property
     def remaining_tokens(self) -> int:
         return self._most_tokens - self.tokens
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from rekindle.chat.encode import Prompt
 from rekindle.chat.escaping import unescape
@@ -59,18 +60,20 @@ class OutputFormat:
             return ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens)
         end = unescape(prompt.escaped[-PROMPT_END_BYTES:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
-        calls = bool(request.tools) and request.tool_use.choice != "none"
-        grammar = self._grammar(request, calls=calls, opened=opened)
+        tools = [*(request.tools or ()), *request.loaded_tools]
+        calls = bool(tools) and request.tool_use.choice != "none"
+        grammar = self._grammar(request, tools if calls else [], opened=opened)
         token_mask = self._compiler.compile(grammar) if grammar else None
         if not calls and self.format.reasoning is None:
             return ReplyDecoding(token_mask=token_mask, end_tokens=self.end_tokens)
-        parser = self.format.parser(request.tools or [], calls=calls, opened=opened)
+        parser = self.format.parser(tools, calls=calls, opened=opened)
         return ReplyDecoding(parser, self._shown, token_mask, self.end_tokens)
 
-    def _grammar(self, request: GenerateRequest, *, calls: bool, opened: bool) -> Grammar | None:
+    def _grammar(
+        self, request: GenerateRequest, tools: list[Any], *, opened: bool
+    ) -> Grammar | None:
+        """`tools`: those that it may call."""
         output = request.structured_output
-        if not calls:
+        if not tools:
             return self._grammars.answer(output, opened=opened) if output else None
-        return self._grammars.calls(
-            request.tools or [], request.tool_use, opened=opened, answer=output
-        )
+        return self._grammars.calls(tools, request.tool_use, opened=opened, answer=output)

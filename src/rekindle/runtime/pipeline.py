@@ -72,7 +72,7 @@ class Pipeline:
         room = context_tokens - prompt_tokens
         if room <= 0:
             raise ContextTooLong(
-                str(prompt_tokens),
+                prompt_tokens,
                 context_tokens,
                 param=request.source,
                 pictures=len(encoded.pictures.in_prompt),

@@ -200,7 +200,7 @@ class Scheduler:
         _insert(self._running, turn)
         if not turn.is_started:
             turn.is_started = True
-            self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens)])
+            self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report)])
             if turn.request.prepare is None:
                 turn.sampler = self._engine.sampler(
                     turn.request.sampling,

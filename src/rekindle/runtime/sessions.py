@@ -179,8 +179,8 @@ class Sessions:
     def remember(self, turn: Turn, finished: Finished) -> None:
         """Keep the conversation's end as an entry, with the names the request asks for."""
         names = turn.request.names or Names()
-        if names.wants_message_id:
-            finished.message_id = f"msg_{secrets.token_hex(12)}"
+        if names.wants_message_id or names.message_id is not None:
+            finished.message_id = names.message_id or f"msg_{secrets.token_hex(12)}"
         if not turn.request.reuse or not finished.cache.cached_tokens:
             return
         entry = self._entries.remember(self._draft(turn, names, finished))
@@ -278,7 +278,8 @@ def _hashes_after(turn: Turn) -> EntryHashes | None:
 
 
 def _is_named(names: Names) -> bool:
-    asked = names.cache_key is not None or names.return_cache_key or names.wants_message_id
+    keyed = names.cache_key is not None or names.return_cache_key
+    asked = keyed or names.wants_message_id or names.message_id is not None
     return asked or names.by_fingerprint or any(True for _ in _proposals(names))
 
 

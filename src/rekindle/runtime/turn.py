@@ -254,4 +254,5 @@ class Turn:
             first_token_at_s=self._first_token_at_s,
             reasoning_tokens=self.output.reasoning_tokens,
             completion_s=time.monotonic() - (self._first_token_at_s or time.monotonic()),
+            stop_string=self.output.stop_string,
         )

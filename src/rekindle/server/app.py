@@ -10,11 +10,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rekindle.api import validation
+from rekindle.api.anthropic import models as anthropic_models
+from rekindle.api.anthropic import routes as messages
+from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.cache import internal, listing, prepare, routes, stats
 from rekindle.api.illustration import MEDIA
 from rekindle.api.openai import chat, completions, embeddings, models
@@ -31,7 +35,7 @@ from rekindle.server.json_route import VALIDATORS, open_validators
 from rekindle.server.middleware import RequestMiddleware
 from rekindle.server.models import ServedModels
 from rekindle.server.openapi import EVERY_OPERATION, DocumentedApp
-from rekindle.server.responses import ErrorResponse, documented
+from rekindle.server.responses import OPENAI_ERRORS, ErrorFormat, ErrorResponse, documented
 from rekindle.server.turns import ClientGone
 from rekindle.version import __version__
 
@@ -43,12 +47,15 @@ OpenModels = Callable[[], AbstractAsyncContextManager[ServedModels]]
 
 
 # An endpoint is served by being listed here. Statistics come before entries: any other path under
-# /v1/cache is a cache key.
+# /v1/cache is a cache key. Anthropic's list of models comes before OpenAI's: it is for clients that
+# send `anthropic-version`.
 ENDPOINTS = (
     chat,
     completions,
     embeddings,
     rerank,
+    messages,
+    anthropic_models,
     models,
     props,
     prepare,
@@ -102,6 +109,7 @@ def build_app(
         config.host,
         origins=config.cors_origin,
         versioned=_versioned(),
+        error_format=_error_format,
     )
 
 
@@ -112,18 +120,22 @@ def _versioned() -> set[str]:
     return {path.split("/")[2] for path in paths if path.startswith("/v1/")}
 
 
+def _error_format(path: str, headers: Headers) -> ErrorFormat:
+    return ANTHROPIC_ERRORS if speaks_anthropic(path, headers) else OPENAI_ERRORS
+
+
 class MethodNotAllowed(NotFound):
     status, code = 405, "method_not_allowed"
 
 
-async def _on_server_error(_request: Request, error: Exception) -> Response:
+async def _on_server_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServerError)
-    return ErrorResponse(error)
+    return ErrorResponse(error, request.scope)
 
 
-async def _on_invalid_request(_request: Request, error: Exception) -> Response:
+async def _on_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return ErrorResponse(validation.explain(error.errors()))
+    return ErrorResponse(validation.explain(error.errors()), request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -131,7 +143,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
     path = request.scope["path"][:128]  # not request.url: an odd Host makes that raise
-    response = ErrorResponse(kind(f"{request.method} {path} is not served here; see /docs."))
+    unserved = kind(f"{request.method} {path} is not served here; see /docs.")
+    response = ErrorResponse(unserved, request.scope)
     response.headers.update(error.headers or {})
     return response
 
@@ -143,6 +156,5 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     route = getattr(request.scope.get("route"), "path", "no route")  # a path may hold a cache key
     log.exception("unexpected error on %s", route, exc_info=error)
-    return ErrorResponse(
-        ServerError("an unexpected error happened; the server's log has the details")
-    )
+    unexpected = ServerError("an unexpected error happened; the server's log has the details")
+    return ErrorResponse(unexpected, request.scope)

@@ -34,7 +34,8 @@ class Drain:
             if self.deadline_s is None or scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            refusal = ErrorResponse(Unavailable("the server is stopping; send the request again"))
+            stopping = Unavailable("the server is stopping; send the request again")
+            refusal = ErrorResponse(stopping, scope)
             refusal.headers["connection"] = "close"
             await refusal(scope, receive, send)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -16,7 +16,12 @@ from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
 from rekindle.server.cors import Cors, is_preflight
 from rekindle.server.request_body import BODY, BodyTooLarge, HeldBytes, LimitedBody
 from rekindle.server.request_id import HEADER, answering
-from rekindle.server.responses import ErrorResponse
+from rekindle.server.responses import (
+    ERROR_FORMAT,
+    OPENAI_ERRORS,
+    ErrorFormat,
+    ErrorResponse,
+)
 
 RECEIVED = "rekindle.received_s"  # in the scope
 MOST_HEADER_BYTES = 64 << 10
@@ -45,7 +50,8 @@ def received_s(request: Request) -> float:
 class RequestMiddleware:
     """Checks host, origin, key, content type and sizes. Pure ASGI, so that streams pass unbuffered.
 
-    `versioned` are first words of paths that are served under /v1 and may be asked for without.
+    `versioned` are first words of paths that are served under /v1 and may be asked for without;
+    `error_format` tells by path and headers in which dialect errors are answered.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class RequestMiddleware:
         *,
         origins: Iterable[str] = (),
         versioned: Container[str] = (),
+        error_format: Callable[[str, Headers], ErrorFormat] = lambda _path, _headers: OPENAI_ERRORS,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -64,6 +71,7 @@ class RequestMiddleware:
         self._hosts = LOOPBACK if host in LOOPBACK else None
         self._cors = Cors(origins, loopback=host in LOOPBACK)
         self._versioned = versioned
+        self._error_format = error_format
         self.held = HeldBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +87,9 @@ class RequestMiddleware:
                 await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        path = self._with_version(scope["path"])
         scope[RECEIVED] = time.monotonic()
+        scope[ERROR_FORMAT] = self._error_format(path, headers)
         try:
             self._check_address(scope, headers)
             if is_preflight(scope["method"], headers):
@@ -87,9 +97,9 @@ class RequestMiddleware:
                 return
             caller = self._check_caller(scope, headers)
         except ServerError as error:
-            await ErrorResponse(error)(scope, receive, send)
+            await ErrorResponse(error, scope)(scope, receive, send)
             return
-        inner = {**scope, "path": self._with_version(scope["path"])}
+        inner = {**scope, "path": path}
         if scope["method"] == "HEAD":  # the server below sends no body with it
             inner["method"] = "GET"
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:

@@ -33,7 +33,8 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
             answers = operation["responses"]
             failures = {int(status) for status in answers if status not in ("200", NOT_ANSWERED)}
             failures |= set(EVERY_POST if method == "post" else ())
-            operation["responses"] = {"200": answers["200"], **_errors(*sorted(failures))}
+            [shape] = (form["schema"] for form in answers["400"]["content"].values())
+            operation["responses"] = {"200": answers["200"], **_errors(shape, *sorted(failures))}
             operation["security"] = [] if path == OPEN_OPERATION else [*WITH_A_KEY, {}]
     components = document["components"]
     for name in NOT_USED:
@@ -42,12 +43,11 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorBody"}
+def _errors(shape: dict[str, Any], *statuses: int) -> dict[str, Any]:
     return {
         str(status): {
             "description": details["description"],
-            "content": {"application/json": {"schema": schema}},
+            "content": {"application/json": {"schema": shape}},
         }
         for status, details in documented(*statuses).items()
     }

@@ -1,10 +1,11 @@
-"""Bodies of answers: JSON through orjson, errors in OpenAI's shape, and server-sent events."""
+"""Bodies of answers: JSON through orjson, errors in a dialect's shape, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -24,6 +25,7 @@ ERROR_HEADERS = {
     503: RETRY_SOON,
 }
 SSE_DONE = b"data: [DONE]\n\n"
+ERROR_FORMAT = "rekindle.error_format"  # in the scope
 # Characters that end a line for clients that read text and not bytes, as JSON can write them.
 LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
 
@@ -66,9 +68,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetails
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Errors that a route may answer with, as FastAPI takes them."""
-    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses}
+def documented(
+    *statuses: int, model: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Errors that a route may answer with, as FastAPI takes them; `model`: in which shape."""
+    return {status: {"model": model, "description": ERRORS[status]} for status in statuses}
 
 
 # The answer of a route that streams when it is asked to, as FastAPI takes it.
@@ -78,12 +82,6 @@ MAY_STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
-
-
-class ErrorResponse(JsonResponse):
-    def __init__(self, error: ServerError) -> None:
-        headers = ERROR_HEADERS.get(error.status)
-        super().__init__(error.body(), status_code=error.status, headers=headers)
 
 
 def sse_data(payload: Mapping[str, Any]) -> bytes:
@@ -103,49 +101,85 @@ def sse_comment(text: str) -> bytes:
     return b": " + text.encode() + b"\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """How a dialect writes an error: as the body of an answer, and as the end of a stream."""
+
+    body: Callable[[ServerError], Mapping[str, Any]]
+    event: Callable[[ServerError], bytes]
+
+
+OPENAI_ERRORS = ErrorFormat(
+    body=lambda error: error.body(), event=lambda error: sse_data(error.body()) + SSE_DONE
+)
+
+
+def error_format(scope: Scope) -> ErrorFormat:
+    """That of the dialect which the request is in."""
+    found: ErrorFormat = scope.get(ERROR_FORMAT, OPENAI_ERRORS)
+    return found
+
+
+class ErrorResponse(JsonResponse):
+    def __init__(self, error: ServerError, scope: Scope) -> None:
+        super().__init__(
+            error_format(scope).body(error),
+            status_code=error.status,
+            headers=ERROR_HEADERS.get(error.status),
+        )
+
+
 class EventStream(Response):
     """Streams chunks until they end or the client disconnects; `close` runs either way."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send(send))
+        errors = error_format(scope)
+        sending = asyncio.create_task(self._send(send, errors))
         disconnect = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the server stops, and the time to drain is over
             await _cancel(sending)
-            await _send_error(send, Unavailable("the server is stopping; send the request again"))
+            stopping = Unavailable("the server is stopping; send the request again")
+            await _send_error(send, errors, stopping)
         finally:
             await _cancel(sending, disconnect)
             await self._chunks.aclose()
             self._close()  # not in the generator: it may never have been started
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, errors: ErrorFormat) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **headers})
         try:
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ServerError as error:
-            await _send_error(send, error)
+            await _send_error(send, errors, error)
         except Exception:
             log.exception("unexpected error in a stream")
-            await _send_error(send, ServerError("an unexpected error ended this stream"))
+            failure = ServerError("an unexpected error ended this stream")
+            await _send_error(send, errors, failure)
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_error(send: Send, error: ServerError) -> None:
+async def _send_error(send: Send, errors: ErrorFormat, error: ServerError) -> None:
     """Once bytes were sent, an error is an event that ends the stream."""
-    body = sse_data(error.body()) + SSE_DONE
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await send({"type": "http.response.body", "body": errors.event(error), "more_body": False})
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.openai.report import timings, usage, x_cache
+from rekindle.api.openai.report import timings, usage
 from rekindle.api.openai.schema import RequestBase
+from rekindle.api.x_cache import log_line, x_cache
 from rekindle.protocol.events import Delta, Event, Finished, Part, Prefill, Started, ToolCallStart
 from rekindle.protocol.message import AssistantMessage
 from rekindle.protocol.requests import GenerateRequest
@@ -47,7 +48,7 @@ class Choice:
                 self.message.add(part)
             case Finished():
                 self.finished = event
-                log.info("%s", _log_line(event))
+                log.info("%s", log_line(event))
 
 
 class AnswerFormat(Protocol):
@@ -197,13 +198,3 @@ class Answer:
 def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI sends this number instead."""
     return max(logprob, -9999.0)
-
-
-def _log_line(turn: Finished) -> str:
-    cache = turn.cache
-    source = f" from {cache.tier}" if cache.tier else ""
-    return (
-        f"{turn.prompt_tokens} prompt tokens: {cache.reused_tokens} reused{source} "
-        f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
-        f"{turn.completion_tokens} generated ({turn.reason})"
-    )

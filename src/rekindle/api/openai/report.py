@@ -1,4 +1,4 @@
-"""`usage` and `x_cache` of an answer: what it cost and what was reused."""
+"""`usage` of an answer: what it cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
-from rekindle.protocol.events import CacheReport, Finished
+from rekindle.protocol.events import Finished
 
 
 def usage(
@@ -63,33 +63,3 @@ def _first_token_time(turn: Finished, first_byte_at_s: float | None) -> dict[str
     if first_byte_at_s is not None and turn.first_token_at_s is not None:
         stages["first_byte"] = first_byte_at_s - turn.first_token_at_s
     return {"first_token_time": {stage: round(spent, 6) for stage, spent in stages.items()}}
-
-
-def x_cache(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """The first choice's report; for several prompts their sum, and the first that is no hit."""
-    reports = [turn.cache for turn in turns[::choices]]
-    shown = next((report for report in reports if report.status != "hit"), reports[0])
-    status = _status(reports)
-    fields: dict[str, Any] = {
-        "hit": status != "miss",
-        "status": status,
-        "cache_key": shown.cache_key,
-        "reused_tokens": sum(report.reused_tokens for report in reports),
-        "new_cache_key": shown.new_cache_key,
-        "cached_tokens": sum(report.cached_tokens for report in reports),
-        "reason": shown.reason,
-        "tier": next((report.tier for report in reports if report.tier), None),
-        "kv_bits": min((report.kv_bits for report in reports if report.kv_bits), default=None),
-    }
-    if group_size := next((each.kv_group_size for each in reports if each.kv_group_size), None):
-        fields["kv_group_size"] = group_size
-    if shown.diverged_at is not None:
-        fields["diverged_at"] = structs.asdict(shown.diverged_at)
-    if normalised := dict.fromkeys(what for report in reports for what in report.normalised):
-        fields["normalised"] = list(normalised)
-    return fields
-
-
-def _status(reports: Sequence[CacheReport]) -> str:
-    kinds = {report.status for report in reports}
-    return kinds.pop() if len(kinds) == 1 else "partial_hit"

@@ -1,0 +1,184 @@
+"""Events of a turn as one message of Anthropic's API, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.anthropic.content import ReplyContent
+from rekindle.api.anthropic.diagnostics import diagnostics
+from rekindle.api.anthropic.schema import MessagesRequest
+from rekindle.api.anthropic.usage import Lifetime, input_usage, usage
+from rekindle.api.x_cache import log_line, x_cache
+from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Started
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.server.middleware import received_s
+from rekindle.server.responses import EventStream, JsonResponse, sse_event
+from rekindle.server.runtime_client import RuntimeClient
+from rekindle.server.turns import Turns, while_connected
+
+log = logging.getLogger("rekindle.turn")
+
+PING_S = 10.0  # of silence; clients warn their users after 20
+PING = sse_event("ping", {"type": "ping"})
+
+
+class Answer:
+    """The answer to one HTTP request."""
+
+    def __init__(
+        self,
+        runtime: RuntimeClient,
+        request: GenerateRequest,
+        body: MessagesRequest,
+        message_id: str,
+        *,
+        lifetime: Lifetime | None,
+        headers: dict[str, str],
+    ) -> None:
+        self._runtime = runtime
+        self._request = request
+        self._body = body
+        self._lifetime = lifetime
+        self._headers = headers
+        omitted = body.thinking is not None and body.thinking.display == "omitted"
+        self._content = ReplyContent(shows_thinking=not omitted)
+        self._message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": runtime.name,
+        }
+
+    async def respond(self, http: Request) -> Response:
+        return await (self._streamed(http) if self._body.stream else self._whole(http))
+
+    # -- whole ---------------------------------------------------------------------------------
+
+    async def _whole(self, http: Request) -> Response:
+        with contextlib.closing(self._turns(http)) as turns:
+            finished = await while_connected(http, self._collect(turns))
+        message = {
+            **self._message,
+            "content": self._content.blocks,
+            **self._end(finished),
+            "usage": usage(finished, self._lifetime),
+            "diagnostics": self._diagnostics(finished.prompt_tokens, finished.cache),
+            "x_cache": x_cache([finished]),
+        }
+        return JsonResponse(message, headers=self._headers)
+
+    async def _collect(self, turns: Turns) -> Finished:
+        while True:
+            _, event = await turns.next()
+            match event:
+                case Delta(_, part):
+                    self._content.add(part)
+                case Finished():
+                    self._content.close()
+                    log.info("%s", log_line(event))
+                    return event
+
+    # -- streamed ------------------------------------------------------------------------------
+
+    async def _streamed(self, http: Request) -> Response:
+        turns = self._turns(http)
+        try:
+            begun = await while_connected(http, self._begun(turns))
+        except BaseException:
+            turns.close()
+            raise
+        return EventStream(self._stream(turns, begun), turns.close, self._headers)
+
+    async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
+        """The first events: until then a failure can still be a status. A turn that has to wait for
+        its place does not keep its client waiting for a sign."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PING_S):
+                return await turns.begun()
+        return []
+
+    async def _stream(
+        self, turns: Turns, begun: list[tuple[int, Event]]
+    ) -> AsyncGenerator[bytes, None]:
+        if not begun:
+            yield PING
+        for _, event in begun:
+            for chunk in self._chunks(event):
+                yield chunk
+        loop = asyncio.get_running_loop()
+        silent_until = loop.time() + PING_S
+        while turns.open:
+            try:
+                async with asyncio.timeout_at(silent_until):
+                    chunks = self._chunks((await turns.next())[1])
+            except TimeoutError:
+                chunks = [PING]
+            for chunk in chunks:
+                yield chunk
+            if chunks:
+                silent_until = loop.time() + PING_S
+
+    def _chunks(self, event: Event) -> list[bytes]:
+        match event:
+            case Delta(_, part):
+                return [sse_event(each["type"], each) for each in self._content.add(part)]
+            case Started():
+                return [self._start(event)]
+            case Finished():
+                log.info("%s", log_line(event))
+                blocks = [sse_event(each["type"], each) for each in self._content.close()]
+                return [*blocks, self._message_delta(event), _event("message_stop")]
+        return []
+
+    def _start(self, started: Started) -> bytes:
+        known = input_usage(started.prompt_tokens, started.reused_tokens, self._lifetime)
+        message = {
+            **self._message,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**known, "output_tokens": 0},
+            "diagnostics": self._diagnostics(started.prompt_tokens, started.cache),
+        }
+        return _event("message_start", message=message)
+
+    def _message_delta(self, finished: Finished) -> bytes:
+        return _event(
+            "message_delta",
+            delta=self._end(finished),
+            usage=usage(finished, self._lifetime),
+            x_cache=x_cache([finished]),
+        )
+
+    # -- both ----------------------------------------------------------------------------------
+
+    def _turns(self, http: Request) -> Turns:
+        return Turns(self._runtime, [self._request], received_s(http))
+
+    def _diagnostics(self, prompt_tokens: int, cache: CacheReport | None) -> dict[str, Any] | None:
+        if self._body.diagnostics is None or cache is None:
+            return None
+        previous = self._body.diagnostics.previous_message_id
+        return diagnostics(previous, self._runtime.name, prompt_tokens, cache)
+
+    def _end(self, finished: Finished) -> dict[str, Any]:
+        """Why the reply ends here."""
+        stopped = finished.stop_string
+        reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finished.reason, "max_tokens")
+        if finished.reason == "length" and finished.completion_tokens < self._body.max_tokens:
+            reason = "model_context_window_exceeded"
+        if finished.reason == "stop" and stopped is not None:
+            reason = "stop_sequence"
+        sequence = stopped if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse_event(kind, {"type": kind, **fields})

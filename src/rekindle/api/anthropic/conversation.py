@@ -1,0 +1,173 @@
+"""A conversation in Anthropic's form as the messages that the runtime renders.
+
+Each of its messages becomes one message or several: what tools returned stands in the user's
+message there, and is a message of its own here. Marks of `cache_control` are nowhere in it, and a
+text is the same whether it was sent as a string or as a list of one block: so what a client changes
+from turn to turn without meaning anything by it changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from rekindle.api.anthropic.blocks import (
+    DocumentBlock,
+    ImageBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    as_blocks,
+)
+from rekindle.api.anthropic.schema import InputMessage, PromptFields
+from rekindle.api.anthropic.signature import signed_text
+from rekindle.api.anthropic.tools import Toolbox
+from rekindle.api.media_parts import ImagePart
+from rekindle.api.message import CalledFunction, Message, TextPart, ToolCall
+from rekindle.errors import BadRequest
+
+SEPARATOR = "\n"  # between blocks of text
+KNOWN_ERRORS = ("error", "<tool_use_error>")  # how results begin that say by themselves that
+Parts = list[TextPart | ImagePart]
+
+
+def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
+    """The system prompt first, then all messages in the places they were sent in."""
+    rendering = _Rendering(toolbox)
+    system = _joined(as_blocks(body.system))
+    first = [_message("system", content=system)] if system else []
+    return [*first, *(each for sent in body.messages for each in rendering.messages(sent))]
+
+
+def loaded_tools(body: PromptFields, toolbox: Toolbox) -> list[dict[str, Any]]:
+    """The deferred tools that the conversation refers to, or that have to be called."""
+    named = [body.tool_choice.name] if body.tool_choice and body.tool_choice.name else []
+    names = dict.fromkeys([*_references(body.messages), *named])
+    return [toolbox.deferred[name] for name in names if name in toolbox.deferred]
+
+
+def _references(messages: Sequence[InputMessage]) -> Iterator[str]:
+    for message in messages:
+        for block in message.blocks:
+            within = block.blocks if isinstance(block, ToolResultBlock) else [block]
+            yield from (each.tool_name for each in within if isinstance(each, ToolReferenceBlock))
+
+
+class _Rendering:
+    """Of one request's messages."""
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self._toolbox = toolbox
+
+    def messages(self, sent: InputMessage) -> Iterator[Message]:
+        match sent.role:
+            case "assistant":
+                yield _reply(sent.blocks)
+            case "system":
+                yield _message("system", content=_joined(sent.blocks))
+            case "user":
+                yield from self._input(sent.blocks)
+
+    def _input(self, blocks: Sequence[Any]) -> Iterator[Message]:
+        """What a user wrote and what tools returned, each in its place."""
+        for is_result, run in groupby(blocks, lambda each: isinstance(each, ToolResultBlock)):
+            if is_result:
+                yield from (self._result(block) for block in run)
+            else:
+                yield _message("user", content=self._content(list(run)))
+        if not blocks:
+            yield _message("user", content="")
+
+    def _result(self, block: ToolResultBlock) -> Message:
+        content = self._content(block.blocks)
+        if block.is_error and not _text(content).lower().startswith(KNOWN_ERRORS):
+            content = _with_text_before("Error: ", content)
+        return _message("tool", content=content, tool_call_id=block.tool_use_id)
+
+    def _content(self, blocks: Sequence[Any]) -> str | Parts:
+        """One text, unless there are pictures in it."""
+        parts = [part for block in blocks if (part := self._part(block)) is not None]
+        if any(isinstance(part, ImagePart) for part in parts):
+            return parts
+        return SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
+
+    def _part(self, block: Any) -> TextPart | ImagePart | None:
+        match block:
+            case TextBlock():
+                return _text_part(block.text)
+            case ImageBlock():
+                return ImagePart.model_construct(type="image_url", image_url=block.source.url)
+            case DocumentBlock():
+                return _text_part(SEPARATOR.join(filter(None, [block.title, block.source.data])))
+            case SearchResultBlock():
+                texts = [block.title, block.source, *(each.text for each in block.content)]
+                return _text_part(SEPARATOR.join(texts))
+            case ToolReferenceBlock():
+                return _text_part(self._definition(block.tool_name))
+            case ToolUseBlock():
+                raise BadRequest(
+                    "Blocks of type 'tool_use' stand in messages of the role 'assistant'.",
+                    param="messages",
+                )
+        return None  # what servers of Anthropic's left there
+
+    def _definition(self, name: str) -> str:
+        """A deferred tool as the beginning of a prompt would describe it, in one line."""
+        tool = self._toolbox.deferred.get(name)
+        if tool is None:
+            if name in self._toolbox.names or not self._toolbox.names:
+                return name
+            raise BadRequest(
+                f"A `tool_reference` names the tool {name[:128]!r}, which is not among `tools`.",
+                param="messages",
+            )
+        return json.dumps(tool["function"], ensure_ascii=False)
+
+
+def _reply(blocks: Sequence[Any]) -> Message:
+    """A reply; the parts of its text have nothing between them, as it was written."""
+    calls = [
+        ToolCall.model_construct(
+            id=block.id,
+            type="function",
+            function=CalledFunction.model_construct(name=block.name, arguments=block.input),
+        )
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thoughts = (each for each in blocks if isinstance(each, ThinkingBlock))
+    known = (signed_text(each.thinking, each.signature) for each in thoughts)
+    fields: dict[str, Any] = {"content": text or (None if calls else "")}
+    if reasoning := "".join(filter(None, known)):
+        fields["reasoning_content"] = reasoning
+    if calls:
+        fields["tool_calls"] = calls
+    return _message("assistant", **fields)
+
+
+def _message(role: str, **fields: Any) -> Message:
+    return Message.model_construct(role=role, **fields)
+
+
+def _text_part(text: str) -> TextPart:
+    return TextPart.model_construct(type="text", text=text)
+
+
+def _joined(blocks: Sequence[Any]) -> str:
+    return SEPARATOR.join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _text(content: str | Parts) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text for part in content if isinstance(part, TextPart))
+
+
+def _with_text_before(text: str, content: str | Parts) -> str | Parts:
+    return text + content if isinstance(content, str) else [_text_part(text), *content]

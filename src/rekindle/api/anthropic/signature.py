@@ -1,0 +1,56 @@
+"""Signatures of thinking blocks: they say that a text is what a model here wrote, unchanged.
+
+Nothing is trusted because of one: a client may send any reasoning through chat completions. What
+they are good for is to tell our blocks from those of another provider, whose reasoning would be
+strange to this model. A block whose text is not shown to the client has it in its signature, so
+that it comes back with the conversation, whatever became of the server meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+
+from blake3 import blake3
+
+PREFIX = "rk1"
+DIGEST_BYTES = 16
+MOST_TEXT_BYTES = 4 << 20  # of a text inside a signature
+
+
+def sign(text: str) -> str:
+    """The signature of a block whose text is shown."""
+    return f"{PREFIX}.{_digest(text)}"
+
+
+def seal(text: str) -> str:
+    """The signature of a block whose text is not shown, with the text in it."""
+    packed = zlib.compress(text.encode(errors="replace"))
+    return f"{sign(text)}.{base64.urlsafe_b64encode(packed).decode()}"
+
+
+def signed_text(text: str, signature: str) -> str | None:
+    """What the model wrote; None for a signature that is not ours or not of this text."""
+    prefix, _, rest = signature.partition(".")
+    digest, _, packed = rest.partition(".")
+    if prefix != PREFIX:
+        return None
+    original = _unpacked(packed) if packed and not text else text
+    return original if original is not None and _digest(original) == digest else None
+
+
+def _digest(text: str) -> str:
+    hashed = blake3(
+        text.encode(errors="replace"), derive_key_context="rekindle 2026 thinking block"
+    )
+    return base64.urlsafe_b64encode(hashed.digest(DIGEST_BYTES)).decode().rstrip("=")
+
+
+def _unpacked(packed: str) -> str | None:
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(base64.urlsafe_b64decode(packed), MOST_TEXT_BYTES)
+        return None if inflate.unconsumed_tail else text.decode()
+    except (binascii.Error, zlib.error, ValueError):
+        return None
