@@ -114,8 +114,13 @@ def test_calls_are_written_for_a_template_that_shows_tools_and_no_calls() -> Non
 
 
 def test_a_refusal_of_the_template_is_still_one() -> None:
-    with pytest.raises(TemplateFailed, match="System role not supported"):
-        rendered(TURNS, SYSTEM, ASKED)
+    with pytest.raises(TemplateFailed, match="no"):
+        rendered("{{ raise_exception('no') }}", ASKED)
+
+
+def test_tools_and_a_system_prompt_share_the_users_first_message() -> None:
+    text = rendered(TURNS, SYSTEM, ASKED)
+    assert text.index("</tools>") < text.index(SYSTEM["content"]) < text.index(ASKED["content"])
 
 
 @pytest.mark.parametrize("source", [CHATML, TURNS])

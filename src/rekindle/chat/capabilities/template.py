@@ -8,12 +8,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from rekindle.chat.capabilities import arguments, content, requirements, tool_fallback
+from rekindle.chat.capabilities import (
+    arguments,
+    content,
+    requirements,
+    system_messages,
+    tool_fallback,
+)
 from rekindle.chat.capabilities.arguments import ArgumentForms
 from rekindle.chat.capabilities.probe import Tools
 from rekindle.chat.capabilities.requirements import ToolRequirements
+from rekindle.chat.capabilities.system_messages import SystemMessages
 from rekindle.chat.capabilities.tool_fallback import ToolFallback, uses_tools
-from rekindle.chat.messages import DEVELOPER, REASONING_FIELDS, Message, reasoning
+from rekindle.chat.messages import (
+    DEVELOPER,
+    REASONING_FIELDS,
+    SYSTEM_ROLES,
+    Message,
+    reasoning,
+)
 
 
 class RenderTemplate(Protocol):
@@ -67,6 +80,8 @@ class TemplateCapabilities:
     ) -> tuple[list[Message], list[Any] | None]:
         """The conversation and its tools in a form that the template renders."""
         adapted = [self._fields.adapt(message) for message in messages]
+        if any(message.get("role") in SYSTEM_ROLES for message in adapted):
+            adapted = self._system_messages.adapt(adapted)
         if tools or any(map(uses_tools, adapted)):
             adapted = self._fallback.write(adapted, tools)
             tools = tools if self.shows_tools else None
@@ -79,6 +94,10 @@ class TemplateCapabilities:
     ) -> tuple[list[Message], list[Any] | None]:
         # Without tools None, not an empty list: templates test `tools is not none`.
         return [self._content.adapt(each) for each in messages], list(tools) if tools else None
+
+    @cached_property
+    def _system_messages(self) -> SystemMessages:
+        return system_messages.probe(self._rendered)
 
     @cached_property
     def _fallback(self) -> ToolFallback:
