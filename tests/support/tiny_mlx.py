@@ -12,6 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import rekindle.engine.mlx  # noqa: F401  # before mlx_lm, whose import it makes harmless
+
+from mlx_lm.tuner.utils import linear_to_lora_layers  # isort: skip
+from mlx_lm.utils import load_model  # isort: skip
 from tests.support.tiny import CONTROL, MERGED, TEMPLATE, VOCABULARY, spelling
 
 WIDTH, HIDDEN, HEADS, KV_HEADS = 64, 128, 4, 2
@@ -99,6 +102,25 @@ def write_tiny_mlx(path: Path, family: str = "llama", *, seed: int = 0, **config
         str(path / "model.safetensors"), _random_weights(written, seed), {"format": "mlx"}
     )
     write_tokenizer(path)
+    return path
+
+
+def write_tiny_adapter(path: Path, model: Path, *, seed: int = 0) -> Path:
+    """A LoRA adapter for a model as `mlx_lm.lora` writes it, with weights that matter."""
+    about = {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    settings = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": about}
+    trained, _ = load_model(model)
+    linear_to_lora_layers(trained, settings["num_layers"], about)
+    named: dict[str, mx.array] = dict(tree_flatten(trained.parameters()))
+    random = np.random.default_rng(seed)
+    weights = {
+        name: mx.array(random.standard_normal(named[name].shape).astype(np.float32))
+        for name in sorted(named)
+        if ".lora_" in name
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
     return path
 
 

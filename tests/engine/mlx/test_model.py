@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +14,13 @@ import mlx.core as mx
 import pytest
 
 from rekindle.engine.base import EngineOptions
+from rekindle.engine.mlx import _limits_kept
 from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.errors import BadRequest, ModelError
 from tests.support.rounds import rounds
 from tests.support.tiny import VOCABULARY
-from tests.support.tiny_mlx import CONTEXT, FAMILIES, write_tiny_mlx
+from tests.support.tiny_mlx import CONTEXT, FAMILIES, write_tiny_adapter, write_tiny_mlx
 
 VALUES: tuple[Any, ...] = (
     None, True, 0, 1, -1, 1 << 31, 1 << 40, 1e308, float("nan"), "", "x", "../x", "auto",
@@ -72,17 +71,11 @@ def test_a_model_without_a_longest_context_gets_one(folder: Path) -> None:
     assert load(folder).context_tokens == UNLIMITED_TOKENS
 
 
-def test_importing_the_engine_keeps_the_limit_on_open_files() -> None:
-    code = (
-        "import resource; files = resource.RLIMIT_NOFILE; before = resource.getrlimit(files);"
-        "import rekindle.engine.mlx; assert resource.getrlimit(files) == before, before"
-    )
-    low = (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, low),
-    )
+def test_importing_mlx_lm_does_not_lower_the_limit_on_open_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with _limits_kept():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 # -- the fingerprint -----------------------------------------------------------------------------
@@ -113,39 +106,12 @@ def test_a_template_changes_no_state(folder: Path) -> None:
 # -- adapters ------------------------------------------------------------------------------------
 
 
-def write_adapter(folder: Path, model: Path, seed: int = 0) -> Path:
-    """As `mlx_lm.lora` writes one, with weights that matter."""
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-    from mlx_lm.utils import load_model as load_whole
-
-    about = {"rank": 4, "scale": 10.0, "dropout": 0.0}
-    settings = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": about}
-    trained, _ = load_whole(model)
-    linear_to_lora_layers(trained, 2, about)
-    key = mx.random.key(seed)
-    weights = {
-        name: mx.random.normal(value.shape, key=key)
-        for name, value in dict(_flat(trained)).items()
-        if ".lora_" in name
-    }
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    return folder
-
-
-def _flat(model: Any) -> Any:
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(model.parameters())
-
-
 def test_an_adapter_changes_what_is_computed_and_the_fingerprint(
     folder: Path, tmp_path: Path
 ) -> None:
     plain = load(folder)
-    adapted = load(folder, write_adapter(tmp_path / "adapter", folder))
-    other = load(folder, write_adapter(tmp_path / "other", folder, seed=1))
+    adapted = load(folder, write_tiny_adapter(tmp_path / "adapter", folder))
+    other = load(folder, write_tiny_adapter(tmp_path / "other", folder, seed=1))
     prompt = mx.array([[70, 71, 72]])
     rows = [each.model(prompt) for each in (plain, adapted, other)]
     assert not mx.allclose(rows[0], rows[1])
@@ -155,7 +121,7 @@ def test_an_adapter_changes_what_is_computed_and_the_fingerprint(
 
 @pytest.mark.parametrize("lost", ["adapter_config.json", "adapters.safetensors"])
 def test_what_an_adapter_lacks_is_named(folder: Path, tmp_path: Path, lost: str) -> None:
-    adapter = write_adapter(tmp_path / "adapter", folder)
+    adapter = write_tiny_adapter(tmp_path / "adapter", folder)
     (adapter / lost).unlink()
     with pytest.raises(ModelError, match=f"is no adapter: it needs .*{lost}"):
         load(folder, adapter)
@@ -163,7 +129,7 @@ def test_what_an_adapter_lacks_is_named(folder: Path, tmp_path: Path, lost: str)
 
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     other = write_tiny_mlx(tmp_path / "wide", "llama-wide")
-    adapter = write_adapter(tmp_path / "adapter", other)
+    adapter = write_tiny_adapter(tmp_path / "adapter", other)
     with pytest.raises(ModelError, match=r"with the adapter .*incompatible tensors"):
         load(folder, adapter)
 

@@ -29,7 +29,7 @@ from tests.support.tiny_sentencepiece import (
     write_sentencepiece_gguf,
 )
 
-TRIES = rounds(150, 5_000)
+TRIES = rounds(100, 5_000)
 PARTS = [
     *("<|im_start|>", "<|im_end|>", "<|end|>", "<|turn|>", "<s>", "</s>", "<unk>", "<0x41>"),
     *("<|", "|>", "<", "im_end", "\N{LOWER ONE EIGHTH BLOCK}", "Ġ"),

@@ -49,7 +49,7 @@ class MlxEngine:
         self._device = memory.choose_device(options.gpu_layers)
         loaded = load_model(options, on_progress)
         self._model = loaded.model
-        self.tokenizer = load_tokenizer(options.path)
+        self.tokenizer = load_tokenizer(options.path, loaded.vocabulary_size)
         self.chat_template = self.tokenizer.chat_template
         self._layouts = Layouts(loaded.model, loaded.fingerprint)
         self._kv_type = _kv_type(self._layouts, options)
