@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import EngineOptions, Matrix
-from rekindle.engine.llamacpp import bert_file, embedder
+from rekindle.engine.llamacpp import bert_file, bert_layer, embedder
 from rekindle.engine.llamacpp.bert import Bert
 from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
 from rekindle.engine.llamacpp.embedding_context import EmbeddingContext
@@ -42,6 +42,23 @@ def test_both_make_the_same_vectors(
     native = embed(path, threads=1, by_numpy=False)
     for each in found:
         assert (each * native).sum(axis=1).min() > 0.9999
+
+
+def test_a_vector_does_not_depend_on_what_is_computed_beside_it(tmp_path: Path) -> None:
+    loaded = LlamaCppEmbedder(EngineOptions(path=write_bert(tmp_path / "bert.gguf"), threads=2))
+    together = loaded.embed(inputs())
+    alone = np.concatenate([loaded.embed([each]) for each in inputs()])
+    loaded.close()
+    assert np.allclose(together, alone, atol=1e-5)
+
+
+def test_large_scores_are_exponentiated_safely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_bert(tmp_path / "bert.gguf")
+    usual = embed(path, threads=2, by_numpy=True)
+    monkeypatch.setattr(bert_layer, "SAFE_SCORE", 0)
+    assert np.allclose(embed(path, threads=2, by_numpy=True), usual, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", ["quantised", "ranks", "decoder", "machine"])
