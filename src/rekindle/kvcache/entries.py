@@ -106,9 +106,13 @@ class Entries:
             self._conversations.move(entry, _kv_namespace(draft))  # computed again, in other cells
         self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
         _update(entry, draft)
+        if draft.pin_s is not None:
+            entry.pin_until(self._clock.steady_s() + draft.pin_s)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
         others = self._superseded(entry, [*left_behind, draft.after])
+        for other in others:  # what they are pinned for, this one is
+            other.end_pin(entry.pinned_until_s or 0.0)
         # It is the same conversation as these, a turn later.
         entry.hits += sum(other.hits for other in others if other.is_free)
         self._journal.save(entry)  # before what it goes on from: the index keeps what they share
@@ -140,12 +144,12 @@ class Entries:
         self._journal.touch(entry)
 
     def pin(self, entry: Entry) -> None:
-        entry.pinned = True
+        entry.pinned, entry.pinned_until_s = True, None
         self._journal.save(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Its time, if it has one, begins now."""
-        entry.pinned = False
+        entry.pinned, entry.pinned_until_s = False, None
         self.index.use(entry, self._clock)
         self._journal.save(entry)
 
@@ -173,7 +177,9 @@ class Entries:
         return len(freed), sum(freed)
 
     def expire(self, entry: Entry) -> int | None:
-        """Remove an entry that has outlived its time; the bytes freed, None if it has not."""
+        """Remove an entry that has outlived its time; the bytes freed, None if it has not. A pin
+        that was for a while may end."""
+        entry.end_pin(self._clock.steady_s())
         if not entry.has_expired(self._clock):
             return None
         self._expired[entry.tenant, entry.key] = None
@@ -257,7 +263,8 @@ def _update(entry: Entry, draft: Draft) -> None:
     entry.keyed |= draft.keyed
     entry.was_computed |= draft.is_computed
     entry.durable |= draft.durable
-    entry.pinned |= draft.pinned
+    if draft.pinned:
+        entry.pinned, entry.pinned_until_s = True, None
     if draft.ttl_s is not None or draft.pinned:
         entry.ttl_s = draft.ttl_s
 
@@ -295,7 +302,7 @@ def _to_row(entry: Entry, clock: Clock) -> EntryRow:
         last_used_at=entry.last_used_at,
         ttl_s=entry.ttl_s,
         expires_at=entry.expires_at(clock),
-        pinned=entry.pinned,
+        pinned=entry.is_pinned_for_good,
         hits=entry.hits,
         keyed=entry.keyed,
         names=tuple(entry.names),

@@ -126,6 +126,7 @@ class Entry(PrefixHandle):
         "keyed",
         "last_used_at",
         "names",
+        "pinned_until_s",
         "place",
         "replies",
         "segments",
@@ -159,6 +160,7 @@ class Entry(PrefixHandle):
         self.hits = 0
         self.place = 0  # in the order of last uses; 0: nowhere
         self.ttl_s: float | None = None
+        self.pinned_until_s: float | None = None  # on the steady clock; None: until it is unpinned
         self.created_at = self.last_used_at = clock.wall_s()
         self.used_s = clock.steady_s()
 
@@ -166,6 +168,20 @@ class Entry(PrefixHandle):
     def is_free(self) -> bool:
         """Whether nobody could ask for it, so that a longer conversation may take its place."""
         return not (self.keyed or self.names or self.pinned)
+
+    @property
+    def is_pinned_for_good(self) -> bool:
+        return self.pinned and self.pinned_until_s is None
+
+    def pin_until(self, at_s: float) -> None:
+        """Pin it for a while, or for longer; what is pinned for good stays so."""
+        if not self.is_pinned_for_good:
+            self.pinned, self.pinned_until_s = True, max(self.pinned_until_s or at_s, at_s)
+
+    def end_pin(self, at_s: float) -> None:
+        """Unpin it if it is pinned for a while that ends by then."""
+        if self.pinned_until_s is not None and self.pinned_until_s <= at_s:
+            self.pinned, self.pinned_until_s = False, None
 
     @property
     def cost_bytes(self) -> int:
@@ -214,5 +230,6 @@ class Draft:
     ttl_s: float | None = None
     keyed: bool = False
     pinned: bool = False
+    pin_s: float | None = None  # pinned for so long
     durable: bool = True
     is_computed: bool = True

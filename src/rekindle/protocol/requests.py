@@ -64,6 +64,7 @@ class Names(Struct, kw_only=True):
     by_fingerprint: bool = False  # `--force-cache`: a conversation without a name gets one
     ttl_s: float | None = None  # None: the default of its kind
     in_memory: bool = False  # never written to disk
+    pin_s: float | None = None  # it is pinned for so long, if there is room for it
 
 
 class Prepare(Struct, kw_only=True):

@@ -219,8 +219,20 @@ class Sessions:
             ttl_s=prepare.ttl_s if prepare else ttl_s,
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
+            pin_s=names.pin_s if self._has_room_to_pin(turn, end) else None,
             durable=turn.lookup.write_back > WriteBack.NEVER,
         )
+
+    def _has_room_to_pin(self, turn: Turn, end: ConversationEnd) -> bool:
+        """Whether a pin for a while may be added. They share half of the room for pins, in equal
+        parts for each tenant; each counts as if it shared nothing, which is soon found."""
+        living = self._entries.of(None)
+        tenants = {turn.namespace, *(entry.tenant for entry in living)}
+        own = (entry for entry in living if entry.pinned and entry.tenant == turn.namespace)
+        going_on = (each for each in own if not end.tokens.startswith(each.tokens))
+        tokens = len(end.tokens) + sum(len(entry.tokens) for entry in going_on)
+        most = self._store.conversations.pin_limit_bytes // (2 * len(tenants))
+        return tokens * self._kv_layout.token_bytes <= most
 
     def _end(self, turn: Turn) -> ConversationEnd:
         prompt, output = turn.encoded.prompt, turn.output

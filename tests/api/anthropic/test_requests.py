@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rekindle.protocol.requests import StructuredOutput
-from tests.api.anthropic.asking import HELLO, PATH, ask, refused, requested
+from tests.api.anthropic.asking import HELLO, PATH, TOOL, ask, refused, requested
 from tests.api.scripted import Front
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -61,6 +61,24 @@ def test_a_user_id_is_a_name_and_nothing_else() -> None:
     assert long is not None
     assert long.prompt_cache_key is not None
     assert len(long.prompt_cache_key) == 64
+
+
+@pytest.mark.parametrize(("ttl", "seconds"), [("5m", 300.0), ("1h", 3600.0)])
+@pytest.mark.parametrize("place", ["body", "system", "tool", "message", "result"])
+def test_a_mark_pins_what_is_computed_for_its_time(place: str, ttl: str, seconds: float) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+    block = {"type": "text", "text": "x", **mark}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    places: dict[str, dict[str, Any]] = {
+        "body": mark,
+        "system": {"system": [block]},
+        "tool": {"tools": [{**TOOL, **mark}]},
+        "message": {"messages": [{"role": "user", "content": [block]}]},
+        "result": {"messages": [{"role": "user", "content": [result]}]},
+    }
+    names = requested(**places[place]).names
+    assert names is not None
+    assert names.pin_s == seconds
 
 
 def test_only_who_asks_for_diagnostics_has_its_replies_named() -> None:

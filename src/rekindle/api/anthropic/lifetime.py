@@ -8,6 +8,8 @@ from rekindle.api.anthropic.blocks import CacheControl, ToolResultBlock, as_bloc
 from rekindle.api.anthropic.schema import MessagesRequest
 from rekindle.api.anthropic.usage import Lifetime
 
+LIFETIMES_S: dict[Lifetime, float] = {"5m": 300.0, "1h": 3600.0}
+
 
 def lifetime_of(body: MessagesRequest) -> Lifetime | None:
     """The longest that any mark asks for; None: there is no mark."""

@@ -8,6 +8,7 @@ from typing import Any
 from blake3 import blake3
 
 from rekindle.api.anthropic.conversation import loaded_tools, messages_of
+from rekindle.api.anthropic.lifetime import LIFETIMES_S, lifetime_of
 from rekindle.api.anthropic.schema import MessagesRequest, PromptFields
 from rekindle.api.anthropic.tools import Toolbox
 from rekindle.api.fields import MOST_ID_CHARACTERS
@@ -118,7 +119,9 @@ def _names(body: MessagesRequest, message_id: str) -> Names | None:
     user = body.metadata.user_id if body.metadata else None
     asked = body.diagnostics
     previous = asked.previous_message_id if asked else None
+    lifetime = lifetime_of(body)
     names = Names(
+        pin_s=LIFETIMES_S[lifetime] if lifetime else None,
         message_ids=[previous] if previous else [],
         message_id=message_id if asked else None,
         prompt_cache_key=_name(user) if user else None,
