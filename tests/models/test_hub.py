@@ -363,6 +363,14 @@ def test_a_repository_of_both_kinds_gives_its_gguf_file(
     assert pull(REPO, models_dir=models_dir, progress=progress).name == "m-Q8_0.gguf"
 
 
+def test_a_folder_is_pulled_whole_or_not_at_all(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    hub.repos[REPO] = folder
+    with pytest.raises(ModelError, match=r"one model in a folder\. Leave :Q4_0 out"):
+        pull(f"{REPO}:Q4_0", models_dir=models_dir, progress=progress)
+
+
 def test_a_folder_with_a_shard_missing_is_refused(
     hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
 ) -> None:

@@ -111,6 +111,8 @@ def _choose_files(source: HubModel, listed: list[HubFile]) -> list[HubFile]:
     match choose(files.keys(), source.wanted):
         case Chosen(names=names):
             return [files[name] for name in names]
+        case Unclear() if _folder_files(listed):
+            raise ModelError(f"{source.repo} is one model in a folder. Leave :{source.wanted} out.")
         case Unclear(reason=reason, choices=choices):
             raise ModelError(_unclear(source.repo, reason, choices))
 
