@@ -19,6 +19,7 @@ from rekindle.engine.base import (
     Sampled,
     Sampler,
     Sequence,
+    StateFiles,
     TokenMask,
     Work,
 )
@@ -140,6 +141,7 @@ class FakeEngine:
     shares_cells: bool = True
     kv_type: KvType = "fake"
     no_memory_for: set[KvType] = field(default_factory=set)
+    state_files: StateFiles | None = None
 
     def __post_init__(self) -> None:
         self.counts = FakeCounts()

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from rekindle.cli import cache_views as views
 from rekindle.cli.cache_client import CacheClient
+from rekindle.cli.prompt_cache_file import SUFFIX, PromptCacheFile, read_tokens
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_bar
@@ -102,6 +103,63 @@ def remove(
     _show(answers, "\n".join(f"{key} is forgotten" for key in found), as_json=as_json)
 
 
+@app.command()
+def export(
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="A .safetensors file that mlx_lm can load")],
+    base_url: BaseUrl = HERE,
+    api_key: ApiKey = None,
+) -> None:
+    """Write an entry's state into a file for mlx_lm (MLX models)."""
+    if file.suffix != SUFFIX:
+        raise RekindleError(f"{file} must end with {SUFFIX}: mlx_lm goes by it")
+    client = CacheClient(base_url, api_key)
+    try:
+        tokens = client.export(client.find(key)["cache_key"], file)
+    except OSError as error:
+        raise RekindleError(f"cannot write {file}: {error.strerror}") from None
+    Console().print(views.plain(f"{file} holds the state of {tokens} tokens"))
+
+
+@app.command("import")
+def import_state(
+    file: Annotated[Path, typer.Argument(help="What mlx_lm, or `export`, has written")],
+    key: Annotated[
+        str | None, typer.Option(help="A session_id by which requests go on from it")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="JSON: the list of token ids that it is the state of")
+    ] = None,
+    prompt: Annotated[
+        Path | None, typer.Option(help="The text that mlx_lm.cache_prompt was given")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Which of the models", show_default="the only one")
+    ] = None,
+    base_url: BaseUrl = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a server keep the state in a file. What mlx_lm wrote does not say which tokens it is
+    of: name them with --tokens or --prompt."""
+    content, client = PromptCacheFile(file), CacheClient(base_url, api_key)
+    if tokens is not None:
+        content.name_tokens(read_tokens(tokens))
+    elif prompt is not None:
+        content.name_tokens(client.tokenize(_text(prompt), model))
+    elif not content.has_tokens:
+        raise RekindleError(
+            f"{file} does not say which tokens its state is of, and reuse is decided by comparing "
+            "tokens: name them with --tokens, or with --prompt the text they came from"
+        )
+    answer = client.import_state(content.parts(), session_id=key, model=model)
+    _show(
+        answer,
+        f"{answer['cache_key']} holds the state of {answer['token_count']} tokens",
+        as_json=as_json,
+    )
+
+
 @app.command("gc")
 def collect(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
     """Remove now what has expired."""
@@ -184,11 +242,18 @@ def explain(
     _show(answer, views.explanation(answer), as_json=as_json)
 
 
-def _request(path: Path) -> dict[str, Any]:
+def _text(path: Path) -> str:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise RekindleError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise RekindleError(f"{path} is not text in UTF-8") from None
+
+
+def _request(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_text(path))
     except ValueError:
         raise RekindleError(f"{path} is not JSON") from None
     match content:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -65,6 +68,41 @@ class CacheClient:
     def validate(self, request: Json) -> Json:
         return self._send("POST", "/cache/validate", request)
 
+    def export(self, key: str, path: Path) -> int:
+        """Write the state of an entry into a file; how many tokens it is of."""
+        with self._asking("GET", f"/cache/{quote(key, safe='')}/export") as answer:
+            if not answer.is_success:
+                answer.read()
+                self._read(answer)
+            part = path.with_name(path.name + ".part")
+            try:
+                with part.open("wb") as file:
+                    for content in answer.iter_bytes():
+                        file.write(content)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            return int(answer.headers.get("x-token-count", 0))
+
+    def import_state(self, parts: Iterator[bytes], **query: str | None) -> Json:
+        """Have a server keep the state in a file as one's own."""
+        given = {name: value for name, value in query.items() if value is not None}
+        with self._asking("POST", "/cache/import", content=parts, params=given) as answer:
+            answer.read()
+            return self._read(answer)
+
+    def tokenize(self, prompt: str, model: str | None) -> list[int]:
+        """The tokens of a prompt, as mlx_lm.cache_prompt makes them."""
+        known = {} if model is None else {"model": model}
+        message = {"role": "user", "content": prompt}
+        chat = {"messages": [message], "continue_final_message": True, **known}
+        try:
+            found = self._send("POST", "/tokenize", chat)
+        except Refused:  # a model without a template
+            found = self._send("POST", "/tokenize", {"prompt": prompt, **known})
+        tokens: list[int] = found["tokens"]
+        return tokens
+
     def find(self, prefix: str) -> Json:
         """The one entry whose key begins so; raises UnknownKey."""
         entries: list[Json] = self.listing()["entries"]
@@ -80,17 +118,26 @@ class CacheClient:
                 raise UnknownKey(f"{prefix!r} may mean any of {keys}: write more of it")
 
     def _send(self, method: str, path: str, body: Json | None = None) -> Json:
+        with self._asking(method, path, json=body) as answer:
+            answer.read()
+            return self._read(answer)
+
+    @contextmanager
+    def _asking(self, method: str, path: str, **request: Any) -> Iterator[httpx.Response]:
+        headers = dict(self._headers)
+        if "content" in request:
+            headers["Content-Type"] = "application/octet-stream"
         try:
-            with httpx.Client(timeout=TIMEOUT, transport=self._transport) as client:
-                answer = client.request(
-                    method, self._base_url + path, json=body, headers=self._headers
-                )
+            with (
+                httpx.Client(timeout=TIMEOUT, transport=self._transport) as client,
+                client.stream(method, self._base_url + path, headers=headers, **request) as answer,
+            ):
+                yield answer
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoServer(
                 f"no server answers at {self._base_url} ({error}): start one with "
                 "`rekindle serve`, or say where it is with --base-url"
             ) from None
-        return self._read(answer)
 
     def _read(self, answer: httpx.Response) -> Json:
         try:

@@ -146,6 +146,41 @@ class Work:
     vectors: Matrix | None = None
 
 
+class StateWriter(Protocol):
+    """A file in the making."""
+
+    def append(self, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        """The next block; the last one is resumable where state cannot be truncated. Raises
+        CorruptBlock."""
+
+    def save(self, path: Path, tokens: Seq[int]) -> None:
+        """Write the state of these tokens, which are all that was appended, or, where state can be
+        truncated, the first of them."""
+
+
+class ReadState(Protocol):
+    """The state in a file, and the tokens it is of."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
+        """A block of it; `resumable` at its end alone."""
+
+
+class StateFiles(Protocol):
+    """Files that other programs exchange state of the usual KV type in."""
+
+    @property
+    def suffix(self) -> str:
+        """How their names end."""
+
+    def writer(self) -> StateWriter: ...
+
+    def read(self, path: Path) -> ReadState:
+        """Raises BadRequest for what is not state of this model."""
+
+
 class Engine(Protocol):
     """A loaded model. `free_tokens`, `freed_tokens`, `export`, `transcode` and the attributes
     change nothing; other calls do.
@@ -166,6 +201,10 @@ class Engine(Protocol):
     @property
     def chat_template(self) -> str | None:
         """The model's own Jinja template."""
+
+    @property
+    def state_files(self) -> StateFiles | None:
+        """None where no other program reads and writes this engine's state."""
 
     def free_tokens(self, kv_type: KvType | None = None) -> int:
         """Cells of a type's pool that no sequence holds, or will when it is made; None: of the

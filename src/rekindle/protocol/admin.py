@@ -59,6 +59,21 @@ class Flush(Struct, tag=True):
     cache_key: str
 
 
+class ExportState(Struct, tag=True):
+    """Write the state of the tenant's own entry into a file in a folder of the front's. Answered
+    with StateFile."""
+
+    cache_key: str
+    folder: str
+
+
+class ImportState(Struct, tag=True):
+    """Keep the state in a file of the front's as the tenant's own. Answered with EntryInfo."""
+
+    path: str
+    session_id: str | None = None  # that the entry is named by
+
+
 class DeleteEntry(Struct, tag=True):
     """Answered with Removed."""
 
@@ -96,6 +111,8 @@ AdminOp = (
     | Validate
     | IndexPrompt
     | Flush
+    | ExportState
+    | ImportState
     | DeleteEntry
     | PinEntry
     | CollectExpired
@@ -147,6 +164,12 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     preview: str = ""  # first words of its last user message; for its own tenant alone
     durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
     place: int = 0  # in the order of use
+
+
+class StateFile(Struct, tag=True):
+    name: str  # in the folder
+    token_count: int
+    size_bytes: int
 
 
 class EntryList(Struct, tag=True):
@@ -204,7 +227,9 @@ class Removed(Struct, tag=True):
     durable: bool = True  # False: they are gone from memory, and may come back with a restart
 
 
-AdminResult = EntryInfo | EntryList | Stats | Validation | Removed | Tokenized | Detokenized
+AdminResult = (
+    EntryInfo | EntryList | StateFile | Stats | Validation | Removed | Tokenized | Detokenized
+)
 
 
 class AdminReply(Struct, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -14,8 +15,10 @@ from rekindle.protocol.admin import (
     AdminResult,
     CollectExpired,
     DeleteEntry,
+    ExportState,
     Flush,
     GetStats,
+    ImportState,
     IndexPrompt,
     ListEntries,
     PinEntry,
@@ -36,6 +39,7 @@ from rekindle.runtime.planner import Planner
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
+from rekindle.runtime.state_transfer import StateTransfer
 from rekindle.runtime.storage import Storage
 
 Reply = Callable[[AdminResult], None]
@@ -52,6 +56,7 @@ class Admin:
         kv: KvManager,
         planner: Planner,
         cache_info: CacheInfo,
+        state_transfer: StateTransfer,
     ) -> None:
         self._entries = storage.entries
         self._store = storage.store
@@ -60,6 +65,7 @@ class Admin:
         self._kv = kv
         self._planner = planner
         self._cache_info = cache_info
+        self._state_transfer = state_transfer
 
     def answer(
         self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply
@@ -79,6 +85,8 @@ class Admin:
                 self._flush(view, key, reply)
             case PinEntry(key, pinned):
                 self._pin(self._find(view, key), reply, pinned=pinned)
+            case ExportState() | ImportState() as op:
+                yield from self._transfer(op, namespace, reply)
             case Validate() as op:
                 assert prompt is not None, "its prompt is encoded first"
                 reply(self._validate(op, namespace, prompt))
@@ -179,6 +187,18 @@ class Admin:
         if entry is None:
             raise CacheKeyNotFound
         self._kv.export(entry, lambda: self._write(entry, reply))
+
+    def _transfer(
+        self, op: ExportState | ImportState, namespace: bytes, reply: Reply
+    ) -> Pieces[None]:
+        """Always the caller's own: what others wrote is not for the admin."""
+        if isinstance(op, ExportState):
+            own = self._find(namespace, op.cache_key)
+            reply((yield from self._state_transfer.save(own, Path(op.folder))))
+        else:
+            names = ((SESSION, op.session_id),) if op.session_id is not None else ()
+            loading = self._state_transfer.load(Path(op.path), namespace, names)
+            self._reply_when_durable((yield from loading), reply)
 
     def _write(self, entry: Entry, reply: Reply) -> None:
         """Have all that is stored of an entry written, and reply then."""

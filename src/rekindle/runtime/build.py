@@ -25,6 +25,7 @@ from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
+from rekindle.runtime.state_transfer import StateTransfer
 from rekindle.runtime.storage import Storage
 
 
@@ -104,7 +105,8 @@ def build(
     scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=settings.parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
     cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
-    admin = Admin(storage, input_processor, sessions, kv, planner, cache_info)
+    transfer = StateTransfer(engine, storage, kv)
+    admin = Admin(storage, input_processor, sessions, kv, planner, cache_info, transfer)
     return Runtime(
         engine, storage, input_processor, sessions, kv, pipeline, scheduler, cache_info, admin
     )

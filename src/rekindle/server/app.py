@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,7 +20,7 @@ from rekindle.api import validation
 from rekindle.api.anthropic import models as anthropic_models
 from rekindle.api.anthropic import routes as messages
 from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
-from rekindle.api.cache import internal, listing, prepare, routes, stats
+from rekindle.api.cache import files, internal, listing, prepare, routes, stats
 from rekindle.api.illustration import MEDIA
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.api.props import routes as props
@@ -59,6 +60,7 @@ ENDPOINTS = (
     models,
     props,
     prepare,
+    files,
     stats,
     listing,
     routes,
@@ -81,7 +83,12 @@ def build_app(
             media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
             try:
                 with open_validators() as validators:
-                    yield {"models": models, VALIDATORS: validators, MEDIA: media}
+                    yield {
+                        "models": models,
+                        VALIDATORS: validators,
+                        MEDIA: media,
+                        files.TRANSFERS: asyncio.Semaphore(files.MOST_TRANSFERS),
+                    }
             finally:
                 await media.close()
 

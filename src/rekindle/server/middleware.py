@@ -14,7 +14,7 @@ from rekindle.errors import BadRequest, ServerError
 from rekindle.server import request_body
 from rekindle.server.auth import LOOPBACK, OPEN_SALT, Caller, Keys, set_caller
 from rekindle.server.cors import Cors, is_preflight
-from rekindle.server.request_body import BODY, BodyTooLarge, HeldBytes, LimitedBody
+from rekindle.server.request_body import BODY, BodyTooLarge, HeldBytes, LimitedBody, Upload
 from rekindle.server.request_id import HEADER, answering
 from rekindle.server.responses import (
     ERROR_FORMAT,
@@ -26,6 +26,8 @@ from rekindle.server.responses import (
 RECEIVED = "rekindle.received_s"  # in the scope
 MOST_HEADER_BYTES = 64 << 10
 OPEN_PATHS = {"/health"}
+UPLOADS = {"/v1/cache/import"}  # their body is a file of any size
+FILE_TYPE = "application/octet-stream"  # which a page of another origin cannot send unasked
 NOBODY = Caller(OPEN_SALT, admin=False)
 
 
@@ -102,6 +104,9 @@ class RequestMiddleware:
         inner = {**scope, "path": path}
         if scope["method"] == "HEAD":  # the server below sends no body with it
             inner["method"] = "GET"
+        if inner["method"] == "POST" and inner["path"] in UPLOADS:
+            await self._app(inner, Upload(receive).receive, send)
+            return
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
             inner[BODY] = body
             await self._app(inner, body.receive, send)
@@ -118,7 +123,7 @@ class RequestMiddleware:
             caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
         set_caller(scope, caller)
         if scope["method"] == "POST":
-            _check_content(headers)
+            _check_content(headers, is_file=self._with_version(scope["path"]) in UPLOADS)
         return caller
 
     def _with_version(self, path: str) -> str:
@@ -138,10 +143,14 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     return send_with_headers
 
 
-def _check_content(headers: Headers) -> None:
+def _check_content(headers: Headers, *, is_file: bool) -> None:
     if _needs_no_content_type(headers):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if is_file:
+        if kind != FILE_TYPE:
+            raise WrongContentType(f"Send the file with the header `Content-Type: {FILE_TYPE}`.")
+        return
     if kind != "application/json":
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")

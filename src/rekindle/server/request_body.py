@@ -126,6 +126,21 @@ class LimitedBody:
             raise BodyTooSlow from None
 
 
+class Upload:
+    """Replaces `receive` where a body is a file, which its route writes down as it arrives: nothing
+    is held of it, but a part that does not come ends it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+
+    async def receive(self) -> Message:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow from None
+
+
 def body_of(request: Request) -> LimitedBody:
     """The body of a request that came through `RequestMiddleware`."""
     body: LimitedBody = request.scope[BODY]

@@ -51,6 +51,7 @@ def _place(sequence: Sequence) -> Place:
 
 
 class NumpyEngine:
+    state_files = None
     _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
 
     def __init__(

@@ -47,6 +47,8 @@ from rekindle.tokens import Tokens
 
 
 class LlamaCppEngine:
+    state_files = None  # no other program reads its blocks
+
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:

@@ -33,10 +33,11 @@ from rekindle.engine.mlx.batch import DecodingBatch, can_batch
 from rekindle.engine.mlx.computation import Computation
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import load_model
+from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling import build_sampler
-from rekindle.errors import EngineBroken, ModelError, PoolFull, Unsupported
+from rekindle.errors import EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
@@ -52,7 +53,7 @@ class MlxEngine:
         self.tokenizer = load_tokenizer(options.path, loaded.vocabulary_size)
         self.chat_template = self.tokenizer.chat_template
         self._layouts = Layouts(loaded.model, loaded.fingerprint)
-        self._kv_type = _kv_type(self._layouts, options)
+        self._kv_type = self._layouts.named(options.kv_type)
         sizes = memory.choose_sizes(
             options,
             self._layouts.kv,
@@ -71,6 +72,7 @@ class MlxEngine:
             free_bytes=lambda: memory.free_bytes(self._device),
         )
         self._batches = self._empty_batches()
+        self.state_files = PromptCaches(self._layouts, self._kv_type)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
@@ -218,16 +220,6 @@ class MlxEngine:
 
     def close(self) -> None:
         self.reset()
-
-
-def _kv_type(layouts: Layouts, options: EngineOptions) -> KvType:
-    """The model's own type, or one of 8 bits where that is asked for."""
-    if options.kv_type == "f16":
-        return layouts.usual
-    for name, layout in layouts.kv.items():
-        if layout.bits == 8:
-            return name
-    raise ModelError("this model's KV cells cannot have 8 bits: leave --fp8-kvcache out")
 
 
 def _ours(sequence: Sequence) -> MlxSequence:

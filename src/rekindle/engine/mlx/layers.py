@@ -206,6 +206,13 @@ class Slot:
     most: tuple[int, ...]
     dtype: mx.Dtype
 
+    def takes(self, shape: Seq[int]) -> bool:
+        """Whether an array of the shape could be in it."""
+        return len(shape) == len(self.most) and all(
+            least <= size <= most
+            for least, size, most in zip(self.least, shape, self.most, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
@@ -240,8 +247,7 @@ class Recurrent:
         if slot is None:
             raise CorruptBlock("a checkpoint has an array that the model has not")
         shape = tuple(reader.unpack(_DIMENSION)[0] for _ in slot.most)
-        bounds = zip(slot.least, shape, slot.most, strict=True)
-        if not all(least <= size <= most for least, size, most in bounds):
+        if not slot.takes(shape):
             raise CorruptBlock(f"a checkpoint has an array of {shape}, the model of {slot.most}")
         return reader.array(shape, slot.dtype)
 

@@ -110,7 +110,8 @@ class Layouts:
         if not fitting:
             raise ModelError(
                 f"this model's KV cells cannot be {preferred}: its heads are too narrow for groups "
-                "of values, or its attention does not take them"
+                "of values, or its attention does not take them; leave --fp8-kvcache and --kv-bits "
+                "out"
             )
         return preferred if preferred in fitting else fitting[-1]
 

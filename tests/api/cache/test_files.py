@@ -1,0 +1,152 @@
+"""State in files over HTTP: whose it is, where it passes through, and what is refused."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rekindle.api.cache import files
+from rekindle.protocol.admin import AdminOp, AdminResult, ExportState, ImportState, StateFile
+from tests.api.cache.entries import ENTRY
+from tests.api.scripted import Front, ScriptedRuntime, error, unknown_key
+
+FILE = {"Content-Type": "application/octet-stream"}
+CONTENT = bytes(range(256)) * 9000
+
+
+class Files:
+    """A runtime that writes and reads files, and remembers where."""
+
+    def __init__(self) -> None:
+        self.places: list[Path] = []
+        self.received = b""
+
+    def __call__(self, op: AdminOp) -> AdminResult:
+        match op:
+            case ExportState("key-1", folder):
+                self.places.append(Path(folder))
+                assert Path(folder).stat().st_mode & 0o777 == 0o700
+                (Path(folder) / "state.safetensors").write_bytes(CONTENT)
+                return StateFile("state.safetensors", 7, len(CONTENT))
+            case ImportState(path):
+                self.places.append(Path(path).parent)
+                self.received = Path(path).read_bytes()
+                return ENTRY
+        raise unknown_key()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def front(runtime: Files, **settings: Any) -> Front:
+    return Front(ScriptedRuntime(answers=runtime), **{"disk_floor": 0, **settings})
+
+
+def upload(front: Front, content: Any = CONTENT, **options: Any) -> httpx.Response:
+    options = {"headers": FILE, **options}
+    return front.request("POST", "/v1/cache/import", content=content, **options)
+
+
+def test_a_file_is_sent_and_nothing_of_it_stays(folder: Path) -> None:
+    runtime = Files()
+    answer = front(runtime).get("/v1/cache/key-1/export")
+    assert answer.content == CONTENT
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["x-token-count"] == "7"
+    assert answer.headers["content-disposition"].endswith("state.safetensors")
+    assert runtime.places[0].parent == folder
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_is_taken_and_nothing_of_it_stays(folder: Path) -> None:
+    runtime = Files()
+    asked = front(runtime)
+    answer = upload(asked, params={"session_id": "mine", "model": "tiny"})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["cache_key"] == "key-1"
+    assert runtime.received == CONTENT
+    received = asked.runtime.admin_request
+    assert isinstance(received.op, ImportState)
+    assert received.op.session_id == "mine"
+    assert list(folder.iterdir()) == []
+
+
+def test_a_larger_file_than_any_other_body_is_taken() -> None:
+    """As it arrives, from a client that does not say how large it is."""
+
+    async def parts() -> Any:
+        for _ in range(70):
+            yield b"," * (1 << 20)  # of which a JSON body may not have so many
+
+    runtime = Files()
+    assert upload(front(runtime), parts()).status_code == 200
+    assert len(runtime.received) == 70 << 20
+
+
+def test_keys_and_names_never_become_paths(folder: Path) -> None:
+    runtime = Files()
+    for key in ("../../etc/passwd", "a%2F..%2Fb", "%00", "x" * 3000):
+        assert front(runtime).get(f"/v1/cache/{key}/export").status_code == 404
+    for name in ("../../etc/passwd", "/tmp/x", "a\0b"):
+        assert upload(front(runtime), params={"session_id": name}).status_code == 200
+    assert all(place.parent == folder for place in runtime.places)
+    assert list(folder.iterdir()) == []
+
+
+def test_an_admin_acts_for_itself_alone() -> None:
+    asked = front(Files(), api_key=["alpha"], admin_key=["root"])
+    headers = {"Authorization": "Bearer root"}
+    asked.get("/v1/cache/key-1/export", headers=headers)
+    upload(asked, headers={**FILE, **headers})
+    assert [each.admin for each in asked.runtime.admin_requests] == [False, False]
+    assert upload(asked).status_code == 401
+    assert asked.get("/v1/cache/key-1/export").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"", FILE, 400),
+        (CONTENT, {"Content-Type": "application/json"}, 415),
+        (CONTENT, {"Content-Type": "text/plain"}, 415),
+        (CONTENT, {}, 415),
+    ],
+)
+def test_what_is_no_upload_is_refused(
+    content: bytes, headers: dict[str, str], status: int, folder: Path
+) -> None:
+    asked = front(Files())
+    answer = upload(asked, content, headers=headers)
+    assert answer.status_code == status
+    assert error(answer)["message"]
+    assert asked.runtime.admin_requests == []
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_beyond_the_cache_or_the_disk_is_refused(folder: Path) -> None:
+    for settings in ({"ram_cache": 1 << 20, "disk_cache": 0}, {"disk_floor": 1 << 59}):
+        asked = front(Files(), **settings)
+        answer = upload(asked)
+        assert answer.status_code == 413
+        assert "room" in error(answer)["message"]
+        assert asked.runtime.admin_requests == []
+    assert list(folder.iterdir()) == []
+
+
+def test_other_routes_take_no_body_of_any_size() -> None:
+    answer = front(Files()).request("DELETE", "/v1/cache/import", content=b"x" * (65 << 20))
+    assert answer.status_code == 413
+
+
+def test_too_slow_an_upload_and_one_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BODY_S", -1e9)
+    assert upload(front(Files())).status_code == 408
+    monkeypatch.setattr(files, "MOST_TRANSFERS", 0)
+    assert upload(front(Files())).status_code == 429
