@@ -39,7 +39,7 @@ TRUNCATING = (
 )
 WHOLE = (  # their state cannot be truncated
     *("fake-whole", "mamba", "lfm2", "qwen35"),
-    *("mlx-gemma3", "mlx-mamba", "mlx-lfm2", "mlx-falcon_h1"),
+    *("mlx-gemma3", "mlx-mamba", "mlx-falcon_h1"),
 )
 SEEING = (
     "fake",
@@ -54,7 +54,7 @@ SEEING = (
 SEVERAL_KV_TYPES = (
     *("fake", "fake-whole", "numpy"),
     *("llama-wide", "llama-q8_0", "gemma3-wide", "lfm2-wide", "qwen2vl-wide"),
-    *("mlx-llama-wide", "mlx-llama-q8_0", "mlx-gemma3-wide"),
+    *("mlx-llama-wide", "mlx-gemma3-wide"),
 )
 
 

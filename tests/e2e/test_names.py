@@ -19,6 +19,7 @@ from tests.support import tiny
 from tests.support.numpy_engine import SUFFIX
 from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
+from tests.support.tiny_mlx import write_tiny_mlx
 
 Json = dict[str, Any]
 
@@ -51,7 +52,7 @@ Azkaban' today.", "message_id": "msg_1_uuid"},
   }"""
 
 
-@pytest.fixture(scope="module", params=["llamacpp", "numpy"])
+@pytest.fixture(scope="module", params=["llamacpp", "numpy", "mlx"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """One for each engine: what names do must not depend on who computes."""
     return tmp_path_factory.mktemp(request.param)
@@ -61,6 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def server(folder: Path) -> Iterator[Server]:
     if folder.name.startswith("numpy"):
         model = write_numpy(folder / f"tiny{SUFFIX}")
+    elif folder.name.startswith("mlx"):
+        model = write_tiny_mlx(folder / "tiny")
     else:
         model = tiny.write_llama(folder / "tiny.gguf")
     with running(model, folder, "--threads", "1") as started:

@@ -167,4 +167,7 @@ def _drawn(name: str, value: mx.array, random: np.random.Generator) -> mx.array:
         return mx.ones(value.shape) if name.endswith(".bias") else value
     columns = int(np.prod(value.shape[1:]))
     scale = 0.25 if "embed" in name else columns**-0.5  # more, and answers repeat the last token
-    return mx.array((random.standard_normal(value.shape) * scale).astype(np.float32))
+    drawn = (random.standard_normal(value.shape) * scale).astype(np.float32)
+    if name == "lm_head.weight":
+        drawn[: len(CONTROL)] = drawn[len(CONTROL) + 128 :] = 0  # it writes ASCII and nothing else
+    return mx.array(drawn)

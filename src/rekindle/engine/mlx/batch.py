@@ -69,6 +69,11 @@ class DecodingBatch:
         """Give every row its own caches back."""
         self._arrange([])
 
+    def shrink(self) -> None:
+        """Remove the rows of sequences that have left."""
+        self._arrange([row for row in self._rows if row is not None])
+        mx.eval(self.states())
+
     def _arrange(self, wanted: Seq[MlxSequence]) -> None:
         """Make these the rows."""
         staying = set(wanted)

@@ -174,6 +174,9 @@ class MlxEngine:
         mx.clear_cache()
 
     def release_idle(self) -> None:
+        """A batch that nobody decodes in any more holds padding and rows that are of no use."""
+        for batch in self._batches.values():
+            batch.shrink()
         mx.clear_cache()
 
     # -- computing -----------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The whole server on an engine that is not ours: nothing between the API and it knows of one."""
+"""The whole server on engines other than the usual one: nothing between the API and them knows
+which it is. That in NumPy is not even ours."""
 
 from __future__ import annotations
 
@@ -13,18 +14,22 @@ import pytest
 from tests.support.numpy_engine import SUFFIX
 from tests.support.numpy_engine.model import write_numpy
 from tests.support.server import Server, running
+from tests.support.tiny_mlx import write_tiny_mlx
 
 LONG = "The sea has many ships, and every ship has a name that nobody remembers twice. " * 3
 
 
-def serve(folder: Path) -> AbstractContextManager[Server]:
-    model = write_numpy(folder / f"tiny{SUFFIX}")
-    return running(model, folder)
+def serve(folder: Path, engine: str) -> AbstractContextManager[Server]:
+    if engine == "numpy":
+        return running(write_numpy(folder / f"tiny{SUFFIX}"), folder)
+    return running(write_tiny_mlx(folder / "tiny"), folder)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("numpy")) as started:
+@pytest.fixture(scope="module", params=["numpy", "mlx"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp(request.param), request.param) as started:
         yield started
 
 
@@ -73,7 +78,8 @@ def test_a_completion_is_served_with_its_logprobs(server: Server) -> None:
         model="default", prompt=LONG, max_tokens=5, temperature=0, logprobs=2
     )
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(LONG)  # a token is a byte
+    merged = LONG.count("th")  # what one of the two has a token for; else a token is a byte
+    assert len(LONG) - merged <= answer.usage.prompt_tokens <= len(LONG)
     assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
 
@@ -90,11 +96,12 @@ def test_a_reply_follows_its_schema(server: Server) -> None:
     assert answer.choices[0].message.content.replace(" ", "").startswith('{"yes":')
 
 
-def test_a_restarted_server_reuses_from_disk(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
+@pytest.mark.parametrize("engine", ["numpy", "mlx"])
+def test_a_restarted_server_reuses_from_disk(tmp_path: Path, engine: str) -> None:
+    with serve(tmp_path, engine) as server:
         first = chat(server, [{"role": "user", "content": LONG}])
         expected = chat(server, turns(LONG, first)).choices[0].message.content
-    with serve(tmp_path) as server:
+    with serve(tmp_path, engine) as server:
         again = chat(server, turns(LONG, first))
     assert cached(again) >= first.usage.prompt_tokens // 64 * 64
     assert again.model_extra["x_cache"]["tier"] == "disk"

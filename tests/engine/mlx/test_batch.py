@@ -1,0 +1,149 @@
+"""Turns decode together: who joins, pauses or leaves changes nobody's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from rekindle.engine.base import EngineOptions, KvType, Sequence, Work
+from rekindle.engine.mlx.engine import MlxEngine
+from rekindle.errors import EngineBroken
+from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
+from tests.support.tiny_mlx import WINDOW, write_tiny_mlx
+
+LENGTHS = (5, WINDOW + 10, 30, WINDOW - 1)  # of prompts: before, at and behind the window's end
+REPLY_TOKENS = 12
+
+
+@pytest.fixture(scope="module", params=["llama-wide", "gemma3", "mamba", "falcon_h1"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MlxEngine]:
+    path = write_tiny_mlx(tmp_path_factory.mktemp("model") / "tiny", request.param)
+    built = MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=512))
+    yield built
+    built.close()
+
+
+@pytest.fixture(autouse=True)
+def empty(engine: MlxEngine) -> None:
+    engine.reset()
+
+
+def prompt(number: int) -> list[int]:
+    return [3 + (7 * n + 31 * number) % 200 for n in range(LENGTHS[number])]
+
+
+def types(engine: MlxEngine) -> list[KvType]:
+    """The usual one, and the smallest where there are more."""
+    return list(dict.fromkeys([engine.capabilities.kv_type, list(engine.capabilities.kv)[-1]]))
+
+
+def step(engine: MlxEngine, replies: dict[Sequence, list[int]]) -> None:
+    """The next token of each reply."""
+    work = [Work(each, said[-1:], engine.sampler(GREEDY, [])) for each, said in replies.items()]
+    for said, sampled in zip(replies.values(), engine.step(work), strict=True):
+        assert sampled is not None
+        said.append(sampled.token)
+
+
+def test_each_reply_is_what_it_would_be_alone(engine: MlxEngine) -> None:
+    """They join one after the other, pause now and then, and leave at different times."""
+    for kv_type in types(engine):
+        numbers = range(len(LENGTHS))
+        alone = [cold(engine, prompt(n), exact=False, kv_type=kv_type) for n in numbers]
+        sequences = [engine.open(exact=False, kv_type=kv_type) for _ in numbers]
+        replies: dict[Sequence, list[int]] = {}
+        for turn in range(2 * REPLY_TOKENS + len(sequences)):
+            if turn < len(sequences):
+                replies[sequences[turn]] = [prefill(engine, sequences[turn], prompt(turn))]
+            running = {
+                each: said
+                for n, (each, said) in enumerate(replies.items())
+                if turn % 5 != n and len(said) <= REPLY_TOKENS
+            }
+            if running:
+                step(engine, running)
+        assert list(replies.values()) == alone
+
+
+def test_a_row_is_exported_and_shared_while_the_batch_goes_on(engine: MlxEngine) -> None:
+    alone = [cold(engine, prompt(n), exact=False) for n in (0, 1)]
+    one, two = (engine.open(exact=False) for _ in range(2))
+    replies: dict[Sequence, list[int]] = {
+        each: [prefill(engine, each, prompt(n))] for n, each in enumerate((one, two))
+    }
+    for _ in range(3):
+        step(engine, replies)
+    resumable = not engine.capabilities.can_truncate
+    blob = engine.export(one, 0, one.length, resumable=resumable)
+    restored, shared = (engine.open(exact=False) for _ in range(2))
+    engine.restore(restored, blob, one.length, resumable=resumable)
+    engine.share(two, two.length, shared)
+    rest = REPLY_TOKENS - 3
+    said = [*replies[one][:-1], *decode(engine, restored, replies[one][-1], rest)]
+    other = [*replies[two][:-1], *decode(engine, shared, replies[two][-1], rest)]
+    for _ in range(rest):
+        step(engine, replies)
+    assert [said, other] == alone == list(replies.values())
+
+
+def test_a_row_leaves_when_its_sequence_is_closed(engine: MlxEngine) -> None:
+    expected = cold(engine, prompt(0), exact=False)
+    sequences = [engine.open(exact=False) for _ in range(3)]
+    replies: dict[Sequence, list[int]] = {
+        each: [prefill(engine, each, prompt(n))] for n, each in enumerate(sequences)
+    }
+    step(engine, replies)
+    for gone in sequences[1:]:
+        engine.close_sequence(gone)
+        del replies[gone]
+        step(engine, replies)
+    for _ in range(REPLY_TOKENS - 3):
+        step(engine, replies)
+    assert replies[sequences[0]] == expected
+    engine.close_sequence(sequences[0])
+    assert engine.free_tokens() == engine.capabilities.pool_tokens
+
+
+def test_a_step_that_fails_leaves_an_empty_engine_that_works(
+    engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    sequences = [engine.open(exact=False) for _ in range(2)]
+    replies: dict[Sequence, list[int]] = {
+        each: [prefill(engine, each, PROMPT[:20])] for each in sequences
+    }
+
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._model), "__call__", fail)
+        with pytest.raises(EngineBroken, match="allocate"):
+            step(engine, replies)
+    assert engine.free_tokens() == engine.capabilities.pool_tokens
+    assert cold(engine, PROMPT, exact=False) == expected
+
+
+def test_nothing_is_left_of_sequences_that_are_closed(tmp_path: Path) -> None:
+    path = write_tiny_mlx(tmp_path / "tiny")
+    built = MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=512))
+    held = set()
+    for _ in range(3):
+        sequences = [built.open(exact=False) for _ in range(3)]
+        replies: dict[Sequence, list[int]] = {
+            each: [prefill(built, each, PROMPT)] for each in sequences
+        }
+        for _ in range(4):
+            step(built, replies)
+        for each in sequences:
+            built.close_sequence(each)
+        built.release_idle()
+        held.add(mx.get_active_memory())
+    assert len(held) == 1
+    built.close()
