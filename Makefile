@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 WORKERS ?= 2  # tests at a time; a file's tests stay together
 
-.PHONY: install serve test stress check audit fmt lock bench
+.PHONY: install serve test stress check audit fmt lock bench clients
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -44,3 +44,8 @@ lock: install           ## pin every dependency again, with hashes and no index 
 
 bench: install          ## measure beside llama.cpp's own server
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+clients: install        ## real programs of others against a server of their own; needs npm and a network
+	mkdir -p build/clients && cp tools/clients/package.json build/clients
+	npm install --prefix build/clients --ignore-scripts --no-package-lock --no-audit --no-fund
+	PYTHONPATH=. $(BIN)/python -m tools.clients.run build/clients

@@ -161,3 +161,39 @@ def test_a_conversation_that_changed_says_what_has_changed(server: Server) -> No
     assert other["diagnostics"]["cache_miss_reason"]["type"] == "system_changed"
     strange = asked("msg_nobody", "ships", "One.")
     assert strange["diagnostics"]["cache_miss_reason"]["type"] == "previous_message_not_found"
+
+
+def billed(version: str, *, as_list: bool) -> Any:
+    """A system prompt that begins as Claude Code's does."""
+    line = f"x-anthropic-billing-header: cc_version=2.1.325.{version}; cc_entrypoint=cli;"
+    rules = system("billing")
+    if not as_list:
+        return f"{line}\n{rules}"
+    return [{"type": "text", "text": line}, {"type": "text", "text": rules}]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_billing_line_does_not_make_every_conversation_new(server: Server, as_list: bool) -> None:
+    """vllm-mlx PR 277."""
+    question = [{"role": "user", "content": f"Who pays {as_list}?"}]
+    ask(server, question, system=billed("0dc", as_list=not as_list))
+    other = billed("f3a" if as_list else "e4b", as_list=as_list)
+    again = ask(server, question, system=other)
+    assert again["x_cache"]["normalised"] == ["claude-code-billing-header"]
+    assert again["usage"]["input_tokens"] == 1  # the last token of a prompt is always computed
+    plain = ask(server, question, system=other, normalise=False)
+    assert "normalised" not in plain["x_cache"]
+    assert plain["usage"]["input_tokens"] > len(system("billing"))
+
+
+def test_a_system_message_in_mid_conversation_costs_its_own_tokens_alone(server: Server) -> None:
+    """A list at first and a string later, as Claude Code sends it."""
+    note = "It is noon, and all is well."
+    listed = {"role": "system", "content": [{"type": "text", "text": note}]}
+    question = {"role": "user", "content": "What time is it?"}
+    first = ask(server, [question, listed], system=system("clocks"))
+    reply = {"role": "assistant", "content": first["content"]}
+    plain = {"role": "system", "content": note}
+    second = ask(server, [question, plain, reply, question], system=system("clocks"))
+    computed = total(first["usage"]) + first["usage"]["output_tokens"]
+    assert second["usage"]["cache_read_input_tokens"] == computed - 1

@@ -93,6 +93,14 @@ def test_only_who_asks_for_diagnostics_has_its_replies_named() -> None:
     assert later.message_ids == ["msg_1"]
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_normalising_is_switched_by_the_request_or_else_by_the_server(configured: bool) -> None:
+    front = Front(normalise=configured)
+    ask(front)
+    assert front.runtime.requested.normalise == configured
+    assert requested(normalise=False).normalise is False
+
+
 def test_fields_of_features_that_are_not_here_are_ignored() -> None:
     request = requested(
         context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},

@@ -88,7 +88,7 @@ def _prompt_form(body: PromptFields, config: Config) -> dict[str, Any]:
         "template_kwargs": _template_kwargs(body),
         "add_generation_prompt": not continues,
         "continue_final_message": continues,
-        "normalise": config.normalise,
+        "normalise": config.normalise if body.normalise is None else body.normalise,
     }
 
 

@@ -75,6 +75,7 @@ class PromptFields(_Object):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="An older place of the format")
+    normalise: bool | None = Field(None, description="Whether volatile headers are taken out")
 
     @property
     def structure(self) -> StructuredOutput | None:
