@@ -49,8 +49,8 @@ class StateTransfer:
     def _files(self) -> StateFiles:
         if self._engine.state_files is None:
             raise Unsupported(
-                "The state of this model cannot be exchanged: no other program reads its engine's. "
-                "Models in MLX's format have files that mlx_lm reads."
+                "The state of this model cannot be exchanged: there is no other program that reads "
+                "what its engine writes."
             )
         return self._engine.state_files
 
