@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import numpy as np
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
 from rekindle.models.catalogue import DEFAULT_VISION_MODEL
@@ -14,6 +15,12 @@ from rekindle.models.projector import packaged_projector
 ROOT = Path(__file__).parents[1]
 TEMPLATE_KEY = "tokenizer.chat_template"
 CONTEXT_TOKENS = 8192
+WIDTH, HEADS = 64, 1  # of the model with one layer
+LAYER = (
+    ("attn_q", WIDTH, WIDTH), ("attn_k", WIDTH, WIDTH), ("attn_v", WIDTH, WIDTH),
+    ("attn_output", WIDTH, WIDTH), ("ffn_gate", 2 * WIDTH, WIDTH), ("ffn_up", 2 * WIDTH, WIDTH),
+    ("ffn_down", WIDTH, 2 * WIDTH),
+)  # fmt: skip
 
 # SmolLM2's own template knows no tools, and each server makes do in its own way: Rekindle writes
 # them into messages, llama.cpp leaves tools and calls out. Under a template that shows them both
@@ -64,3 +71,37 @@ def _tiny_hybrid(path: Path) -> Path:
     from tests.support.tiny import write_lfm2
 
     return write_lfm2(path, context=CONTEXT_TOKENS)
+
+
+def one_layer(model: Path, path: Path, *, context: int = 32_768, seed: int = 0) -> Path:
+    """A model's vocabulary and template around one layer of random weights: computing a token takes
+    next to nothing, and what is left is a server's own work."""
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, part in reader.fields.items():
+        if name.startswith("tokenizer."):
+            kind, *of = part.types
+            writer.add_key_value(name, part.contents(), kind, of[0] if of else None)
+    size = len(reader.fields["tokenizer.ggml.tokens"].data)
+    numbers = {
+        "context_length": context, "embedding_length": WIDTH, "block_count": 1, "vocab_size": size,
+        "feed_forward_length": 2 * WIDTH, "attention.head_count": HEADS,
+        "attention.head_count_kv": HEADS, "rope.dimension_count": WIDTH // HEADS,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        writer.add_uint32(f"llama.{name}", number)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    chance = np.random.default_rng(seed)
+    shapes = {"token_embd": (size, WIDTH), "output_norm": (WIDTH,)} | {
+        f"blk.0.{name}": (rows, columns) for name, rows, columns in LAYER
+    } | {f"blk.0.{name}_norm": (WIDTH,) for name in ("attn", "ffn")}  # fmt: skip
+    for name, shape in shapes.items():
+        random = chance.standard_normal(shape, np.float32) / WIDTH**0.5
+        writer.add_tensor(
+            f"{name}.weight", random if len(shape) > 1 else np.ones(shape, np.float32)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -197,7 +197,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_set_causal_attn": (None, [_P, c_bool]),
     "llama_encode": (c_int32, [_P, Batch]),
     "llama_get_embeddings_seq": (POINTER(c_float), [_P, c_int32]),
-    "llama_get_logits_ith": (POINTER(c_float), [_P, c_int32]),
+    "llama_get_logits_ith": (_P, [_P, c_int32]),
     "llama_vocab_n_tokens": (c_int32, [_P]),
     "llama_vocab_type": (c_int, [_P]),
     "llama_vocab_get_text": (c_char_p, [_P, c_int32]),

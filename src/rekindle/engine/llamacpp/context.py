@@ -226,5 +226,9 @@ class Context:
 
     def logits(self, index: int, vocabulary_size: int) -> Row:
         """A writable view on one row's logits, valid until the next native call."""
-        pointer = self._library.llama_get_logits_ith(self.native, index)
-        return np.ctypeslib.as_array(pointer, shape=(vocabulary_size,))
+        address = self._library.llama_get_logits_ith(self.native, index)
+        if not address:
+            raise EngineBroken("llama.cpp has no logits of a row that was asked for")
+        # Several times faster than `as_array`, which counts once for each token of each reply.
+        row = (ctypes.c_float * vocabulary_size).from_address(address)
+        return np.frombuffer(memoryview(row), np.float32)

@@ -1,0 +1,186 @@
+"""What both servers do beside computing: a model of one layer with a real vocabulary.
+
+Run it with `python benchmarks/overhead.py` (`--quick`: fewer rounds), while nothing else runs. The
+two servers take turns. Of ours it also tells the processor time of each process, which a busy
+machine changes little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from models import one_layer
+from rich.console import Console
+from servers import Server, Setup, llamacpp, rekindle
+
+from rekindle.config import load_config
+from rekindle.models.progress import progress_on
+from rekindle.models.pull import pull
+
+STREAMS = (1, 8, 32, 64)
+STREAM_TOKENS = 128
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "min_p": 0},
+}
+LONG_WORDS = 28_500  # a word is a token
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "with", "not", "at")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed answer, as its bytes."""
+
+    first_s: float
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        lines = (line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: {"))
+        deltas = (json.loads(line)["choices"] for line in lines)
+        return "".join(each[0]["delta"].get("content") or "" for each in deltas if each)
+
+
+async def ask(url: str, body: dict[str, Any]) -> Answer:
+    """A client that hardly costs anything: it reads until the server hangs up."""
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    sent = json.dumps({"stream": True, "ignore_eos": True, **body}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    started = time.perf_counter()
+    writer.write(head.encode() + sent)
+    parts, first_s = [], 0.0
+    while part := await reader.read(1 << 16):
+        parts.append(part)
+        if not first_s and b'"content":"' in part.replace(b'"content":""', b""):
+            first_s = time.perf_counter() - started
+    writer.close()
+    answer = Answer(first_s or time.perf_counter() - started, b"".join(parts))
+    if b" 200 " not in answer.body[:20] or b"data: [DONE]" not in answer.body[-64:]:
+        raise SystemExit(f"{url} answered {answer.body[:600]!r}")
+    return answer
+
+
+async def decode(server: Server, streams: int, way: dict[str, Any], number: int) -> float:
+    """Tokens a second of so many streams at once."""
+    bodies = [
+        {
+            "messages": [{"role": "user", "content": f"Tell me story {number} of {stream}."}],
+            "max_tokens": STREAM_TOKENS,
+            "seed": stream,
+            **way,
+        }
+        for stream in range(streams)
+    ]
+    started = time.perf_counter()
+    await asyncio.gather(*(ask(server.url, body) for body in bodies))
+    return streams * STREAM_TOKENS / (time.perf_counter() - started)
+
+
+class Conversation:
+    """A long one, whose next turns have little that is new."""
+
+    def __init__(self, server: Server) -> None:
+        self._url = server.url
+        chance = Random(1)
+        text = " ".join(chance.choice(WORDS) for _ in range(LONG_WORDS))
+        self._messages = [{"role": "system", "content": text}, {"role": "user", "content": "So?"}]
+
+    def turn_ms(self) -> float:
+        """The time to the first token of the next turn."""
+        body = {"messages": self._messages, "max_tokens": 8, "temperature": 0}
+        answer = asyncio.run(ask(self._url, body))
+        reply = {"role": "assistant", "content": answer.text}
+        self._messages += [reply, {"role": "user", "content": "And then?"}]
+        time.sleep(0.3)  # what a server does after a turn is not part of the next one
+        return answer.first_s * 1000
+
+
+def processor_s(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def processes(server: Server) -> list[int]:
+    """Ours: the front, and the runtime that it has started."""
+    children = Path(f"/proc/{server.process_id}/task/{server.process_id}/children").read_text()
+    return [server.process_id, *map(int, children.split()[:1])]
+
+
+@contextmanager
+def both(model: Path, folder: Path, slots: int, context: int) -> Iterator[tuple[Server, Server]]:
+    setup = Setup(model=model, slots=slots, context=context)
+    with ExitStack() as stack:
+        ours = stack.enter_context(rekindle(setup, folder / "rekindle.log"))
+        yield ours, stack.enter_context(llamacpp(setup, folder / "llamacpp.log"))
+
+
+def compare_streams(model: Path, folder: Path, rounds: int) -> None:
+    print(f"{'tokens a second':22}{'ours':>9}{'llama.cpp':>11}{'ratio':>7}   processor ms a token")
+    with both(model, folder, max(STREAMS), 16_384) as (ours, theirs):
+        for label, way in WAYS.items():
+            for streams in STREAMS:
+                own, other, pids = [], [], processes(ours)
+                before = [processor_s(each) for each in pids]
+                for number in range(rounds):
+                    own.append(asyncio.run(decode(ours, streams, way, number)))
+                    other.append(asyncio.run(decode(theirs, streams, way, number)))
+                spent = [processor_s(each) for each in pids]
+                tokens = rounds * streams * STREAM_TOKENS
+                shares = [
+                    (after - start) * 1000 / tokens
+                    for start, after in zip(before, spent, strict=True)
+                ]
+                ratio = median(one / two for one, two in zip(own, other, strict=True))
+                print(
+                    f"{streams:3} streams, {label:9}{median(own):9.0f}{median(other):11.0f}"
+                    f"{ratio:7.2f}   front {shares[0]:.3f}, runtime {shares[-1]:.3f}"
+                )
+
+
+def compare_turns(model: Path, folder: Path, rounds: int) -> None:
+    print(f"\n{'ms to the first token':22}{'ours':>9}{'llama.cpp':>11}")
+    with both(model, folder, 1, 32_768) as servers:
+        talks = [Conversation(server) for server in servers]
+        cold = [talk.turn_ms() for talk in talks]
+        warm = [[talk.turn_ms() for talk in talks] for _ in range(2 * rounds)]
+    print(f"{'29k tokens, cold':22}{cold[0]:9.0f}{cold[1]:11.0f}")
+    own, other = (sorted(each) for each in zip(*warm, strict=True))
+    print(f"{'its next turns':22}{median(own):9.1f}{median(other):11.1f}")
+    print(f"{'the fastest of them':22}{own[0]:9.1f}{other[0]:11.1f}")
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    only: Annotated[str | None, typer.Option(help="streams or turns.")] = None,
+) -> None:
+    """Compare the two servers."""
+    rounds = 2 if quick else 5
+    models_dir = load_config({}).models_dir
+    smollm2 = pull("smollm2", models_dir=models_dir, progress=progress_on(Console()))
+    with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as name:
+        folder = Path(name)
+        model = one_layer(smollm2, folder / "one-layer.gguf")
+        if only != "turns":
+            compare_streams(model, folder, rounds)
+        if only != "streams":
+            compare_turns(model, folder, rounds)
+
+
+if __name__ == "__main__":
+    typer.run(main)
