@@ -28,6 +28,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "adapter": ("/lora", Path("/lora")),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
+    "ollama_port": ("11434", 11434),
     "api_key": ("alpha, beta", ("alpha", "beta")),
     "admin_key": ("root", ("root",)),
     "api_keys_file": ("/keys", Path("/keys")),

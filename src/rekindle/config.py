@@ -167,6 +167,11 @@ class Config(RuntimeSettings):
     port: Annotated[
         int, Interval(ge=0, le=65535), Setting("Port to listen on; 0 for any free one", "Server")
     ] = 8080
+    ollama_port: Annotated[
+        int | None,
+        Interval(ge=0, le=65535),
+        Setting("Listen there as well, where tools expect Ollama: 11434", "Server", "none"),
+    ] = None
     queue: Annotated[
         int, Interval(ge=0, le=COUNT_LIMIT), Setting("Turns that may wait", "Server")
     ] = 256

@@ -39,6 +39,7 @@ from rekindle.protocol.frames import Ready, TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
 from rekindle.server.drain import Drain
+from rekindle.server.model_file import ModelFile
 from rekindle.server.models import ServedModels
 from rekindle.server.open_turns import OpenTurns
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
@@ -171,6 +172,10 @@ class ScriptedRuntime(RuntimeClient):
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._scripts = scripts or (reply("Hel", "lo"),)
         self._answers = answers
+
+    @property
+    def file(self) -> ModelFile:
+        return ModelFile("gguf", 7, 1.0)
 
     def submit(self, request: TurnRequest, on_event: OnEvent) -> list[int]:
         if not isinstance(request, GenerateRequest):

@@ -45,7 +45,7 @@ def test_every_line_stays_one_however_narrow_the_console_is() -> None:
     file = io.StringIO()
     runtime = ScriptedRuntime(name="a [model]")
     runtime.ready = ready(3)
-    announce(CONFIG, [runtime], 8080, Console(file=file, width=20))
+    announce(CONFIG, [runtime], [8080], Console(file=file, width=20))
     loaded, cache, address = file.getvalue().splitlines()
     assert loaded == "a [model] is loaded: context 4096 tokens, up to 16 turns at once"
     assert cache == "3 conversations found in the cache folder /var/lib/[kv]"
@@ -54,5 +54,11 @@ def test_every_line_stays_one_however_narrow_the_console_is() -> None:
 
 def test_a_model_that_sees_is_said_to() -> None:
     file = io.StringIO()
-    announce(CONFIG, [ScriptedRuntime(name="eyes", sees=True)], 8080, Console(file=file))
+    announce(CONFIG, [ScriptedRuntime(name="eyes", sees=True)], [8080], Console(file=file))
     assert file.getvalue().splitlines()[0].endswith("up to 16 turns at once, sees pictures")
+
+
+def test_the_port_where_tools_expect_ollama_is_said_too() -> None:
+    file = io.StringIO()
+    announce(CONFIG, [ScriptedRuntime()], [8080, 11434], Console(file=file))
+    assert "Serving Ollama's API on http://127.0.0.1:11434." in file.getvalue()

@@ -49,7 +49,7 @@ def test_without_the_key_every_path_is_closed(path: str, headers: dict[str, str]
             answer = front.request(method, f"http://localhost{spelled}", headers=headers, json={})
             assert answer.status_code == 401, (method, spelled)
             if method != "HEAD":
-                assert "needs an API key" in answer.json()["error"]["message"]
+                assert "needs an API key" in answer.text
             assert answer.headers["www-authenticate"] == "Bearer"
     assert front.runtime.requests == []
 

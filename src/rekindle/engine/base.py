@@ -73,6 +73,9 @@ class Capabilities:
     kv: Mapping[KvType, KvLayout]  # every type that they may have
     modalities: frozenset[str] = frozenset({"text"})
     whole_pictures: bool = False  # all vectors of a picture are computed in one step
+    architecture: str = ""  # of the model, for people
+    parameters: int = 0
+    quantization: str = ""  # of its weights, as its format calls it
     shares_cells: bool = True  # what sequences share takes cells once; else each has its own
     idle_is_free: bool = False  # sequences that nobody adds to slow no step down
 

@@ -68,6 +68,11 @@ class InputProcessor:
         self._output_format = output_format
         self._session_paths = session_paths
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes for itself before it answers."""
+        return self._output_format.format.reasoning is not None
+
     def namespace(self, salt: bytes) -> bytes:
         """The namespace of a tenant."""
         fingerprint = self._capabilities.kv_layout.fingerprint

@@ -14,14 +14,16 @@ from rekindle.server.runtime_client import RuntimeClient
 
 
 def announce(
-    config: Config, runtimes: Sequence[RuntimeClient], port: int, console: Console
+    config: Config, runtimes: Sequence[RuntimeClient], ports: Sequence[int], console: Console
 ) -> None:
-    """One line for each model, one for the cache, one for the address."""
-    for line in _lines(config, runtimes, port):
+    """A line for each model, one for the cache, and for each address one."""
+    for line in _lines(config, runtimes, ports):
         console.print(line, soft_wrap=True)
 
 
-def _lines(config: Config, runtimes: Sequence[RuntimeClient], port: int) -> Iterable[str]:
+def _lines(
+    config: Config, runtimes: Sequence[RuntimeClient], ports: Sequence[int]
+) -> Iterable[str]:
     mode = ", exact mode" if config.exact else ""
     found = []
     for runtime in runtimes:
@@ -35,7 +37,9 @@ def _lines(config: Config, runtimes: Sequence[RuntimeClient], port: int) -> Iter
             found.append(runtime.ready)
     yield escape(cache_line(config, found))
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = escape(f"http://{host}:{port}")
+    url, *more = (escape(f"http://{host}:{port}") for port in ports)
+    for each in more:
+        yield f"Serving Ollama's API on [bold]{each}[/]."
     yield f"Serving on [bold]{url}/v1[/] (interface: {url}/docs). Stop with Ctrl-C."
 
 

@@ -22,6 +22,11 @@ from rekindle.api.anthropic import routes as messages
 from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.cache import files, internal, listing, prepare, routes, stats
 from rekindle.api.illustration import MEDIA
+from rekindle.api.ollama import embed as ollama_embed
+from rekindle.api.ollama import models as ollama_models
+from rekindle.api.ollama import pull as ollama_pull
+from rekindle.api.ollama import routes as ollama
+from rekindle.api.ollama.errors import OLLAMA_ERRORS, speaks_ollama
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.api.props import routes as props
 from rekindle.api.rerank import routes as rerank
@@ -57,6 +62,10 @@ ENDPOINTS = (
     rerank,
     messages,
     anthropic_models,
+    ollama,
+    ollama_models,
+    ollama_embed,
+    ollama_pull,
     models,
     props,
     prepare,
@@ -128,7 +137,9 @@ def _versioned() -> set[str]:
 
 
 def _error_format(path: str, headers: Headers) -> ErrorFormat:
-    return ANTHROPIC_ERRORS if speaks_anthropic(path, headers) else OPENAI_ERRORS
+    if speaks_anthropic(path, headers):
+        return ANTHROPIC_ERRORS
+    return OLLAMA_ERRORS if speaks_ollama(path) else OPENAI_ERRORS
 
 
 class MethodNotAllowed(NotFound):

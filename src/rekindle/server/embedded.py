@@ -233,7 +233,7 @@ class EmbeddedServer:
         if self._http is not None:
             raise ConfigError(f"this engine already serves on {self.base_url}")
         keys = Keys.of(config)
-        listener = launch.bind(config)
+        listener = launch.bind(config, config.port)
         server = launch.build_server(config, self._models, keys)
         listener.listen(server.config.backlog)
         ended = self._submit(launch.run(server, listener))

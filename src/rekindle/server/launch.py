@@ -50,10 +50,16 @@ def serve(config: Config, console: Console) -> None:
     check_settings(config)
     log_to(console, config.log_level)
     keys = Keys.of(config)
-    with bind(config) as listener:  # before anything slow: a taken port is an error at once
+    with contextlib.ExitStack() as stack:
+        # Before anything slow: a taken port is an error at once.
+        listeners = [stack.enter_context(bind(config, port)) for port in _ports(config)]
         files = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, files, keys, listener, console))
+            runner.run(_serve(config, files, keys, listeners, console))
+
+
+def _ports(config: Config) -> list[int]:
+    return [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
 
 
 def check_settings(config: Config) -> None:
@@ -155,17 +161,17 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def bind(config: Config) -> socket.socket:
-    """Take the port; connections are accepted once the models are loaded."""
+def bind(config: Config, port: int) -> socket.socket:
+    """Take a port; connections are accepted once the models are loaded."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
+        listener.bind((config.host, port))
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror}; "
-            "choose others with --host and --port"
+            f"cannot listen on {config.host} port {port}: {error.strerror}; "
+            "choose others with --host and --port (--ollama-port)"
         ) from None
     return listener
 
@@ -174,15 +180,16 @@ async def _serve(
     config: Config,
     files: dict[str, ModelFiles],
     keys: Keys,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     console: Console,
 ) -> None:
     async with open_models(config, files, console) as models:
         server = build_server(config, models, keys)
-        listener.listen(server.config.backlog)
-        announce(config, models.all, listener.getsockname()[1], console)
+        for listener in listeners:
+            listener.listen(server.config.backlog)
+        announce(config, models.all, [each.getsockname()[1] for each in listeners], console)
         with _signals_ignored():
-            await run(server, listener)
+            await run(server, *listeners)
 
 
 @asynccontextmanager
@@ -254,9 +261,9 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
     )
 
 
-async def run(server: Server, listener: socket.socket) -> None:
+async def run(server: Server, *listeners: socket.socket) -> None:
     """Serve until the server is stopped, and let cancelled responses send their last bytes."""
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=list(listeners))
     await finish_responses(server)
 
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
@@ -23,6 +24,7 @@ from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResu
 from rekindle.protocol.events import TERMINAL, Event, Failed
 from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, LoadModel
+from rekindle.server.model_file import ModelFile
 from rekindle.server.open_turns import OpenTurns
 from rekindle.server.request_id import current_id
 from rekindle.server.runtime_process import AfterLoading, OnLoading, RuntimeProcess
@@ -66,11 +68,20 @@ class RuntimeClient:
         return self._process.pid if self._process else None
 
     @property
-    def modalities(self) -> tuple[str, ...]:
-        """What a prompt may hold; raises Unavailable while the model is not loaded."""
+    def loaded(self) -> Ready:
+        """What the model is like; raises Unavailable while it is not loaded."""
         if self.ready is None:
             raise self._still_loading()
-        return self.ready.modalities
+        return self.ready
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What a prompt may hold; raises Unavailable likewise."""
+        return self.loaded.modalities
+
+    @property
+    def file(self) -> ModelFile:
+        return ModelFile.at(Path(self._load.path))
 
     @property
     def turns(self) -> int:

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from rekindle.api.fields import NO_LIMIT
 from rekindle.config import Config
-from rekindle.errors import Unavailable
 from rekindle.protocol.media import IMAGE
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import JsonResponse
@@ -28,9 +27,7 @@ async def props(request: Request, model: str | None = None, number: ModelNumber 
 
 
 def _props(runtime: RuntimeClient, config: Config) -> dict[str, Any]:
-    ready = runtime.ready
-    if ready is None:
-        raise Unavailable(runtime.down_reason)
+    ready = runtime.loaded
     return {
         "default_generation_settings": {
             "n_ctx": ready.context_tokens,

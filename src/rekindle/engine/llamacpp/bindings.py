@@ -173,6 +173,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_is_hybrid": (c_bool, [_P]),
     "llama_model_has_encoder": (c_bool, [_P]),
     "llama_model_desc": (c_int32, [_P, c_char_p, c_size_t]),
+    "llama_model_n_params": (c_uint64, [_P]),
     "llama_model_chat_template": (c_char_p, [_P, c_char_p]),
     "llama_model_meta_val_str": (c_int32, [_P, c_char_p, c_char_p, c_size_t]),
     "llama_init_from_model": (_P, [_P, ContextParams]),
@@ -320,6 +321,13 @@ def metadata(library: Any, model: int, name: str) -> str:
     text = ctypes.create_string_buffer(128)
     length = library.llama_model_meta_val_str(model, name.encode(), text, len(text))
     return text.value.decode(errors="replace") if length >= 0 else ""
+
+
+def description(library: Any, model: int) -> str:
+    """Architecture, size and type of the weights, as llama.cpp calls them."""
+    text = ctypes.create_string_buffer(128)
+    library.llama_model_desc(model, text, len(text))
+    return text.value.decode(errors="replace")
 
 
 def check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:

@@ -327,4 +327,7 @@ def _capabilities(
         },
         modalities=frozenset({TEXT, IMAGE} if projector else {TEXT}),
         whole_pictures=projector is not None and projector.is_whole,
+        architecture=model.architecture,
+        parameters=model.parameters,
+        quantization=model.quantization,
     )

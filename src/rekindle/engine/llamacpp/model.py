@@ -66,6 +66,19 @@ class LlamaModel:
         return source.decode(errors="replace") if source else None
 
     @property
+    def architecture(self) -> str:
+        return bindings.metadata(self.library, self.native, "general.architecture")
+
+    @property
+    def parameters(self) -> int:
+        return int(self.library.llama_model_n_params(self.native))
+
+    @property
+    def quantization(self) -> str:
+        """The type of most of its weights: the last word of llama.cpp's description."""
+        return bindings.description(self.library, self.native).rsplit(" ", 1)[-1]
+
+    @property
     def trained_tokens(self) -> int:
         """The longest context it was trained for."""
         return int(self.library.llama_model_n_ctx_train(self.native))

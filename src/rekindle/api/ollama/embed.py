@@ -1,0 +1,100 @@
+"""POST /api/embed, and its older form /api/embeddings."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.ollama.answer import NS
+from rekindle.api.ollama.errors import OllamaErrorBody
+from rekindle.api.ollama.names import bare
+from rekindle.api.ollama.schema import OllamaEmbedRequest
+from rekindle.protocol.embeddings import Embedded, EmbedRequest
+from rekindle.protocol.tokenisation import Tokenize, Tokenized
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.auth import caller_of
+from rekindle.server.json_route import JsonRoute, beside_loop
+from rekindle.server.middleware import received_s
+from rekindle.server.models import models_of
+from rekindle.server.responses import documented
+from rekindle.server.runtime_client import RuntimeClient
+from rekindle.server.turns import result_of, while_connected
+
+SPECIAL_TOKENS = 2  # that models want around a text
+
+router = APIRouter(
+    route_class=JsonRoute, tags=["ollama"], responses=documented(400, model=OllamaErrorBody)
+)
+
+
+@router.post("/api/embed")
+async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
+    """A vector of length one for each input, in their order."""
+    models = models_of(request)
+    runtime = models.embedder(bare(body.model, models))
+    embedded = await _embedded(body, request, runtime)
+    content = await beside_loop(
+        request, _rendered, embedded, body.model or runtime.name, received_s(request)
+    )
+    return Response(content, media_type="application/json")
+
+
+@router.post("/api/embeddings")
+async def embed_prompt(body: OllamaEmbedRequest, request: Request) -> Response:
+    """The vector of `prompt`, as older clients ask for it."""
+    models = models_of(request)
+    embedded = await _embedded(body, request, models.embedder(bare(body.model, models)))
+    vectors = _vectors(embedded)
+    first = {"embedding": vectors[0] if len(vectors) else []}
+    return Response(
+        orjson.dumps(first, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
+    )
+
+
+async def _embedded(body: OllamaEmbedRequest, request: Request, runtime: RuntimeClient) -> Embedded:
+    if not body.inputs:
+        return Embedded(0, b"", runtime.loaded.dimensions, prompt_tokens=0, reused_tokens=0)
+    client = AdminClient.of_tenant(request)
+    inputs = [
+        text if body.truncate is False else await _shortened(text, client, runtime)
+        for text in body.inputs
+    ]
+    wanted = EmbedRequest(
+        inputs=inputs,
+        dimensions=body.dimensions,
+        reuse=models_of(request).config.context_cache,
+        salt=caller_of(request).salt,
+    )
+    return await while_connected(request, result_of(runtime, wanted, Embedded))
+
+
+async def _shortened(text: str, client: AdminClient, runtime: RuntimeClient) -> str | list[int]:
+    """A text that fits as it is; of a longer one the tokens that fit, and the model's last."""
+    limit = runtime.loaded.context_tokens
+    if len(text.encode(errors="replace")) + SPECIAL_TOKENS <= limit:  # a token has a byte at least
+        return text
+    question = Tokenize(text=text, add_special=True, parse_special=False)
+    tokens = (await client.request(runtime, question, Tokenized)).tokens
+    return tokens if len(tokens) <= limit else [*tokens[: limit - 1], tokens[-1]]
+
+
+def _rendered(embedded: Embedded, model: str, began_s: float) -> bytes:
+    body = {
+        "model": model,
+        "embeddings": _vectors(embedded),
+        "total_duration": int((time.monotonic() - began_s) * NS),
+        "load_duration": 0,
+        "prompt_eval_count": embedded.prompt_tokens,
+    }
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _vectors(embedded: Embedded) -> Any:
+    import numpy as np  # slow to import, and most servers do without it
+
+    return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)

@@ -1,0 +1,75 @@
+"""POST /api/chat and POST /api/generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.illustration import illustrate
+from rekindle.api.ollama.answer import Answer, ChatFormat, GenerateFormat, stamped
+from rekindle.api.ollama.context import Context
+from rekindle.api.ollama.conversation import messages_of, prompt_messages
+from rekindle.api.ollama.errors import RESPONSES, line
+from rekindle.api.ollama.names import runtime_named
+from rekindle.api.ollama.requests import conversation, generate_request
+from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
+from rekindle.api.tools import described
+from rekindle.protocol.message import AssistantMessage
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.auth import caller_of
+from rekindle.server.json_route import JsonRoute, beside_loop
+from rekindle.server.models import models_of
+from rekindle.server.responses import JsonResponse
+
+router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
+
+
+@router.post("/api/chat")
+async def chat(body: OllamaChatRequest, request: Request) -> Response:
+    """Answer a conversation in Ollama's form; what was computed for an equal prefix before, in any
+    form, is reused."""
+    models = models_of(request)
+    runtime = runtime_named(models, body.model)
+    if not body.messages:
+        return _there(body, ChatFormat().text(""), runtime.name)
+    messages = await beside_loop(request, messages_of, body.messages)
+    illustrated = await illustrate(request, runtime, messages, None)
+    prompt = {**conversation(messages, illustrated), "tools": described(body.tools)}
+    asked = generate_request(body, models.config, caller_of(request).salt, prompt)
+    answer = Answer(runtime, asked, ChatFormat(), body.model or runtime.name)
+    return await answer.respond(request, streams=body.streams)
+
+
+@router.post("/api/generate")
+async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
+    """Answer a prompt; `context` of an earlier answer makes it go on from there."""
+    models = models_of(request)
+    runtime = runtime_named(models, body.model)
+    if not body.prompt:
+        return _there(body, GenerateFormat().text(""), runtime.name)
+    context = Context(AdminClient.of_tenant(request), runtime, body)
+    prompt = {"prompt": body.prompt} if body.raw else await context.prompt()
+    if not body.raw and not body.context:
+        messages = prompt_messages(body)
+        prompt = conversation(messages, await illustrate(request, runtime, messages, None))
+
+    async def context_after(reply: AssistantMessage) -> dict[str, Any]:
+        return {} if body.raw else {"context": await context.after(reply.text)}
+
+    asked = generate_request(body, models.config, caller_of(request).salt, prompt)
+    name = body.model or runtime.name
+    answer = Answer(runtime, asked, GenerateFormat(), name, context_after)
+    return await answer.respond(request, streams=body.streams)
+
+
+def _there(body: RequestBase, empty: dict[str, Any], name: str) -> Response:
+    """Without a prompt, clients ask for a model to be loaded or unloaded: those that are served
+    are always loaded, and what they keep is kept."""
+    reason = "unload" if body.unloads else "load"
+    fields = stamped(body.model or name, {**empty, "done": True, "done_reason": reason})
+    if not body.streams:
+        return JsonResponse(fields)
+    return Response(line(fields), media_type="application/x-ndjson")

@@ -1,0 +1,250 @@
+"""POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from typing import Any
+
+import httpx
+import pytest
+
+from rekindle.protocol.admin import AdminOp, AdminResult
+from rekindle.protocol.tokenisation import Tokenize, Tokenized
+from tests.api.scripted import (
+    Front,
+    ScriptedRuntime,
+    calling,
+    failed,
+    finished,
+    hit,
+    reasoning,
+    reply,
+)
+
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+END = {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration", "created_at"}
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    """A stream's lines, held to their grammar: exactly one is the end, and it is the last."""
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    found = [json.loads(each) for each in answer.text.splitlines()]
+    assert [each["done"] for each in found] == [False] * (len(found) - 1) + [True]
+    assert {each["model"] for each in found} == {"tiny"}
+    assert all(each["created_at"].endswith("Z") for each in found)
+    return found
+
+
+def chat(front: Front, **fields: Any) -> httpx.Response:
+    return front.post("/api/chat", {**HELLO, **fields})
+
+
+def generate(front: Front, **fields: Any) -> httpx.Response:
+    return front.post("/api/generate", {"model": "tiny", "prompt": "hello", **fields})
+
+
+def test_a_reply_is_streamed_by_the_line_unless_asked_otherwise() -> None:
+    end = finished(prompt_tokens=12, completion_tokens=2, cache=hit(7), prompt_eval_s=0.5)
+    front = Front(ScriptedRuntime(reply("Hel", "lo", end=end)))
+    first, second, last = lines(chat(front))
+    assert first["message"] == {"role": "assistant", "content": "Hel"}
+    assert second["message"] == {"role": "assistant", "content": "lo"}
+    assert last["done_reason"] == "stop"
+    assert last["prompt_eval_count"] == 12
+    assert last["prompt_eval_duration"] == 500_000_000
+    assert last["eval_count"] == 2
+    assert last["x_cache"]["reused_tokens"] == 7
+    whole = chat(front, stream=False).json()
+    assert whole["message"] == {"role": "assistant", "content": "Hello"}
+    assert set(whole) - END == set(last) - END
+
+
+def test_a_reply_to_a_prompt_is_streamed_likewise() -> None:
+    front = Front(ScriptedRuntime(reply("Hel", "lo"), answers=lambda _op: Tokenized(2, 9, [3, 4])))
+    first, second, last = lines(generate(front))
+    assert (first["response"], second["response"]) == ("Hel", "lo")
+    assert last["context"] == [3, 4]
+    assert generate(front, stream=False).json()["response"] == "Hello"
+
+
+def test_thinking_is_told_apart() -> None:
+    script = [*reply()[:1], reasoning("Hm."), *reply("Hi")[1:]]
+    front = Front(ScriptedRuntime(script))
+    first, second, _ = lines(chat(front))
+    assert first["message"] == {"role": "assistant", "content": "", "thinking": "Hm."}
+    assert second["message"]["content"] == "Hi"
+    whole = chat(front, stream=False).json()["message"]
+    assert (whole["thinking"], whole["content"]) == ("Hm.", "Hi")
+
+
+def test_tool_call_deltas_carry_their_index_and_whole_arguments() -> None:
+    calls = (("weather", '{"city": "Rome"}'), ("time", "{}"))
+    front = Front(ScriptedRuntime(calling(*calls)))
+    expected = [
+        {"function": {"index": 0, "name": "weather", "arguments": {"city": "Rome"}}},
+        {"function": {"index": 1, "name": "time", "arguments": {}}},
+    ]
+    found = lines(chat(front))
+    sent = [call for each in found for call in each["message"].get("tool_calls", ())]
+    assert sent == expected
+    assert found[-1]["done_reason"] == "stop"
+    assert chat(front, stream=False).json()["message"]["tool_calls"] == expected
+
+
+def test_a_stream_is_not_silent_while_arguments_are_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rekindle.api.ollama.answer.SIGN_OF_LIFE_S", -1.0)
+    front = Front(ScriptedRuntime(calling(("weather", '{"city": "Rome"}'))))
+    signs = [each for each in lines(chat(front)) if "tool_calls" not in each["message"]]
+    assert len(signs) > 2
+    assert {each["message"]["content"] for each in signs} == {""}
+
+
+def test_options_are_the_sampling_of_the_turn() -> None:
+    options = {
+        "temperature": 0.5, "top_p": 0.4, "top_k": 30, "min_p": 0.1, "seed": 7, "stop": ["x"],
+        "repeat_penalty": 1.2, "repeat_last_n": 64, "num_predict": 5, "num_ctx": 4096,
+        "presence_penalty": 0.3, "frequency_penalty": 0.2,
+    }  # fmt: skip
+    front = Front()
+    chat(front, options=options, think="high", format="json")
+    asked = front.runtime.requested
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.4, 30)
+    assert (sampling.min_p, sampling.seed) == (0.1, 7)
+    assert (sampling.repetition_penalty, sampling.repetition_context_size) == (1.2, 64)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, 0.2)
+    assert (asked.max_tokens, asked.stop) == (5, ["x"])
+    assert asked.template_kwargs == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert asked.structured_output is not None
+
+
+@pytest.mark.parametrize(("num_predict", "limit"), [(-1, None), (-2, None), (9, 9)])
+def test_num_predict_may_be_without_a_limit(num_predict: int, limit: int | None) -> None:
+    front = Front(max_tokens=3)
+    chat(front, options={"num_predict": num_predict})
+    assert front.runtime.requested.max_tokens == limit
+
+
+def test_a_schema_is_what_the_reply_has_to_be() -> None:
+    front = Front()
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    chat(front, format=schema)
+    output = front.runtime.requested.structured_output
+    assert output is not None
+    assert output.schema == schema
+
+
+def test_calls_and_results_get_the_same_ids_in_every_turn() -> None:
+    front = Front()
+    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages = [
+        {"role": "user", "content": "hot?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "31", "tool_name": "weather"},
+        {"role": "tool", "content": "32", "tool_name": "weather"},
+    ]
+    chat(front, messages=messages)
+    asked = front.runtime.requested.messages
+    assert asked is not None
+    ids = [each["id"] for each in asked[1]["tool_calls"]]
+    assert ids == ["000000000", "000000001"]
+    assert [each["tool_call_id"] for each in asked[2:]] == ids
+
+
+def test_a_name_may_have_the_tag_latest() -> None:
+    front = Front()
+    answer = front.post("/api/chat", {**HELLO, "model": "tiny:latest", "stream": False})
+    assert answer.json()["model"] == "tiny:latest"
+    missing = front.post("/api/chat", {**HELLO, "model": "none"})
+    assert missing.status_code == 404
+    assert "none" in missing.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload"), ("0", "unload")]
+)
+def test_without_a_prompt_a_client_asks_whether_the_model_is_there(
+    keep_alive: Any, reason: str
+) -> None:
+    front = Front()
+    for path in ("/api/chat", "/api/generate"):
+        body = {"model": "tiny", "keep_alive": keep_alive, "stream": False}
+        answer = front.post(path, body).json()
+        assert (answer["done"], answer["done_reason"]) == (True, reason)
+        assert front.post(path, {**body, "stream": True}).text.endswith("\n")
+    assert front.runtime.requests == []
+
+
+def test_a_failure_is_a_status_before_the_stream_and_a_line_within_it() -> None:
+    trouble = failed(400, "invalid_request_error", None, "too long")
+    answer = chat(Front(ScriptedRuntime([trouble])))
+    assert (answer.status_code, answer.json()) == (400, {"error": "too long"})
+    within = chat(Front(ScriptedRuntime(reply("Hel", end=trouble))))
+    assert within.status_code == 200
+    assert json.loads(within.text.splitlines()[-1]) == {"error": "too long"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": {"temperature": -1}}, "temperature"),
+        ({"options": 3}, "options"),
+        ({"format": "xml"}, '"json", or a JSON schema'),
+        ({"think": "often"}, '"low", "medium" or "high"'),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "reads text alone"),
+    ],
+)
+def test_what_is_wrong_is_named_in_ollamas_shape(fields: Any, message: str) -> None:
+    answer = chat(Front(), **fields)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"suffix": "x"}, "filling in the middle"),
+        ({"template": "x"}, "the model has one"),
+        ({"raw": True, "images": [b64encode(b"x").decode()]}, "use /api/chat"),
+        ({"context": [-1]}, "`context` takes"),
+        ({"context": ["a"]}, "context"),
+    ],
+)
+def test_what_a_prompt_cannot_have_is_named(fields: Any, message: str) -> None:
+    runtime = ScriptedRuntime()
+    assert runtime.ready is not None
+    runtime.ready.vocabulary = 100
+    answer = generate(Front(runtime), **fields)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]
+
+
+def test_a_raw_prompt_goes_as_it_is() -> None:
+    front = Front()
+    answer = generate(front, raw=True, stream=False).json()
+    assert front.runtime.requested.prompt == "hello"
+    assert "context" not in answer
+
+
+def test_a_prompt_goes_on_from_the_context_of_an_earlier_answer() -> None:
+    def tokens(op: AdminOp) -> AdminResult:
+        """A model whose turn is `1 … 2`, whose reply begins with 3 and whose words are 9."""
+        assert isinstance(op, Tokenize)
+        if op.messages is None:
+            return Tokenized(1, 99, [9])
+        ids = [token for _ in op.messages for token in (1, 9, 2)]
+        if op.continue_final_message:
+            return Tokenized(0, 99, ids[:-1])
+        return Tokenized(0, 99, [*ids, 3] if op.add_generation_prompt else ids)
+
+    runtime = ScriptedRuntime(reply("Hi"), answers=tokens)
+    assert runtime.ready is not None
+    runtime.ready.vocabulary = 100
+    front = Front(runtime)
+    answer = generate(front, context=[1, 8, 2], stream=False).json()
+    assert runtime.requested.prompt == [1, 8, 2, 1, 9, 2, 3]
+    assert answer["context"] == [1, 8, 2, 1, 9, 2, 3, 9, 2]
