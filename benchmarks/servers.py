@@ -72,6 +72,16 @@ def llamacpp(setup: Setup, log: Path) -> Iterator[Server]:
         yield server
 
 
+@contextmanager
+def mlx_lm(setup: Setup, log: Path) -> Iterator[Server]:
+    """mlx_lm's own server, with its prompt cache at its defaults."""
+    port = _free_port()
+    arguments = ["-m", "mlx_lm", "server", "--host", HOST, "--port", port]
+    arguments += ["--model", str(setup.model), "--decode-concurrency", str(setup.slots)]
+    with _serving("mlx_lm.server", port, arguments, log) as server:
+        yield server
+
+
 def _projector(setup: Setup) -> list[str]:
     return ["--mmproj", str(setup.mmproj)] if setup.mmproj else []
 
