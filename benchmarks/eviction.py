@@ -1,83 +1,223 @@
-"""Replay a request trace through our eviction and through plain LRU, without computing anything.
+"""Replay request traces through ways to evict, without computing anything.
 
 A trace has one JSON object a line with `hash_ids`: one id for each block of a prompt, equal ids
-meaning an equal prefix (the format published with the Mooncake project).
+meaning an equal prefix (the format published with the Mooncake project). A hit needs the whole
+chain before it.
 
-    python benchmarks/eviction.py TRACE.jsonl [--tokens 1000000 --tokens 10000000]
+    python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--cost]
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
-from collections import OrderedDict
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Protocol
 
+from rekindle.kvcache.density_ranking import DensityRanking
+from rekindle.kvcache.hit_density import HitDensity
 from rekindle.kvcache.policy import Ranking
 
 TRACE_BLOCK_TOKENS = 512
+TOKENS = [500_000, 1_000_000, 3_000_000, 5_000_000, 10_000_000]
+BAR_WIDTH = 40
 
 Requests = list[list[bytes]]
 
 
-def hit_rate_lru(requests: Requests, capacity: int) -> float:
-    held: OrderedDict[bytes, None] = OrderedDict()
-    hits = 0
-    for keys in requests:
-        hits += _prefix(keys, held)
-        for key in reversed(keys):  # the first block last: a parent outlives its children
-            held[key] = None
-            held.move_to_end(key)
-        while len(held) > capacity:
-            held.popitem(last=False)
-    return hits / _total(requests)
+class Policy(Protocol):
+    """What a policy of the store has, too."""
+
+    def enter(self, key: bytes, parent: bytes | None) -> None: ...
+    def use(self, keys: list[bytes]) -> None: ...
+    def evict(self, spared: Container[bytes]) -> bytes | None: ...
 
 
-def hit_rate_ours(requests: Requests, capacity: int) -> float:
-    ranking = Ranking()
-    held: dict[bytes, None] = {}
-    hits = 0
-    for keys in requests:
-        known = _prefix(keys, held)
-        hits += known
-        ranking.use(keys[:known])
-        for at in range(known, len(keys)):
-            if keys[at] in held:
+class LastUse:
+    """Leaves by a number that only a use changes: of LRU its tick, of the clairvoyant the next."""
+
+    def __init__(self, rank: Callable[[bytes], int]) -> None:
+        self._rank_of = rank
+        self._ranks: dict[bytes, int] = {}
+        self._parents: dict[bytes, bytes | None] = {}
+        self._children: defaultdict[bytes, int] = defaultdict(int)
+        self._leaves: list[tuple[int, bytes]] = []
+
+    def enter(self, key: bytes, parent: bytes | None) -> None:
+        self._parents[key] = parent
+        if parent is not None:
+            self._children[parent] += 1
+        self.use([key])
+
+    def use(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self._ranks[key] = self._rank_of(key)
+            heapq.heappush(self._leaves, (self._ranks[key], key))
+
+    def evict(self, spared: Container[bytes]) -> bytes | None:
+        passed_over, victim = [], None
+        while victim is None and self._leaves:
+            rank, key = heapq.heappop(self._leaves)
+            if self._ranks.get(key) != rank or self._children[key]:
                 continue
-            if len(held) >= capacity and not _evict(ranking, held, set(keys[:at])):
-                break
-            held[keys[at]] = None
-            ranking.enter(keys[at], keys[at - 1] if at else None)
-    return hits / _total(requests)
+            if key in spared:
+                passed_over.append((rank, key))
+            else:
+                victim = key
+        for entry in passed_over:
+            heapq.heappush(self._leaves, entry)
+        if victim is not None:
+            self._leave(victim)
+        return victim
+
+    def _leave(self, key: bytes) -> None:
+        del self._ranks[key]
+        parent = self._parents.pop(key)
+        if parent is not None:
+            self._children[parent] -= 1
+            heapq.heappush(self._leaves, (self._ranks[parent], parent))
 
 
-def _evict(ranking: Ranking, held: dict[bytes, None], spared: set[bytes]) -> bool:
-    victim = ranking.evict(spared)
-    if victim is not None:
-        del held[victim]
-    return victim is not None
+class Clairvoyant(LastUse):
+    """Evicts what is used again last of all; knows the trace."""
+
+    def __init__(self, requests: Requests) -> None:
+        super().__init__(lambda key: -self.next_use(key))
+        self.at = 0
+        self._coming: defaultdict[bytes, list[int]] = defaultdict(list)
+        for at in range(len(requests) - 1, -1, -1):
+            for key in requests[at]:
+                self._coming[key].append(at)
+
+    def next_use(self, key: bytes) -> int:
+        coming = self._coming[key]
+        while coming and coming[-1] <= self.at:
+            coming.pop()
+        return coming[-1] if coming else 1 << 40
+
+    def is_worse(self, key: bytes) -> bool:
+        """Whether a new key would be the next to go."""
+        while self._leaves:
+            rank, leaf = self._leaves[0]
+            if self._ranks.get(leaf) == rank and not self._children[leaf]:
+                return -self.next_use(key) <= rank
+            heapq.heappop(self._leaves)
+        return False
 
 
-def _prefix(keys: list[bytes], held: OrderedDict[bytes, None] | dict[bytes, None]) -> int:
-    return next((at for at, key in enumerate(keys) if key not in held), len(keys))
+def hits(requests: Requests, capacity: int, policy: Policy) -> list[int]:
+    """How many blocks of each request are hit."""
+    held: set[bytes] = set()
+    found = []
+    for at, keys in enumerate(requests):
+        known = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+        found.append(known)
+        if isinstance(policy, Clairvoyant):
+            policy.at = at
+        policy.use(keys[:known])
+        for i in range(known, len(keys)):
+            parent = keys[i - 1] if i else None
+            if len(held) >= capacity:
+                if isinstance(policy, Clairvoyant) and policy.is_worse(keys[i]):
+                    break
+                victim = policy.evict({parent} if parent is not None else set())
+                if victim is None:
+                    break
+                held.remove(victim)
+            held.add(keys[i])
+            policy.enter(keys[i], parent)
+    return found
 
 
-def _total(requests: Requests) -> int:
-    return sum(len(keys) for keys in requests)
+def policies(requests: Requests) -> dict[str, Callable[[], Policy]]:
+    def lru() -> Policy:
+        ticks = count()
+        return LastUse(lambda _: next(ticks))
+
+    return {
+        "LRU": lru,
+        "frequency with ageing": Ranking,
+        "hit density": lambda: DensityRanking(HitDensity()),
+        "clairvoyant": lambda: Clairvoyant(requests),
+    }
+
+
+def rates(requests: Requests, found: list[int]) -> tuple[float, float]:
+    """Share of blocks hit: of the whole trace, and of its second half."""
+    half = len(requests) // 2
+    return (
+        sum(found) / sum(map(len, requests)),
+        sum(found[half:]) / sum(map(len, requests[half:])),
+    )
+
+
+def report(trace: Path, capacities: list[int]) -> Iterator[str]:
+    lines = trace.read_text().splitlines()
+    requests = [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for name, new in policies(requests).items():
+        rows[name] = [
+            rates(requests, hits(requests, tokens // TRACE_BLOCK_TOKENS, new()))
+            for tokens in capacities
+        ]
+    heads = " ".join(f"{tokens / 1e6:>7g}M" for tokens in capacities)
+    for half, title in enumerate(("whole trace", "second half")):
+        yield f"\n{trace.stem}, {title}: share of blocks hit, at tokens of capacity"
+        yield f"{'':24}{heads}"
+        for name, row in rows.items():
+            yield f"{name:24}" + " ".join(f"{each[half]:>8.4f}" for each in row)
+        shares = zip(rows["hit density"], rows["clairvoyant"], strict=True)
+        yield f"{'of the clairvoyant':24}" + " ".join(
+            f"{ours[half] / best[half]:>8.1%}" for ours, best in shares
+        )
+    yield from plot(rows, capacities)
+
+
+def plot(rows: dict[str, list[tuple[float, float]]], capacities: list[int]) -> Iterator[str]:
+    most = max(each[1] for row in rows.values() for each in row)
+    yield "\nsecond half:"
+    for at, tokens in enumerate(capacities):
+        for name, row in rows.items():
+            bar = "#" * round(row[at][1] / most * BAR_WIDTH)
+            yield f"{tokens / 1e6:>5g}M {name:24}{bar} {row[at][1]:.3f}"
+
+
+def cost() -> Iterator[str]:
+    """What a use and an eviction with the entry that it makes room for take."""
+    yield f"{'blocks':>9} {'tenants':>8} {'use, µs':>9} {'evict and enter, µs':>20}"
+    for blocks in (10**3, 10**4, 10**5, 10**6):
+        ranking = DensityRanking(HitDensity())
+        keys = [at.to_bytes(8, "big") for at in range(blocks + 5000)]
+        for key in keys[:blocks]:
+            ranking.enter(key, None)
+        begin_s = time.perf_counter()
+        for at in range(5000):
+            ranking.use([keys[at * 7919 % blocks]])
+        used_s = time.perf_counter()
+        for key in keys[blocks:]:
+            ranking.evict(())
+            ranking.enter(key, None)
+        end_s = time.perf_counter()
+        use_us, evict_us = (used_s - begin_s) * 200, (end_s - used_s) * 200
+        yield f"{blocks:>9} {1:>8} {use_us:>9.1f} {evict_us:>20.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("traces", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, action="append", help="capacity; repeatable")
+    parser.add_argument("--cost", action="store_true", help="time uses and evictions instead")
     given = parser.parse_args()
-    lines = given.trace.read_text().splitlines()
-    requests = [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
-    print(f"{'tokens':>12} {'LRU':>7} {'ours':>7}")
-    for tokens in given.tokens or [1_000_000, 3_000_000, 10_000_000]:
-        blocks = tokens // TRACE_BLOCK_TOKENS
-        lru, ours = hit_rate_lru(requests, blocks), hit_rate_ours(requests, blocks)
-        print(f"{tokens:>12} {lru:>7.1%} {ours:>7.1%}")
+    for line in cost() if given.cost else ():
+        print(line, flush=True)
+    for trace in given.traces:
+        for line in report(trace, given.tokens or TOKENS):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "cache_dir": ("/kv", Path("/kv")),
     "cache_secret_file": ("/secret", Path("/secret")),
     "cache_write": ("on-evict", "on-evict"),
+    "cache_eviction": ("hit-density", "hit-density"),
     "context_cache": ("false", False),
     "force_cache": ("true", True),
     "normalise": ("false", False),

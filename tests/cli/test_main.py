@@ -31,6 +31,7 @@ SERVE_FLAGS = (
     "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",
     "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
     "--disk-cache", "--cache-dir", "--cache-write", "--force-cache", "--context-cache",
+    "--cache-eviction",
     "--admin-key", "--api-keys-file", "--fp8-kvcache", "--kv-bits", "--disk-floor",
     "--tool-format", "--reasoning-format", "--normalise", "--cache-secret-file",
 )  # fmt: skip
@@ -123,6 +124,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "--max-model-len", "512", "--kv-fraction", "0.4", "--ram-cache", "1GiB", "--threads", "2",
         "--gpu-layers", "0", "--log-level", "debug", "--no-auth", "--disk-cache", "5GB",
         "--disk-floor", "2GB", "--cache-dir", "/kv", "--cache-write", "named", "--force-cache",
+        "--cache-eviction", "hit-density",
         "--no-context-cache", "--admin-key", "root", "--api-keys-file", "/keys", "--fp8-kvcache",
         "--no-normalise", "--tool-format", "hermes", "--reasoning-format", "none",
         "--cache-secret-file", "/secret",
@@ -134,6 +136,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "ram_cache": 1 << 30, "threads": 2, "gpu_layers": 0, "log_level": "debug", "no_auth": True,
         "disk_cache": 5 * 10**9, "disk_floor": 2 * 10**9, "cache_dir": Path("/kv"),
         "cache_write": "named", "force_cache": True, "context_cache": False,
+        "cache_eviction": "hit-density",
         "admin_key": ("root",), "api_keys_file": Path("/keys"), "fp8_kvcache": True,
         "normalise": False, "tool_format": "hermes", "reasoning_format": "none",
         "cache_secret_file": Path("/secret"),

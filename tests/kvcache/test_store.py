@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
+from rekindle.kvcache.policy import POLICIES, EvictionPolicy
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens, pack
@@ -81,9 +82,12 @@ class StoreMachine(RuleBasedStateMachine):
     """The store beside a dictionary. Only the store decides what is evicted; the dictionary then
     forgets it too, and has to agree with everything that is left."""
 
-    @initialize(limit_bytes=st.integers(0, 14).map(lambda blocks: blocks * 1600))
-    def open(self, limit_bytes: int) -> None:
-        self.store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(limit_bytes)])
+    @initialize(
+        limit_bytes=st.integers(0, 14).map(lambda blocks: blocks * 1600),
+        policy=st.sampled_from(list(POLICIES)),
+    )
+    def open(self, limit_bytes: int, policy: EvictionPolicy) -> None:
+        self.store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(limit_bytes, policy)])
         self.known: set[Ids] = set()
         self.kept: dict[Ids, Kept] = {}
         self.handles: list[tuple[Ids, Block]] = []

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from itertools import count
+from typing import Literal
+
+from rekindle.kvcache.density_ranking import DensityRanking
+from rekindle.kvcache.hit_density import HitDensity
+
+EvictionPolicy = Literal["hit-density", "frequency"]
 
 Rank = tuple[int, int]  # worth, then the tick of the last use
 
@@ -109,14 +116,23 @@ class Ranking:
             heapq.heapify(self._leaves)
 
 
+#: What a tier's tenants are each ranked by, given what the tier learns.
+POLICIES: dict[EvictionPolicy, Callable[[HitDensity], Callable[[], Ranking | DensityRanking]]] = {
+    "hit-density": lambda learnt: partial(DensityRanking, learnt),
+    "frequency": lambda _: Ranking,
+}
+
+
 class Shares:
     """One ranking for each tenant; room is made by the tenant that holds most. So whatever one of
     n tenants does, the others keep an n-th of the budget. (Fixed quotas were rejected: they leave
     room unused, and one tenant alone could never have it all.)
     """
 
-    def __init__(self) -> None:
-        self._rankings: dict[bytes, Ranking] = {}
+    def __init__(self, policy: EvictionPolicy = "frequency") -> None:
+        self.learnt = HitDensity()  # by all tenants together: of blocks, not of what is in them
+        self._new_ranking = POLICIES[policy](self.learnt)
+        self._rankings: dict[bytes, Ranking | DensityRanking] = {}
         self._held_bytes: dict[bytes, int] = {}
         #: A heap, those that hold most first; what is out of date dies on top.
         self._by_size: list[tuple[int, bytes]] = []
@@ -128,7 +144,7 @@ class Shares:
     def enter(self, namespace: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
         ranking = self._rankings.get(namespace)
         if ranking is None:
-            ranking = self._rankings[namespace] = Ranking()
+            ranking = self._rankings[namespace] = self._new_ranking()
         ranking.enter(key, parent)
         self.resize(namespace, size_bytes)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "on-evict"]
+EvictionPolicy = Literal["frequency", "hit-density"]
 
 AUTO = "auto"  # a format that the model's template decides
 COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing mistake
@@ -170,6 +171,10 @@ class RuntimeSettings:
     cache_write: Annotated[
         WritePolicy, Setting("Write to disk always, named (only) or on-evict", "Cache")
     ] = "always"
+    cache_eviction: Annotated[
+        EvictionPolicy,
+        Setting("Evict by use: by its frequency, or by the hit-density that was learnt", "Cache"),
+    ] = "frequency"
     key_ttl: Annotated[
         float | None,
         Gt(0),

@@ -262,10 +262,16 @@ def open_storage(
     disk = None
     if found.open is not None:
         floor_bytes = settings.disk_floor
-        disk = DiskTier(found.open, on_event, floor_bytes=floor_bytes, queue_bytes=queue_bytes)
+        disk = DiskTier(
+            found.open,
+            on_event,
+            floor_bytes=floor_bytes,
+            queue_bytes=queue_bytes,
+            eviction=settings.cache_eviction,
+        )
     pictures_bytes = settings.ram_cache // PICTURES_SHARE if capabilities.sees else 0
     ram_bytes = settings.ram_cache - queue_bytes - fetch_bytes - pictures_bytes
-    tiers: list[Tier] = [RamTier(max(ram_bytes, 0))]
+    tiers: list[Tier] = [RamTier(max(ram_bytes, 0), settings.cache_eviction)]
     tiers += [disk] if disk else []  # a further tier below goes here
     store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
     journal = disk.journal if disk else None

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.picture_files import PictureRead
+from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.budget import TierBudget
 from rekindle.tokens import Tokens
 
@@ -227,11 +228,13 @@ class Tier(Protocol):
 class BaseTier:
     """What tiers have in common: a name, a budget, and how they take failures."""
 
-    def __init__(self, name: str, limit_bytes: int, *, persistent: bool) -> None:
+    def __init__(
+        self, name: str, limit_bytes: int, *, persistent: bool, eviction: EvictionPolicy
+    ) -> None:
         self.name = name
         self.persistent = persistent
         self.is_open = True
-        self.budget = TierBudget(name, limit_bytes, persistent=persistent)
+        self.budget = TierBudget(name, limit_bytes, persistent=persistent, eviction=eviction)
         self.state: TierState = "ok"
         self.counts = TierCounts()
         self.pending_bytes = 0

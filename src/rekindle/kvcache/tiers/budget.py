@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Container
 
 from rekindle.kvcache.block import Block, BlockKind, Copy
-from rekindle.kvcache.policy import Shares
+from rekindle.kvcache.policy import EvictionPolicy, Shares
 
 
 class TierBudget:
     """Copies of blocks appear and vanish here alone."""
 
-    def __init__(self, tier: str, limit_bytes: int, *, persistent: bool) -> None:
+    def __init__(
+        self,
+        tier: str,
+        limit_bytes: int,
+        *,
+        persistent: bool,
+        eviction: EvictionPolicy = "frequency",
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._tier = tier
         self._persistent = persistent
         self._full_bytes: int | None = None  # all it takes while its medium is full
-        self._shares = Shares()
+        self._shares = Shares(eviction)
 
     # -- looking -------------------------------------------------------------------------------
 

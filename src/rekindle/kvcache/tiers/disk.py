@@ -15,6 +15,7 @@ from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
 from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
+from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
@@ -53,8 +54,9 @@ class DiskTier(WriteBehindTier):
         floor_bytes: int = 0,
         queue_bytes: int = 128 << 20,
         entries_bytes: int = 0,  # what entries may take of the index
+        eviction: EvictionPolicy = "frequency",
     ) -> None:
-        super().__init__(NAME, 0, queue_bytes)
+        super().__init__(NAME, 0, queue_bytes, eviction)
         self._on_event = on_event
         self._writer = Writer(NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")

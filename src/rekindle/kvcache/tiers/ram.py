@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind
+from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import (
     BaseTier,
     Blob,
@@ -29,8 +30,8 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
 class RamTier(BaseTier):
     """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__("ram", limit_bytes, persistent=False)
+    def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "frequency") -> None:
+        super().__init__("ram", limit_bytes, persistent=False, eviction=eviction)
         self._blobs: dict[bytes, Blob] = {}
 
     @property

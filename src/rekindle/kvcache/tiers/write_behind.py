@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record, record_bytes
+from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import BaseTier, Blob, Write, WriteFailed, Written
 from rekindle.tokens import Tokens
 
@@ -13,8 +14,14 @@ from rekindle.tokens import Tokens
 class WriteBehindTier(BaseTier, ABC):
     """Holds what is not yet written, so that it can be had and overtaken until it is."""
 
-    def __init__(self, name: str, limit_bytes: int, queue_bytes: int) -> None:
-        super().__init__(name, limit_bytes, persistent=True)
+    def __init__(
+        self,
+        name: str,
+        limit_bytes: int,
+        queue_bytes: int,
+        eviction: EvictionPolicy = "frequency",
+    ) -> None:
+        super().__init__(name, limit_bytes, persistent=True, eviction=eviction)
         self.queue_bytes = queue_bytes
         self._pending: dict[bytes, Write] = {}  # asked for, not yet done
 

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from rekindle.kvcache.density_ranking import DensityRanking
+from rekindle.kvcache.hit_density import HitDensity
+
+from .measure import allocated_bytes
+
+
+def test_before_anything_is_learnt_the_oldest_goes_first() -> None:
+    ranking = DensityRanking(HitDensity())
+    for key in (b"a", b"b", b"c"):
+        ranking.enter(key, None)
+    ranking.use([b"a"])
+    assert [ranking.evict(set()) for _ in range(4)] == [b"b", b"c", b"a", None]
+
+
+def test_a_child_used_without_its_parent_does_not_outlive_it() -> None:
+    ranking = DensityRanking(HitDensity())
+    ranking.enter(b"parent", None)
+    ranking.enter(b"child", b"parent")
+    ranking.use([b"child", b"child"])
+    assert [ranking.evict(set()), ranking.evict(set())] == [b"child", b"parent"]
+
+
+def test_a_key_that_has_left_is_not_brought_back_by_a_use() -> None:
+    ranking = DensityRanking(HitDensity())
+    ranking.enter(b"a", None)
+    ranking.leave(b"a")
+    ranking.use([b"a"])
+    assert ranking.evict(set()) is None
+
+
+def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> None:
+    """A hundred conversations take turns, further apart than the cache is long; between them
+    passes what never comes back. The oldest first would never hit."""
+    ranking = DensityRanking(HitDensity())
+    held: set[bytes] = set()
+    late_hits = 0
+    passing = count(1 << 30)
+    for turn in range(6_000):
+        keys = [b"%08d again" % (turn % 100), *(b"%08x passing" % next(passing) for _ in range(3))]
+        for key in keys:
+            if key in held:
+                late_hits += turn >= 3_000
+                ranking.use([key])
+                continue
+            if len(held) >= 200:
+                victim = ranking.evict(set())
+                assert victim is not None
+                held.remove(victim)
+            ranking.enter(key, None)
+            held.add(key)
+    assert late_hits > 1_500
+
+
+def test_endless_use_takes_no_more_memory() -> None:
+    ranking = DensityRanking(HitDensity())
+    ranking.enter(b"a", None)
+    ranking.use([b"a"] * 2000)
+    assert allocated_bytes(lambda: ranking.use([b"a"] * 20_000)) < 50_000
+
+
+class Forest(RuleBasedStateMachine):
+    """Trees that grow, are used in any part, and lose leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranking = DensityRanking(HitDensity())
+        self.parents: dict[bytes, bytes | None] = {}
+        self.names = count()
+
+    def leaves(self) -> set[bytes]:
+        return self.parents.keys() - set(self.parents.values())
+
+    def some(self, data: st.DataObject) -> set[bytes]:
+        return data.draw(st.sets(st.sampled_from(sorted(self.parents)))) if self.parents else set()
+
+    @rule(data=st.data(), blocks=st.integers(1, 200))
+    def enter(self, data: st.DataObject, blocks: int) -> None:
+        parent = data.draw(st.sampled_from([None, *sorted(self.parents)]))
+        for _ in range(blocks):
+            key = b"%d" % next(self.names)
+            self.ranking.enter(key, parent)
+            self.parents[key] = parent
+
+    @rule(data=st.data(), times=st.integers(1, 300))
+    def use(self, data: st.DataObject, times: int) -> None:
+        self.ranking.use([*sorted(self.some(data)), b"a stranger"] * times)
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        """Some leaf goes whenever there is one that is not spared."""
+        spared = self.some(data)
+        expected = self.ranking.lowest(spared)
+        victim = self.ranking.evict(spared)
+        assert victim == expected
+        open_to_it = self.leaves() - spared
+        assert victim in open_to_it if open_to_it else victim is None
+        if victim is not None:
+            del self.parents[victim]
+
+    @precondition(lambda self: self.parents)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.leaves())))
+        self.ranking.leave(key)
+        del self.parents[key]
+
+    def teardown(self) -> None:
+        for _ in range(len(self.parents)):
+            victim = self.ranking.evict(set())
+            assert victim in self.leaves()
+            del self.parents[victim]
+        assert self.ranking.evict(set()) is None
+        assert not len(self.ranking)
+
+
+TestForest = Forest.TestCase
+TestForest.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
