@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import count, product
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
+from rekindle.kvcache.hit_density import HitDensity
 from rekindle.kvcache.policy import POLICIES, EvictionPolicy
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
@@ -428,3 +430,34 @@ def test_a_handle_never_gives_the_state_of_a_block_with_the_same_key() -> None:
         store.drop(block)
         assert put(store, (4, 5, 6), b"another's", exact=True)
         assert store.get(block) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> None:
+    """Conversations that go on in any order, in a store of fifty blocks of one token."""
+    cost = cost_bytes(Tokens.of([0]), 1)
+    store = Store(block_tokens=1, tiers=[RamTier(50 * cost, policy)])
+    ranking = POLICIES[policy](HitDensity())()
+    alone: set[bytes] = set()
+    chance = random.Random(7)
+    hits = 0
+    for _ in range(600):
+        path = [0, *([chance.randrange(1, 12)] * chance.randrange(1, 12))]
+        found = store.match(ROOT, Tokens.of(path)).blocks
+        store.use(found)
+        keys = [ROOT]
+        for token in path:
+            keys.append(chain_key(keys[-1], Tokens.of([token])))
+        known = next((at for at, key in enumerate(keys[1:]) if key not in alone), len(path))
+        assert len(found) == known
+        hits += known
+        ranking.use(keys[1 : known + 1])
+        for at in range(known, len(path)):
+            assert store.put(ROOT, keys[at], Tokens.of([path[at]]), b"x", exact=False)
+            if len(alone) == 50:
+                victim = ranking.evict({keys[at]})
+                assert victim is not None
+                alone.remove(victim)
+            ranking.enter(keys[at + 1], keys[at] if at else None)
+            alone.add(keys[at + 1])
+    assert hits > 600

@@ -89,7 +89,9 @@ class DensityRanking:
         """The leaf to go next, those spared left out."""
         if self._learnt.tick - self._sorted_tick >= SORT_TICKS:
             self._sort_aged()
-        for bucket in sorted(self._buckets, key=self._worth):
+        # What is out of date goes first, or asking twice would give two answers.
+        buckets = [bucket for bucket in list(self._buckets) if self._top(bucket)]
+        for bucket in sorted(buckets, key=self._worth):
             victim = self._lowest_in(bucket, spared)
             if victim is not None:
                 return victim
