@@ -213,7 +213,7 @@ def bound_hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Hosts that a server was about to listen on."""
     opened: list[str] = []
 
-    def stop_here(config: Config) -> socket.socket:
+    def stop_here(config: Config, _port: int) -> socket.socket:
         opened.append(config.host)
         raise RekindleError("far enough")
 

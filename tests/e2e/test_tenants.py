@@ -168,7 +168,7 @@ def likeness(answer: httpx.Response) -> tuple[int, Json]:
     still in place, which depends on what others compute meanwhile."""
     body = answer.json()
     body.get("x_cache", {}).pop("tier", None)
-    for name in ("id", "created", "choices"):
+    for name in ("id", "created", "choices", "timings"):
         body.pop(name, None)
     for name in ("prompt_eval_time", "first_token_time"):
         body.get("usage", {}).pop(name, None)
