@@ -302,6 +302,23 @@ def test_without_an_embedding_model_embeddings_are_refused_in_so_many_words() ->
     assert "start the server with --embedding-model" in error(answer)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        ("/api/show", {}, 200),
+        ("/api/show", {"origin": "http://localhost"}, 415),
+        ("/api/show", {"sec-fetch-site": "cross-site"}, 415),
+        ("/v1/tokenize", {}, 415),
+    ],
+)
+def test_curl_without_a_content_type_is_understood_where_ollamas_users_send_it(
+    path: str, more: dict[str, str], status: int
+) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded", **more}
+    answer = Front().request("POST", path, content=b'{"model": "tiny"}', headers=headers)
+    assert answer.status_code == status
+
+
 def test_a_post_without_a_body_needs_no_content_type_unless_a_page_sends_it() -> None:
     front = Front(ScriptedRuntime(answers=lambda _op: Removed(2, 30)))
     bare = front.request("POST", "/v1/cache/gc")

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,12 +49,18 @@ class _ValidatedRequest(Request):
         return self.validated
 
 
+def _as_json(scope: Scope) -> Scope:
+    """A body is read as JSON whatever it is called: the middleware decides which may come."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+
+
 class JsonRoute(APIRoute):
     def get_route_handler(self) -> Any:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            request = _ValidatedRequest(request.scope, request.receive)
+            request = _ValidatedRequest(_as_json(request.scope), request.receive)
             # Here its errors keep their status; FastAPI makes them all 400.
             if await request.body() and self.body_field is not None:
                 request.validated = await beside_loop(request, self._validate, await request.body())

@@ -28,6 +28,7 @@ MOST_HEADER_BYTES = 64 << 10
 OPEN_PATHS = {"/health"}
 UPLOADS = {"/v1/cache/import"}  # their body is a file of any size
 FILE_TYPE = "application/octet-stream"  # which a page of another origin cannot send unasked
+CURLED = "/api/"  # whose documentation, Ollama's, calls it with `curl -d` alone
 NOBODY = Caller(OPEN_SALT, admin=False)
 
 
@@ -123,7 +124,7 @@ class RequestMiddleware:
             caller = self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
         set_caller(scope, caller)
         if scope["method"] == "POST":
-            _check_content(headers, is_file=self._with_version(scope["path"]) in UPLOADS)
+            _check_content(headers, self._with_version(scope["path"]))
         return caller
 
     def _with_version(self, path: str) -> str:
@@ -143,19 +144,26 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
     return send_with_headers
 
 
-def _check_content(headers: Headers, *, is_file: bool) -> None:
+def _check_content(headers: Headers, path: str) -> None:
     if _needs_no_content_type(headers):
         return
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if is_file:
+    if path in UPLOADS:
         if kind != FILE_TYPE:
             raise WrongContentType(f"Send the file with the header `Content-Type: {FILE_TYPE}`.")
         return
-    if kind != "application/json":
+    if kind != "application/json" and not (path.startswith(CURLED) and _is_curls(kind, headers)):
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > request_body.MOST_BODY_BYTES:
         raise BodyTooLarge
+
+
+def _is_curls(kind: str, headers: Headers) -> bool:
+    """Whether this is what `curl -d` sends of itself, and not the form of a web page: browsers say
+    where a request comes from."""
+    from_page = "origin" in headers or "sec-fetch-site" in headers
+    return kind == "application/x-www-form-urlencoded" and not from_page
 
 
 def _needs_no_content_type(headers: Headers) -> bool:
