@@ -266,7 +266,7 @@ def test_every_path_may_be_asked_for_without_its_version(
     for path in routes():
         if not path.startswith("/v1/"):
             continue
-        for method in ("GET", "POST", "DELETE"):
+        for method in ("GET", "POST", *(["DELETE"] if "{key}" in path else [])):
             with_version, without = (
                 Front().request(method, f"http://localhost{each}", json={}, headers=SAME_ID)
                 for each in (path, path.removeprefix("/v1"))
