@@ -13,6 +13,7 @@ from rekindle.chat.encode import Prompt
 from tests.contract.engines import write_wide_llama
 from tests.support.server import Server, running
 from tests.support.talk import Talker
+from tests.support.tiny_mlx import write_tiny_mlx
 
 # A text whose next word is never in doubt: the best choice leads by 2.6 logits or more at each
 # precision, so that a machine's last bits decide nothing.
@@ -90,13 +91,18 @@ FLAGS = (
     *("--kv-bits", "8", "--kv-quantization-start", "40"),
 )
 LONG = [3 + (7 * n) % 200 for n in range(100)]
-ASKED: list[tuple[dict[str, Any], tuple[int, int | None]]] = [  # and the cells that come of it
-    ({}, (8, 32)),
-    ({"prompt": LONG[:30]}, (16, None)),
-    ({"kv_bits": 4, "kv_quantization_start": 0, "kv_group_size": 64}, (4, 32)),
-    ({"kv_bits": 4, "quantized_kv_start": 60, "cache_exact": True}, (4, 32)),
-    ({"kv_quantization_start": 10_000}, (16, None)),
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"prompt": LONG[:30]},
+    {"kv_bits": 4, "kv_quantization_start": 0, "kv_group_size": 64},
+    {"kv_bits": 4, "quantized_kv_start": 60, "cache_exact": True},
+    {"kv_quantization_start": 10_000},
+    {"kv_group_size": 32},
 ]
+CELLS = {  # bits and group size that come of it: llama.cpp has one size, whatever is asked
+    "llama.cpp": [(8, 32), (16, None), (4, 32), (4, 32), (16, None), (8, 32)],
+    "mlx": [(8, 64), (32, None), (4, 64), (4, 64), (32, None), (8, 32)],
+}
 
 
 def complete(server: Server, fields: dict[str, Any]) -> dict[str, Any]:
@@ -108,13 +114,20 @@ def complete(server: Server, fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_a_server_answers_in_several_precisions_at_once_and_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", list(CELLS))
+def test_a_server_answers_in_several_precisions_at_once_and_after_a_restart(
+    tmp_path: Path, engine: str
+) -> None:
     """The server's own default is 8 bits after 40 tokens."""
-    model, said = write_wide_llama(tmp_path / "wide.gguf"), []
+    if engine == "mlx":
+        model = write_tiny_mlx(tmp_path / "wide", "llama-wide")
+    else:
+        model = write_wide_llama(tmp_path / "wide.gguf")
+    said = []
     for start in range(2):
         with running(model, tmp_path, *FLAGS) as server, ThreadPoolExecutor() as threads:
-            answers = list(threads.map(lambda each: complete(server, each[0]), ASKED))
-        for (_, expected), answer in zip(ASKED, answers, strict=True):
+            answers = list(threads.map(lambda each: complete(server, each), ASKED))
+        for expected, answer in zip(CELLS[engine], answers, strict=True):
             report = answer["x_cache"]
             assert (report["kv_bits"], report.get("kv_group_size")) == expected
             assert report["reused_tokens"] >= (29 if start else 0)

@@ -14,6 +14,7 @@ import pytest
 from rekindle.server import auth
 from tests.support import tiny
 from tests.support.server import Server, running
+from tests.support.tiny_mlx import write_tiny_mlx
 
 Json = dict[str, Any]
 
@@ -24,7 +25,8 @@ TOOLS = [{"type": "function", "function": {"name": "get_price", "parameters": {}
 OTHER_TOOLS = [{"type": "function", "function": {"name": "get_news", "parameters": {}}}]
 SESSIONS = "/v1/internal/model/kv_cache"
 LAYERS, BLOCK_TOKENS = 2, 64
-TOKEN_BYTES = LAYERS * 2 * tiny.KV_HEADS * tiny.HEAD_WIDTH * 2  # keys and values of 16 bits
+VALUE_BYTES = {"llama.cpp": 2, "mlx": 4}  # of a key or value: MLX keeps the weights' precision
+TOKEN_VALUES = LAYERS * 2 * tiny.KV_HEADS * tiny.HEAD_WIDTH
 SHOWN_TOOLS = "{% if tools %}<|turn|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
 SETTINGS = "max_tokens: 12\ntemperature: 0\n"  # the guide's requests leave these to the server
 STATS = {"total_entries", "by_tier", "ram_bytes", "total_hits", "total_misses", "hit_rate",
@@ -39,14 +41,25 @@ ENTRY = {"cache_key", "model", "segments", "token_count", "tier", "size_bytes", 
 @pytest.fixture(scope="module")
 def keys() -> list[str]:
     """Each names a tenant that has nothing cached."""
-    return [auth.new_key() for _ in range(40)]
+    return [auth.new_key() for _ in range(60)]
+
+
+@pytest.fixture(scope="module", params=list(VALUE_BYTES))
+def engine(request: pytest.FixtureRequest) -> str:
+    """Of the model that most of the requests are for."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    engine: str, keys: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """Two models: one whose template ignores tools, one whose template shows them."""
     folder = tmp_path_factory.mktemp("walkthroughs")
-    plain = tiny.write_llama(folder / "tiny.gguf")
+    if engine == "mlx":
+        plain = write_tiny_mlx(folder / "tiny")
+    else:
+        plain = tiny.write_llama(folder / "tiny.gguf")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "TEMPLATE", SHOWN_TOOLS + tiny.TEMPLATE)
         showing = tiny.write_llama(folder / "showing.gguf")
@@ -340,8 +353,9 @@ def test_collection_frees_what_has_expired_and_the_key_says_so(client: httpx.Cli
 
 
 def test_a_numbered_session_is_listed_with_its_size_until_it_is_removed(
-    client: httpx.Client,
+    client: httpx.Client, engine: str
 ) -> None:
+    token_bytes = TOKEN_VALUES * VALUE_BYTES[engine]
     messages = [SYSTEM, RISKS]
     first = chat(client, messages, kv_cache_session_id=1)
     messages += [said(first), NVDA]
@@ -351,8 +365,8 @@ def test_a_numbered_session_is_listed_with_its_size_until_it_is_removed(
     assert second["usage"]["prompt_eval_time"] > 0
     [session] = client.get(f"{SESSIONS}/info").json()["caches"]
     assert (session["kind"], session["session_id"]) == ("kv_cache_session_id", 1)
-    least = second["x_cache"]["cached_tokens"] * TOKEN_BYTES
-    assert least <= session["size_bytes"] <= (least + BLOCK_TOKENS * TOKEN_BYTES) * 1.2
+    least = second["x_cache"]["cached_tokens"] * token_bytes
+    assert least <= session["size_bytes"] <= (least + BLOCK_TOKENS * token_bytes) * 1.2
     removed = post(client, f"{SESSIONS}/remove_cache", session_id=1)
     assert (removed["removed"], removed["freed_bytes"]) == (1, session["size_bytes"])
     again = client.post(f"{SESSIONS}/remove_cache", json={"session_id": 1})
