@@ -219,7 +219,7 @@ class Sessions:
             ttl_s=prepare.ttl_s if prepare else ttl_s,
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
-            pin_s=names.pin_s if self._has_room_to_pin(turn, end) else None,
+            pin_s=names.pin_s if names.pin_s and self._has_room_to_pin(turn, end) else None,
             durable=turn.lookup.write_back > WriteBack.NEVER,
         )
 

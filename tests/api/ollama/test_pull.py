@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rekindle.api.ollama.pull import Download
 from rekindle.errors import ModelError
 from rekindle.models.progress import Progress, task
 from tests.api.scripted import Front
@@ -56,3 +57,9 @@ def test_what_cannot_be_fetched_is_said(front: Front) -> None:
 
 def test_a_machines_disk_is_its_operators(front: Front) -> None:
     assert "admin's key" in pull(front, "user", model="smollm2")[0]["error"]
+
+
+def test_one_model_is_pulled_at_a_time(front: Front) -> None:
+    with Download._busy:
+        assert "another model is being pulled" in pull(front, model="smollm2")[-1]["error"]
+    assert pull(front, model="smollm2")[-1] == {"status": "success"}

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.errors import TooManyRequests
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from tests.api.scripted import (
@@ -23,6 +24,7 @@ from tests.api.scripted import (
 )
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 END = {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration", "created_at"}
 
 
@@ -221,6 +223,21 @@ def test_what_a_prompt_cannot_have_is_named(fields: Any, message: str) -> None:
     answer = generate(Front(runtime), **fields)
     assert answer.status_code == 400
     assert message in answer.json()["error"]
+
+
+def test_a_reply_about_a_picture_has_no_context() -> None:
+    front = Front(ScriptedRuntime(reply("red"), sees=True))
+    answer = generate(front, images=[PIXEL], stream=False)
+    assert answer.json()["response"] == "red"
+    assert "context" not in answer.json()
+
+
+def test_a_reply_is_told_without_its_context_when_there_is_no_telling_it() -> None:
+    def busy(_op: AdminOp) -> AdminResult:
+        raise TooManyRequests("busy")
+
+    answer = generate(Front(ScriptedRuntime(reply("Hi"), answers=busy)), stream=False)
+    assert (answer.json()["response"], "context" in answer.json()) == ("Hi", False)
 
 
 def test_a_raw_prompt_goes_as_it_is() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rekindle.api.message import Message, rendered
 from rekindle.api.ollama.conversation import prompt_messages, reply_message, user_message
 from rekindle.api.ollama.schema import OllamaGenerateRequest
-from rekindle.errors import BadRequest
+from rekindle.errors import BadRequest, TooManyRequests, Unavailable
 from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.runtime_client import RuntimeClient
@@ -21,10 +21,20 @@ class Context:
     """The tokens before a prompt, and those after its reply."""
 
     def __init__(
-        self, client: AdminClient, runtime: RuntimeClient, body: OllamaGenerateRequest
+        self,
+        client: AdminClient,
+        runtime: RuntimeClient,
+        body: OllamaGenerateRequest,
+        *,
+        normalise: bool,
     ) -> None:
         self._client = client
         self._runtime = runtime
+        self._form: dict[str, Any] = {
+            "template_kwargs": body.template_kwargs,
+            "normalise": normalise,
+        }
+        self._is_told = not (body.raw or body.images)  # pictures are no tokens of the vocabulary
         self._before = body.context or []
         self._messages = prompt_messages(body) if not body.raw else []
         self._prompt: list[int] = []
@@ -40,29 +50,35 @@ class Context:
                 f"{ready.vocabulary - 1}.",
                 param="context",
             )
-        whole = await self._ask(_tokens_of([*EARLIER, *self._messages]))
-        ended = await self._ask(_tokens_of(EARLIER, add_generation_prompt=False))
+        whole = await self._tokens([*EARLIER, *self._messages])
+        ended = await self._tokens(EARLIER, add_generation_prompt=False)
         self._prompt = [*self._before, *_more(whole, ended)]
         return {"prompt": self._prompt}
 
-    async def after(self, reply: str) -> list[int]:
-        """The context to go on from after this reply."""
+    async def after(self, reply: str) -> dict[str, Any]:
+        """The fields of an answer that say where to go on from; none where there is no telling. A
+        reply that was computed is not lost for it."""
+        try:
+            return {"context": await self._after(reply)} if self._is_told else {}
+        except (TooManyRequests, Unavailable):
+            return {}
+
+    async def _after(self, reply: str) -> list[int]:
         if not self._before:
             conversation = [*self._messages, reply_message(reply)]
-            return await self._ask(_tokens_of(conversation, add_generation_prompt=False))
+            return await self._tokens(conversation, add_generation_prompt=False)
         written = await self._ask(Tokenize(text=reply, parse_special=False))
-        ended = await self._ask(_tokens_of(EARLIER, add_generation_prompt=False))
-        open_ended = await self._ask(
-            _tokens_of(EARLIER, add_generation_prompt=False, continue_final_message=True)
+        ended = await self._tokens(EARLIER, add_generation_prompt=False)
+        open_ended = await self._tokens(
+            EARLIER, add_generation_prompt=False, continue_final_message=True
         )
         return [*self._prompt, *written, *_more(ended, open_ended)]
 
+    async def _tokens(self, messages: Sequence[Message], **end: Any) -> list[int]:
+        return await self._ask(Tokenize(messages=rendered(list(messages)), **self._form, **end))
+
     async def _ask(self, question: Tokenize) -> list[int]:
         return (await self._client.request(self._runtime, question, Tokenized)).tokens
-
-
-def _tokens_of(messages: Sequence[Message], **form: Any) -> Tokenize:
-    return Tokenize(messages=rendered(list(messages)), **form)
 
 
 def _more(longer: Sequence[int], shorter: Sequence[int]) -> Sequence[int]:

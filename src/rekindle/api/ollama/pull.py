@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import threading
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,12 +18,14 @@ from rekindle.api.ollama.answer import LineStream
 from rekindle.api.ollama.errors import RESPONSES, line
 from rekindle.api.ollama.names import LATEST, bare
 from rekindle.api.ollama.schema import ModelRequest
-from rekindle.errors import BadRequest, Forbidden, ModelError
+from rekindle.errors import BadRequest, Forbidden, ModelError, TooManyRequests
 from rekindle.models.pull import pull
 from rekindle.server.auth import caller_of
 from rekindle.server.json_route import JsonRoute
 from rekindle.server.models import ServedModels, models_of
 from rekindle.server.responses import JsonResponse
+
+log = logging.getLogger("rekindle.api")
 
 SUCCESS = {"status": "success"}
 
@@ -56,10 +62,38 @@ class QueueProgress:
             self._put({**self._fields, "completed": self._done_bytes})
 
     def _put(self, fields: dict[str, Any] | None) -> None:
-        self._loop.call_soon_threadsafe(self.lines.put_nowait, fields)
+        with contextlib.suppress(RuntimeError):  # the server has stopped meanwhile
+            self._loop.call_soon_threadsafe(self.lines.put_nowait, fields)
 
     def end(self) -> None:
         self._put(None)
+
+
+class Download:
+    """A model that is being pulled, by a thread that a stopping server does not wait for. One at a
+    time: they would share the same line and the same disk."""
+
+    _busy = threading.Lock()
+
+    def __init__(self, name: str, folder: Path, progress: QueueProgress) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise TooManyRequests("another model is being pulled: try again when it is here")
+        self.trouble: str | None = None
+        self._args = (name, folder, progress)
+        threading.Thread(target=self._fetch, name="pull", daemon=True).start()
+
+    def _fetch(self) -> None:
+        name, folder, progress = self._args
+        try:
+            pull(name, models_dir=folder, progress=progress)
+        except ModelError as error:
+            self.trouble = str(error)
+        except Exception:
+            log.exception("pulling %s failed", name)
+            self.trouble = f"pulling {name} failed; the server's log has the details"
+        finally:
+            self._busy.release()
+            progress.end()
 
 
 @router.post("/api/pull")
@@ -88,20 +122,10 @@ async def _pulling(name: str, models: ServedModels) -> AsyncGenerator[bytes, Non
     come is kept, and the next pull has less to do."""
     yield line({"status": "pulling manifest"})
     progress = QueueProgress()
-    folder = models.config.models_dir
-
-    def fetch() -> None:
-        try:
-            pull(name.removesuffix(LATEST), models_dir=folder, progress=progress)
-        finally:
-            progress.end()
-
-    fetching = asyncio.get_running_loop().run_in_executor(None, fetch)
+    download = Download(name.removesuffix(LATEST), models.config.models_dir, progress)
     while (fields := await progress.lines.get()) is not None:
         yield line(fields)
-    try:
-        await fetching
-    except ModelError as error:
-        raise BadRequest(str(error), param="model") from error
+    if download.trouble is not None:
+        raise BadRequest(download.trouble, param="model")
     yield line({"status": f"start the server with --model {name} to serve it"})
     yield line(SUCCESS)

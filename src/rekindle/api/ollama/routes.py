@@ -50,14 +50,15 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
     runtime = runtime_named(models, body.model)
     if not body.prompt:
         return _there(body, GenerateFormat().text(""), runtime.name)
-    context = Context(AdminClient.of_tenant(request), runtime, body)
+    client, normalise = AdminClient.of_tenant(request), models.config.normalise
+    context = Context(client, runtime, body, normalise=normalise)
     prompt = {"prompt": body.prompt} if body.raw else await context.prompt()
     if not body.raw and not body.context:
         messages = prompt_messages(body)
         prompt = conversation(messages, await illustrate(request, runtime, messages, None))
 
     async def context_after(reply: AssistantMessage) -> dict[str, Any]:
-        return {} if body.raw else {"context": await context.after(reply.text)}
+        return await context.after(reply.text)
 
     asked = generate_request(body, models.config, caller_of(request).salt, prompt)
     name = body.model or runtime.name
