@@ -21,7 +21,7 @@ from tests.support.numpy_engine import SUFFIX
 ROOT = Path(__file__).parents[2]
 START_S = 120
 STOP_S = 30
-ONE_THREAD = {"REKINDLE_THREADS": "1"}  # tests run side by side, as many as there are cores
+ONE_THREAD = {"REKINDLE_THREADS": "1"}  # tests run side by side
 
 
 @dataclass(frozen=True)
