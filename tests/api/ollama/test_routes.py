@@ -24,7 +24,10 @@ from tests.api.scripted import (
 )
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 END = {"total_duration", "load_duration", "prompt_eval_duration", "eval_duration", "created_at"}
 
 
