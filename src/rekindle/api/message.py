@@ -169,7 +169,7 @@ def bounded(messages: Any) -> Any:
         raise ValueError(f"takes at most {MOST_MESSAGES} items")
     fields = [each for each in messages if isinstance(each, dict)]
     contents = [each.get("content") for each in fields]
-    parts = _flat(contents)
+    parts = _parts(contents)
     found = len(parts) + len(_flat([each.get("tool_calls") for each in fields]))
     if found > MOST_PARTS:
         raise ValueError(
@@ -203,6 +203,15 @@ def _not_null(schema: dict[str, Any]) -> list[Any]:
 
 def _flat(lists: list[Any]) -> list[Any]:
     return [item for each in lists if isinstance(each, list) for item in each]
+
+
+def _parts(contents: list[Any]) -> list[Any]:
+    """With those inside of others: what a tool returned is such a part in Anthropic's form."""
+    parts, within = list[Any](), _flat(contents)
+    while within:
+        parts += within
+        within = _flat([part.get("content") for part in within if isinstance(part, dict)])
+    return parts
 
 
 def _refuse_parts(content: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from rekindle.api.anthropic import answer
+from rekindle.api.anthropic.allowance import TextAllowance
 from rekindle.api.anthropic.signature import signed_text
 from rekindle.protocol.events import CacheReport, Finished, Reason, Started
 from tests.api.anthropic.asking import HELLO, PATH, ask, error, requested, streamed, whole
@@ -95,7 +96,7 @@ def test_a_call_that_was_cut_off_loses_nothing_of_what_the_model_wrote() -> None
 def test_reasoning_is_a_block_of_thinking_that_is_signed() -> None:
     thinking, text = both(*REASONED)["content"]
     assert thinking["thinking"] == "Hm, two."
-    assert signed_text("Hm, two.", thinking["signature"]) == "Hm, two."
+    assert signed_text("Hm, two.", thinking["signature"], TextAllowance()) == "Hm, two."
     assert text == {"type": "text", "text": "2"}
 
 
@@ -103,7 +104,13 @@ def test_thinking_that_is_omitted_is_in_its_signature() -> None:
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
     thinking, _ = both(*REASONED, **fields)["content"]
     assert thinking["thinking"] == ""
-    assert signed_text("", thinking["signature"]) == "Hm, two."
+    assert signed_text("", thinking["signature"], TextAllowance()) == "Hm, two."
+
+
+def test_a_text_of_nothing_ends_no_block() -> None:
+    script = [Started(0, 10, 0), reasoning("Hm, "), delta(""), *REASONED[2:]]
+    thinking, text = both(*script)["content"]
+    assert (thinking["thinking"], text["text"]) == ("Hm, two.", "2")
 
 
 def test_a_reply_of_nothing_has_no_blocks() -> None:

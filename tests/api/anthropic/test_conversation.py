@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from rekindle.api.anthropic.signature import seal, sign
+from rekindle.api.fields import MOST_CHARACTERS
+from rekindle.api.message import MOST_PARTS
 from tests.api.anthropic.asking import LOOK, TOOL, messages_sent, refused, requested
 
 USER = {"role": "user", "content": "hello"}
@@ -144,6 +146,32 @@ def test_a_deferred_tool_is_described_where_it_is_referred_to() -> None:
     assert after.messages is not None
     assert '"name": "peek"' in after.messages[-1]["content"]
     assert '"properties"' in after.messages[-1]["content"]
+
+
+def test_a_deferred_tool_is_described_once_however_often_it_is_referred_to() -> None:
+    deferred = {**TOOL, "name": "peek", "defer_loading": True}
+    found = result([{"type": "tool_reference", "tool_name": "peek"}] * 3)
+    sent = messages_sent(USER, CALL, {"role": "user", "content": [found, found]}, tools=[deferred])
+    described, *names = sent[2]["content"].split("\n")
+    assert '"name": "peek"' in described
+    assert names == ["peek", "peek"]
+    assert sent[3]["content"] == "peek\npeek\npeek"
+
+
+def test_all_that_a_tool_returned_is_counted() -> None:
+    many = [result([text("")] * (MOST_PARTS // 2))] * 2
+    assert "content parts" in refused(messages=[USER, CALL, {"role": "user", "content": many}])
+    long = [result("x" * (MOST_CHARACTERS // 2))] * 2
+    message = {"role": "user", "content": long}
+    assert "characters of text" in refused(messages=[USER, CALL, message])
+
+
+def test_thinking_that_is_packed_is_counted_over_the_whole_request() -> None:
+    packed = seal("x" * (MOST_CHARACTERS // 2 + 1))
+    block = {"type": "thinking", "thinking": "", "signature": packed}
+    reply = {"role": "assistant", "content": [block]}
+    assert len(messages_sent(USER, reply, USER)) == 3
+    assert "characters of text" in refused(messages=[USER, reply, USER, reply, USER])
 
 
 def test_a_reference_to_no_tool_is_refused() -> None:

@@ -39,8 +39,10 @@ class ReplyContent:
     def add(self, part: Part) -> list[Event]:
         match part:
             case TextDelta(text):
+                if not text:
+                    return []
                 events = self._opened({"type": "text", "text": ""})
-                return [*events, self._delta(text, "text_delta", "text")] if text else []
+                return [*events, self._delta(text, "text_delta", "text")]
             case ReasoningDelta(text):
                 events = self._opened({"type": "thinking", "thinking": "", "signature": ""})
                 delta = self._delta(text, "thinking_delta", "thinking")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from rekindle.api.anthropic.allowance import TextAllowance
 from rekindle.api.anthropic.blocks import (
     DocumentBlock,
     ImageBlock,
@@ -39,7 +40,7 @@ Parts = list[TextPart | ImagePart]
 def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
     """The system prompt first, then all messages in the places they were sent in."""
     rendering = _Rendering(toolbox)
-    system = _joined(as_blocks(body.system))
+    system = rendering.joined(as_blocks(body.system))
     first = [_message("system", content=system)] if system else []
     return [*first, *(each for sent in body.messages for each in rendering.messages(sent))]
 
@@ -63,13 +64,15 @@ class _Rendering:
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
+        self._allowance = TextAllowance()
+        self._described: set[str] = set()  # deferred tools that were referred to
 
     def messages(self, sent: InputMessage) -> Iterator[Message]:
         match sent.role:
             case "assistant":
-                yield _reply(sent.blocks)
+                yield self._reply(sent.blocks)
             case "system":
-                yield _message("system", content=_joined(sent.blocks))
+                yield _message("system", content=self.joined(sent.blocks))
             case "user":
                 yield from self._input(sent.blocks)
 
@@ -99,16 +102,17 @@ class _Rendering:
     def _part(self, block: Any) -> TextPart | ImagePart | None:
         match block:
             case TextBlock():
-                return _text_part(block.text)
+                return self._text_part(block.text)
             case ImageBlock():
                 return ImagePart.model_construct(type="image_url", image_url=block.source.url)
             case DocumentBlock():
-                return _text_part(SEPARATOR.join(filter(None, [block.title, block.source.data])))
+                titled = filter(None, [block.title, block.source.data])
+                return self._text_part(SEPARATOR.join(titled))
             case SearchResultBlock():
                 texts = [block.title, block.source, *(each.text for each in block.content)]
-                return _text_part(SEPARATOR.join(texts))
+                return self._text_part(SEPARATOR.join(texts))
             case ToolReferenceBlock():
-                return _text_part(self._definition(block.tool_name))
+                return self._text_part(self._definition(block.tool_name))
             case ToolUseBlock():
                 raise BadRequest(
                     "Blocks of type 'tool_use' stand in messages of the role 'assistant'.",
@@ -117,7 +121,8 @@ class _Rendering:
         return None  # what servers of Anthropic's left there
 
     def _definition(self, name: str) -> str:
-        """A deferred tool as the beginning of a prompt would describe it, in one line."""
+        """A deferred tool as the beginning of a prompt would describe it, in one line; its name
+        alone where it was described before."""
         tool = self._toolbox.deferred.get(name)
         if tool is None:
             if name in self._toolbox.names or not self._toolbox.names:
@@ -126,29 +131,38 @@ class _Rendering:
                 f"A `tool_reference` names the tool {name[:128]!r}, which is not among `tools`.",
                 param="messages",
             )
+        if name in self._described:
+            return name
+        self._described.add(name)
         return json.dumps(tool["function"], ensure_ascii=False)
 
+    def _reply(self, blocks: Sequence[Any]) -> Message:
+        """A reply; the parts of its text have nothing between them, as it was written."""
+        calls = [
+            ToolCall.model_construct(
+                id=block.id,
+                type="function",
+                function=CalledFunction.model_construct(name=block.name, arguments=block.input),
+            )
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ]
+        text = self.joined(blocks, separator="")
+        thoughts = (each for each in blocks if isinstance(each, ThinkingBlock))
+        known = (signed_text(each.thinking, each.signature, self._allowance) for each in thoughts)
+        fields: dict[str, Any] = {"content": text or (None if calls else "")}
+        if reasoning := "".join(filter(None, known)):
+            fields["reasoning_content"] = reasoning
+        if calls:
+            fields["tool_calls"] = calls
+        return _message("assistant", **fields)
 
-def _reply(blocks: Sequence[Any]) -> Message:
-    """A reply; the parts of its text have nothing between them, as it was written."""
-    calls = [
-        ToolCall.model_construct(
-            id=block.id,
-            type="function",
-            function=CalledFunction.model_construct(name=block.name, arguments=block.input),
-        )
-        for block in blocks
-        if isinstance(block, ToolUseBlock)
-    ]
-    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
-    thoughts = (each for each in blocks if isinstance(each, ThinkingBlock))
-    known = (signed_text(each.thinking, each.signature) for each in thoughts)
-    fields: dict[str, Any] = {"content": text or (None if calls else "")}
-    if reasoning := "".join(filter(None, known)):
-        fields["reasoning_content"] = reasoning
-    if calls:
-        fields["tool_calls"] = calls
-    return _message("assistant", **fields)
+    def joined(self, blocks: Sequence[Any], separator: str = SEPARATOR) -> str:
+        texts = (block.text for block in blocks if isinstance(block, TextBlock))
+        return self._allowance.take(separator.join(texts))
+
+    def _text_part(self, text: str) -> TextPart:
+        return _text_part(self._allowance.take(text))
 
 
 def _message(role: str, **fields: Any) -> Message:
@@ -157,10 +171,6 @@ def _message(role: str, **fields: Any) -> Message:
 
 def _text_part(text: str) -> TextPart:
     return TextPart.model_construct(type="text", text=text)
-
-
-def _joined(blocks: Sequence[Any]) -> str:
-    return SEPARATOR.join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
 def _text(content: str | Parts) -> str:

@@ -14,9 +14,11 @@ import zlib
 
 from blake3 import blake3
 
+from rekindle.api.anthropic.allowance import TextAllowance
+
 PREFIX = "rk1"
 DIGEST_BYTES = 16
-MOST_TEXT_BYTES = 4 << 20  # of a text inside a signature
+PIECE_BYTES = 128 << 10  # of a text inside a signature, which are unpacked at once
 
 
 def sign(text: str) -> str:
@@ -30,13 +32,13 @@ def seal(text: str) -> str:
     return f"{sign(text)}.{base64.urlsafe_b64encode(packed).decode()}"
 
 
-def signed_text(text: str, signature: str) -> str | None:
+def signed_text(text: str, signature: str, allowance: TextAllowance) -> str | None:
     """What the model wrote; None for a signature that is not ours or not of this text."""
     prefix, _, rest = signature.partition(".")
     digest, _, packed = rest.partition(".")
     if prefix != PREFIX:
         return None
-    original = _unpacked(packed) if packed and not text else text
+    original = _unpacked(packed, allowance) if packed and not text else allowance.take(text)
     return original if original is not None and _digest(original) == digest else None
 
 
@@ -47,10 +49,15 @@ def _digest(text: str) -> str:
     return base64.urlsafe_b64encode(hashed.digest(DIGEST_BYTES)).decode().rstrip("=")
 
 
-def _unpacked(packed: str) -> str | None:
-    inflate = zlib.decompressobj()
+def _unpacked(packed: str, allowance: TextAllowance) -> str | None:
+    """Anybody can make a signature: each byte counts as it comes, whether it is of ours or not."""
+    inflate, text = zlib.decompressobj(), bytearray()
     try:
-        text = inflate.decompress(base64.urlsafe_b64decode(packed), MOST_TEXT_BYTES)
-        return None if inflate.unconsumed_tail else text.decode()
+        rest = base64.urlsafe_b64decode(packed)
+        while piece := inflate.decompress(rest, PIECE_BYTES):
+            allowance.spend(len(piece))
+            text += piece
+            rest = inflate.unconsumed_tail
+        return text.decode()
     except (binascii.Error, zlib.error, ValueError):
         return None

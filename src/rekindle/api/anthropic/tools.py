@@ -123,6 +123,7 @@ class Toolbox:
     shown: list[dict[str, Any]] = field(default_factory=list)  # at its beginning
     deferred: dict[str, dict[str, Any]] = field(default_factory=dict)  # where they are loaded
     ignored: list[str] = field(default_factory=list)  # nowhere: they are Anthropic's own
+    names: set[str] = field(default_factory=set)  # of those shown and deferred
 
     @classmethod
     def of(cls, tools: Sequence[Tool] | None) -> Toolbox:
@@ -130,16 +131,15 @@ class Toolbox:
         for tool in tools or ():
             if not tool.is_ours:
                 box.ignored.append(tool.name or tool.type or "")
-            elif tool.defer_loading and tool.name is not None:
-                box.deferred[tool.name] = tool.described()
+                continue
+            described = tool.described()
+            name = described["function"]["name"]
+            box.names.add(name)
+            if tool.defer_loading:
+                box.deferred[name] = described
             else:
-                box.shown.append(tool.described())
+                box.shown.append(described)
         return box
-
-    @property
-    def names(self) -> set[str]:
-        shown = {tool["function"]["name"] for tool in self.shown}
-        return shown | self.deferred.keys()
 
     def tool_use(self, choice: ToolChoice | None) -> ToolUse:
         """The choice as the runtime takes it; one for a tool that is ignored is no choice."""
