@@ -194,6 +194,13 @@ class NoMemory(ServerError):
             "need. Try again later or without kv_bits; the operator can lower --max-model-len."
         )
 
+    @classmethod
+    def for_state_file(cls, needed_bytes: int) -> NoMemory:
+        return cls(
+            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB of state in this file. Try "
+            "again later."
+        )
+
 
 class RuntimeDied(ServerError):
     status, kind, code = 503, "server_error", "model_restarting"

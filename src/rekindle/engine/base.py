@@ -168,7 +168,7 @@ class ReadState(Protocol):
     def tokens(self) -> list[int]: ...
 
     def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """A block of it; `resumable` at its end alone."""
+        """A block of it; `resumable` at its end alone. Raises NoMemory."""
 
 
 class StateFiles(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.prompt_caches import TOKENS, PromptCaches
-from rekindle.errors import BadRequest
+from rekindle.errors import BadRequest, NoMemory
 from tests.support.mlx_models import PROMPT, TRUNCATING, WHOLE, answer, step, tiny_model
 from tests.support.rounds import rounds
 
@@ -35,6 +36,10 @@ def used(family: str, tokens: int) -> tuple[Any, Layouts, list[Any]]:
     caches = make_prompt_cache(model)
     step(model, caches, PROMPT[:tokens])
     return model, layouts, caches
+
+
+def files_of(layouts: Layouts, free_bytes: int = 1 << 40) -> PromptCaches:
+    return PromptCaches(layouts, layouts.usual, lambda: free_bytes)
 
 
 def saved_by_mlx_lm(path: Path, caches: list[Any], tokens: list[int] | None) -> Path:
@@ -59,7 +64,7 @@ def restored(layouts: Layouts, files: PromptCaches, path: Path) -> tuple[list[An
 @pytest.mark.parametrize("tokens", [7, 50])
 def test_mlx_lm_goes_on_from_a_file_of_ours(family: str, tokens: int, tmp_path: Path) -> None:
     model, layouts, caches = used(family, tokens)
-    files = PromptCaches(layouts, layouts.usual)
+    files = files_of(layouts)
     writer = files.writer()
     layout = layouts[layouts.usual]
     for start in range(0, tokens, BLOCK):
@@ -85,7 +90,7 @@ def test_we_go_on_from_a_file_of_mlx_lm(family: str, tokens: int, tmp_path: Path
         step(model, caches, [token])
     prompt = [*PROMPT[:tokens], 4, 5, 6]
     path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, prompt)
-    again, named = restored(layouts, PromptCaches(layouts, layouts.usual), path)
+    again, named = restored(layouts, files_of(layouts), path)
     assert named == prompt
     assert answer(model, again, MORE) == answer(model, caches, MORE)
 
@@ -98,12 +103,12 @@ def test_a_file_that_names_fewer_or_more_tokens_than_it_holds_is_refused(
     for count in (30, 60):
         path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, PROMPT[:count])
         with pytest.raises(BadRequest, match=f"50 tokens and names {count}"):
-            PromptCaches(layouts, layouts.usual).read(path)
+            files_of(layouts).read(path)
 
 
 def test_a_file_of_ours_may_end_within_the_last_block(tmp_path: Path) -> None:
     model, layouts, caches = used("llama", 50)
-    writer = PromptCaches(layouts, layouts.usual).writer()
+    writer = files_of(layouts).writer()
     writer.append(layouts[layouts.usual].export_block(caches, 0, 50), 50)
     writer.save(tmp_path / "ours.safetensors", PROMPT[:30])
     loaded = load_prompt_cache(str(tmp_path / "ours.safetensors"))
@@ -114,7 +119,7 @@ def test_a_file_of_ours_may_end_within_the_last_block(tmp_path: Path) -> None:
 
 def test_a_file_without_tokens_is_refused_with_what_to_do(tmp_path: Path) -> None:
     _, layouts, caches = used("llama", 20)
-    files = PromptCaches(layouts, layouts.usual)
+    files = files_of(layouts)
     for tokens in (None, [], ["a"], [1.5]):
         path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, tokens)  # type: ignore[arg-type]
         with pytest.raises(BadRequest, match="--tokens"):
@@ -123,18 +128,18 @@ def test_a_file_without_tokens_is_refused_with_what_to_do(tmp_path: Path) -> Non
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     _, layouts, caches = used("llama", 20)
-    files = PromptCaches(layouts, layouts.usual)
+    files = files_of(layouts)
     writer = files.writer()
     writer.append(layouts[layouts.usual].export_block(caches, 0, 20), 20)
     writer.save(tmp_path / "ours.safetensors", PROMPT[:20])
     other = Layouts(tiny_model("llama"), b"other weights")
     with pytest.raises(BadRequest, match="another model"):
-        PromptCaches(other, other.usual).read(tmp_path / "ours.safetensors")
+        files_of(other).read(tmp_path / "ours.safetensors")
     for family, message in (("llama-narrow", "shape"), ("gemma3", "Layer"), ("mamba", "Layer")):
         strange = Layouts(tiny_model(family), b"weights")
         path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, PROMPT[:20])
         with pytest.raises(BadRequest, match=message):
-            PromptCaches(strange, strange.usual).read(path)
+            files_of(strange).read(path)
     path = saved_by_mlx_lm(tmp_path / "more.safetensors", [*caches, KVCache()], PROMPT[:20])
     with pytest.raises(BadRequest, match="more than the 2 layers"):
         files.read(path)
@@ -149,7 +154,54 @@ def test_quantised_keys_and_limited_caches_are_refused_by_name(tmp_path: Path) -
     for strange in (quantised, limited):
         path = saved_by_mlx_lm(tmp_path / "strange.safetensors", strange, PROMPT[:20])
         with pytest.raises(BadRequest, match=type(strange[0]).__name__):
-            PromptCaches(layouts, layouts.usual).read(path)
+            files_of(layouts).read(path)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """The file with another header."""
+    content = path.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:data])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[data:])
+    return path
+
+
+def test_what_a_header_makes_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    _, layouts, caches = used("llama", 20)
+    path = tmp_path / "theirs.safetensors"
+
+    def overlap(header: dict[str, Any]) -> None:
+        header["1.0"] = header["0.0"]
+
+    def fill(header: dict[str, Any]) -> None:
+        header["__metadata__"] |= {f"0.{n}": "" for n in range(1000)}
+
+    for change, message in ((overlap, "overlap"), (fill, "more arrays or metadata")):
+        saved_by_mlx_lm(path, caches, PROMPT[:20])
+        with pytest.raises(BadRequest, match=message):
+            files_of(layouts).read(rewritten(path, change))
+
+
+def test_buffers_far_longer_than_the_tokens_are_refused(tmp_path: Path) -> None:
+    _, layouts, caches = used("llama", 20)
+    for cache in caches:
+        longer = [(0, 0), (0, 0), (0, 300), (0, 0)]
+        cache.keys, cache.values = mx.pad(cache.keys, longer), mx.pad(cache.values, longer)
+    path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, PROMPT[:20])
+    with pytest.raises(BadRequest, match="another shape"):
+        files_of(layouts).read(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_nothing_is_read_without_memory_for_it(family: str, tmp_path: Path) -> None:
+    _, layouts, caches = used(family, 20)
+    path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, PROMPT[:20])
+    found = files_of(layouts, free_bytes=1000).read(path)
+    assert found.tokens == PROMPT[:20]
+    with pytest.raises(NoMemory, match="state in this file"):
+        found.export(0, 20, resumable=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1", "llama4"])
@@ -157,7 +209,7 @@ def test_quantised_keys_and_limited_caches_are_refused_by_name(tmp_path: Path) -
 def test_a_damaged_file_is_refused_or_has_other_values(family: str, tmp_path: Path) -> None:
     chance = random.Random(11)
     model, layouts, caches = used(family, 30)
-    files = PromptCaches(layouts, layouts.usual)
+    files = files_of(layouts)
     path = saved_by_mlx_lm(tmp_path / "good.safetensors", caches, PROMPT[:30])
     good = path.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
@@ -192,4 +244,4 @@ def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) 
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(BadRequest, match="no safetensors file"):
-        PromptCaches(layouts, layouts.usual).read(path)
+        files_of(layouts).read(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 import mlx.core as mx
@@ -64,15 +65,16 @@ class MlxEngine:
         memory.wire(self._device)
         memory.limit_spare_buffers(sizes)
         self.capabilities = self._describe(sizes)
+        free_bytes = partial(memory.free_bytes, self._device)
         self._sequences = Sequences(
             sizes.pools,
             self._kv_type,
             shared=sizes.sequences,
             exact=sizes.exact_sequences,
-            free_bytes=lambda: memory.free_bytes(self._device),
+            free_bytes=free_bytes,
         )
         self._batches = self._empty_batches()
-        self.state_files = PromptCaches(self._layouts, self._kv_type)
+        self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 

@@ -26,7 +26,7 @@ from rekindle.engine.mlx.arrays import Reader, size_bytes
 from rekindle.errors import CorruptBlock, ModelError
 
 _POSITIONS_AXIS = 2
-_STEP = 256  # positions that a buffer grows by at least, as in mlx_lm
+STEP = 256  # positions that a buffer grows by at least, as in mlx_lm
 _INDEX = struct.Struct("<I")
 _DIMENSION = struct.Struct("<I")
 _PRESENT = struct.Struct("<?")
@@ -110,7 +110,7 @@ class Positions:
         held = buffers(cache) or [mx.zeros(each.shape(0), each.dtype) for each in self.rows]
         capacity = held[0].shape[_POSITIONS_AXIS]
         if capacity < stop:
-            capacity = -(-max(stop, capacity * 5 // 4) // _STEP) * _STEP
+            capacity = -(-max(stop, capacity * 5 // 4) // STEP) * STEP
             held = [_grown(each[..., :start, :], capacity) for each in held]
         for buffer, array in zip(held, arrays, strict=True):
             buffer[..., start:stop, :] = array

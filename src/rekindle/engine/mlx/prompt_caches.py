@@ -7,7 +7,9 @@ does not say which tokens they are of. Ours say so in their metadata, with the s
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,24 @@ from mlx_lm.models.cache import (
 )
 
 from rekindle.engine.base import Blob, KvType
-from rekindle.engine.mlx.layers import Layer, Recurrent, buffers, leaves, set_buffers
+from rekindle.engine.mlx.layers import (
+    STEP,
+    Chunk,
+    Layer,
+    Positions,
+    Recurrent,
+    Window,
+    buffers,
+    leaves,
+    set_buffers,
+)
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.safetensors_file import SafetensorsFile
-from rekindle.engine.mlx.state import truncate
-from rekindle.errors import BadRequest
+from rekindle.engine.mlx.state import StateLayout, truncate
+from rekindle.errors import BadRequest, NoMemory
 
 TOKENS, STATE = "rekindle_tokens", "rekindle_state"  # in the metadata
+_MOST_ENTRIES = 64  # of the metadata for each layer, or of a program's own; few have more than 12
 _SETTINGS = ("group_size", "bits", "keep", "max_size", "chunk_size")  # numbers of the model's own
 
 
@@ -37,16 +50,18 @@ class PromptCaches:
 
     suffix = ".safetensors"
 
-    def __init__(self, layouts: Layouts, kv_type: KvType) -> None:
+    def __init__(self, layouts: Layouts, kv_type: KvType, free_bytes: Callable[[], int]) -> None:
         self._layouts = layouts
         self._kv_type = kv_type
+        self._free_bytes = free_bytes
 
     def writer(self) -> PromptCacheWriter:
         return PromptCacheWriter(self._layouts, self._kv_type)
 
     def read(self, path: Path) -> ReadState:
-        """The state in a file; raises BadRequest."""
-        file = SafetensorsFile(path)
+        """The state in a file, which is checked and not yet read; raises BadRequest."""
+        layout = self._layouts[self._kv_type]
+        file = SafetensorsFile(path, _MOST_ENTRIES * (1 + len(layout.layers)))
         tokens = _tokens(file)
         fingerprint = self._layouts.kv[self._kv_type].fingerprint.hex()
         if file.metadata.get(f"0.{STATE}", fingerprint) != fingerprint:
@@ -56,13 +71,13 @@ class PromptCaches:
                 param="file",
             )
         caches = self._layouts.make_caches(self._kv_type)
-        layers = iter(self._layouts[self._kv_type].layers)
+        reader = _CacheReader(file, layout.layers, len(tokens))
         for number, cache in enumerate(caches):
-            name = file.metadata.get(f"1.{number}", "")
-            _CacheReader(file, layers).read(cache, str(number), name)
+            reader.check(cache, str(number), file.metadata.get(f"1.{number}", ""))
         if f"1.{len(caches)}" in file.metadata:
             raise BadRequest(f"The file has more than the {len(caches)} layers of this model.")
-        return ReadState(self._layouts, self._kv_type, caches, tokens)
+        _check_count(caches, tokens)
+        return ReadState(layout, caches, tokens, partial(reader.fill, self._free_bytes))
 
 
 class PromptCacheWriter:
@@ -107,42 +122,69 @@ def _compact(cache: Any) -> Any:
 
 
 class ReadState:
-    """State that was read from a file, in caches of its own."""
+    """State in a file. Its arrays are read, into caches of its own, when the first block is asked
+    for: whoever asks may refuse the tokens before."""
 
     def __init__(
-        self, layouts: Layouts, kv_type: KvType, caches: list[Any], tokens: list[int]
+        self,
+        layout: StateLayout,
+        caches: list[Any],
+        tokens: list[int],
+        fill: Callable[[], None],
     ) -> None:
-        held = {cache.offset for cache in leaves(caches) if not isinstance(cache, ArraysCache)}
-        held -= {0} if len(held) > 1 else set()  # of a cache that the model does not use
-        if len(held) > 1:
-            raise BadRequest("The layers of this file hold different numbers of tokens.")
-        count = held.pop() if held else len(tokens)
-        if len(tokens) != count:
-            raise BadRequest(
-                f"The file holds the state of {count} tokens and names {len(tokens)}.", param="file"
-            )
         self.tokens = tokens
-        self._layout = layouts[kv_type]
+        self._layout = layout
         self._caches = caches
+        self._fill: Callable[[], None] | None = fill
 
     def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """A block of it; `resumable` at its end alone."""
+        """A block of it; `resumable` at its end alone. Raises NoMemory."""
+        if self._fill is not None:
+            self._fill()
+            self._fill = None
         return self._layout.export_block(self._caches, start, stop, resumable=resumable)
+
+
+def _check_count(caches: list[Any], tokens: list[int]) -> None:
+    """Refuse state of another number of tokens than are named."""
+    held = {cache.offset for cache in leaves(caches) if not isinstance(cache, ArraysCache)}
+    held -= {0} if len(held) > 1 else set()  # of a cache that the model does not use
+    if len(held) > 1:
+        raise BadRequest("The layers of this file hold different numbers of tokens.")
+    count = held.pop() if held else len(tokens)
+    if len(tokens) != count:
+        raise BadRequest(
+            f"The file holds the state of {count} tokens and names {len(tokens)}.", param="file"
+        )
 
 
 class _CacheReader:
     """Fills the caches of a model from a file, each as its layer must be."""
 
-    def __init__(self, file: SafetensorsFile, layers: Any) -> None:
+    def __init__(self, file: SafetensorsFile, layers: Seq[Layer], tokens: int) -> None:
         self._file = file
-        self._layers = layers
-        scalars = (file.metadata.get(f"2.{n}.0") for n in range(1, len(file.metadata)))
-        kinds = (file.metadata.get(f"2.{n}.1") for n in range(1, len(file.metadata)))
+        self._layers = iter(layers)
+        self._tokens = tokens
+        self._checked: list[tuple[Any, list[str | None]]] = []  # caches and names of their arrays
+        known = file.metadata
         self._none = {
-            name for name, kind in zip(scalars, kinds, strict=True) if name and kind == "none"
+            known.get(f"2.{n}.0") for n in range(1, len(known)) if known.get(f"2.{n}.1") == "none"
         }
 
-    def read(self, cache: Any, place: str, name: str) -> None:
+    def fill(self, free_bytes: Callable[[], int]) -> None:
+        """Read the arrays of the caches that were checked; raises NoMemory."""
+        all_names = [name for _, names in self._checked for name in names if name]
+        needed_bytes = sum(map(self._file.size_bytes, all_names))
+        if free_bytes() < needed_bytes:
+            raise NoMemory.for_state_file(needed_bytes)
+        for cache, names in self._checked:
+            arrays: list[Any] = [self._file.array(name) if name else None for name in names]
+            if isinstance(cache, ArraysCache):
+                cache.cache = arrays
+            else:
+                set_buffers(cache, arrays)
+
+    def check(self, cache: Any, place: str, name: str) -> None:
         expected = type(_compact(cache)).__name__
         if name != expected:
             raise BadRequest(
@@ -154,34 +196,40 @@ class _CacheReader:
         if isinstance(cache, CacheList):
             for number, part in enumerate(cache.caches):
                 inner = f"{place}.{number}"
-                self.read(part, f"{inner}.0", self._file.text(f"{inner}.1"))
+                self.check(part, f"{inner}.0", self._file.text(f"{inner}.1"))
             return
-        layer: Layer = next(self._layers)
+        layer = next(self._layers)
         if isinstance(layer, Recurrent):
-            self._read_arrays(cache, layer, place)
+            self._check_arrays(cache, layer, place)
         elif layer.rows:
-            self._read_rows(cache, layer, place)
+            self._check_rows(cache, layer, place)
 
-    def _read_arrays(self, cache: ArraysCache, layer: Recurrent, place: str) -> None:
+    def _check_arrays(self, cache: ArraysCache, layer: Recurrent, place: str) -> None:
+        names: list[str | None] = []
         for number, slot in enumerate(layer.slots):
             name = f"{place}.0.{number}"
             if name in self._none:
+                names.append(None)
                 continue
-            array = self._file.array(name)
-            if slot is None or not slot.takes(array.shape) or array.dtype != slot.dtype:
+            if slot is None or not slot.takes(self._file.shape(name)):
                 raise _misfit(place)
-            cache.cache[number] = array
+            if self._file.dtype(name) != slot.dtype:
+                raise _misfit(place)
+            names.append(name)
+        self._checked.append((cache, names))
 
-    def _read_rows(self, cache: Any, layer: Any, place: str) -> None:
+    def _check_rows(self, cache: Any, layer: Positions | Window | Chunk, place: str) -> None:
         names = [f"{place}.0", f"{place}.1"]
         if isinstance(cache, QuantizedKVCache):
             names = [f"{name}.{part}" for name in names for part in range(3)]
-        arrays = [self._file.array(name) for name in names]
-        length = arrays[0].shape[2] if arrays[0].ndim == 4 else 0
-        for rows, array in zip(layer.rows, arrays, strict=True):
-            if array.shape != rows.shape(length) or array.dtype != rows.dtype:
+        shape = self._file.shape(names[0])
+        length = shape[2] if len(shape) == 4 else 0
+        if length > max(self._tokens + STEP, getattr(layer, "most", 0)):
+            raise _misfit(place)
+        for rows, name in zip(layer.rows, names, strict=True):
+            if self._file.shape(name) != rows.shape(length) or self._file.dtype(name) != rows.dtype:
                 raise _misfit(place)
-        set_buffers(cache, arrays)
+        self._checked.append((cache, [*names]))
         for number, name in enumerate(_numbers(cache), start=2):
             value = self._file.number(f"{place}.{number}")
             if name in _SETTINGS and value != getattr(cache, name):

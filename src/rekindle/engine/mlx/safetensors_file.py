@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,24 @@ _MOST_HEADER_BYTES = 32 << 20
 _MOST_DIMENSIONS = 8
 
 
-class SafetensorsFile:
-    """Raises BadRequest for whatever is not a safetensors file. It is read when an array is."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+    begin: int  # its first byte, behind the header
 
-    def __init__(self, path: Path) -> None:
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.size)
+
+
+class SafetensorsFile:
+    """Raises BadRequest for whatever is not a safetensors file. It is read when an array is.
+
+    Its arrays lie beside each other: all of them together take no more memory than the file."""
+
+    def __init__(self, path: Path, most_entries: int) -> None:
+        """`most_entries`: of its metadata, and as many arrays."""
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -50,50 +65,73 @@ class SafetensorsFile:
             isinstance(text, str) for text in metadata.values()
         ):
             raise _wrong("its metadata are not texts")
+        if max(len(metadata), len(header)) > most_entries:
+            raise _wrong("it has more arrays or metadata than there are in state of this model")
         self.metadata: dict[str, str] = metadata
-        self._arrays = header
+        self._places = {name: self._place(name, about) for name, about in header.items()}
+        self._check_overlaps()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._found(name).shape
+
+    def dtype(self, name: str) -> mx.Dtype:
+        return self._found(name).dtype
+
+    def size_bytes(self, name: str) -> int:
+        return self._found(name).size_bytes
 
     def array(self, name: str) -> mx.array:
-        dtype, shape, begin = self._place(name)
-        if not math.prod(shape):
-            return mx.zeros(shape, dtype)
-        count = math.prod(shape) * int(dtype.size)
-        raw = np.memmap(self._path, np.uint8, "r", self._start + begin, (count,))
-        return mx.array(raw).view(dtype).reshape(shape)
+        place = self._found(name)
+        if not place.size_bytes:
+            return mx.zeros(place.shape, place.dtype)
+        begin = self._start + place.begin
+        raw = np.memmap(self._path, np.uint8, "r", begin, (place.size_bytes,))
+        return mx.array(raw).view(place.dtype).reshape(place.shape)
 
     def number(self, name: str) -> int:
         """A whole number that is an array of one."""
-        dtype, shape, _ = self._place(name)
-        if math.prod(shape) != 1 or dtype not in (mx.int32, mx.int64, mx.uint32):
+        whole = (mx.int32, mx.int64, mx.uint32)
+        if math.prod(self.shape(name)) != 1 or self.dtype(name) not in whole:
             raise _wrong(f"{name} is no whole number")
         found: Any = self.array(name).item()
         return int(found)
 
     def text(self, name: str) -> str:
         """A short text that is an array of its characters' numbers."""
-        _, shape, _ = self._place(name)
+        shape = self.shape(name)
         if len(shape) != 1 or shape[0] > 64:
             raise _wrong(f"{name} is no text")
         found: Any = self.array(name).tolist()
         return bytes(each for each in found if 0 <= each < 128).decode()
 
-    def _place(self, name: str) -> tuple[mx.Dtype, tuple[int, ...], int]:
-        """Type, shape and first byte of an array, which lies within the file."""
-        match self._arrays.get(name):
+    def _found(self, name: str) -> _Place:
+        if name not in self._places:
+            raise _wrong(f"{name} is missing")
+        return self._places[name]
+
+    def _place(self, name: str, about: object) -> _Place:
+        """Where an array is, which lies within the file."""
+        match about:
             case {"dtype": str() as kind, "shape": list() as shape, "data_offsets": [begin, end]}:
                 numbers = [*shape, begin, end]
                 if kind not in _DTYPES or len(shape) > _MOST_DIMENSIONS:
                     raise _wrong(f"{name} has a type or a shape that is not known")
                 if not all(type(each) is int and each >= 0 for each in numbers):
                     raise _wrong(f"{name} has no shape or no place")
-                size_bytes = math.prod(shape) * int(_DTYPES[kind].size)
-                if end - begin != size_bytes or end > self._data_bytes:
+                place = _Place(_DTYPES[kind], tuple(shape), begin)
+                if end - begin != place.size_bytes or end > self._data_bytes:
                     raise _wrong(f"{name} does not lie within the file")
-                return _DTYPES[kind], tuple(shape), begin
-        raise _wrong(f"{name} is missing")
+                return place
+        raise _wrong(f"{name} has no type, no shape or no place")
+
+    def _check_overlaps(self) -> None:
+        end = 0
+        for begin, size_bytes in sorted(
+            (each.begin, each.size_bytes) for each in self._places.values()
+        ):
+            if begin < end:
+                raise _wrong("its arrays overlap")
+            end = begin + size_bytes
 
 
 def _parsed(header: bytes) -> dict[str, Any]:
