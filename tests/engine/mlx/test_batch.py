@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.core as mx
 import pytest
 
 from rekindle.engine.base import EngineOptions, KvType, Sequence, Work
+from rekindle.engine.mlx import batches
 from rekindle.engine.mlx.engine import MlxEngine
 from rekindle.errors import EngineBroken
 from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
@@ -51,24 +53,46 @@ def step(engine: MlxEngine, replies: dict[Sequence, list[int]]) -> None:
         said.append(sampled.token)
 
 
+def check_replies(engine: MlxEngine, kv_type: KvType) -> None:
+    """They join one after the other, pause now and then, and leave at different times: each is what
+    it would be alone."""
+    numbers = range(len(LENGTHS))
+    alone = [cold(engine, prompt(n), exact=False, kv_type=kv_type) for n in numbers]
+    sequences = [engine.open(exact=False, kv_type=kv_type) for _ in numbers]
+    replies: dict[Sequence, list[int]] = {}
+    for turn in range(2 * REPLY_TOKENS + len(sequences)):
+        if turn < len(sequences):
+            replies[sequences[turn]] = [prefill(engine, sequences[turn], prompt(turn))]
+        running = {
+            each: said
+            for n, (each, said) in enumerate(replies.items())
+            if turn % 5 != n and len(said) <= REPLY_TOKENS
+        }
+        if running:
+            step(engine, running)
+    assert list(replies.values()) == alone
+
+
 def test_each_reply_is_what_it_would_be_alone(engine: MlxEngine) -> None:
-    """They join one after the other, pause now and then, and leave at different times."""
     for kv_type in types(engine):
-        numbers = range(len(LENGTHS))
-        alone = [cold(engine, prompt(n), exact=False, kv_type=kv_type) for n in numbers]
-        sequences = [engine.open(exact=False, kv_type=kv_type) for _ in numbers]
-        replies: dict[Sequence, list[int]] = {}
-        for turn in range(2 * REPLY_TOKENS + len(sequences)):
-            if turn < len(sequences):
-                replies[sequences[turn]] = [prefill(engine, sequences[turn], prompt(turn))]
-            running = {
-                each: said
-                for n, (each, said) in enumerate(replies.items())
-                if turn % 5 != n and len(said) <= REPLY_TOKENS
-            }
-            if running:
-                step(engine, running)
-        assert list(replies.values()) == alone
+        check_replies(engine, kv_type)
+
+
+def test_it_does_not_matter_who_is_in_a_batch_with_whom(
+    engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows move between batches at every step, as they seldom do when lengths decide."""
+    chosen = random.Random(0)
+
+    def divide(lengths: Mapping[Sequence, int], _spare: int) -> list[list[Sequence]]:
+        rows = list(lengths)
+        chosen.shuffle(rows)
+        cut = chosen.randint(0, len(rows))
+        return [group for group in (rows[:cut], rows[cut:]) if group]
+
+    monkeypatch.setattr(batches, "by_length", divide)
+    for kv_type in types(engine):
+        check_replies(engine, kv_type)
 
 
 def test_a_row_is_exported_and_shared_while_the_batch_goes_on(engine: MlxEngine) -> None:

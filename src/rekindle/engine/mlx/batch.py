@@ -36,9 +36,6 @@ class DecodingBatch:
         self._rows: list[MlxSequence | None] = []  # None: it has left, its row is still there
         self._caches: Caches = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def step(self, tokens: dict[MlxSequence, int]) -> tuple[list[MlxSequence], mx.array]:
         """Append a token to each of these sequences, and to no others; the rows of the logits, not
         yet computed, belong to the sequences that are returned."""

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from rekindle.engine.base import KvType, Row, Work
-from rekindle.engine.mlx.batch import DecodingBatch, states
+from rekindle.engine.mlx.batch import states
+from rekindle.engine.mlx.batches import DecodingBatches
 from rekindle.engine.mlx.sequences import MlxSequence
 
 
@@ -18,7 +19,7 @@ class Computation:
     """Prompts are read a sequence at a time; the sequences that decode do so together. An exact
     sequence has every step to itself, and whole."""
 
-    def __init__(self, model: Any, batches: Mapping[KvType, DecodingBatch]) -> None:
+    def __init__(self, model: Any, batches: Mapping[KvType, DecodingBatches]) -> None:
         self._model = model
         self._batches = batches
         self._decoding: dict[KvType, dict[MlxSequence, Work]] = {}
@@ -39,20 +40,26 @@ class Computation:
                 if len(item.tokens) > 1:
                     self._append(sequence, item.tokens[:-1])
                 self._decoding.setdefault(sequence.kv_type, {})[sequence] = item
-        for kv_type, items in self._decoding.items():
-            self._decode(items, self._batches.get(kv_type))
-        for kv_type, batch in self._batches.items():
-            if len(self._decoding.get(kv_type, ())) < 2:
-                batch.dissolve()
+        for kv_type, batches in self._batches.items():
+            self._decode_together(self._decoding.pop(kv_type, {}), batches)
+        for items in self._decoding.values():
+            for item in items.values():
+                self._decode_alone(item)
 
-    def _decode(self, items: dict[MlxSequence, Work], batch: DecodingBatch | None) -> None:
-        if batch is None or len(items) < 2:
-            for sequence, item in items.items():
-                self._choose([item], self._append(sequence, item.tokens[-1:]))
-            return
-        rows, logits = batch.step({each: item.tokens[-1] for each, item in items.items()})
-        self._choose([items[row] for row in rows], logits)
-        self._states += batch.states()
+    def _decode_together(self, items: dict[MlxSequence, Work], batches: DecodingBatches) -> None:
+        lengths = {each: each.length + len(item.tokens) for each, item in items.items()}
+        for batch, group in batches.arrange(lengths):
+            if batch is None:
+                for each in group:
+                    self._decode_alone(items[each])
+                continue
+            rows, logits = batch.step({each: items[each].tokens[-1] for each in group})
+            self._choose([items[row] for row in rows], logits)
+            self._states += batch.states()
+
+    def _decode_alone(self, item: Work) -> None:
+        assert isinstance(item.sequence, MlxSequence)
+        self._choose([item], self._append(item.sequence, item.tokens[-1:]))
 
     def _append(self, sequence: MlxSequence, tokens: Seq[int]) -> mx.array:
         """Tokens of one sequence alone; the logits of the last, which nobody has to want."""

@@ -1,8 +1,8 @@
 """MLX models through mlx_lm.
 
 A sequence's state is in caches of its own; prompts are read there, a sequence at a time. Sequences
-of one KV type that decode have a batch together. An exact sequence always computes alone, in whole
-steps: what it computes depends on its own tokens alone.
+of one KV type and of similar length that decode have a batch together. An exact sequence always
+computes alone, in whole steps: what it computes depends on its own tokens alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.mlx import memory, state
-from rekindle.engine.mlx.batch import DecodingBatch, can_batch
+from rekindle.engine.mlx.batch import can_batch
+from rekindle.engine.mlx.batches import DecodingBatches
 from rekindle.engine.mlx.computation import Computation
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import load_model
@@ -95,11 +96,11 @@ class MlxEngine:
             idle_is_free=True,
         )
 
-    def _empty_batches(self) -> dict[KvType, DecodingBatch]:
+    def _empty_batches(self) -> dict[KvType, DecodingBatches]:
         """For the KV types whose caches have a batch form."""
         return {
-            kv_type: DecodingBatch(self._model)
-            for kv_type in self._layouts.kv
+            kv_type: DecodingBatches(self._model, pads=layout.token_bytes > 0)
+            for kv_type, layout in self._layouts.kv.items()
             if can_batch(self._layouts.make_caches(kv_type))
         }
 
@@ -177,8 +178,8 @@ class MlxEngine:
 
     def release_idle(self) -> None:
         """A batch that nobody decodes in any more holds padding and rows that are of no use."""
-        for batch in self._batches.values():
-            batch.shrink()
+        for batches in self._batches.values():
+            batches.shrink()
         mx.clear_cache()
 
     # -- computing -----------------------------------------------------------------------------
