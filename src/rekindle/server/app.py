@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -96,7 +95,7 @@ def build_app(
                         "models": models,
                         VALIDATORS: validators,
                         MEDIA: media,
-                        files.TRANSFERS: asyncio.Semaphore(files.MOST_TRANSFERS),
+                        files.TRANSFERS: files.Transfers(),
                     }
             finally:
                 await media.close()

@@ -40,8 +40,8 @@ class TooManyValues(BadRequest):
 class BodyTooSlow(BadRequest):
     status, code = 408, "body_too_slow"
 
-    def __init__(self) -> None:
-        super().__init__(f"The request's body did not arrive within {BODY_S:g} seconds.")
+    def __init__(self, limit_s: float = BODY_S) -> None:
+        super().__init__(f"The request's body did not arrive within {limit_s:g} seconds.")
 
 
 class HeldBytes:

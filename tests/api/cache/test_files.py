@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.api.cache import files
 from rekindle.protocol.admin import AdminOp, AdminResult, ExportState, ImportState, StateFile
 from tests.api.cache.entries import ENTRY
-from tests.api.scripted import Front, ScriptedRuntime, error, unknown_key
+from tests.api.scripted import PATIENCE_S, Front, ScriptedRuntime, error, lifespan, unknown_key
 
 FILE = {"Content-Type": "application/octet-stream"}
 CONTENT = bytes(range(256)) * 9000
@@ -150,3 +152,62 @@ def test_too_slow_an_upload_and_one_too_many_are_refused(monkeypatch: pytest.Mon
     assert upload(front(Files())).status_code == 408
     monkeypatch.setattr(files, "MOST_TRANSFERS", 0)
     assert upload(front(Files())).status_code == 429
+
+
+def second_while_sending(asked: Front, *, gone: bool) -> list[int]:
+    """The statuses of an export, of one more of the same tenant while the first is being sent, and
+    of one after it; `gone`: the client of the first leaves."""
+    path, statuses = "/v1/cache/key-1/export", []
+
+    async def ask(app: ASGIApp) -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            statuses.append((await http.get(path)).status_code)
+
+    async def run() -> None:
+        async with lifespan(asked.app()) as app:
+
+            async def spied(scope: Scope, receive: Receive, send: Send) -> None:
+                async def sent(message: Any) -> None:
+                    if message["type"] == "http.response.body" and not statuses:
+                        await ask(app)
+                        if gone:
+                            raise OSError("gone")
+                    await send(message)
+
+                await app(scope, receive, sent)
+
+            await ask(spied)
+            await ask(app)
+
+    asyncio.run(run())
+    return statuses
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_tenant_has_one_file_on_its_way_until_it_is_sent_or_its_client_left(gone: bool) -> None:
+    second, first, third = second_while_sending(front(Files()), gone=gone)
+    assert (second, third) == (429, 200)
+    assert first == 200 or gone
+
+
+def test_an_export_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "TRANSFER_S", 0.05)
+    (tmp_path / "state").write_bytes(CONTENT)
+
+    async def unread(_message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def run(file: BinaryIO) -> None:
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        stream = files.FileStream(file, file.close, {})
+        await stream(scope, asyncio.Event().wait, unread)  # type: ignore[arg-type]
+
+    with (tmp_path / "state").open("rb") as file:
+        asyncio.run(asyncio.wait_for(run(file), PATIENCE_S))
+        assert file.closed
+
+
+def test_an_upload_ends_after_an_hour_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "TRANSFER_S", -1.0)
+    assert upload(front(Files())).status_code == 408

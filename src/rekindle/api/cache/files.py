@@ -8,17 +8,19 @@ socket between the two.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rekindle.api.cache.schema import EntryBody, entry_body
 from rekindle.api.fields import MOST_ID_CHARACTERS
@@ -26,12 +28,16 @@ from rekindle.config import Config
 from rekindle.errors import BadRequest, TooManyRequests
 from rekindle.protocol.admin import EntryInfo, ExportState, ImportState, StateFile
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.auth import caller_of
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.request_body import BODY_S, BodyTooSlow
 from rekindle.server.responses import documented
 
+log = logging.getLogger("rekindle.api")
+
 MOST_TRANSFERS = 2  # at once: each takes as much of the disk as its state, and of memory
 SLOWEST_BYTES_S = 64 << 10  # of an upload
+TRANSFER_S = 3600.0  # from the first byte of a file to its last
 PART_BYTES = 1 << 20
 TRANSFERS = "transfers"  # in the state of the application
 FILE_TYPE = "application/octet-stream"
@@ -64,19 +70,19 @@ async def export(key: str, request: Request, number: ModelNumber = None) -> Stre
     """The state of your own entry as a file that other programs read, mlx_lm for one."""
     client = AdminClient.of_tenant(request)
     runtimes = models_of(request).chosen(number)
-    async with _transfer(request) as folder:
-        _, found = await client.find(runtimes, ExportState(key, str(folder)), StateFile)
-        file = (folder / found.name).open("rb")  # it goes on to be there without its name
-    name = f"attachment; filename*=utf-8''state{Path(found.name).suffix}"
-    return StreamingResponse(
-        _parts(file),
-        media_type=FILE_TYPE,
-        headers={
+    with ExitStack() as held:
+        held.enter_context(_slot(request))
+        async with _private_folder() as folder:
+            _, found = await client.find(runtimes, ExportState(key, str(folder)), StateFile)
+            # It goes on to be there without its name.
+            file = held.enter_context((folder / found.name).open("rb"))
+        name = f"attachment; filename*=utf-8''state{Path(found.name).suffix}"
+        headers = {
             "content-disposition": name,
             "content-length": str(found.size_bytes),
             "x-token-count": str(found.token_count),
-        },
-    )
+        }
+        return FileStream(file, held.pop_all().close, headers)
 
 
 @router.post(
@@ -100,27 +106,71 @@ async def import_state(
     models = models_of(request)
     runtime = models.runtime(model, number)
     client = AdminClient.of_tenant(request)
-    async with _transfer(request) as folder:
-        path = folder / "state"
-        await _receive(request, path, _most_bytes(models.config, folder))
-        info = await client.request(runtime, ImportState(str(path), session_id), EntryInfo)
+    with _slot(request):
+        async with _private_folder() as folder:
+            path = folder / "state"
+            await _receive(request, path, _most_bytes(models.config, folder))
+            info = await client.request(runtime, ImportState(str(path), session_id), EntryInfo)
     return entry_body(info, runtime.name, admin=False)
 
 
-@asynccontextmanager
-async def _transfer(request: Request) -> AsyncIterator[Path]:
-    """A folder that nobody else can read, as long as it takes."""
-    transfers: asyncio.Semaphore = getattr(request.state, TRANSFERS)
-    if transfers.locked():
-        raise TooManyRequests(
-            f"{MOST_TRANSFERS} files are being exported or imported; try again in a moment."
-        )
-    async with transfers:
-        folder = Path(tempfile.mkdtemp(prefix="rekindle-"))
+class FileStream(StreamingResponse):
+    """Sends a file; `close` runs however that ends: not in the parts, which may never start."""
+
+    def __init__(
+        self, file: BinaryIO, close: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(_parts(file), media_type=FILE_TYPE, headers=headers)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            yield folder
+            async with asyncio.timeout(TRANSFER_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:  # the connection is closed, as the file is not whole
+            log.warning("an export was not read within %g seconds", TRANSFER_S)
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            self._close()
+
+
+class Transfers:
+    """The tenants whose files are on their way."""
+
+    def __init__(self) -> None:
+        self._tenants: set[bytes] = set()
+
+    @contextmanager
+    def slot(self, tenant: bytes) -> Iterator[None]:
+        """Raises TooManyRequests."""
+        if tenant in self._tenants:
+            raise TooManyRequests(
+                "Another file with this API key is being exported or imported; try again when it "
+                "is done."
+            )
+        if len(self._tenants) >= MOST_TRANSFERS:
+            raise TooManyRequests(
+                f"{MOST_TRANSFERS} files are being exported or imported; try again in a moment."
+            )
+        self._tenants.add(tenant)
+        try:
+            yield
+        finally:
+            self._tenants.remove(tenant)
+
+
+def _slot(request: Request) -> AbstractContextManager[None]:
+    transfers: Transfers = getattr(request.state, TRANSFERS)
+    return transfers.slot(caller_of(request).salt)
+
+
+@asynccontextmanager
+async def _private_folder() -> AsyncIterator[Path]:
+    """A folder that nobody else can read, as long as it takes."""
+    folder = Path(tempfile.mkdtemp(prefix="rekindle-"))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _most_bytes(config: Config, folder: Path) -> int:
@@ -139,14 +189,14 @@ async def _receive(request: Request, path: Path, most_bytes: int) -> None:
                     f"The file has more than the {most_bytes} bytes that there is room for: raise "
                     "--ram-cache or --disk-cache, or free some of the disk."
                 )
-            if time.monotonic() - started_s > BODY_S + received_bytes / SLOWEST_BYTES_S:
-                raise BodyTooSlow
+            limit_s = min(BODY_S + received_bytes / SLOWEST_BYTES_S, TRANSFER_S)
+            if time.monotonic() - started_s > limit_s:
+                raise BodyTooSlow(round(limit_s))
             await asyncio.to_thread(file.write, part)
     if not received_bytes:
         raise BadRequest("Send the file as the body of the request.", param="file")
 
 
 async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
-        while part := await asyncio.to_thread(file.read, PART_BYTES):
-            yield part
+    while part := await asyncio.to_thread(file.read, PART_BYTES):
+        yield part
