@@ -168,16 +168,19 @@ def test_a_mask_has_the_last_word_and_is_given_the_choice(sampling: SamplingPara
         ([-inf, -inf, -inf], 0),
         ([nan, nan, nan], 0),
         ([0.0, nan, 2.0], 2),
+        ([nan, nan, 2.0], 2),
+        ([-inf, nan, -inf], 1),
         ([0.0, inf, 2.0], 1),
         ([0.0, -3.4e38, 200.0], 2),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_a_row_that_makes_no_sense_still_gives_a_token(
-    row: list[float], token: int, top_k: int
+    row: list[float], token: int, top_k: int, temperature: float
 ) -> None:
-    sampling = SamplingParams(temperature=0.8, top_k=top_k, seed=1)
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, seed=1)
     assert tokens(sampling, np.array(row, np.float32), count=3) == [token] * 3
 
 

@@ -19,6 +19,15 @@ _GROUPS = 512  # of which the highest logits tell where the largest of a row are
 _ROUNDING = 1e-5  # of a sum: more than float32 loses over any vocabulary
 
 
+def highest(values: Row) -> int:
+    """The place of the highest. NaN, which a model computed by mistake, is below every number, but
+    above minus infinity, which is what a mask forbids."""
+    place = int(values.argmax())  # that of the first NaN, if there is one
+    if not np.isnan(values[place]):
+        return place
+    return int(np.where(np.isnan(values), np.finfo(values.dtype).min, values).argmax())
+
+
 def largest(values: Row, count: int) -> Ids:
     """The indices of the `count` largest, in ascending order; of equal values the first ones count.
     What is minus infinity is never among them."""

@@ -15,7 +15,7 @@ from math import inf, log
 import numpy as np
 
 from rekindle.engine.base import Row, Sampled, Sampler, TokenMask
-from rekindle.engine.candidates import Ids, Nucleus, largest, pick
+from rekindle.engine.candidates import Ids, Nucleus, highest, largest, pick
 from rekindle.engine.penalties import build_penalties
 from rekindle.protocol.requests import SamplingParams
 
@@ -62,19 +62,19 @@ class TokenSampler:
         for penalty in self._penalties:
             penalty.apply(row)
         if self._sampling.temperature == 0:
-            return int(row.argmax())
+            return highest(row)
         if 0 < self._sampling.top_k < row.size:
             left = largest(row, self._sampling.top_k)
-            return int(left[self._draw(row[left])]) if left.size else 0
+            return int(left[self._draw(row[left])]) if left.size else highest(row)
         return self._draw(row)
 
     def _draw(self, logits: Row) -> int:
         """The place of a token that is drawn by its chance."""
-        highest = logits.max()
-        if not np.isfinite(highest):  # nothing may come, or the model has computed nonsense
-            return int(np.nan_to_num(logits, nan=-np.inf).argmax())
+        most = logits.max()
+        if not np.isfinite(most):  # nothing may come, or the model has computed nonsense
+            return highest(logits)
         with np.errstate(over="ignore"):  # what is too far below is minus infinity
-            logits -= highest
+            logits -= most
             left, nucleus = self._cut(logits)
             scores = logits if left is None else logits[left]
             if nucleus is not None and self._sampling.temperature == 1:
@@ -133,9 +133,9 @@ class Draws:
 
 def with_logprobs(token: int, logits: Row, top: int) -> Sampled:
     """The token with log probabilities as the model gave them, before any mask."""
-    highest = float(logits.max())
-    total = np.exp(logits - np.float32(highest)).sum(dtype=np.float64)
-    base = highest + float(np.log(total))
+    most = float(logits.max())
+    total = np.exp(logits - np.float32(most)).sum(dtype=np.float64)
+    base = most + float(np.log(total))
     best = largest(logits, top) if top else np.zeros(0, np.int64)
     best = best[np.argsort(-logits[best], kind="stable")]
     pairs = tuple((int(each), float(logits[each]) - base) for each in best)
