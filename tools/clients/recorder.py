@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,13 +22,17 @@ ANSWER_S = 600
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request and its answer."""
+    """One request, and as much of its answer as has come."""
 
     method: str
     path: str
     body: dict[str, Any]
     status: int
-    answer: str
+    received: bytearray = field(default_factory=bytearray)
+
+    @property
+    def answer(self) -> str:
+        return self.received.decode(errors="replace")
 
 
 class Recorder:
@@ -81,19 +85,18 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
             with httpx.stream(
                 self.command, url, content=content, headers=headers, timeout=ANSWER_S
             ) as answer:
+                exchange = Exchange(self.command, path, body, answer.status_code)
+                recorder.exchanges.append(exchange)  # before the client can have seen it
                 self.send_response(answer.status_code)
                 for name, value in answer.headers.items():
                     if name not in HOP_BY_HOP:
                         self.send_header(name, value)
                 self.end_headers()
-                received = bytearray()
                 with contextlib.suppress(BrokenPipeError):  # the client has enough
                     for chunk in answer.iter_raw():
-                        received += chunk
+                        exchange.received.extend(chunk)
                         self.wfile.write(chunk)
                         self.wfile.flush()
-            text = received.decode(errors="replace")
-            recorder.exchanges.append(Exchange(self.command, path, body, answer.status_code, text))
 
         do_GET = do_POST = do_HEAD = _pass_on
 

@@ -60,8 +60,9 @@ class ClaudeCode:
         home = folder / "home"
         home.mkdir()
         self._environment = {
-            **os.environ,
-            "HOME": str(home),
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "HOME": str(home),  # nothing else of this machine's: it may hold keys
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_AUTH_TOKEN": "none",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
