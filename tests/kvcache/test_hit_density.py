@@ -1,15 +1,9 @@
 from __future__ import annotations
 
-import json
-
-import pytest
-
 from rekindle.kvcache.hit_density import (
     AGES,
-    CLASSES,
     EDGES,
     GHOSTS,
-    RANK_TICKS,
     HitDensity,
     age_bin,
     densities,
@@ -45,12 +39,6 @@ def test_what_is_never_used_again_is_worth_nothing() -> None:
     assert set(densities([0.0] * AGES, lives)) == {0.0}
 
 
-def used_in_turn(learnt: HitDensity, rounds: int) -> None:
-    history = learnt.enter(b"used again and again")
-    for _ in range(rounds):
-        history = learnt.use(history)
-
-
 def test_a_block_that_comes_back_after_it_has_left_is_known_as_used_before() -> None:
     learnt = HitDensity()
     learnt.enter(b"another")
@@ -78,43 +66,3 @@ def test_endless_coming_and_going_takes_no_more_memory() -> None:
 
     pass_through()
     assert allocated_bytes(pass_through) < 20_000
-
-
-def test_what_was_learnt_goes_on_after_a_restart() -> None:
-    learnt = HitDensity()
-    used_in_turn(learnt, RANK_TICKS)
-    again = HitDensity()
-    assert again.worths != learnt.worths
-    assert again.load(json.loads(json.dumps(learnt.dump())))
-    assert again.dump() == learnt.dump()
-    assert again.worths[3] == pytest.approx(densities(*(each[3] for each in tables(learnt))))
-
-
-def tables(learnt: HitDensity) -> list[list[list[float]]]:
-    return [learnt.dump()[name] for name in ("hits", "lives")]
-
-
-ZEROS = [[0.0] * AGES for _ in range(CLASSES)]
-ONES = [[1.0] * AGES for _ in range(CLASSES)]
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        None,
-        [],
-        {},
-        {"hits": ZEROS},
-        {"hits": ZEROS, "lives": ZEROS[1:]},
-        {"hits": ZEROS, "lives": [row[1:] for row in ZEROS]},
-        {"hits": ZEROS, "lives": [["1"] * AGES] * CLASSES},
-        {"hits": ZEROS, "lives": [[float("nan")] * AGES] * CLASSES},
-        {"hits": ONES, "lives": ZEROS},
-        {"hits": [[-1.0] * AGES] * CLASSES, "lives": ONES},
-    ],
-)
-def test_what_makes_no_sense_is_not_taken(damaged: object) -> None:
-    learnt = HitDensity()
-    before = learnt.worths
-    assert not learnt.load(damaged)
-    assert learnt.worths == before

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
 from rekindle.kvcache.hit_density import HitDensity
-from rekindle.kvcache.policy import POLICIES, EvictionPolicy
+from rekindle.kvcache.policy import POLICIES
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens, pack
 from tests.support.rounds import rounds
 

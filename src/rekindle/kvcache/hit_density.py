@@ -1,6 +1,6 @@
 """What is learnt of blocks: how many hits to expect of one for each unit of time it is kept.
 
-After Beckmann, Chen, Cidon: LHD, NSDI 2018. A block is of a class, and a *life* of it goes from one
+After LHD (NSDI 2018). A block is of a class, and a *life* of it goes from one
 use to the next; time is counted in uses and entries of the whole tier.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import pairwise
-from math import isfinite, log2
+from math import log2
 from typing import NamedTuple
 
 USES = 2  # used once, or again
@@ -102,27 +102,6 @@ class HitDensity:
         for counts in (*self._hits, *self._lives):
             counts[:] = [count * FADE for count in counts]
 
-    # -- over a restart ------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, list[list[float]]]:
-        """What was learnt, in a form that can be written down."""
-        return {
-            name: [[round(count, 3) for count in counts] for counts in table]
-            for name, table in (("hits", self._hits), ("lives", self._lives))
-        }
-
-    def load(self, found: object) -> bool:
-        """Go on from what was learnt before; False: it makes no sense, and nothing is changed."""
-        hits, lives = (_table(found, name) for name in ("hits", "lives"))
-        if hits is None or lives is None:
-            return False
-        pairs = ((h, n) for row in zip(hits, lives, strict=True) for h, n in zip(*row, strict=True))
-        if not all(0 <= h <= n for h, n in pairs):
-            return False
-        self._hits, self._lives = hits, lives
-        self._rank()
-        return True
-
 
 def densities(hits: list[float], lives: list[float]) -> list[float]:
     """For each age, the most hits for each tick kept that any time to stop at gives. (Counting up
@@ -144,15 +123,3 @@ def densities(hits: list[float], lives: list[float]) -> list[float]:
             ticks_until += ticks[stop]
             best[age] = max(best[age], hits_until / ticks_until)
     return best
-
-
-def _table(found: object, name: str) -> list[list[float]] | None:
-    table = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(table, list) or len(table) != CLASSES:
-        return None
-    for row in table:
-        if not isinstance(row, list) or len(row) != AGES:
-            return None
-        if not all(isinstance(count, int | float) and isfinite(count) for count in row):
-            return None
-    return [[float(count) for count in row] for row in table]

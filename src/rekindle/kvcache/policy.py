@@ -6,12 +6,10 @@ import heapq
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import count
-from typing import Literal
 
 from rekindle.kvcache.density_ranking import DensityRanking
 from rekindle.kvcache.hit_density import HitDensity
-
-EvictionPolicy = Literal["hit-density", "frequency"]
+from rekindle.protocol.settings import EvictionPolicy
 
 Rank = tuple[int, int]  # worth, then the tick of the last use
 

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.picture_files import PictureRead
-from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.budget import TierBudget
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
 Blob = bytes | bytearray | memoryview

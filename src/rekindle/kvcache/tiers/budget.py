@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 
 from rekindle.kvcache.block import Block, BlockKind, Copy
-from rekindle.kvcache.policy import EvictionPolicy, Shares
+from rekindle.kvcache.policy import Shares
+from rekindle.protocol.settings import EvictionPolicy
 
 
 class TierBudget:

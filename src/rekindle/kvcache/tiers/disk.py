@@ -15,7 +15,6 @@ from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
 from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
-from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
@@ -25,6 +24,7 @@ from rekindle.kvcache.tiers.base import (
     Write,
 )
 from rekindle.kvcache.tiers.write_behind import WriteBehindTier
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
 log = logging.getLogger("rekindle.cache")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind
-from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import (
     BaseTier,
     Blob,
@@ -15,6 +14,7 @@ from rekindle.kvcache.tiers.base import (
     WriteFailed,
     Written,
 )
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
 OVERHEAD_BYTES = (

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record, record_bytes
-from rekindle.kvcache.policy import EvictionPolicy
 from rekindle.kvcache.tiers.base import BaseTier, Blob, Write, WriteFailed, Written
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
 
