@@ -41,8 +41,8 @@ MAY_NAME_TIERS = {
     "runtime/storage.py",  # it composes the tiers
 }
 
-#: Folders of tests that are about the whole program, or help the others.
-NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench"}
+#: Folders of tests that are about the whole program or what is beside it, or help the others.
+NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench", "tools"}
 
 #: Suites about several modules of their folder together.
 CROSS_CUTTING = {
