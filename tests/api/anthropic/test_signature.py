@@ -48,6 +48,15 @@ def bomb(size_bytes: int) -> str:
     return f"{sign('another text')}.{packed}"
 
 
+def test_what_is_damaged_counts_as_well() -> None:
+    allowance, damaged = TextAllowance(3 * PIECE_BYTES), seal("x" * (PIECE_BYTES // 2))[:-8]
+    damaged += "AAAAAAA="  # another checksum
+    assert signed_text("", damaged, allowance) is None
+    assert signed_text("", damaged, allowance) is None
+    with pytest.raises(BadRequest, match="characters of text"):
+        signed_text("", damaged, allowance)
+
+
 def test_what_is_unpacked_counts_for_the_whole_request() -> None:
     """Whether it is a text of ours or not."""
     allowance = TextAllowance(1_000_000)

@@ -18,7 +18,7 @@ from rekindle.api.anthropic.allowance import TextAllowance
 
 PREFIX = "rk1"
 DIGEST_BYTES = 16
-PIECE_BYTES = 128 << 10  # of a text inside a signature, which are unpacked at once
+PIECE_BYTES = 64 << 10  # of a text inside a signature, which are unpacked at once
 
 
 def sign(text: str) -> str:
@@ -51,6 +51,7 @@ def _digest(text: str) -> str:
 
 def _unpacked(packed: str, allowance: TextAllowance) -> str | None:
     """Anybody can make a signature: each byte counts as it comes, whether it is of ours or not."""
+    allowance.spend(len(packed))
     inflate, text = zlib.decompressobj(), bytearray()
     try:
         rest = base64.urlsafe_b64decode(packed)
@@ -59,5 +60,8 @@ def _unpacked(packed: str, allowance: TextAllowance) -> str | None:
             text += piece
             rest = inflate.unconsumed_tail
         return text.decode()
-    except (binascii.Error, zlib.error, ValueError):
+    except zlib.error:
+        allowance.spend(PIECE_BYTES)  # which it may have unpacked before it found the fault
+        return None
+    except (binascii.Error, ValueError):
         return None
