@@ -12,9 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.mlx import _limits_kept
+from rekindle.engine.mlx.fingerprint import state_fingerprint
 from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.errors import BadRequest, ModelError
@@ -55,6 +57,10 @@ def test_quantised_weights_are_loaded_as_they_are(folder: Path) -> None:
     from mlx_lm.utils import load_model as load_whole
     from mlx_lm.utils import quantize_model, save_config, save_model
 
+    plain = load(folder)
+    assert (plain.architecture, plain.quantization) == ("llama", "float32")
+    weights: dict[str, mx.array] = dict(tree_flatten(plain.model.parameters()))
+    assert plain.parameters == sum(array.size for array in weights.values())
     model, config = load_whole(folder)
     model, config = quantize_model(model, config, group_size=32, bits=4)
     save_model(folder, model)
@@ -62,6 +68,7 @@ def test_quantised_weights_are_loaded_as_they_are(folder: Path) -> None:
     loaded = load(folder)
     assert loaded.model.layers[0].mlp.gate_proj.bits == 4
     assert loaded.vocabulary_size == VOCABULARY
+    assert (loaded.quantization, loaded.parameters) == ("4bit", plain.parameters)
 
 
 def test_a_model_without_a_longest_context_gets_one(folder: Path) -> None:
@@ -95,6 +102,16 @@ def test_whatever_changes_state_changes_the_fingerprint(folder: Path, name: str)
     else:
         (folder / name).write_text((folder / name).read_text() + "\n")
     assert load(folder).fingerprint != before
+
+
+def test_how_weights_were_quantised_is_in_the_fingerprint(folder: Path) -> None:
+    """mlx_lm takes it from a file of its own where the configuration does not say it."""
+    found = set()
+    for content in (None, "{}", '{"producer": {}}'):
+        if content is not None:
+            (folder / "hf_quant_config.json").write_text(content)
+        found.add(state_fingerprint(folder, None))
+    assert len(found) == 3
 
 
 def test_a_template_changes_no_state(folder: Path) -> None:

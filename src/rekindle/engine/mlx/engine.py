@@ -34,12 +34,12 @@ from rekindle.engine.mlx.batch import can_batch
 from rekindle.engine.mlx.batches import DecodingBatches
 from rekindle.engine.mlx.computation import Computation
 from rekindle.engine.mlx.layouts import Layouts
-from rekindle.engine.mlx.model import load_model
+from rekindle.engine.mlx.model import LoadedModel, load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling import build_sampler
-from rekindle.errors import EngineBroken, PoolFull, Unsupported
+from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
@@ -65,7 +65,7 @@ class MlxEngine:
         )
         memory.wire(self._device)
         memory.limit_spare_buffers(sizes)
-        self.capabilities = self._describe(sizes)
+        self.capabilities = self._describe(sizes, loaded)
         free_bytes = partial(memory.free_bytes, self._device)
         self._sequences = Sequences(
             sizes.pools,
@@ -79,7 +79,7 @@ class MlxEngine:
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
-    def _describe(self, sizes: memory.Sizes) -> Capabilities:
+    def _describe(self, sizes: memory.Sizes, loaded: LoadedModel) -> Capabilities:
         return Capabilities(
             block_tokens=sizes.block_tokens,
             step_tokens=sizes.step_tokens,
@@ -94,6 +94,9 @@ class MlxEngine:
             kv=self._layouts.kv,
             shares_cells=False,
             idle_is_free=True,
+            architecture=loaded.architecture,
+            parameters=loaded.parameters,
+            quantization=loaded.quantization,
         )
 
     def _empty_batches(self) -> dict[KvType, DecodingBatches]:
@@ -154,7 +157,8 @@ class MlxEngine:
             raise PoolFull("no free cells for this block")
         layout, stop = self._layouts[into.kv_type], into.length + tokens
         caches = _ours(into).take()
-        layout.restore_block(caches, blob, into.length, stop, resumable=resumable)
+        with self._reset_when_broken():
+            layout.restore_block(caches, blob, into.length, stop, resumable=resumable)
         self._sequences.grow(into, tokens)
 
     def transcode(
@@ -167,6 +171,8 @@ class MlxEngine:
         """Caches are changed before anything is computed: when that fails they are undefined."""
         try:
             yield
+        except CorruptBlock:  # nothing has been changed
+            raise
         except Exception as error:
             self.reset()
             raise EngineBroken(f"MLX could not compute: {error}") from error

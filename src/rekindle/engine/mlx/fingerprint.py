@@ -15,11 +15,13 @@ from blake3 import blake3
 from rekindle.models.folder import CONFIG, TOKENIZER, weight_files
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+QUANTISATION = "hf_quant_config.json"  # mlx_lm reads it where the configuration says nothing of it
 LIBRARIES = ("mlx", "mlx-lm")
 
 
 def state_fingerprint(folder: Path, adapter: Path | None) -> bytes:
     files = [folder / CONFIG, folder / TOKENIZER, *weight_files(folder)]
+    files += [folder / QUANTISATION] if (folder / QUANTISATION).is_file() else []
     files += [adapter / name for name in ADAPTER_FILES] if adapter else []
     return blake3(repr((_numerics(), len(files))).encode() + b"".join(map(_hash, files))).digest()
 

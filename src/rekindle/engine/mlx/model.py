@@ -28,7 +28,9 @@ class LoadedModel:
     """Weights in memory, with whatever of their settings others ask for."""
 
     model: Module
-    config: dict[str, Any]
+    architecture: str
+    parameters: int
+    quantization: str  # of its weights: "4bit", or their type
     vocabulary_size: int  # of a row of logits
     context_tokens: int  # the longest it was trained for
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
@@ -55,7 +57,9 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
         ) from error
     return LoadedModel(
         model=model,
-        config=config,
+        architecture=config["model_type"],
+        parameters=_parameters(model),
+        quantization=_quantization(model, config),
         vocabulary_size=int(rows.shape[-1]),
         context_tokens=_number(config, CONTEXT_LENGTHS) or UNLIMITED_TOKENS,
         fingerprint=state_fingerprint(folder, options.adapter),
@@ -97,14 +101,35 @@ def _check_adapter(adapter: Path) -> None:
 
 def _read_weights(model: Module, on_progress: OnProgress) -> None:
     """Bring the weights, which so far are promises, from the files."""
-    named: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    arrays = list(named.values())
+    arrays = _arrays(model)
     total_bytes = sum(array.nbytes for array in arrays)
     done_bytes = 0
     for array in arrays:
         mx.eval(array)
         done_bytes += array.nbytes
         on_progress(done_bytes / total_bytes)
+
+
+def _arrays(model: Module) -> list[mx.array]:
+    named: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    return list(named.values())
+
+
+def _parameters(model: Module) -> int:
+    """Quantised weights count as many as they stand for; 0 where that is not known."""
+    try:
+        return int(mlx_lm.utils.get_total_parameters(model))
+    except Exception:  # a layer of a kind of its own: the number is for people alone
+        return 0
+
+
+def _quantization(model: Module, config: dict[str, Any]) -> str:
+    about = config.get("quantization")
+    bits = about.get("bits") if isinstance(about, dict) else None
+    if bits:
+        return f"{bits}bit"
+    largest = max(_arrays(model), key=lambda array: array.nbytes)
+    return str(largest.dtype).removeprefix("mlx.core.")
 
 
 def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:

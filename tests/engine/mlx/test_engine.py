@@ -1,0 +1,52 @@
+"""What an MLX engine says of its model, and what is left of it after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.mlx.engine import MlxEngine
+from rekindle.errors import CorruptBlock, EngineBroken
+from tests.contract.actions import PROMPT, cold, prefill
+from tests.support.tiny_mlx import write_tiny_mlx
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[MlxEngine]:
+    path = write_tiny_mlx(tmp_path / "tiny")
+    built = MlxEngine(EngineOptions(path=path, parallel=2, context_tokens=512))
+    yield built
+    built.close()
+
+
+def test_it_says_what_the_model_is(engine: MlxEngine) -> None:
+    about = engine.capabilities
+    assert (about.architecture, about.quantization) == ("llama", "float32")
+    assert about.parameters > 0
+
+
+def test_a_restore_that_fails_leaves_an_empty_engine_that_works(
+    engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    source, into = (engine.open(exact=False) for _ in range(2))
+    prefill(engine, source, PROMPT[:20])
+    blob = engine.export(source, 0, 20)
+    with pytest.raises(CorruptBlock):
+        engine.restore(into, blob[:-1], 20)
+    assert (source.length, into.length) == (20, 0)  # others go on after a damaged block
+
+    def fail(*_arguments: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", fail)
+        with pytest.raises(EngineBroken, match="allocate"):
+            engine.restore(into, blob, 20)
+    assert engine.free_tokens() == engine.capabilities.pool_tokens
+    assert cold(engine, PROMPT, exact=False) == expected
