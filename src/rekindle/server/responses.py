@@ -79,7 +79,14 @@ def documented(
 MAY_STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The whole answer; with `stream: true` its chunks as server-sent events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",  # of each event
+                    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+                }
+            }
+        },
     }
 }
 

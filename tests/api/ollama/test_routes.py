@@ -201,6 +201,7 @@ def test_a_failure_is_a_status_before_the_stream_and_a_line_within_it() -> None:
         ({"think": "often"}, '"low", "medium" or "high"'),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "reads text alone"),
+        ({"messages": [{"role": "assistant", "images": ["aa"]}]}, "leave out `images`"),
     ],
 )
 def test_what_is_wrong_is_named_in_ollamas_shape(fields: Any, message: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from rekindle.api.message import Message
 from rekindle.api.ollama.schema import OllamaGenerateRequest, OllamaMessage
+from rekindle.api.validation import explain
 
 CALL_ID_DIGITS = 9  # Mistral's templates refuse any other length
 
@@ -16,7 +19,10 @@ def messages_of(sent: Sequence[OllamaMessage]) -> list[Message]:
     number, which is the same in every later turn."""
     called = _ids()
     answered = _ids()
-    return [_message(each, called, answered) for each in sent]
+    try:
+        return [_message(each, called, answered) for each in sent]
+    except ValidationError as error:  # of what our own messages cannot be
+        raise explain(error.errors()) from None
 
 
 def prompt_messages(body: OllamaGenerateRequest) -> list[Message]:

@@ -122,6 +122,12 @@ class OllamaMessage(_Form):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
 
+    @model_validator(mode="after")
+    def _shown_by_others(self) -> OllamaMessage:
+        if self.images and self.role == "assistant":
+            raise ValueError("takes text alone, as the assistant's do: leave out `images`")
+        return self
+
 
 OllamaMessages = Annotated[
     list[OllamaMessage],
