@@ -109,6 +109,7 @@ Id = Annotated[
 ]
 SessionNumber = Annotated[int, Field(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
 WHOLE = BeforeValidator(_as_whole)  # behind the bounds, which would not be documented else
+Seed = Annotated[int, Field(ge=-NUMBER_LIMIT, lt=NUMBER_LIMIT), WHOLE]
 TokenLimit = Annotated[
     int,
     Field(le=MOST_TOKENS, json_schema_extra={"minimum": NO_LIMIT, "not": {"const": 0}}),

@@ -29,6 +29,7 @@ from rekindle.errors import BadRequest, TooManyRequests
 from rekindle.protocol.admin import EntryInfo, ExportState, ImportState, StateFile
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
+from rekindle.server.middleware import FILE_TYPE
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.request_body import BODY_S, BodyTooSlow
 from rekindle.server.responses import documented
@@ -40,7 +41,6 @@ SLOWEST_BYTES_S = 64 << 10  # of an upload
 TRANSFER_S = 3600.0  # from the first byte of a file to its last
 PART_BYTES = 1 << 20
 TRANSFERS = "transfers"  # in the state of the application
-FILE_TYPE = "application/octet-stream"
 
 router = APIRouter(tags=["cache"])
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from rekindle.api.fields import (
     MOST_TOKENS,
     WHOLE,
+    Seed,
     Stop,
     Tokens,
     bounded_text,
@@ -20,8 +21,6 @@ from rekindle.api.tools import Tools
 from rekindle.errors import Unsupported
 from rekindle.protocol.requests import StructuredOutput
 
-SEED_LIMIT = 1 << 63
-NO_LIMIT = -1  # of `num_predict`; -2 is Ollama's word for "until the context is full"
 MOST_IMAGES = 64  # of one message
 
 Text = Annotated[str, BeforeValidator(bounded_text)]
@@ -53,7 +52,7 @@ class Options(_Form):
     repeat_last_n: Annotated[int, Field(ge=-1, le=MOST_TOKENS), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), WHOLE] | None = None
+    seed: Seed | None = None
     num_predict: Count | None = None
     stop: Stop | None = None
 

@@ -19,6 +19,7 @@ from rekindle.api.fields import (
     PrefillProgress,
     Priority,
     PromptInput,
+    Seed,
     SessionNumber,
     Stop,
     TokenLimit,
@@ -34,7 +35,6 @@ from rekindle.errors import BadRequest, Unsupported
 
 MOST_CHOICES = 32
 MOST_TURNS = 128
-SEED_LIMIT = 1 << 63
 
 CACHE_FIELDS = (
     "use_kv_cache",
@@ -102,7 +102,7 @@ class RequestBase(StructuredFields):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), WHOLE] | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     stream: bool | None = None
