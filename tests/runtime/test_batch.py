@@ -139,6 +139,18 @@ def test_short_prompts_and_decode_steps_teach_nothing() -> None:
     assert size.tokens(ALONE_S) == before
 
 
+def test_the_end_of_a_long_conversation_does_not_make_the_next_prompt_slow() -> None:
+    """Its few rows take as long as thousands in slices: llama.cpp's attention takes row after row
+    below 64 of them. Slices that became as small as such a step says would never be faster."""
+    size = SliceSize(MOST_TOKENS)
+    for rows in (16, 32, 64, 128, 256):
+        size.learn(rows, rows / 1_000)
+    before = size.tokens(ALONE_S)
+    size.learn(34, 1.25)
+    size.learn(63, 1.8)
+    assert size.tokens(ALONE_S) == before
+
+
 def test_a_cancel_between_two_slices_ends_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

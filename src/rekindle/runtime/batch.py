@@ -9,7 +9,9 @@ from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 0.9, 0.25  # how long a prefill slice may hold up a cancel, or other replies
 LEAST_SLICE_TOKENS = 4  # on the slowest machines
-WHOLE_SLICE_TOKENS = 64  # from here on slices are nearly as fast a token as large ones
+# From here on slices are nearly as fast a token as large ones. Below, attention of llama.cpp's CPU
+# kernels goes row by row, which after a long context is up to 30 times slower.
+WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
@@ -65,9 +67,11 @@ class Batcher:
 
     @staticmethod
     def _even_slice(pending: int, slice_tokens: int) -> int:
-        """As many slices as it takes anyway, but of one size: a short last one is a slow one."""
+        """As many slices as it takes anyway, but of one size: a short last one is a slow one, and
+        several short ones are worse."""
         slices = max(1, math.ceil(pending / slice_tokens))
-        return math.ceil(pending / slices)
+        even = math.ceil(pending / slices)
+        return max(even, WHOLE_SLICE_TOKENS) if slice_tokens >= WHOLE_SLICE_TOKENS else even
 
     def rotate(self, running: list[Turn]) -> None:
         """Put a prompt that has had its quantum behind the others."""
@@ -102,9 +106,11 @@ class SliceSize:
         self._last_rows, self._last_s = 0, 0.0
 
     def learn(self, rows: int, took_s: float) -> None:
-        """Slower is believed at once, faster by and by. Steps much smaller than slices teach
-        nothing: other kernels compute them."""
-        if rows < min(WHOLE_SLICE_TOKENS, self.tokens(SHARED_S)) / 2 or took_s <= 0:
+        """Slower is believed at once, faster by and by. Where whole slices fit, smaller steps teach
+        nothing: other kernels compute them, and slices made as small would stay slow."""
+        usual = self.tokens(SHARED_S)
+        least = WHOLE_SLICE_TOKENS if usual >= WHOLE_SLICE_TOKENS else usual / 2
+        if rows < least or took_s <= 0:
             return
         more_rows, more_s = rows - self._last_rows, took_s - self._last_s
         if self._is_other_size(rows) and more_rows * more_s > 0:
