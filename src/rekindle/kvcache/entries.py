@@ -89,9 +89,10 @@ class Entries:
     # -- remembering ---------------------------------------------------------------------------
 
     def remember(self, draft: Draft) -> Entry | None:
-        """Name the end of a conversation. An equal one is the same entry and keeps its key. None:
-        it is too large."""
-        entry = self.index.by_tokens(draft.namespace, draft.tokens)
+        """Name the end of a conversation. An equal one is the same entry and keeps its key, unless
+        this one has a key of its own. None: it is too large."""
+        equal = self.index.by_tokens(draft.namespace, draft.tokens)
+        entry = equal if draft.key is None else self.index.by_key(draft.namespace, draft.key)
         if entry is not None and entry.has_expired(self._clock):
             self.remove(entry)
             entry = None
@@ -101,7 +102,7 @@ class Entries:
             if entry.cost_bytes + reply_bytes > self.limit_bytes:
                 return None
             self.index.add(entry)
-            self._conversations.attach(entry)
+            self._attach(entry)
         elif entry.namespace != _kv_namespace(draft) and (draft.pinned or not entry.pinned):
             self._conversations.move(entry, _kv_namespace(draft))  # computed again, in other cells
         self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
@@ -110,7 +111,7 @@ class Entries:
             entry.pin_until(self._clock.steady_s() + draft.pin_s)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
-        others = self._superseded(entry, [*left_behind, draft.after])
+        others = self._superseded(entry, [*left_behind, draft.after, equal])
         for other in others:  # what they are pinned for, this one is
             other.end_pin(entry.pinned_until_s or 0.0)
         # It is the same conversation as these, a turn later.
@@ -132,6 +133,21 @@ class Entries:
             # Its text is not all of it: another reply to the same prompt leaves it as it is.
             shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
         return {other for other in (*left_behind, shorter) if other not in (None, entry)}
+
+    def store(self, entry: Entry, document: bytes) -> bool:
+        """Keep a document with an entry, instead of the one it has; whether there is room."""
+        more_bytes = len(document) - len(entry.document)
+        if not entry.place or entry.cost_bytes + more_bytes > self.limit_bytes:
+            return False
+        self.index.set_document(entry, document)
+        self.index.use(entry, self._clock)
+        self._journal.save(entry)
+        self._make_room()
+        return bool(entry.place)
+
+    def _attach(self, entry: Entry) -> None:
+        if entry.tokens:  # else it has no state to rest on
+            self._conversations.attach(entry)
 
     def touch(self, entry: Entry) -> None:
         """Its time begins again."""
@@ -232,10 +248,10 @@ class Entries:
         """Let entries rest on their blocks, and remove the state of those that are gone already."""
         for entry in self.index.of(None):
             if entry.block is None:
-                self._conversations.attach(entry)
+                self._attach(entry)
         removed, self._removed_early = self._removed_early or [], None
         for entry in removed:
-            self._conversations.attach(entry)
+            self._attach(entry)
             self._conversations.release(entry)
         self._make_room()  # the budget may have become smaller
 
@@ -245,7 +261,7 @@ def _living(entry: Entry | None, clock: Clock) -> Entry | None:
 
 
 def _new_entry(draft: Draft, clock: Clock) -> Entry:
-    key = secrets.token_hex(KEY_BYTES)
+    key = draft.key or secrets.token_hex(KEY_BYTES)
     namespace, tenant = _kv_namespace(draft), draft.namespace
     entry = Entry(key, namespace, draft.tokens, draft.text, clock, tenant=tenant)
     if draft.text_tokens is not None:
@@ -308,6 +324,7 @@ def _to_row(entry: Entry, clock: Clock) -> EntryRow:
         names=tuple(entry.names),
         text_tokens=None if entry.text_tokens == len(entry.tokens) else entry.text_tokens,
         replies=encode_replies(entry.replies),
+        document=entry.document,
     )
 
 
@@ -316,6 +333,7 @@ def _from_row(row: EntryRow, clock: Clock) -> Entry:
     namespace, tokens = row.kv_namespace or row.namespace, Tokens(row.packed)
     entry = Entry(row.key, namespace, tokens, row.text, clock, tenant=row.namespace)
     entry.segments = row.segments
+    entry.document = row.document
     entry.created_at, entry.last_used_at = row.created_at, row.last_used_at
     entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned
     entry.ttl_s = row.ttl_s

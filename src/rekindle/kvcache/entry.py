@@ -1,13 +1,14 @@
 """A conversation that is remembered. Blocks are derived and may vanish; an entry is a promise.
 
-It knows its tokens, the rendered text that they stand for, its replies and its names.
+It knows its tokens, the rendered text that they stand for, its replies and its names. What a client
+stored on purpose is its document; an entry of nothing else has no tokens.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 
 import msgspec
@@ -120,6 +121,7 @@ class Entry(PrefixHandle):
 
     __slots__ = (
         "created_at",
+        "document",
         "durable",
         "hits",
         "key",
@@ -152,6 +154,7 @@ class Entry(PrefixHandle):
         self.text = text  # rendered bytes that its tokens stand for; empty when unknown
         self.text_tokens = len(tokens)  # how many of them the text stands for
         self.replies: tuple[Reply, ...] = ()  # oldest first
+        self.document = b""  # what a dialect stores with it
         self.segments: Segments = ()
         self.names: dict[Name, None] = {}  # oldest first
         self.keyed = False  # a client was given its key
@@ -187,7 +190,7 @@ class Entry(PrefixHandle):
     def cost_bytes(self) -> int:
         replies = sum(reply.cost_bytes for reply in self.replies)
         texts = 2 * len(self.text)  # the index by text has a copy
-        return len(self.tokens.packed) + texts + replies + OVERHEAD_BYTES
+        return len(self.tokens.packed) + texts + replies + len(self.document) + OVERHEAD_BYTES
 
     def first(self, count: int) -> list[int]:
         """Its first so many token ids."""
@@ -220,8 +223,9 @@ class Draft:
 
     namespace: bytes  # of the tenant
     kv_namespace: bytes | None = None  # of its state; None: the tenant's
-    tokens: Tokens
-    text: bytes
+    key: str | None = None  # that it is to have; None: one at random, or that of an equal one
+    tokens: Tokens = field(default_factory=Tokens)
+    text: bytes = b""
     text_tokens: int | None = None  # how many tokens the text stands for; None: all
     replies: tuple[Reply, ...] = ()
     after: Entry | None = None  # what it goes on from, where its text does not show it

@@ -120,7 +120,8 @@ class EntryIndex:
         """Take in an entry that has neither replies nor names yet."""
         self._by_key[entry.key] = entry
         self._set_place(entry, next(self._places))
-        self._by_tokens[entry.tenant, entry.tokens] = entry
+        if entry.tokens:
+            self._by_tokens[entry.tenant, entry.tokens] = entry
         self._count(entry.tenant, entry.cost_bytes)
         if entry.text:
             with self._lock:
@@ -174,6 +175,10 @@ class EntryIndex:
             oldest = next(iter(entry.names))
             del entry.names[oldest], self._by_name[entry.tenant, oldest]
         return before if before is not entry else None
+
+    def set_document(self, entry: Entry, document: bytes) -> None:
+        self._count(entry.tenant, len(document) - len(entry.document))
+        entry.document = document
 
     def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
         """Remember replies beside those the entry knows: one conversation may have been delivered

@@ -74,6 +74,22 @@ class ImportState(Struct, tag=True):
     session_id: str | None = None  # that the entry is named by
 
 
+class StoreDocument(Struct, tag=True, kw_only=True):
+    """Keep a document with the tenant's own entry of this key; where there is none, as one without
+    state. Answered with DocumentStored."""
+
+    key: str
+    content: bytes
+    ttl_s: float | None = None  # of an entry without state
+    waits_for_disk: bool = False  # the answer comes when a restart would not lose it
+
+
+class GetDocument(Struct, tag=True):
+    """The document of the tenant's own entry. Answered with Document."""
+
+    key: str
+
+
 class DeleteEntry(Struct, tag=True):
     """Answered with Removed."""
 
@@ -113,6 +129,8 @@ AdminOp = (
     | Flush
     | ExportState
     | ImportState
+    | StoreDocument
+    | GetDocument
     | DeleteEntry
     | PinEntry
     | CollectExpired
@@ -177,6 +195,16 @@ class EntryList(Struct, tag=True):
     next: int | None = None  # `before` of the next page; None: this is the last
 
 
+class Document(Struct, tag=True):
+    key: str
+    content: bytes
+
+
+class DocumentStored(Struct, tag=True):
+    kept: bool  # False: it is too large for what entries may take
+    durable: bool = True  # False: the disk did not take it
+
+
 HEALTHY_DISK_STATES = ("ok", "opening", "off")
 
 
@@ -228,7 +256,16 @@ class Removed(Struct, tag=True):
 
 
 AdminResult = (
-    EntryInfo | EntryList | StateFile | Stats | Validation | Removed | Tokenized | Detokenized
+    EntryInfo
+    | EntryList
+    | StateFile
+    | Document
+    | DocumentStored
+    | Stats
+    | Validation
+    | Removed
+    | Tokenized
+    | Detokenized
 )
 
 

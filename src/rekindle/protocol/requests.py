@@ -62,6 +62,7 @@ class Names(Struct, kw_only=True):
     message_id: str | None = None  # what its reply is to be called; None: an id of its own
     prompt_cache_key: str | None = None
     by_fingerprint: bool = False  # `--force-cache`: a conversation without a name gets one
+    entry_key: str | None = None  # the key that its entry is to have
     ttl_s: float | None = None  # None: the default of its kind
     in_memory: bool = False  # never written to disk
     pin_s: float | None = None  # it is pinned for so long, if there is room for it

@@ -17,6 +17,7 @@ from rekindle.protocol.admin import (
     DeleteEntry,
     ExportState,
     Flush,
+    GetDocument,
     GetStats,
     ImportState,
     IndexPrompt,
@@ -26,6 +27,7 @@ from rekindle.protocol.admin import (
     RemoveOld,
     RemoveSession,
     ShowEntry,
+    StoreDocument,
     Validate,
     Validation,
 )
@@ -33,6 +35,7 @@ from rekindle.protocol.events import Reason
 from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.cache_info import CacheInfo, View
+from rekindle.runtime.documents import Documents
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.planner import Planner
@@ -66,6 +69,7 @@ class Admin:
         self._planner = planner
         self._cache_info = cache_info
         self._state_transfer = state_transfer
+        self._documents = Documents(storage)
 
     def answer(
         self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply
@@ -85,14 +89,13 @@ class Admin:
                 self._flush(view, key, reply)
             case PinEntry(key, pinned):
                 self._pin(self._find(view, key), reply, pinned=pinned)
+            case StoreDocument() | GetDocument() as op:
+                self._documents.answer(op, namespace, reply)
             case ExportState() | ImportState() as op:
                 yield from self._transfer(op, namespace, reply)
-            case Validate() as op:
+            case Validate() | IndexPrompt() as op:
                 assert prompt is not None, "its prompt is encoded first"
-                reply(self._validate(op, namespace, prompt))
-            case IndexPrompt() as op:
-                assert prompt is not None, "its prompt is encoded first"
-                self._index(op, namespace, prompt, reply)
+                self._answer_about(op, namespace, prompt, reply)
             case Tokenize() | Detokenize():
                 raise AssertionError("an encoder thread answers it")
             case op:
@@ -157,6 +160,14 @@ class Admin:
         elif not pinned:
             self._entries.unpin(entry)
         self._reply_when_durable(entry, reply)
+
+    def _answer_about(
+        self, op: Validate | IndexPrompt, namespace: bytes, prompt: EncodedPrompt, reply: Reply
+    ) -> None:
+        if isinstance(op, Validate):
+            reply(self._validate(op, namespace, prompt))
+        else:
+            self._index(op, namespace, prompt, reply)
 
     def _index(
         self, op: IndexPrompt, namespace: bytes, encoded: EncodedPrompt, reply: Reply

@@ -204,9 +204,11 @@ class Sessions:
             keys=hashes.reply_keys if hashes else (),
             end_tokens=end.reply_tokens,
         )
-        keyed = names.return_cache_key or prepare is not None
+        own_key = names.entry_key
+        keyed = names.return_cache_key or prepare is not None or own_key is not None
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
+            key=own_key,
             namespace=turn.namespace,
             kv_namespace=turn.space.namespace,
             tokens=end.tokens,
@@ -220,7 +222,7 @@ class Sessions:
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
             pin_s=names.pin_s if names.pin_s and self._has_room_to_pin(turn, end) else None,
-            durable=turn.lookup.write_back > WriteBack.NEVER,
+            durable=turn.lookup.write_back > WriteBack.NEVER or own_key is not None,
         )
 
     def _has_room_to_pin(self, turn: Turn, end: ConversationEnd) -> bool:
@@ -290,9 +292,9 @@ def _hashes_after(turn: Turn) -> EntryHashes | None:
 
 
 def _is_named(names: Names) -> bool:
-    keyed = names.cache_key is not None or names.return_cache_key
+    keyed = names.cache_key or names.entry_key or names.return_cache_key
     asked = keyed or names.wants_message_id or names.message_id is not None
-    return asked or names.by_fingerprint or any(True for _ in _proposals(names))
+    return bool(asked or names.by_fingerprint or any(True for _ in _proposals(names)))
 
 
 def _auto_session(entry: Entry | None) -> str | None:

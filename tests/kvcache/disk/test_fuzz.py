@@ -26,6 +26,7 @@ WHOLE = b"".join(map(bytes, seal(RECORD, SECRET)))
 ENTRIES = [
     entry("a", pinned=True, names=(("session_id", "x"),)),
     replace(entry("b"), packed=bytes(2 * PIECE_BYTES), text=b"t" * 3 * PIECE_BYTES, replies=b"\0r"),
+    replace(entry("d"), packed=b"", text=b"", document=b"d" * 2 * PIECE_BYTES),
 ]
 
 fuzzed = settings(
@@ -76,7 +77,7 @@ columns = st.sampled_from(
     [
         *(
             ("entries", column)
-            for column in ("key", "root", "packed", "text", "segments", "replies")
+            for column in ("key", "root", "packed", "text", "segments", "replies", "document")
         ),
         *(("entries", column) for column in ("text_tokens", "ttl_s", "pinned", "keyed", "digest")),
         *(("entries", column) for column in ("created_at", "last_used_at", "expires_at", "hits")),

@@ -90,6 +90,7 @@ entries = st.builds(
     names=names.map(tuple),
     text_tokens=st.none() | st.integers(0, 2**62),
     replies=st.binary(),
+    document=st.binary(),
 )
 
 

@@ -58,6 +58,12 @@ ALTER TABLE entries DROP COLUMN replies;
 ALTER TABLE entries DROP COLUMN text_tokens;
 UPDATE meta SET value = '1' WHERE key = 'schema';
 """
+TO_VERSION_4 = """
+ALTER TABLE entries DROP COLUMN document; UPDATE meta SET value = '4' WHERE key = 'schema';
+"""
+TO_VERSION_3 = """
+ALTER TABLE entries DROP COLUMN kv_root; UPDATE meta SET value = '3' WHERE key = 'schema';
+"""
 PINNED = entry("e", pinned=True, names=(("session_id", "s"),))
 
 
@@ -105,11 +111,21 @@ def test_version_3_keeps_what_it_promised(path: Path) -> None:
     """It knew of no state beside a tenant's usual one."""
     with closing(IndexDb(path)) as index_db:
         index_db.commit([PutEntry(PINNED)])
-    write(
-        path,
-        "ALTER TABLE entries DROP COLUMN kv_root; UPDATE meta SET value = '3' WHERE key = 'schema'",
-    )
+    write(path, TO_VERSION_4, TO_VERSION_3)
     other = replace(entry("f"), kv_namespace=b"k" * 32)
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.entries() == [PINNED]
+        index_db.commit([PutEntry(other)])
+        assert index_db.entries() == [PINNED, other]
+        assert is_sound(index_db)
+
+
+def test_version_4_keeps_what_it_promised(path: Path) -> None:
+    """It knew of no documents."""
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([PutEntry(PINNED)])
+    write(path, TO_VERSION_4)
+    other = replace(entry("f"), document=b"stored " * 2000)
     with closing(IndexDb(path)) as index_db:
         assert index_db.entries() == [PINNED]
         index_db.commit([PutEntry(other)])

@@ -27,21 +27,22 @@ CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT 
   text BLOB NOT NULL, segments BLOB NOT NULL, replies BLOB NOT NULL, text_tokens INTEGER,
   created_at REAL NOT NULL, last_used_at REAL NOT NULL, ttl_s REAL, expires_at REAL,
   pinned INTEGER NOT NULL, hits INTEGER NOT NULL, keyed INTEGER NOT NULL, digest BLOB NOT NULL,
-  kv_root BLOB);
+  kv_root BLOB, document BLOB NOT NULL DEFAULT x'');
 """
 NAMES_SCHEMA = """
 CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, entry TEXT NOT NULL,
   PRIMARY KEY (root, kind, name));
 CREATE INDEX names_by_entry ON names (entry);
 """
-_IN_PIECES = ("packed", "text", "segments", "replies")  # columns that hold the id of their bytes
+# Columns that hold the id of their bytes.
+_IN_PIECES = ("packed", "text", "segments", "replies", "document")
 _COLUMNS = (
     *("key", "root", *_IN_PIECES, "text_tokens", "created_at", "last_used_at", "ttl_s"),
     *("expires_at", "pinned", "hits", "keyed", "digest", "kv_root"),
 )
 _MAYBE = (float, NoneType)
 _TYPES = (
-    *(str, bytes, bytes, bytes, bytes, bytes, (int, NoneType), float, float, _MAYBE),
+    *(str, bytes, *(bytes for _ in _IN_PIECES), (int, NoneType), float, float, _MAYBE),
     *(_MAYBE, int, int, int, bytes, (bytes, NoneType)),
 )
 _PUT = upsert("entries", _COLUMNS)
@@ -112,6 +113,7 @@ def _contents(entry: EntryRow) -> dict[str, bytes]:
         "text": entry.text,
         "segments": segments,
         "replies": entry.replies,
+        "document": entry.document,
     }
 
 
@@ -128,7 +130,8 @@ def _digest(entry: EntryRow, ids: Ids) -> bytes:
     """Of what an entry promises: SQLite's pages have no checksums, and tokens that do not spell
     their text would be a wrong answer. What a use changes is left out."""
     ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
-    named = {column: id_.hex() for column, id_ in ids.items()}
+    # Of an entry without a document, it is the digest of version 4.
+    named = {column: id_.hex() for column, id_ in ids.items() if id_ or column != "document"}
     promised = (entry.key, entry.namespace.hex(), named, entry.text_tokens)
     everything: list[Any] = [promised, ttl_s, entry.pinned, entry.keyed]
     if entry.kv_namespace is not None:  # else it is the digest of version 3

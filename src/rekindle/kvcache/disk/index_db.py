@@ -42,7 +42,7 @@ __all__ = [
     "TouchEntry",
 ]
 
-SCHEMA_VERSION = "4"
+SCHEMA_VERSION = "5"
 _SCHEMA = f"""
 BEGIN IMMEDIATE; {rows.SCHEMA} {entry_table.SCHEMA} {entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
 INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}');

@@ -44,6 +44,7 @@ class EntryRow:
     names: tuple[tuple[str, str], ...] = ()  # (kind, name)
     text_tokens: int | None = None  # how many tokens the text stands for, if not for all
     replies: bytes = b""  # packed; empty when there are none
+    document: bytes = b""  # that a client stored; empty when there is none
     kv_namespace: bytes | None = None  # of its state, if that is not the tenant's usual one
 
 

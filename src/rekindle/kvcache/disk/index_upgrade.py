@@ -15,13 +15,14 @@ from rekindle.kvcache.disk import entry_table, pieces
 from rekindle.kvcache.disk.entry_table import EntryTable
 from rekindle.kvcache.disk.index_rows import EntryRow, typed
 
-UPGRADED = ("1", "2", "3")
+UPGRADED = ("1", "2", "3", "4")
 
 _TO_2 = """
 ALTER TABLE entries ADD COLUMN text_tokens INTEGER;
 ALTER TABLE entries ADD COLUMN replies BLOB NOT NULL DEFAULT x'';
 """
 _TO_4 = "ALTER TABLE entries ADD COLUMN kv_root BLOB"
+_TO_5 = "ALTER TABLE entries ADD COLUMN document BLOB NOT NULL DEFAULT x''"
 # Version 2 kept all of an entry in its row, which was written anew at every use.
 _SELECT_2 = """
 SELECT key, root, packed, text, segments, created_at, last_used_at, ttl_s, expires_at, pinned, hits,
@@ -37,11 +38,14 @@ _TYPES_2 = (
 def upgrade(db: sqlite3.Connection, version: str) -> None:
     """Make an index of an older version one of this; all of it or nothing."""
     db.execute("BEGIN IMMEDIATE")
-    if version == "3":
-        _run(db, _TO_4)
-    else:
-        _upgrade_2(db, version)
-    db.execute("UPDATE meta SET value = '4' WHERE key = 'schema'")
+    match version:
+        case "4":
+            _run(db, _TO_5)
+        case "3":
+            _run(db, f"{_TO_4}; {_TO_5}")
+        case _:
+            _upgrade_2(db, version)
+    db.execute("UPDATE meta SET value = '5' WHERE key = 'schema'")
     db.execute("COMMIT")
 
 

@@ -95,4 +95,5 @@ def _size_bytes(change: Change) -> int:
     row = change.row
     names = (*row.segments, *row.names)
     text_bytes = sum(len(kind) + len(name) for kind, name in names)
-    return CHANGE_BYTES + len(row.packed) + len(row.text) + len(row.replies) + text_bytes
+    contents = (row.packed, row.text, row.replies, row.document)
+    return CHANGE_BYTES + sum(map(len, contents)) + text_bytes

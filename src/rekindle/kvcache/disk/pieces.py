@@ -98,7 +98,7 @@ class Pieces:
         for (id_,) in self._db.execute("SELECT id FROM pieces").fetchall():
             if id_ not in parents:
                 self._db.execute("DELETE FROM pieces WHERE id = ?", (id_,))
-        ends = self._db.execute("SELECT packed, text, segments, replies FROM entries")
+        ends = self._db.execute("SELECT packed, text, segments, replies, document FROM entries")
         used = (*parents.values(), *(id_ for row in ends for id_ in row))
         uses = Counter(dict.fromkeys(parents, 0))
         uses.update(id_ for id_ in used if id_ in parents)

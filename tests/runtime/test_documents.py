@@ -1,0 +1,153 @@
+"""Documents that clients store: they live as entries do, with or without state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle.errors import CacheKeyNotFound
+from rekindle.protocol.admin import (
+    CollectExpired,
+    DeleteEntry,
+    Document,
+    DocumentStored,
+    EntryInfo,
+    GetDocument,
+    PinEntry,
+    Removed,
+    ShowEntry,
+    StoreDocument,
+)
+from rekindle.protocol.requests import Names
+from tests.support.clock import FakeClock
+from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
+
+PROMPT = list(range(100, 140))
+KEY = "resp_1"
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def harness(clock: FakeClock) -> RuntimeHarness:
+    return RuntimeHarness(FakeEngine(), clock=clock)
+
+
+def store(harness: RuntimeHarness, content: bytes, key: str = KEY, salt: bytes = b"") -> bool:
+    op = StoreDocument(key=key, content=content, ttl_s=1000.0, waits_for_disk=True)
+    stored = harness.administer(op, salt=salt)
+    assert isinstance(stored, DocumentStored)
+    return stored.kept
+
+
+def content_of(harness: RuntimeHarness, key: str = KEY, salt: bytes = b"") -> bytes:
+    document = harness.administer(GetDocument(key), salt=salt)
+    assert isinstance(document, Document)
+    return document.content
+
+
+def shown(harness: RuntimeHarness, key: str = KEY) -> EntryInfo:
+    info = harness.administer(ShowEntry(key))
+    assert isinstance(info, EntryInfo)
+    return info
+
+
+def test_a_turns_entry_has_the_key_it_asked_for_and_its_document(harness: RuntimeHarness) -> None:
+    first = harness.ask(PROMPT, names=Names(entry_key=KEY))
+    assert store(harness, b"one")
+    assert content_of(harness) == b"one"
+    assert shown(harness).token_count == len(first.turn.tokens)
+    going_on = [*first.turn.tokens, 7, 8]
+    report = harness.ask(going_on, names=Names(cache_key=KEY)).finished.cache
+    assert (report.status, report.cache_key) == ("hit", KEY)
+
+
+def test_two_equal_turns_have_documents_of_their_own(harness: RuntimeHarness) -> None:
+    for key in ("resp_1", "resp_2"):
+        harness.ask(PROMPT, names=Names(entry_key=key))
+        assert store(harness, key.encode(), key)
+    harness.ask(PROMPT, names=Names(session_id="s"))
+    assert [content_of(harness, key) for key in ("resp_1", "resp_2")] == [b"resp_1", b"resp_2"]
+    harness.administer(DeleteEntry("resp_2"))
+    assert content_of(harness, "resp_1") == b"resp_1"
+    with pytest.raises(CacheKeyNotFound):
+        content_of(harness, "resp_2")
+
+
+def test_a_document_needs_no_state(harness: RuntimeHarness) -> None:
+    assert store(harness, b"one")
+    assert store(harness, b"two")
+    assert store(harness, b"three", key="conv_2")
+    assert content_of(harness) == b"two"
+    info = shown(harness)
+    assert (info.token_count, info.tier, info.size_bytes) == (0, None, 0)
+    removed = harness.administer(DeleteEntry(KEY))
+    assert isinstance(removed, Removed)
+    assert removed.entries == 1
+    assert content_of(harness, "conv_2") == b"three"
+
+
+def test_an_entry_without_a_document_is_none(harness: RuntimeHarness) -> None:
+    harness.ask(PROMPT, names=Names(entry_key=KEY))
+    with pytest.raises(CacheKeyNotFound):
+        content_of(harness)
+
+
+def test_documents_are_seen_by_their_own_tenant_alone(harness: RuntimeHarness) -> None:
+    assert store(harness, b"mine", salt=b"a")
+    for options in ({"salt": b"b"}, {"admin": True}):
+        with pytest.raises(CacheKeyNotFound):
+            harness.administer(GetDocument(KEY), **options)
+    assert content_of(harness, salt=b"a") == b"mine"
+
+
+def test_a_document_expires_unless_it_is_pinned(harness: RuntimeHarness, clock: FakeClock) -> None:
+    assert store(harness, b"pinned", key="conv_p")
+    assert store(harness, b"not")
+    harness.administer(PinEntry("conv_p", pinned=True))
+    clock.pass_by(1001)
+    harness.administer(CollectExpired())
+    with pytest.raises(CacheKeyNotFound):
+        content_of(harness)
+    assert content_of(harness, "conv_p") == b"pinned"
+
+
+def test_documents_stay_within_the_budget_of_entries(harness: RuntimeHarness) -> None:
+    entries = harness.storage.entries
+    entries.limit_bytes = 4 * MIB
+    assert not store(harness, bytes(5 * MIB), key="huge")
+    for number in range(10):
+        assert store(harness, bytes([number]) * MIB, key=f"resp_{number}")
+        assert entries.index.used_bytes <= entries.limit_bytes
+    assert content_of(harness, "resp_9") == bytes([9]) * MIB
+    with pytest.raises(CacheKeyNotFound):
+        content_of(harness, "resp_0")
+    for entry in entries.of(None):
+        entries.remove(entry)
+    assert entries.index.used_bytes == 0
+
+
+def test_documents_survive_a_restart(tmp_path: Path, clock: FakeClock) -> None:
+    harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    harness.ask(PROMPT, names=Names(entry_key=KEY, in_memory=True))
+    assert store(harness, b"response " * 1000)
+    assert store(harness, b"conversation", key="conv_1")
+    tokens = shown(harness).token_count
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    assert content_of(again) == b"response " * 1000
+    assert content_of(again, "conv_1") == b"conversation"
+    assert shown(again).token_count == tokens
+    again.administer(DeleteEntry("conv_1"))
+    again.close()
+    last = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    assert content_of(last)
+    with pytest.raises(CacheKeyNotFound):
+        content_of(last, "conv_1")
+    last.close()
