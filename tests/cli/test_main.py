@@ -127,7 +127,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "--cache-eviction", "hit-density",
         "--no-context-cache", "--admin-key", "root", "--api-keys-file", "/keys", "--fp8-kvcache",
         "--no-normalise", "--tool-format", "hermes", "--reasoning-format", "none",
-        "--cache-secret-file", "/secret",
+        "--cache-secret-file", "/secret", "--park-fraction", "0.2",
     )  # fmt: skip
     [config] = served
     given = {
@@ -139,7 +139,7 @@ def test_flags_reach_the_settings(served: list[Config]) -> None:
         "cache_eviction": "hit-density",
         "admin_key": ("root",), "api_keys_file": Path("/keys"), "fp8_kvcache": True,
         "normalise": False, "tool_format": "hermes", "reasoning_format": "none",
-        "cache_secret_file": Path("/secret"),
+        "cache_secret_file": Path("/secret"), "park_fraction": 0.2,
     }  # fmt: skip
     assert {**vars(config), **given} == vars(config)
 

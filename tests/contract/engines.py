@@ -32,9 +32,10 @@ from tests.support.tiny_projector import (
 from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
 
 LAYERS = 2
+PARK_TOKENS = 400
 TRUNCATING = (
-    *("fake", "fake-own", "numpy"),
-    *("llama", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl"),
+    *("fake", "fake-own", "fake-parking", "numpy"),
+    *("llama", "llama-parking", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl"),
     *("mlx-llama", "mlx-llama-q8_0"),
 )
 WHOLE = (  # their state cannot be truncated
@@ -50,6 +51,8 @@ SEEING = (
     "qwen2vl",
     "qwen35",
 )  # those that take pictures
+
+PARKING = ("fake-parking", "llama-parking", "qwen2vl-parking")
 
 SEVERAL_KV_TYPES = (
     *("fake", "fake-whole", "numpy"),
@@ -76,6 +79,7 @@ def write_wide_llama(path: Path) -> Path:
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "llama": write_llama,
+    "llama-parking": write_llama,
     "gemma3": write_gemma3,
     "gemma3-narrow": partial(write_gemma3, window=40),  # narrower than the usual block
     "llama-q8_0": write_wide_llama,
@@ -85,6 +89,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "lfm2-wide": partial(write_lfm2, head_width=32),
     "gemma3-wide": partial(write_gemma3, head_width=32),
     "qwen2vl": write_qwen2vl,
+    "qwen2vl-parking": write_qwen2vl,
     "qwen35": write_qwen35,
     "qwen2vl-wide": partial(write_qwen2vl, head_width=32),
 }
@@ -95,6 +100,7 @@ PROJECTORS: dict[str, Callable[[Path], Path]] = {
     "gemma3": write_gemma3_projector,
     "lfm2": write_llava_projector,
     "qwen2vl": write_qwen2vl_projector,
+    "qwen2vl-parking": write_qwen2vl_projector,
     "qwen35": write_qwen2vl_projector,
 }
 
@@ -108,6 +114,7 @@ def build(name: str, folder: Path) -> Engine:
             can_truncate=name != "fake-whole",
             sees=name in SEEING,
             shares_cells=name != "fake-own",
+            park_tokens=PARK_TOKENS if name in PARKING else 0,
         )
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
     if name.startswith("mlx-"):
@@ -116,9 +123,19 @@ def build(name: str, folder: Path) -> Engine:
     path = WRITERS[name](folder / f"{name}.gguf")
     write_projector = PROJECTORS.get(name)
     mmproj = write_projector(folder / "mmproj.gguf") if write_projector else None
-    return LlamaCppEngine(
-        EngineOptions(path=path, mmproj=mmproj, parallel=4, threads=1, kv_type=kv_type)
+    engine = LlamaCppEngine(
+        EngineOptions(
+            path=path,
+            mmproj=mmproj,
+            parallel=4,
+            threads=1,
+            kv_type=kv_type,
+            park_fraction=0.01 if name in PARKING else None,
+        )
     )
+    if engine.parking:
+        engine.parking.tokens = PARK_TOKENS
+    return engine
 
 
 every_engine = pytest.mark.parametrize("engine", [*TRUNCATING, *WHOLE], indirect=True)
@@ -127,5 +144,6 @@ seeing_engines = pytest.mark.parametrize("engine", SEEING, indirect=True)
 blind_engines = pytest.mark.parametrize(
     "engine", ["fake-whole", "mamba", "mlx-llama"], indirect=True
 )
+parking_engines = pytest.mark.parametrize("engine", PARKING, indirect=True)
 several_kv_types = pytest.mark.parametrize("engine", SEVERAL_KV_TYPES, indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

@@ -165,3 +165,112 @@ def test_on_a_gpu_idle_state_stays_until_room_is_needed() -> None:
     harness.ask([2] * 100, max_tokens=30)
     again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
     assert again.finished.cache.tier == "device"
+
+
+# -- where the engine can park -----------------------------------------------------------------
+
+
+def parking_harness(
+    *, pool_tokens: int = 1024, park_tokens: int = 1000
+) -> tuple[FakeEngine, RuntimeHarness]:
+    engine = FakeEngine(device="gpu", pool_tokens=pool_tokens, park_tokens=park_tokens)
+    return engine, RuntimeHarness(engine)
+
+
+def test_a_sequence_that_nobody_runs_beside_stays_in_the_pool() -> None:
+    engine, harness = parking_harness()
+    harness.ask([1] * 80, max_tokens=1)
+    assert engine.parking
+    assert engine.parking.used_tokens == 0
+    assert harness.ask([1] * 81, max_tokens=1).finished.cache.tier == "device"
+    assert engine.parking.used_tokens == 0
+
+
+def test_idle_sequences_are_parked_while_a_turn_runs() -> None:
+    engine, harness = parking_harness()
+    for number in (1, 2):
+        harness.ask([number] * 80, max_tokens=1)
+    running = harness.submit([3] * 40, max_tokens=20)
+    while not running.tokens:
+        harness.scheduler.step()
+    assert engine.parking
+    assert engine.parking.used_tokens == 160
+    assert engine.free_tokens() == engine.pool_tokens - 40
+    assert engine.counts.exported_tokens == 0
+    harness.run(running)
+
+
+def test_a_parked_conversation_is_continued_from_the_device() -> None:
+    engine, harness = parking_harness()
+    harness.ask([1] * 80, max_tokens=1)
+    harness.ask([2] * 40, max_tokens=4)
+    computed = engine.counts.computed_tokens
+    reply = harness.ask([1] * 90, max_tokens=1)
+    assert (reply.reused, reply.finished.cache.tier) == (80, "device")
+    assert engine.counts.computed_tokens == computed + 10
+    assert reply.tokens == RuntimeHarness(FakeEngine()).ask([1] * 90, max_tokens=1).tokens
+    assert engine.counts.restored_tokens == 0
+
+
+def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None:
+    engine, harness = parking_harness()
+    harness.ask([1] * 400, max_tokens=1)
+    harness.ask([2] * 40, max_tokens=1)
+    assert engine.parking
+    assert engine.parking.used_tokens == 400
+    assert harness.ask([1] * 40 + [3] * 20, max_tokens=1).reused == 0
+    assert harness.ask([1] * 50 + [3] * 20, max_tokens=1).reused == 50
+
+
+def test_those_parked_longest_leave_for_the_store_when_there_is_no_more_room() -> None:
+    engine, harness = parking_harness(park_tokens=200)
+    for number in range(5):
+        harness.ask([number] * 80, max_tokens=1)
+    assert engine.parking
+    assert engine.parking.used_tokens == 160
+    harness.offload()
+    tiers = [harness.ask([number] * 81, max_tokens=1).finished.cache.tier for number in (0, 4)]
+    assert tiers == ["ram", "device"]
+
+
+def test_a_sequence_too_long_to_park_goes_to_the_store() -> None:
+    engine, harness = parking_harness(park_tokens=50)
+    harness.ask([1] * 80, max_tokens=1)
+    harness.ask([2] * 40, max_tokens=4)
+    assert engine.counts.exported_tokens >= 80
+    assert harness.ask([1] * 81, max_tokens=1).finished.cache.tier == "ram"
+
+
+def test_parked_conversations_are_exported_in_idle_moments() -> None:
+    engine, harness = parking_harness()
+    for number in range(3):
+        harness.ask([number] * 80, max_tokens=1)
+    harness.offload()
+    assert engine.counts.exported_tokens == 3 * 80
+    harness.runtime.close()
+
+
+def test_a_pool_full_of_idle_sequences_makes_room_though_nothing_can_be_woken() -> None:
+    _, harness = parking_harness(pool_tokens=512, park_tokens=200)
+    harness.ask([1] * 190, max_tokens=1)
+    harness.ask([2] * 500, max_tokens=1)  # the first is parked, this one fills the pool
+    reply = harness.ask([3] * 500, max_tokens=1)
+    assert reply.tokens
+    assert harness.ask([2] * 501, max_tokens=1).reused == 500
+
+
+def test_what_a_turn_is_to_share_does_not_make_room_for_it() -> None:
+    _, harness = parking_harness(pool_tokens=512, park_tokens=300)
+    harness.ask([1] * 250, max_tokens=1)
+    harness.ask([2] * 280, max_tokens=1)
+    harness.ask([3] * 40, max_tokens=1)
+    cold = RuntimeHarness(FakeEngine()).ask([1] * 260, max_tokens=1)
+    assert harness.ask([1] * 260, max_tokens=1).tokens == cold.tokens
+
+
+def test_closing_keeps_what_is_parked() -> None:
+    engine, harness = parking_harness(pool_tokens=512)
+    for number in range(4):
+        harness.ask([number] * 200, max_tokens=1)
+    harness.kv.offload_all()
+    assert engine.counts.exported_tokens == 4 * 200

@@ -104,6 +104,36 @@ def _cells(blob: Blob, size: int) -> list[bytes]:
     return [bytes(blob[at : at + size]) for at in range(0, len(blob), size)]
 
 
+class FakeParking:
+    """Counts tokens; the state stays where it was."""
+
+    def __init__(self, engine: FakeEngine, tokens: int) -> None:
+        self.tokens = tokens
+        self.used_tokens = 0
+        self._engine = engine
+
+    def park(self, sequence: Sequence) -> bool:
+        assert not sequence.is_parked
+        if self.used_tokens + sequence.length > self.tokens:
+            return False
+        self._engine.cells(sequence).close(sequence.slot)
+        self.used_tokens += sequence.length
+        sequence.is_parked = True
+        return True
+
+    def wake(self, sequence: Sequence) -> None:
+        assert sequence.is_parked
+        cells = self._engine.cells(sequence)
+        if cells.free < sequence.length:
+            raise PoolFull("no free cells for what is parked")
+        cells.append(sequence.slot, sequence.length)
+        self.leave(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.used_tokens -= sequence.length
+        sequence.is_parked = False
+
+
 @dataclass
 class FakeCounts:
     computed_tokens: int = 0
@@ -142,8 +172,10 @@ class FakeEngine:
     kv_type: KvType = "fake"
     no_memory_for: set[KvType] = field(default_factory=set)
     state_files: StateFiles | None = None
+    park_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self.parking = FakeParking(self, self.park_tokens) if self.park_tokens else None
         self.counts = FakeCounts()
         self.projector = PlainProjector(VECTOR_WIDTH)
         self._spans: set[bytes] = set()  # ids of all pictures
@@ -212,6 +244,9 @@ class FakeEngine:
         self._going[exact, kv_type, slot] = b"start"
         return Sequence(slot, exact=exact, kv_type=kv_type)
 
+    def cells(self, sequence: Sequence) -> Cells:
+        return self._pools[sequence.kv_type]
+
     def _state(self, sequence: Sequence) -> list[bytes]:
         return self._states[_place(sequence)]
 
@@ -220,9 +255,11 @@ class FakeEngine:
             raise ValueError("only shared sequences of one KV type share, and into an empty one")
         if tokens != source.length and not self.can_truncate:
             raise ValueError("this state is shared whole or not at all")
+        if source.is_parked and self.free_tokens() < source.length:
+            raise PoolFull("no free cells for what is parked")
         self._state(into)[:] = self._state(source)[:tokens]
         self._going[_place(into)] = self._going[_place(source)]
-        if self.shares_cells:
+        if self.shares_cells and not source.is_parked:
             self._pools[into.kv_type].share(source.slot, tokens, into.slot)
         else:
             self._pools[into.kv_type].append(into.slot, tokens)
@@ -256,6 +293,7 @@ class FakeEngine:
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
+        assert not sequence.is_parked
         self.counts.exported_tokens += stop - start
         cells = b"".join(self._state(sequence)[start:stop])
         if not resumable:
@@ -353,11 +391,15 @@ class FakeEngine:
     def reset(self) -> None:
         self.counts.resets += 1
         self._empty()
+        if self.parking:
+            self.parking.used_tokens = 0
 
     def release_idle(self) -> None:
         self.counts.releases += 1
 
     def close_sequence(self, sequence: Sequence) -> None:
+        if sequence.is_parked and self.parking:
+            self.parking.leave(sequence)
         del self._states[_place(sequence)]
         if not sequence.exact:
             self._pools[sequence.kv_type].close(sequence.slot)

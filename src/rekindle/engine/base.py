@@ -35,6 +35,7 @@ class EngineOptions:
     parallel: int = 16
     context_tokens: int | None = None
     kv_fraction: float = 0.3  # of the free memory, for the KV pool
+    park_fraction: float | None = None  # and for idle sequences outside it
     threads: int = 4
     gpu_layers: int | None = None
     kv_type: KvType = "f16"
@@ -93,13 +94,14 @@ class Capabilities:
 class Sequence:
     """One run of tokens in the engine's memory. `length` is what has been computed or restored."""
 
-    __slots__ = ("exact", "kv_type", "length", "slot")
+    __slots__ = ("exact", "is_parked", "kv_type", "length", "slot")
 
     def __init__(self, slot: int, *, exact: bool, kv_type: KvType) -> None:
         self.slot = slot
         self.exact = exact
         self.kv_type = kv_type
         self.length = 0
+        self.is_parked = False  # its state lies outside the pool
 
 
 class TokenMask(Protocol):
@@ -184,6 +186,20 @@ class StateFiles(Protocol):
         """Raises BadRequest for what is not state of this model."""
 
 
+class Parking(Protocol):
+    """Memory of the engine's device outside the pools: what lies there slows no step down, and is
+    back in a pool as fast as the device copies."""
+
+    tokens: int  # that it has room for
+
+    def park(self, sequence: Sequence) -> bool:
+        """Take a shared sequence of the usual KV type out of its pool. Until it is woken it can be
+        shared, which copies all of it, and closed. False: there is no memory for it."""
+
+    def wake(self, sequence: Sequence) -> None:
+        """Put it back; raises PoolFull."""
+
+
 class Engine(Protocol):
     """A loaded model. `free_tokens`, `freed_tokens`, `export`, `transcode` and the attributes
     change nothing; other calls do.
@@ -209,6 +225,10 @@ class Engine(Protocol):
     def state_files(self) -> StateFiles | None:
         """None where no other program reads and writes this engine's state."""
 
+    @property
+    def parking(self) -> Parking | None:
+        """None where all sequences stay in their pools."""
+
     def free_tokens(self, kv_type: KvType | None = None) -> int:
         """Cells of a type's pool that no sequence holds, or will when it is made; None: of the
         usual type."""
@@ -222,8 +242,9 @@ class Engine(Protocol):
         One exact sequence more than compute may be open, to be given what another one holds."""
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        """Give the empty `into` the first `tokens` of `source` without copying; all of them where
-        state cannot be truncated, and whole pictures."""
+        """Give the empty `into` the first `tokens` of `source`, without copying unless that is
+        parked; all of them where state cannot be truncated, and whole pictures. Raises PoolFull
+        where a parked one does not fit, of which all is copied first."""
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         """Append a block of the sequence's KV type; raises PoolFull, or CorruptBlock when it cannot

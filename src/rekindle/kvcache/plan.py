@@ -11,6 +11,7 @@ from rekindle.kvcache.tree import Match
 from rekindle.tokens import Tokens
 
 Handle = TypeVar("Handle")
+MOST_COPIED = 8  # tokens that are copied for each one that is of use: a copy is that much faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Live(Generic[Handle]):
 
     handle: Handle
     tokens: Tokens
+    is_copied: bool = False  # all of it, when some of it is shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,10 @@ def resolve(
     best: Live[Handle] | None = None
     shared = 0
     for candidate in live:
-        if (common := candidate.tokens.common_prefix(tokens)) > shared:
+        common = candidate.tokens.common_prefix(tokens)
+        if candidate.is_copied and common * MOST_COPIED < len(candidate.tokens):
+            continue
+        if common > shared:
             best, shared = candidate, common
     if stored.tokens <= shared:
         diverged = best is not None and shared < min(len(best.tokens), len(tokens))

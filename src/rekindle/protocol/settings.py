@@ -124,6 +124,15 @@ class RuntimeSettings:
     kv_fraction: Annotated[
         float, Interval(gt=0, lt=1), Setting("Share of free memory for the KV pool", "Engine")
     ] = 0.3
+    park_fraction: Annotated[
+        float | None,
+        Interval(ge=0, lt=1),
+        Setting(
+            "Share of free memory for idle conversations on the device, outside the pool",
+            "Engine",
+            "0.3 on a GPU, else 0",
+        ),
+    ] = None
     fp8_kvcache: Annotated[bool, Setting("8-bit KV cells", "Engine")] = False
     kv_bits: Annotated[
         int | None,

@@ -1,5 +1,8 @@
 """Finished sequences that stay in the engine's memory, and how they make room again.
 
+Where the engine can park, a sequence leaves the pool for the device's other memory as soon as a
+turn runs beside it, and leaves that one, for the store, when others want its place.
+
 Whatever is exported here is exported within the step's allowance: a sequence that takes longer is
 gone on with at the next step, and is of use to turns until it is closed.
 """
@@ -51,6 +54,8 @@ class IdlePool:
         self._most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
+        is_usual = kv_type == engine.capabilities.kv_type
+        self._parking = engine.parking if is_usual else None
         self._idle: list[IdleSequence] = []  # least recently used first
         self._asked: deque[_Asked] = deque()  # exports that somebody waits for
 
@@ -83,6 +88,7 @@ class IdlePool:
                 if is_over:
                     self._engine.close_sequence(source)
                 else:
+                    idle.is_leaving = False
                     self._idle.append(idle)
                 return
 
@@ -100,23 +106,48 @@ class IdlePool:
         return len(self) - len(mine) <= sequences and free_tokens >= tokens
 
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
-        """Move sequences down to the store until so many cells are free, and no more than so many
+        """Move sequences out of the pool until so many cells are free, and no more than so many
         sequences are here; False: there are no more, or the step's allowance is spent."""
-        while self._engine.free_tokens(self.kv_type) < tokens or len(self) > sequences:
+        while len(self) > sequences:
             victim = next((each for each in self._idle if each.sequence is not spared), None)
             if victim is None or not self._evict(victim):
+                return False
+        while self._engine.free_tokens(self.kv_type) < tokens:
+            victim = next((each for each in self._in_pool if each.sequence is not spared), None)
+            if victim is None or not self._move_out(victim, spared):
+                return False
+        return True
+
+    @property
+    def _in_pool(self) -> Iterator[IdleSequence]:
+        return (idle for idle in self._idle if not idle.sequence.is_parked)
+
+    def _move_out(self, idle: IdleSequence, spared: Sequence | None = None) -> bool:
+        """Out of the pool: park a sequence, or else export and close it. False: the allowance did
+        not do."""
+        parking = self._parking
+        if parking is None or idle.is_leaving or len(idle.tokens) > parking.tokens:
+            return self._evict(idle)
+        while not parking.park(idle.sequence):
+            parked = (each for each in self._idle if each.sequence.is_parked)
+            oldest = next((each for each in parked if each.sequence is not spared), None)
+            if oldest is None or not (self._offloader.is_offloaded(oldest) or self._wake(oldest)):
+                return self._evict(idle)
+            if not self._evict(oldest):
                 return False
         return True
 
     def trim(self, rows_ahead: int = 0) -> bool:
         """Idle state in the pool slows every step down a little; keep it within its share, and to
         what is worth its place while so many rows are computed. False: the next step goes on."""
-        while (
-            len(self._idle) > self._most_sequences
-            or sum(len(each.tokens) for each in self._idle) > self.most_tokens
-        ):
+        while len(self._idle) > self._most_sequences:
             if not self._evict(self._idle[0]):
                 return False
+        while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
+            if not self._move_out(next(self._in_pool)):
+                return False
+        if self._parking:
+            return not rows_ahead or all(self._move_out(idle) for idle in list(self._in_pool))
         return not self._by_cost or all(self._weigh(idle, rows_ahead) for idle in list(self._idle))
 
     def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
@@ -140,42 +171,61 @@ class IdlePool:
 
     def _evict(self, idle: IdleSequence) -> bool:
         """Export a sequence and close it; False: the allowance did not do."""
+        idle.is_leaving = True
         if not self._export(idle):
             return False
+        self._close(idle)
+        return True
+
+    def _close(self, idle: IdleSequence) -> None:
         self._idle.remove(idle)
         self._engine.close_sequence(idle.sequence)
-        return True
 
     def _export(self, idle: IdleSequence) -> bool:
         while not self._offloader.is_offloaded(idle):
-            if self._allowance.is_spent:
+            if self._allowance.is_spent or not self._wake(idle):
                 return False
             self._offloader.offload_next(idle)
+        return True
+
+    def _wake(self, idle: IdleSequence) -> bool:
+        """Exports are made from the pool; False: it has no room for the sequence."""
+        if not idle.sequence.is_parked:
+            return True
+        if self._parking is None or self._engine.free_tokens(self.kv_type) < len(idle.tokens):
+            return False
+        self._parking.wake(idle.sequence)
         return True
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
         for idle in list(self._idle):
             if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
-                if len(idle.tokens) > len(handle.tokens):
+                if len(idle.tokens) > len(handle.tokens) and self._wake(idle):
                     self._offloader.offload(idle)  # a longer conversation may rest on it
-                self._idle.remove(idle)
-                self._engine.close_sequence(idle.sequence)
+                self._close(idle)
 
     # -- exporting -----------------------------------------------------------------------------
 
     def export_one(self) -> bool:
         """Copy one block to the store, for idle moments; False when all of them are there."""
         for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
-            if idle.offloaded.tokens < len(idle.tokens):
+            if idle.offloaded.tokens < len(idle.tokens) and self._wake(idle):
                 if not self._offloader.is_offloaded(idle):
                     self._offloader.offload_next(idle)
                 return True
         return False
 
     def export_all(self) -> None:
-        for idle in self._idle:
+        for idle in self._in_pool:
             self._offloader.offload(idle)
+        for idle in [idle for idle in self._idle if idle.sequence.is_parked]:
+            for exported in list(self._in_pool):
+                if self._wake(idle):
+                    break
+                self._close(exported)  # for its cells
+            if self._wake(idle):
+                self._offloader.offload(idle)
 
     def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
         """Call back when the state of a conversation that is here is in the store, and nothing
@@ -194,7 +244,7 @@ class IdlePool:
         while self._asked:
             asked = self._asked[0]
             while asked.idle in self._idle and not self._is_exported(asked):
-                if self._allowance.is_spent:
+                if self._allowance.is_spent or not self._wake(asked.idle):
                     return False
                 self._offloader.offload_next(asked.idle)
             self._asked.popleft()

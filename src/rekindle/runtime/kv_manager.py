@@ -88,12 +88,12 @@ class KvManager:
         shared = self._planner.shared_namespace
         is_usual = space.kv_type == self._capabilities.kv_type
         allowed = (space.namespace, shared if is_usual else None)
-        for idle in self.idle:
-            if idle.namespace in allowed:
-                yield Live(idle.sequence, idle.tokens)
         for turn in running:
             if turn.shares and turn.space.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
+        idle = [idle for idle in self.idle if idle.namespace in allowed]
+        for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # the nearest first
+            yield Live(each.sequence, each.tokens, is_copied=each.sequence.is_parked)
 
     def reserve(
         self, turn: Turn, plan: Plan[Sequence], others: list[Turn]
@@ -106,6 +106,8 @@ class KvManager:
         shared = [other for other in others if other.cells_in(kv_type)]
         tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
         headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
+        if plan.share is not None and plan.share.is_parked:
+            tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
         needed = tokens - self._free_of_charge(turn, plan) + headroom
         needed += _wanted_tokens(shared, kv_type)
         most_idle = self._capabilities.sequences - len(shared) - 1
@@ -119,9 +121,11 @@ class KvManager:
         return self.plan(turn, others)  # without the idle sequence it had counted on
 
     def _free_of_charge(self, turn: Turn, plan: Plan[Sequence]) -> int:
-        """Tokens that are shared and take no cells more: none where sequences have cells of their
-        own, unless the source is closed at once."""
-        if plan.share is None or self._capabilities.shares_cells:
+        """Tokens that are shared and take no cells more: none of a parked source, and where
+        sequences have cells of their own none unless the source is closed at once."""
+        if plan.share is None or plan.share.is_parked:
+            return 0
+        if self._capabilities.shares_cells:
             return plan.shared_tokens
         idle, namespace = self.idle.of(turn.space.kv_type), turn.space.namespace
         is_over = idle.supersedes(plan.share, plan.shared_tokens, namespace)

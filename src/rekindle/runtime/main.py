@@ -287,6 +287,7 @@ def _options(load: LoadModel) -> EngineOptions:
         parallel=settings.parallel,
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,
+        park_fraction=settings.park_fraction,
         threads=settings.thread_count,
         gpu_layers=settings.gpu_layers,
         kv_type=settings.kv_type,

@@ -68,6 +68,7 @@ class IdleSequence:
     restarts: int = 0  # how often they had left it, and were exported again
     rows_meanwhile: int = 0  # that other turns have computed beside it
     is_unused: bool = False  # for some time
+    is_leaving: bool = False  # its export was begun to make room
 
 
 class Offloader:

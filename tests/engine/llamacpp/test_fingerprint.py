@@ -40,7 +40,12 @@ NUMERIC: dict[str, Any] = {"path": "other.gguf", "context_tokens": 2048, "kv_typ
 NUMERIC_OF_PICTURES = ("mmproj",)  # see test_vision.py
 REFUSED = ("adapter",)  # this engine has none
 NUMERIC_ON_GPU: dict[str, Any] = {"gpu_layers": 1}
-NOT_NUMERIC: dict[str, Any] = {"parallel": 7, "kv_fraction": 0.1, "threads": 3}
+NOT_NUMERIC: dict[str, Any] = {
+    "parallel": 7,
+    "kv_fraction": 0.1,
+    "park_fraction": 0.01,
+    "threads": 3,
+}
 
 
 # -- every setting is classified -----------------------------------------------------------------
@@ -189,6 +194,7 @@ GIVEN = {
     "n_batch": None,
     "n_ubatch": None,
     "n_seq_max": None,
+    "n_outputs_max": None,
     "n_threads": None,
     "n_threads_batch": None,
 }

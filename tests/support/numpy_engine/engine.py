@@ -52,6 +52,7 @@ def _place(sequence: Sequence) -> Place:
 
 class NumpyEngine:
     state_files = None
+    parking = None
     _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
 
     def __init__(

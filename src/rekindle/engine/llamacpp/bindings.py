@@ -41,7 +41,8 @@ MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
 TOKEN_CONTROL = 1 << 3
-WHOLE_STATE, PARTIAL_STATE = 0, 1  # LLAMA_STATE_SEQ_FLAGS: all, or only what cannot be truncated
+#: LLAMA_STATE_SEQ_FLAGS: all, only what cannot be truncated, all with its cells kept on the device
+WHOLE_STATE, PARTIAL_STATE, STATE_ON_DEVICE = 0, 1, 2
 STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
 GGUF_UINT32, GGUF_FLOAT32, GGUF_STRING = 4, 6, 8  # gguf_type

@@ -25,6 +25,7 @@ class Shape:
     sequences: int
     threads: int
     batch: int  # the most rows of one native call
+    spare_cells: int = 0  # beside the others, which no sequence holds
     kv_type: str = "f16"
     original_tokens: int = 0  # of a LongRoPE model; 0: as the model says
     recurrent: bool = False  # some state is of one position and cannot be taken apart
@@ -58,9 +59,12 @@ class Context:
 
     def _build(self) -> None:
         params = self._library.llama_context_default_params()
-        params.n_ctx = self.shape.cells
+        params.n_ctx = self.shape.cells + self.shape.spare_cells
         params.n_batch = params.n_ubatch = self.shape.batch
         params.n_seq_max = self.shape.sequences + 1
+        params.n_outputs_max = (
+            params.n_seq_max
+        )  # or the buffers have a row of logits for each token
         params.n_threads = params.n_threads_batch = self.shape.threads
         params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
         params.kv_unified = True
@@ -184,6 +188,33 @@ class Context:
         self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, first, last + 1)
         self.remove(self.scratch)
         self._positions[slot] = positions
+
+    def park(self, slot: int) -> bytes:
+        """Copy a slot's cells to memory of the device that the context keeps under this slot, and
+        free them; what it takes to have them back. Whoever parks has seen that there is memory:
+        llama.cpp ends the process where there is none."""
+        kept = bytes(self._read(slot, bindings.STATE_ON_DEVICE))
+        self._library.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        return kept
+
+    def unpark(self, slot: int, kept: bytes, into: int) -> None:
+        """Give an empty slot a copy of what is parked of another."""
+        self._write(into, kept, bindings.STATE_ON_DEVICE)
+        self._positions[into] = self._positions_of(slot)
+
+    def wake(self, slot: int, kept: bytes, one_token: Blob) -> None:
+        """Give a slot back what is parked of it, and that memory to the device."""
+        self._write(self.scratch, kept, bindings.STATE_ON_DEVICE)
+        self.drop_parked(slot, one_token)
+        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, -1, -1)
+        self._library.llama_memory_seq_rm(self._memory, self.scratch, -1, -1)
+
+    def drop_parked(self, slot: int, one_token: Blob) -> None:
+        """Give the memory of what was parked back, of a slot that is empty: llama.cpp frees it when
+        a smaller state takes its place."""
+        self._write(slot, one_token, bindings.WHOLE_STATE)
+        self._read(slot, bindings.STATE_ON_DEVICE)
+        self._library.llama_memory_seq_rm(self._memory, slot, -1, -1)
 
     def checkpoint(self, slot: int) -> bytes:
         """What a slot has beside its cells: the recurrent state after its last token."""

@@ -35,6 +35,7 @@ from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.parking import Parking
 from rekindle.engine.llamacpp.pools import Pools
 from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
 from rekindle.engine.llamacpp.state import GROUPS
@@ -68,6 +69,7 @@ class LlamaCppEngine:
 
         self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
         self._exact = ExactContexts(library, native, sizes.exact, free)
+        self.parking = self._build_parking(sizes, free)
         measure = partial(measure_layout, self._model, options)
         self._layouts = Layouts(library, sizes.layouts, options.kv_type, measure)
         self.tokenizer = self._model.tokenizer
@@ -75,6 +77,17 @@ class LlamaCppEngine:
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
+
+    def _build_parking(self, sizes: Sizes, free_bytes: Callable[[], int]) -> Parking | None:
+        if not sizes.park_tokens:
+            return None
+        return Parking(
+            self._pools.usual,
+            sizes.park_tokens,
+            sizes.layouts[self._options.kv_type].each,
+            free_bytes,
+            self._reset_when_broken,
+        )
 
     def _load_projector(self, options: EngineOptions) -> Projector | None:
         if options.mmproj is None:
@@ -102,6 +115,8 @@ class LlamaCppEngine:
         return Sequence(slot, exact=exact, kv_type=kv_type)
 
     def close_sequence(self, sequence: Sequence) -> None:
+        if sequence.is_parked and self.parking:
+            self.parking.drop(sequence)
         if sequence.exact:
             self._exact.close(sequence.slot)
         else:
@@ -115,6 +130,10 @@ class LlamaCppEngine:
             raise ValueError("this model's state is shared whole or not at all")
         pool = self._pools[source.kv_type]
         _check_whole(pool.context, source.slot, tokens)
+        if source.is_parked and self.parking:
+            self.parking.copy(source, into)
+            self.truncate(into, tokens)
+            return
         pool.context.share(source.slot, into.slot, tokens)
         pool.cells.share(source.slot, tokens, into.slot)
         into.length = tokens
@@ -184,6 +203,8 @@ class LlamaCppEngine:
         """Forget every sequence and rebuild the native memory."""
         self._exact.close_all()  # before the pool asks for memory again
         self._pools.reset()
+        if self.parking:
+            self.parking.clear()
 
     def release_idle(self) -> None:
         self._exact.release_idle()

@@ -21,6 +21,9 @@ from rekindle.engine.llamacpp.vision import Projector
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
+PARKED_SEQUENCES = 64  # or outside it, on the same device
+PARK_FRACTION = 0.3  # of a GPU's free memory, unless told otherwise
+SPARE_CELLS = 1  # with which parking gives memory back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class Sizes:
     block_tokens: int
     step_tokens: int
     context_tokens: int
+    park_tokens: int  # of idle sequences outside the pool
     layouts: Mapping[KvType, StateLayout]  # of every KV type that sequences may have
     pool: Shape  # of the context that shared sequences of the usual type have together
     other_pools: OtherPools  # and those of another type
@@ -37,13 +41,16 @@ class Sizes:
 def choose_sizes(
     model: LlamaModel, options: EngineOptions, projector: Projector | None = None
 ) -> Sizes:
-    sequences = _sequences(model, options.parallel)
+    park_fraction = _park_fraction(model, options)
+    sequences = _sequences(model, options.parallel, parks=park_fraction > 0)
     state = measure_layout(model, options, options.kv_type)
     others = model.kv_types if state.sections else ()  # else it is not known how to transcode
     layouts = {options.kv_type: state} | {
         kv_type: state.sized_as(kv_type) for kv_type in others if kv_type != options.kv_type
     }
-    budget_bytes = int(options.kv_fraction * free_bytes(model))
+    left_bytes = free_bytes(model)
+    budget_bytes = int(options.kv_fraction * left_bytes)
+    park_tokens = int(park_fraction * left_bytes) // max(state.each, 1)
     slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
     affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
     context_tokens, cells = _cells(model, options, affordable)
@@ -52,23 +59,36 @@ def choose_sizes(
     batch = max(2048 if model.on_gpu else 512, whole) + options.parallel
     exact_batch = max(step_tokens, whole)
     shape = partial(_shape, model, options, has_places=bool(projector and projector.has_places))
-    pool = shape(cells=cells, sequences=sequences, batch=batch)
+    pool = shape(
+        cells=cells, sequences=sequences, batch=batch, spare=SPARE_CELLS * bool(park_tokens)
+    )
     exact = shape(cells=context_tokens, sequences=1, batch=exact_batch)
-    left_bytes = budget_bytes - slots_bytes - cells * state.each
+    rest_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
         step_tokens=step_tokens,
         context_tokens=context_tokens,
+        park_tokens=park_tokens,
         layouts=layouts,
         pool=pool,
-        other_pools=_other_pools(pool, layouts, left_bytes, context_tokens),
-        exact=_exact_budget(exact, layouts, left_bytes, most=options.parallel),
+        other_pools=_other_pools(pool, layouts, rest_bytes, context_tokens),
+        exact=_exact_budget(exact, layouts, rest_bytes, most=options.parallel),
     )
 
 
-def _sequences(model: LlamaModel, parallel: int) -> int:
+def _park_fraction(model: LlamaModel, options: EngineOptions) -> float:
+    """Of the free memory. On a CPU idle state is as well kept in RAM. A parked sequence of a model
+    with a sliding window could be continued at its end alone, a recurrent one not be shared."""
+    if not model.can_truncate or model.window_tokens:
+        return 0.0
+    if options.park_fraction is None:
+        return PARK_FRACTION if model.on_gpu else 0.0
+    return options.park_fraction
+
+
+def _sequences(model: LlamaModel, parallel: int, *, parks: bool) -> int:
     """Those that run, and idle ones; recurrent state costs each slot, used or not."""
-    idle = IDLE_SEQUENCES if model.can_truncate else 0
+    idle = (PARKED_SEQUENCES if parks else IDLE_SEQUENCES) if model.can_truncate else 0
     return min(parallel + idle, bindings.MAX_SEQUENCES - 1)
 
 
@@ -142,6 +162,7 @@ def _shape(
     cells: int,
     sequences: int,
     batch: int,
+    spare: int = 0,
     has_places: bool = False,
 ) -> Shape:
     return Shape(
@@ -149,6 +170,7 @@ def _shape(
         sequences=sequences,
         threads=options.threads,
         batch=batch,
+        spare_cells=spare,
         kv_type=options.kv_type,
         original_tokens=model.rope.original_tokens if model.rope else 0,
         recurrent=not model.can_truncate,

@@ -75,6 +75,7 @@ class MlxEngine:
             free_bytes=free_bytes,
         )
         self._batches = self._empty_batches()
+        self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None

@@ -1,0 +1,118 @@
+"""What engines promise that park idle sequences outside the pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from rekindle.engine.base import Engine, Parking, Sequence
+from rekindle.errors import PoolFull
+from tests.contract.actions import PROMPT, answer, cold, decode, prefill
+from tests.contract.engines import PARK_TOKENS, parking_engines
+
+pytestmark = parking_engines
+
+
+def parking_of(engine: Engine) -> Parking:
+    assert engine.parking is not None
+    assert engine.parking.tokens == PARK_TOKENS
+    return engine.parking
+
+
+def computed(engine: Engine, tokens: list[int]) -> Sequence:
+    sequence = engine.open(exact=False)
+    prefill(engine, sequence, tokens)
+    return sequence
+
+
+def test_a_parked_sequence_holds_no_cells(engine: Engine) -> None:
+    free = engine.free_tokens()
+    sequence = computed(engine, PROMPT)
+    assert parking_of(engine).park(sequence)
+    assert sequence.is_parked
+    assert sequence.length == len(PROMPT)
+    assert engine.free_tokens() == free
+    assert engine.freed_tokens([sequence]) == 0
+
+
+def test_a_woken_sequence_answers_as_one_that_never_left(engine: Engine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    sequence = engine.open(exact=False)
+    first = prefill(engine, sequence, PROMPT)
+    parking_of(engine).park(sequence)
+    cold(engine, PROMPT[::-1], exact=False)  # others use its cells meanwhile
+    free = engine.free_tokens()
+    parking_of(engine).wake(sequence)
+    assert not sequence.is_parked
+    assert engine.free_tokens() == free - len(PROMPT)
+    assert decode(engine, sequence, first, 12) == expected
+
+
+def test_a_woken_sequence_exports_what_it_did_before(engine: Engine) -> None:
+    sequence = computed(engine, PROMPT)
+    size = engine.capabilities.block_tokens
+    before = engine.export(sequence, size, 2 * size)
+    parking_of(engine).park(sequence)
+    parking_of(engine).wake(sequence)
+    assert engine.export(sequence, size, 2 * size) == before
+
+
+@pytest.mark.parametrize("tokens", [1, 100, len(PROMPT)])
+def test_a_parked_sequence_is_shared_as_another(engine: Engine, tokens: int) -> None:
+    other = [*PROMPT[:tokens], *PROMPT[:50]]
+    expected = cold(engine, other, exact=False)
+    source = computed(engine, PROMPT)
+    parking_of(engine).park(source)
+    for _ in range(2):
+        free = engine.free_tokens()
+        into = engine.open(exact=False)
+        engine.share(source, tokens, into)
+        assert into.length == tokens
+        assert engine.free_tokens() == free - tokens
+        assert answer(engine, into, other) == expected
+        engine.close_sequence(into)
+    assert source.is_parked
+
+
+def test_a_copy_outlives_its_parked_source(engine: Engine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    source, into = computed(engine, PROMPT), engine.open(exact=False)
+    parking_of(engine).park(source)
+    engine.share(source, 120, into)
+    engine.close_sequence(source)
+    assert answer(engine, into, PROMPT) == expected
+
+
+def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
+    parking = parking_of(engine)
+    one, two, three = (computed(engine, PROMPT) for _ in range(3))
+    assert parking.park(one)
+    assert parking.park(two)
+    assert not parking.park(three)
+    assert not three.is_parked
+    engine.close_sequence(one)
+    assert parking.park(three)
+    parking.wake(two)
+    assert parking.park(computed(engine, PROMPT[:100]))
+
+
+def test_what_does_not_fit_into_the_pool_is_not_woken_nor_copied(engine: Engine) -> None:
+    parking, sequence = parking_of(engine), computed(engine, PROMPT)
+    parking.park(sequence)
+    while engine.free_tokens() >= len(PROMPT):
+        computed(engine, PROMPT)
+    with pytest.raises(PoolFull):
+        parking.wake(sequence)
+    with pytest.raises(PoolFull):
+        engine.share(sequence, 10, engine.open(exact=False))
+    engine.close_sequence(sequence)
+
+
+def test_a_rebuilt_engine_has_forgotten_what_was_parked(engine: Engine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    for _ in range(2):
+        assert parking_of(engine).park(computed(engine, PROMPT))
+    engine.reset()
+    sequences = [computed(engine, PROMPT) for _ in range(2)]
+    assert all(parking_of(engine).park(sequence) for sequence in sequences)
+    parking_of(engine).wake(sequences[0])
+    assert cold(engine, PROMPT, exact=False) == expected
