@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# Builds the llama.cpp that Rekindle is made for, with the GPU code that the package on the index lacks.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: tools/build-llama.sh [--cuda | --vulkan | --metal | --cpu] [options]
+
+Builds llama.cpp's shared libraries from the source archive of the pinned xllamacpp package, and
+prints the REKINDLE_LLAMA_LIB line to put into the environment of `rekindle serve`.
+
+  --cuda            for NVIDIA GPUs (the default on Linux); needs CUDA's nvcc
+  --vulkan          for GPUs with a Vulkan driver; needs its headers and glslc
+  --metal           for Apple's GPUs (the default on macOS)
+  --cpu             without a GPU
+  --arch LIST       CUDA architectures, such as 90 or "86;89" (default: native, those of this machine)
+  --server          also build llama-server, to compare with
+  --source PATH     archive or folder with the sources, for a machine without a network:
+                    xllamacpp-VERSION.tar.gz, what --pack wrote, or a llama.cpp folder
+  --out FOLDER      where to build (default: build/llama)
+  --jobs N          compilers at a time (default: the number of cores)
+  --configure       stop before compiling
+  --pack FILE       build nothing: write the sources that a build needs into FILE (.tar.xz, about 3 MB)
+TEXT
+}
+
+fail() {
+  echo "build-llama: $*" >&2
+  exit 1
+}
+
+need() {
+  command -v "$1" >/dev/null || fail "needs $1: $2"
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+device=cuda
+[ "$(uname)" = Darwin ] && device=metal
+arch=native server= source= out=$root/build/llama pack= configure_only=
+jobs=$(getconf _NPROCESSORS_ONLN)
+while [ $# -gt 0 ]; do
+  case $1 in
+    --cuda | --vulkan | --metal | --cpu) device=${1#--} ;;
+    --server) server=1 ;;
+    --configure) configure_only=1 ;;
+    --arch | --source | --out | --jobs | --pack)
+      [ $# -gt 1 ] || fail "$1 takes a value"
+      declare "${1#--}=$2"
+      shift
+      ;;
+    -h | --help) usage && exit ;;
+    *) usage >&2 && fail "unknown option $1" ;;
+  esac
+  shift
+done
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+download() {
+  local version
+  version=$(sed -n 's/.*"xllamacpp==\([^"]*\)".*/\1/p' "$root/pyproject.toml")
+  [ -n "$version" ] || fail "pyproject.toml pins no xllamacpp"
+  local python=$root/.venv/bin/python
+  [ -x "$python" ] || python=python3
+  "$python" -m pip download --quiet --no-deps --no-binary xllamacpp --dest "$work/archive" \
+    "xllamacpp==$version" >&2 || fail "pip could not download the sources; give them as --source"
+  echo "$work"/archive/xllamacpp-*.tar.gz
+}
+
+# Prints the folder with llama.cpp's CMakeLists.txt.
+unpack() {
+  local given=${source:-$(download)} folder=$work/source found
+  [ -e "$given" ] || fail "there is no $given"
+  if [ -d "$given" ]; then
+    folder=$given
+  else
+    mkdir -p "$folder"
+    tar -xf "$given" -C "$folder" || fail "$given cannot be unpacked"
+  fi
+  found=$(find "$folder" -maxdepth 5 -path '*/ggml/CMakeLists.txt' -print -quit)
+  [ -n "$found" ] || fail "$given holds no llama.cpp"
+  (cd "$(dirname "$found")/.." && pwd)
+}
+
+# The parts that no build here reads are most of the archive: model files, documents, the web page.
+write_pack() {
+  local target paths
+  target=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+  cd "$1"
+  shopt -s nullglob
+  paths=(CMakeLists.txt LICENSE licenses cmake include src common vendor ggml scripts/*.cmake
+    scripts/build-info.sh tools/CMakeLists.txt tools/*/CMakeLists.txt tools/*/*.{cpp,hpp,c,h}
+    tools/mtmd/*/*.{cpp,h} tools/ui/*.{in,cmake})
+  tar --exclude=ggml/src/ggml-{opencl,sycl,hexagon,et,openvino,webgpu,cann,virtgpu} \
+    --transform 's,^,llama.cpp/,' -cJf "$target" "${paths[@]}"
+  echo "wrote $target ($(du -h "$target" | cut -f1)); build with --source $2"
+}
+
+configure() {
+  local options=(-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON
+    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF
+    -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=ON)
+  case $device in
+    cuda)
+      need nvcc "install NVIDIA's CUDA toolkit, or choose --vulkan or --cpu"
+      options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch")
+      ;;
+    vulkan)
+      need glslc "install the Vulkan SDK (Debian: libvulkan-dev glslc)"
+      options+=(-DGGML_VULKAN=ON)
+      ;;
+    metal) options+=(-DGGML_METAL=ON -DGGML_METAL_EMBED_LIBRARY=ON) ;;
+    cpu) options+=(-DGGML_CUDA=OFF -DGGML_METAL=OFF) ;;
+  esac
+  command -v ninja >/dev/null && options+=(-G Ninja)
+  cmake -S "$1" -B "$out" "${options[@]}" >&2
+}
+
+sources=$(unpack)
+if [ -n "$pack" ]; then
+  write_pack "$sources" "$pack"
+  exit
+fi
+need cmake "pip install cmake, or take the system's"
+mkdir -p "$out"
+if [ "$sources" = "$work/source" ] || [[ $sources == "$work"/* ]]; then
+  rm -rf "$out/source"  # kept beside the build, which refers to it
+  mv "$sources" "$out/source"
+  sources=$out/source
+fi
+configure "$sources"
+[ -z "$configure_only" ] || exit 0
+# libmtmd, for pictures, loads libllama and ggml's libraries: one path names them all.
+targets=(mtmd)
+[ -z "$server" ] || targets+=(llama-server)
+cmake --build "$out" --config Release -j "$jobs" --target "${targets[@]}" >&2
+library=$(find "$out/bin" -maxdepth 1 \( -name libmtmd.so -o -name libmtmd.dylib \) -print -quit)
+[ -n "$library" ] || fail "the build left no library in $out/bin"
+[ -z "$server" ] || echo "llama-server: $out/bin/llama-server"
+echo "REKINDLE_LLAMA_LIB=$library"
