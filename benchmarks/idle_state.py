@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle.engine.base import EngineOptions, Sequence, Work
+from rekindle.engine.base import Blob, EngineOptions, Sequence, Work
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.requests import SamplingParams
 
@@ -88,7 +88,7 @@ def _share(engine: LlamaCppEngine, source: Sequence) -> None:
     engine.close_sequence(into)
 
 
-def _restore(engine: LlamaCppEngine, blobs: list[bytes]) -> None:
+def _restore(engine: LlamaCppEngine, blobs: list[Blob]) -> None:
     into = engine.open(exact=False)
     for blob in blobs:
         engine.restore(into, blob, engine.capabilities.block_tokens)

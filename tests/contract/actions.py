@@ -49,4 +49,4 @@ def cold(
 
 def blocks(engine: Engine, sequence: Sequence, stop: int) -> list[bytes]:
     size = engine.capabilities.block_tokens
-    return [engine.export(sequence, start, start + size) for start in range(0, stop, size)]
+    return [bytes(engine.export(sequence, start, start + size)) for start in range(0, stop, size)]

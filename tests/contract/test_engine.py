@@ -76,7 +76,7 @@ def test_a_block_of_the_wrong_length_never_reaches_the_engine(
     size = engine.capabilities.block_tokens
     sequence = engine.open(exact=False)
     prefill(engine, sequence, PROMPT)
-    blob = engine.export(sequence, 0, size)
+    blob = bytes(engine.export(sequence, 0, size))
     bad = {b"": b"", b"x": blob + b"x", None: blob[:-1]}[change]
     into = engine.open(exact=False)
     free = engine.free_tokens()

@@ -20,7 +20,7 @@ def export(engine: Engine, sequence: Sequence) -> list[tuple[bytes, int, bool]]:
     for start in range(0, sequence.length, size):
         stop = min(start + size, sequence.length)
         last = stop == sequence.length
-        blob = engine.export(sequence, start, stop, resumable=last)
+        blob = bytes(engine.export(sequence, start, stop, resumable=last))
         found.append((blob, stop - start, last))
     return found
 
@@ -54,7 +54,8 @@ def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -
     prefill(engine, source, PROMPT)
     size = engine.capabilities.block_tokens
     later = [
-        (engine.export(source, start, start + size), size, False) for start in range(0, step, size)
+        (bytes(engine.export(source, start, start + size)), size, False)
+        for start in range(0, step, size)
     ]
     cells = len(later[-1][0])
     assert exported[-1][0][:cells] == later[-1][0]
@@ -120,9 +121,9 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     expected = cold(engine, PROMPT, exact=False)
     source, into = engine.open(exact=False), engine.open(exact=False)
     prefill(engine, source, PROMPT[:30])
-    before = engine.export(source, 0, 30, resumable=True)
+    before = bytes(engine.export(source, 0, 30, resumable=True))
     prefill(engine, source, PROMPT[:40])
-    after = engine.export(source, 0, 40, resumable=True)
+    after = bytes(engine.export(source, 0, 40, resumable=True))
     cut = -engine.capabilities.kv_layout.checkpoint_bytes
     with pytest.raises((EngineBroken, CorruptBlock)) as raised:
         engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import GetStats, Stats
@@ -109,9 +110,9 @@ class HungDisk:
         self._read = self._files.read
         self._files.read = self._hang  # type: ignore[method-assign]
 
-    def _hang(self, key: bytes, size_bytes: int) -> Record:
+    def _hang(self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory) -> Record:
         self._go_on.wait(PATIENCE_S)
-        return self._read(key, size_bytes)
+        return self._read(key, size_bytes, allocate)
 
     def let_go(self) -> None:
         self._files.read = self._read  # type: ignore[method-assign]

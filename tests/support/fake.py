@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -289,6 +290,9 @@ class FakeEngine:
             if self._pools[sequence.kv_type].free < tokens:
                 raise PoolFull("no free cells")
             self._pools[sequence.kv_type].append(sequence.slot, tokens)
+
+    def allocate(self, size_bytes: int, /) -> memoryview:
+        return plain_memory(size_bytes)
 
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.engine.base import EngineOptions, OnProgress, Sampled, Work
 from rekindle.engine.registry import EngineKind
 from rekindle.kvcache.codec import Record
@@ -58,7 +59,9 @@ def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:
     return engine
 
 
-def _hang(self: BlockFiles, key: bytes, size_bytes: int) -> Record:
+def _hang(
+    self: BlockFiles, key: bytes, size_bytes: int, allocate: Allocate = plain_memory
+) -> Record:
     threading.Event().wait()
     raise AssertionError("nobody sets the event")
 

@@ -36,6 +36,7 @@ class EngineOptions:
     context_tokens: int | None = None
     kv_fraction: float = 0.3  # of the free memory, for the KV pool
     park_fraction: float | None = None  # and for idle sequences outside it
+    host_bytes: int = 0  # of RAM that blocks take, which may be page-locked
     threads: int = 4
     gpu_layers: int | None = None
     kv_type: KvType = "f16"
@@ -201,8 +202,8 @@ class Parking(Protocol):
 
 
 class Engine(Protocol):
-    """A loaded model. `free_tokens`, `freed_tokens`, `export`, `transcode` and the attributes
-    change nothing; other calls do.
+    """A loaded model. `free_tokens`, `freed_tokens`, `allocate`, `export`, `transcode` and the
+    attributes change nothing; other calls do.
 
     Sequences of one KV type share a pool of cells; the pool of a type other than the usual one is
     made when it is first needed and given back when it is idle.
@@ -251,9 +252,10 @@ class Engine(Protocol):
         be one of ours. Where state cannot be truncated, the sequence is of use only after a block
         with a checkpoint."""
 
-    def export(
-        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
-    ) -> bytes:
+    def allocate(self, size_bytes: int, /) -> memoryview:
+        """Memory for a block that is to be restored, from where that is fastest. Any thread."""
+
+    def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
         """The state of positions [start, stop) as one block; `resumable` adds a checkpoint, which
         exists for the sequence's end alone."""
 

@@ -84,7 +84,9 @@ class RuntimeProcess:
         check_names(*formats(load.settings))  # before anything slow
         engine = self._load_engine(load)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
-        storage = open_storage(load, engine.capabilities, self._inbox.put, self.send)
+        storage = open_storage(
+            load, engine.capabilities, self._inbox.put, self.send, engine.allocate
+        )
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
         self._tokenisation = Tokenisation(
@@ -288,6 +290,7 @@ def _options(load: LoadModel) -> EngineOptions:
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,
         park_fraction=settings.park_fraction,
+        host_bytes=settings.ram_cache,
         threads=settings.thread_count,
         gpu_layers=settings.gpu_layers,
         kv_type=settings.kv_type,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.engine.base import Capabilities
 from rekindle.errors import RekindleError
 from rekindle.kvcache.disk.folder import Folder, open_folder
@@ -40,9 +41,11 @@ from rekindle.runtime.storage_log import opened_lines, reads_line, state_line, u
 
 SECRET_BYTES = 32
 MOST_QUEUE_BYTES = 128 << 20  # blocks that wait to be written
+QUEUED_BLOCKS = 8  # but so many of them in any case
 LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 MOST_FETCH_BYTES = 256 << 20  # blocks that are being read, or wait to be restored
+FETCHED_BLOCKS = 16  # but so many of them in any case
 FETCH_SHARE = 8  # of the RAM budget, what they may take at most
 PICTURES_SHARE = 16  # of it, and of the disk budget, what encoded pictures may take
 ENTRIES_SHARE = 8  # of it, what entries may take
@@ -252,13 +255,19 @@ def open_storage(
     capabilities: Capabilities,
     on_event: OnEvent,
     log: Log,
+    allocate: Allocate = plain_memory,
 ) -> Storage:
-    """RAM, and the model's cache folder below it if there can be one."""
+    """RAM, and the model's cache folder below it if there can be one; blocks are read into memory
+    that is allocated so."""
     settings, clock = load.settings, Clock()
     found = _find_disk(load, capabilities, log)
+    block_bytes = capabilities.kv_layout.cells_bytes(capabilities.block_tokens)
     queue_bytes = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
-    queue_bytes = min(MOST_QUEUE_BYTES, queue_bytes) if found.open else 0
-    fetch_bytes = min(MOST_FETCH_BYTES, settings.ram_cache // FETCH_SHARE) if found.open else 0
+    queue_bytes = min(max(MOST_QUEUE_BYTES, QUEUED_BLOCKS * block_bytes), queue_bytes)
+    fetch_bytes = max(MOST_FETCH_BYTES, FETCHED_BLOCKS * block_bytes)
+    fetch_bytes = min(fetch_bytes, settings.ram_cache // FETCH_SHARE)
+    if found.open is None:
+        queue_bytes = fetch_bytes = 0
     disk = None
     if found.open is not None:
         floor_bytes = settings.disk_floor
@@ -268,6 +277,7 @@ def open_storage(
             floor_bytes=floor_bytes,
             queue_bytes=queue_bytes,
             eviction=settings.cache_eviction,
+            allocate=allocate,
         )
     pictures_bytes = settings.ram_cache // PICTURES_SHARE if capabilities.sees else 0
     ram_bytes = settings.ram_cache - queue_bytes - fetch_bytes - pictures_bytes

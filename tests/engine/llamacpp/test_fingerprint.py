@@ -44,6 +44,7 @@ NOT_NUMERIC: dict[str, Any] = {
     "parallel": 7,
     "kv_fraction": 0.1,
     "park_fraction": 0.01,
+    "host_bytes": 1 << 20,
     "threads": 3,
 }
 

@@ -31,7 +31,7 @@ def engine(smollm2_path: Path) -> Iterator[LlamaCppEngine]:
 def state(engine: LlamaCppEngine, kv_type: KvType) -> bytes:
     sequence = engine.open(exact=True, kv_type=kv_type)
     prefill(engine, sequence, PROMPT[:TOKENS])
-    blob = engine.export(sequence, 0, TOKENS)
+    blob = bytes(engine.export(sequence, 0, TOKENS))
     engine.close_sequence(sequence)
     return blob
 

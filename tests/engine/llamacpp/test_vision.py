@@ -132,7 +132,7 @@ def first_row(engine: LlamaCppEngine, ids: list[int], vectors: Matrix) -> Row:
     """The state of a picture's first token."""
     sequence = engine.open(exact=True)
     engine.step([Work(sequence, ids, None, vectors)])
-    row = engine.export(sequence, 0, 1)
+    row = bytes(engine.export(sequence, 0, 1))
     engine.close_sequence(sequence)
     return row
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from blake3 import blake3
 
+from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -53,6 +54,7 @@ def _place(sequence: Sequence) -> Place:
 class NumpyEngine:
     state_files = None
     parking = None
+    allocate = staticmethod(plain_memory)
     _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
 
     def __init__(

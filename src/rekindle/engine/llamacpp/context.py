@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.engine.base import Blob, Row
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchArrays, Rows
@@ -157,7 +158,9 @@ class Context:
         if rest:  # of a picture: llama.cpp cuts by positions, and all of it has one
             self.restore(slot, whole, start, rest)
 
-    def export(self, slot: int, start: int, stop: int) -> bytes:
+    def export(
+        self, slot: int, start: int, stop: int, allocate: Allocate = plain_memory
+    ) -> memoryview | bytes:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
         positions = self._positions_of(slot)
         first, last = positions.of(start), positions.of(stop - 1)
@@ -165,13 +168,13 @@ class Context:
         try:
             if self.shape.recurrent:  # of the whole sequence, and as large as many blocks
                 self.resume(self.scratch, self._nothing)
-            state = self._read(self.scratch, bindings.WHOLE_STATE)
+            state = self._read(self.scratch, bindings.WHOLE_STATE, allocate)
         finally:
             self.remove(self.scratch)
         state = state[: len(state) - len(self._no_recurrence)]
         whole = positions.whole(start)
         if whole == start and positions.whole(stop) == stop:
-            return bytes(state)
+            return state
         return cut_cells(state, start - whole, stop - whole)
 
     def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
@@ -233,18 +236,17 @@ class Context:
         """The end of the state of a slot that has cells alone."""
         return self._nothing[bindings.STATE_HEADER_BYTES :]
 
-    def _read(self, slot: int, flags: int) -> memoryview:
+    def _read(self, slot: int, flags: int, allocate: Allocate = plain_memory) -> memoryview:
         size = self._library.llama_state_seq_get_size_ext(self.native, slot, flags)
-        state = (ctypes.c_uint8 * size)()
-        written = self._library.llama_state_seq_get_data_ext(self.native, state, size, slot, flags)
+        state = allocate(size)
+        into = _address(state)
+        written = self._library.llama_state_seq_get_data_ext(self.native, into, size, slot, flags)
         if written != size:
             raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
-        return memoryview(state).cast("B")
+        return state
 
     def _write(self, slot: int, blob: Blob, flags: int) -> None:
-        view = np.frombuffer(blob, np.uint8)
-        source = view.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        size = len(view)
+        source, size = _address(blob), len(blob)
         read = self._library.llama_state_seq_set_data_ext(self.native, source, size, slot, flags)
         if read != size:
             raise EngineBroken("llama.cpp rejected a block")
@@ -263,3 +265,7 @@ class Context:
         # Several times faster than `as_array`, which counts once for each token of each reply.
         row = (ctypes.c_float * vocabulary_size).from_address(address)
         return np.frombuffer(memoryview(row), np.float32)
+
+
+def _address(memory: Blob) -> Any:
+    return np.frombuffer(memory, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

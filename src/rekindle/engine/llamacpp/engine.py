@@ -33,6 +33,7 @@ from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
+from rekindle.engine.llamacpp.host_arena import build_allocate
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.parking import Parking
@@ -70,6 +71,7 @@ class LlamaCppEngine:
         self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
         self._exact = ExactContexts(library, native, sizes.exact, free)
         self.parking = self._build_parking(sizes, free)
+        self.allocate = build_allocate(library, options.host_bytes)
         measure = partial(measure_layout, self._model, options)
         self._layouts = Layouts(library, sizes.layouts, options.kv_type, measure)
         self.tokenizer = self._model.tokenizer
@@ -152,15 +154,13 @@ class LlamaCppEngine:
             self._pools[sequence.kv_type].cells.truncate(slot, tokens)
         sequence.length = tokens
 
-    def export(
-        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
-    ) -> bytes:
+    def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
         if resumable and stop != sequence.length:
             raise ValueError("a checkpoint is of the sequence's end")
         context, slot = self._context_of(sequence)
         with self._reset_when_broken():
-            blob = context.export(slot, start, stop)
-            return blob + context.checkpoint(slot) if resumable else blob
+            blob = context.export(slot, start, stop, self.allocate)
+            return b"".join((blob, context.checkpoint(slot))) if resumable else blob
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         layout = self._layouts[into.kv_type]

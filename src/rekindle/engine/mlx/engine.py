@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import mlx.core as mx
 
+from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -75,6 +76,7 @@ class MlxEngine:
             free_bytes=free_bytes,
         )
         self._batches = self._empty_batches()
+        self.allocate = plain_memory
         self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.

@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import numpy as np
-
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import KEY_BYTES, chain_key
 from rekindle.kvcache.codec import (
@@ -46,7 +45,7 @@ class BlockFiles:
         }
         self._files.write_all(list(items.items()))
 
-    def read(self, key: bytes, size_bytes: int) -> Record:
+    def read(self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory) -> Record:
         """The block as it was written, or CorruptBlock with the reason.
 
         An OSError means that this process lacks handles or memory: the file may be fine.
@@ -55,8 +54,7 @@ class BlockFiles:
             header = self._header(key, size_bytes)
             raw, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
             packed = bytearray(header.packed_bytes)
-            # Not a bytearray: filling that with zeros first takes as long as reading.
-            blob = np.empty(header.blob_bytes, np.uint8).data
+            blob = allocate(header.blob_bytes)
             self._files.read_into(_name(key), (raw, packed, blob, mac), size_bytes)
         record = verify(raw, packed, blob, mac, self._secret)
         if chain_key(record.parent, record.tokens) != key:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from rekindle.buffers import Allocate, plain_memory
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block
 from rekindle.kvcache.codec import record_bytes
@@ -30,7 +32,7 @@ from rekindle.tokens import Tokens
 log = logging.getLogger("rekindle.cache")
 
 NAME = "disk"
-READERS = 2
+READERS = min(max(os.cpu_count() or 1, 4) // 2, 8)
 LAST_READS_S = 5.0  # for reads in progress to end when the tier is closed
 PAGE_BYTES = 4096  # what a file system counts in
 ROW_BYTES = 256  # a block's row in the index, beside its tokens
@@ -55,8 +57,10 @@ class DiskTier(WriteBehindTier):
         queue_bytes: int = 128 << 20,
         entries_bytes: int = 0,  # what entries may take of the index
         eviction: EvictionPolicy = "frequency",
+        allocate: Allocate = plain_memory,  # what blocks are read into
     ) -> None:
         super().__init__(NAME, 0, queue_bytes, eviction)
+        self._allocate = allocate
         self._on_event = on_event
         self._writer = Writer(NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(READERS, "disk-reader")
@@ -150,7 +154,7 @@ class DiskTier(WriteBehindTier):
     def _read_one(self, fetch: Fetch, share: _Share, key: bytes, size: int) -> None:
         try:
             if not fetch.is_released:
-                fetch.records[key] = self.folder.block_files.read(key, size)
+                fetch.records[key] = self.folder.block_files.read(key, size, self._allocate)
         except CorruptBlock as error:
             fetch.bad[key] = str(error)
         except Exception:  # no handles or no memory just now: a plain miss, and a turn waits

@@ -1,0 +1,117 @@
+"""Page-locked memory for blocks on their way to and from a GPU.
+
+The bus reads and writes it at its full speed, ordinary memory at a fraction of that. Locking takes
+a while, so slabs are locked beside the turns; what finds no room has ordinary memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from typing import Any
+
+from rekindle.buffers import Allocate, plain_memory
+from rekindle.engine.llamacpp import bindings
+
+log = logging.getLogger("rekindle.engine")
+
+SLAB_BYTES = 1 << 30
+GRAIN_BYTES = 4096  # what sizes are rounded up to
+
+
+class _Slab:
+    """Locked memory, and which runs of it are free."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address = address
+        self._free = [(0, size_bytes)]  # (start, size), in order
+
+    def take(self, size_bytes: int) -> int | None:
+        """Where so much is free, which is taken now; the first place that does."""
+        for number, (start, free_bytes) in enumerate(self._free):
+            if free_bytes >= size_bytes:
+                rest = (start + size_bytes, free_bytes - size_bytes)
+                self._free[number : number + 1] = [rest] if rest[1] else []
+                return start
+        return None
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        runs: list[tuple[int, int]] = []
+        for run in sorted([*self._free, (start, size_bytes)]):
+            if runs and sum(runs[-1]) == run[0]:
+                runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
+            else:
+                runs.append(run)
+        self._free = runs
+
+
+class HostArena:
+    """Hands out memory to any thread; it comes back when nobody refers to it any more. What is
+    locked goes with the process: blocks may outlive the engine."""
+
+    def __init__(self, library: Any, buffer_type: int, limit_bytes: int) -> None:
+        self._library = library
+        self._buffer_type = buffer_type
+        self._slab_bytes = min(SLAB_BYTES, limit_bytes)
+        self._slabs: list[_Slab] = []
+        self._lock = threading.RLock()  # what is collected while it is held comes back at once
+        self._locking = threading.Thread(
+            target=self._lock_slabs, args=(limit_bytes,), name="page-locking", daemon=True
+        )
+        self._locking.start()
+
+    def _lock_slabs(self, limit_bytes: int) -> None:
+        for locked_bytes in range(0, limit_bytes - self._slab_bytes + 1, self._slab_bytes):
+            slab = self._lock_slab()
+            if slab is None:
+                log.warning(
+                    "only %d of %d MB of the RAM cache could be page-locked: the rest is restored "
+                    "several times slower (raise `ulimit -l`, or lower --ram-cache)",
+                    locked_bytes // 10**6,
+                    limit_bytes // 10**6,
+                )
+                return
+            with self._lock:
+                self._slabs.append(slab)
+
+    def _lock_slab(self) -> _Slab | None:
+        library, size_bytes = self._library, self._slab_bytes
+        buffer = library.ggml_backend_buft_alloc_buffer(self._buffer_type, size_bytes)
+        if not buffer:
+            return None
+        if library.ggml_backend_buffer_get_type(buffer) != self._buffer_type:
+            library.ggml_backend_buffer_free(buffer)  # ordinary memory in its place
+            return None
+        return _Slab(library.ggml_backend_buffer_get_base(buffer), size_bytes)
+
+    def settle(self) -> None:
+        """Wait until all is locked that can be."""
+        self._locking.join()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        taken_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
+        with self._lock:
+            for slab in self._slabs:
+                start = slab.take(taken_bytes)
+                if start is not None:
+                    memory = (ctypes.c_uint8 * size_bytes).from_address(slab.address + start)
+                    weakref.finalize(memory, self._give_back, slab, start, taken_bytes)
+                    return memoryview(memory).cast("B")
+        return plain_memory(size_bytes)
+
+    def _give_back(self, slab: _Slab, start: int, size_bytes: int) -> None:
+        with self._lock:
+            slab.give_back(start, size_bytes)
+
+
+def build_allocate(library: Any, limit_bytes: int) -> Allocate:
+    """How to have memory for blocks: page-locked if there is a device that profits from it."""
+    for index in range(library.ggml_backend_dev_count()):
+        device = library.ggml_backend_dev_get(index)
+        if library.ggml_backend_dev_type(device) == bindings.DEVICE_GPU:
+            buffer_type = library.ggml_backend_dev_host_buffer_type(device)
+            if buffer_type and limit_bytes:
+                return HostArena(library, buffer_type, limit_bytes).allocate
+    return plain_memory
