@@ -40,6 +40,32 @@ def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
     assert [sequence.length for sequence in sequences] == [10, 10, 10]
 
 
+def test_each_piece_of_a_step_has_its_own_choice(engine: Engine) -> None:
+    """Whatever lengths the pieces have, and whichever of them choose nothing."""
+    work = [
+        Work(engine.open(exact=False), PROMPT[:length], sampler)
+        for length, sampler in (
+            (7, engine.sampler(GREEDY, [])),
+            (12, None),
+            (1, engine.sampler(GREEDY, [])),
+        )
+    ]
+    first, nothing, last = engine.step(work)
+    assert nothing is None
+    for item in work:
+        engine.close_sequence(item.sequence)
+    for chosen, length in ((first, 7), (last, 1)):
+        assert chosen is not None
+        assert chosen.token == cold_token(engine, PROMPT[:length])
+
+
+def cold_token(engine: Engine, tokens: list[int]) -> int:
+    sequence = engine.open(exact=False)
+    token = prefill(engine, sequence, tokens)
+    engine.close_sequence(sequence)
+    return token
+
+
 def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
     """One exact one more than compute, to take over what another one holds."""
     for exact, most in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, nan, sqrt
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Row
-from rekindle.engine.sampling import build_sampler
+from rekindle.engine.sampling import build_sampler, choose
+from rekindle.engine.weighted_rows import Scratch
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sorted_sampling import chances
 
 ROW = np.array([0.0, 3.0, 2.0, 1.0, -1.0], np.float32)
 DRAWS = 4000
+TOGETHER = 50  # rows of a step
 
 
 class Only:
@@ -45,6 +48,18 @@ def tokens(
     return [sampler.sample(row.copy()).token for _ in range(count)]
 
 
+def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
+    """As many as `DRAWS`, of replies that are sampled together."""
+    assert sampling.seed is not None
+    seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
+    samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
+    scratch = Scratch()
+    steps = [
+        choose(samplers, np.tile(row, (TOGETHER, 1)), scratch) for _ in range(DRAWS // TOGETHER)
+    ]
+    return [sampled.token for step in steps for sampled in step]
+
+
 @pytest.mark.parametrize(
     ("sampling", "left"),
     [
@@ -71,6 +86,7 @@ DISTRIBUTIONS = {
     "as the model": SamplingParams(temperature=1, top_p=1, seed=1),
     "cool": SamplingParams(temperature=0.5, top_p=1, seed=2),
     "top p": SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+    "top p, cold": SamplingParams(temperature=0.3, top_p=0.6, seed=8),
     "top p, hot": SamplingParams(temperature=3, top_p=0.5, seed=4),
     "top k": SamplingParams(temperature=1, top_p=1, top_k=7, seed=5),
     "min p": SamplingParams(temperature=1.5, top_p=1, min_p=0.1, seed=6),
@@ -86,7 +102,7 @@ def test_tokens_are_drawn_by_their_chances(name: str, spread: float, size: int) 
     sampling = DISTRIBUTIONS[name]
     row = np.random.default_rng(8).normal(0, spread, size).round(1).astype(np.float32)
     expected = chances(row, sampling)
-    drawn = np.bincount(tokens(sampling, row, count=DRAWS), minlength=size)
+    drawn = np.bincount(tokens_together(sampling, row), minlength=size)
     assert set(np.flatnonzero(drawn).tolist()) <= set(expected)
     likely = {token for token, chance in expected.items() if DRAWS * chance >= 5}
     cells = [(drawn[token], DRAWS * expected[token]) for token in likely]

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Row
+from rekindle.engine.base import Matrix, Row
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _BLOCK = 512  # weights that are summed before they are looked at one by one
 _GROUPS = 512  # of which the highest logits tell where the largest of a row are
-_ROUNDING = 1e-5  # of a sum: more than float32 loses over any vocabulary
+ROUNDING = 1e-5  # of a sum: more than float32 loses over any vocabulary
 
 
 def highest(values: Row) -> int:
@@ -26,6 +26,15 @@ def highest(values: Row) -> int:
     if not np.isnan(values[place]):
         return place
     return int(np.where(np.isnan(values), np.finfo(values.dtype).min, values).argmax())
+
+
+def highest_of_each(rows: Matrix) -> list[int]:
+    """As `highest`, for each row."""
+    places = rows.argmax(axis=1)
+    found: list[int] = places.tolist()
+    for row in np.flatnonzero(np.isnan(rows[np.arange(len(rows)), places])):
+        found[row] = highest(rows[row])
+    return found
 
 
 def largest(values: Row, count: int) -> Ids:
@@ -58,10 +67,14 @@ class Nucleus:
     Sums are of float32, and of float64 where that could matter.
     """
 
-    def __init__(self, weights: Row, share: float) -> None:
+    def __init__(
+        self, weights: Row, share: float, total: float | None = None, room: Row | None = None
+    ) -> None:
+        """`total` is their sum, `room` memory of their size, if the caller has them."""
         self.weights = self._all = weights
         self._share = share
-        self._total = float(weights.sum())
+        self._total = float(weights.sum()) if total is None else total
+        self._room = room
 
     @property
     def floor(self) -> float:
@@ -72,16 +85,27 @@ class Nucleus:
     def keep(self, places: Ids) -> None:
         """Leave out others, none of which is in; a weight's number is now its place in these."""
         self.weights = self.weights[places]
+        self._room = None
 
     def __contains__(self, index: int) -> bool:
         weight = self.weights[index]
-        heavier = np.multiply(self.weights, self.weights > weight)
+        heavier = np.multiply(self.weights, self.weights > weight, out=self._room)
         equal = int(np.count_nonzero(self.weights[:index] == weight)) * float(weight)
         before, limit = float(heavier.sum()) + equal, self._share * self._total
-        if abs(before - limit) < _ROUNDING * (before + limit):
+        if abs(before - limit) < ROUNDING * (before + limit):
             before = float(heavier.sum(dtype=np.float64)) + equal
             limit = self._share * float(self._all.sum(dtype=np.float64))
         return before < limit or not before
+
+    def first_in(self, indices: Ids) -> int | None:
+        """The first of them that is in; None if none is."""
+        outside = np.float32(0)  # what is not heavier is not in
+        for index in indices.tolist():
+            if self.weights[index] > outside:
+                if index in self:
+                    return int(index)
+                outside = self.weights[index]
+        return None
 
     def without(self, index: int, chances: Row) -> Row:
         """No chance for one that is not in, nor for any that comes after it."""

@@ -6,17 +6,17 @@ draw. Each draw depends on the seed, its number in the reply and the row alone.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence as Seq
-from hashlib import blake2b
 from itertools import count
 from math import inf, log
 
 import numpy as np
 
-from rekindle.engine.base import Row, Sampled, Sampler, TokenMask
-from rekindle.engine.candidates import Ids, Nucleus, highest, largest, pick
+from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
+from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
+from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
+from rekindle.engine.weighted_rows import Scratch, WeightedRows
 from rekindle.protocol.requests import SamplingParams
 
 _COLDEST = 1e-6  # a lower temperature is 0 in float32
@@ -24,7 +24,7 @@ _COLDEST = 1e-6  # a lower temperature is 0 in float32
 
 def build_sampler(
     sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
-) -> Sampler:
+) -> TokenSampler:
     """A sampler for one reply; `prompt` are the ids of its text."""
     return TokenSampler(sampling, prompt, token_mask)
 
@@ -36,33 +36,47 @@ class TokenSampler:
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None
     ) -> None:
         self._sampling = sampling
+        self.top_p = sampling.top_p
+        self.temperature = max(sampling.temperature, _COLDEST)
+        self.is_greedy = sampling.temperature == 0
+        #: Whether a token comes of `temperature` and `top_p` alone, as proposals do.
+        self.is_plain = 0 < sampling.temperature <= 1 and not sampling.top_k and not sampling.min_p
         self._mask = token_mask
         self._penalties = build_penalties(sampling, prompt)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
-        self._draws = Draws(sampling.seed)
+        self._given: Row | None = None  # as the model gave it, if log probabilities are wanted
+        self.draws = Draws(sampling.seed)
 
     def sample(self, row: Row, /) -> Sampled:
         """Choose from one row of logits, which is used up."""
-        top = self._sampling.top_logprobs
-        logits = None if top is None else row.copy()  # as the model gave them
-        token = self._choose(row)
-        self._draws.next_token()
-        for penalty in self._penalties:
-            penalty.accept(token)
-        if self._mask is not None:
-            self._mask.accept(token)
-        return Sampled(token) if logits is None else with_logprobs(token, logits, top or 0)
+        return choose([self], row[None], Scratch())[0]
 
-    def _choose(self, row: Row) -> int:
+    def prepare(self, row: Row) -> None:
+        """Change the logits to those that are chosen from."""
+        if self._sampling.top_logprobs is not None:
+            self._given = row.copy()
         if self._mask is not None:
             self._mask.mask(row)
         if self._biased.size:
             row[self._biased] += self._bias
         for penalty in self._penalties:
             penalty.apply(row)
-        if self._sampling.temperature == 0:
-            return highest(row)
+
+    def accept(self, token: int) -> Sampled:
+        """Go on to the next token."""
+        self.draws.next_token()
+        for penalty in self._penalties:
+            penalty.accept(token)
+        if self._mask is not None:
+            self._mask.accept(token)
+        if self._given is None:
+            return Sampled(token)
+        given, self._given = self._given, None
+        return with_logprobs(token, given, self._sampling.top_logprobs or 0)
+
+    def draw(self, row: Row) -> int:
+        """A token by its chance, whatever the parameters; the row is used up."""
         if 0 < self._sampling.top_k < row.size:
             left = largest(row, self._sampling.top_k)
             return int(left[self._draw(row[left])]) if left.size else highest(row)
@@ -80,7 +94,7 @@ class TokenSampler:
             if nucleus is not None and self._sampling.temperature == 1:
                 chances = nucleus.weights
             else:
-                scores /= np.float32(max(self._sampling.temperature, _COLDEST))
+                scores /= np.float32(self.temperature)
                 chances = np.exp(scores, out=scores)
         place = self._pick(chances, nucleus)
         return place if left is None else int(left[place])
@@ -107,28 +121,50 @@ class TokenSampler:
     def _pick(self, chances: Row, nucleus: Nucleus | None) -> int:
         """What falls outside the nucleus is drawn again: rare, unless the temperature is high."""
         for attempt in count():
-            index = pick(chances, self._draws.uniform(attempt))
+            index = pick(chances, self.draws.uniform(attempt))
             if nucleus is None or index in nucleus:
                 return index
             chances = nucleus.without(index, chances)
         raise AssertionError("the heaviest weight is in every nucleus")
 
 
-class Draws:
-    """Random numbers by seed, number of the token in its reply, and attempt: what other tokens and
-    other replies have drawn does not matter."""
+def choose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[Sampled]:
+    """The next token of each reply, from a row of logits each, which are used up."""
+    for sampler, row in zip(samplers, logits, strict=True):
+        sampler.prepare(row)
+    tokens: dict[int, int] = {}
+    if greedy := [row for row, sampler in enumerate(samplers) if sampler.is_greedy]:
+        tokens.update(zip(greedy, highest_of_each(_only(greedy, logits)), strict=True))
+    if plain := [row for row, sampler in enumerate(samplers) if sampler.is_plain]:
+        drawn = _propose([samplers[row] for row in plain], _only(plain, logits), scratch)
+        tokens.update(zip(plain, drawn, strict=True))
+    return [
+        sampler.accept(tokens[row] if row in tokens else sampler.draw(logits[row]))
+        for row, sampler in enumerate(samplers)
+    ]
 
-    def __init__(self, seed: int | None) -> None:
-        self._seed = secrets.randbits(64) if seed is None else seed
-        self._token = 0
 
-    def next_token(self) -> None:
-        self._token += 1
+def _only(rows: list[int], logits: Matrix) -> Matrix:
+    return logits if len(rows) == len(logits) else logits[rows]
 
-    def uniform(self, attempt: int) -> float:
-        """In [0, 1)."""
-        name = b"%d %d %d" % (self._seed, self._token, attempt)
-        return (int.from_bytes(blake2b(name, digest_size=8).digest()) >> 11) / (1 << 53)
+
+def _propose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[int]:
+    """Draw a token for each sampler that is plain."""
+    temperatures = np.array([[each.temperature] for each in samplers], np.float32)
+    shares = np.array([each.top_p if each.top_p < 1 else inf for each in samplers])
+    with np.errstate(all="ignore"):  # of rows that turn out not to be usable, and of weights of 0
+        rows = WeightedRows(logits, scratch)
+        proposed = rows.propose(temperatures, uniforms([each.draws for each in samplers]))
+        tokens = proposed.first()
+        done = proposed.accepted.any(axis=1) & rows.usable & rows.surely_in(tokens, shares)
+    for row in np.flatnonzero(~done).tolist():
+        found = None
+        if rows.usable[row]:
+            accepted = proposed.tokens[row, proposed.accepted[row]]
+            found = rows.nucleus(row, float(shares[row])).first_in(accepted)
+        tokens[row] = samplers[row].draw(logits[row]) if found is None else found
+    result: list[int] = tokens.tolist()
+    return result
 
 
 def with_logprobs(token: int, logits: Row, top: int) -> Sampled:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.llamacpp.linear import COPIED, IN_PLACE, Tiling, Weights
-from rekindle.engine.llamacpp.team import LEAST_WORK, Share, Team, alone
+from rekindle.engine.team import LEAST_WORK, Share, Team, alone
 
 INPUTS, OUTPUTS, SHARDS = 384, 192, 2
 

@@ -145,7 +145,7 @@ def helped(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) 
         *native, 0, 0, 64, ctypes.c_bool(True), ctypes.byref(ctypes.c_int32())
     )
     assert status == 0
-    row = context.logits(-1, engine.tokenizer.size).copy()
+    row: Row = context.logits([-1], engine.tokenizer.size)[0].copy()
     for bitmap in bitmaps:
         library.mtmd_bitmap_free(bitmap)
     library.mtmd_input_chunks_free(chunks)

@@ -19,7 +19,7 @@ from rekindle.engine.base import Matrix
 from rekindle.engine.llamacpp.bert_layer import Layer, Norm, Span
 from rekindle.engine.llamacpp.linear import Tensors, Weights, tiling_here
 from rekindle.engine.llamacpp.packing import packed
-from rekindle.engine.llamacpp.team import LEAST_WORK, Share, Team, alone
+from rekindle.engine.team import LEAST_WORK, Share, Team, alone
 
 MOST_SHARDS = 4  # a lone run has no use for more threads: it would wait for Python's lock
 

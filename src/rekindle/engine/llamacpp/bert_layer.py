@@ -9,7 +9,7 @@ import numpy as np
 
 from rekindle.engine.base import Matrix
 from rekindle.engine.llamacpp.linear import Linear, Tensors, Weights
-from rekindle.engine.llamacpp.team import LEAST_WORK, Share, alone
+from rekindle.engine.team import LEAST_WORK, Share, alone
 
 LEAST_SHARED_ROWS = 48  # of fewer only products are shared: the rest would wait for Python's lock
 SAFE_SCORE = 60  # up to here exponentials and their sums are ordinary numbers

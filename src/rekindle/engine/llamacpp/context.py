@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.buffers import Allocate, plain_memory
-from rekindle.engine.base import Blob, Row
+from rekindle.engine.base import Blob, Matrix
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 from rekindle.engine.llamacpp.positions import Positions, split_places
@@ -257,14 +257,18 @@ class Context:
             self._library.llama_memory_seq_pos_max(self._memory, slot),
         )
 
-    def logits(self, index: int, vocabulary_size: int) -> Row:
-        """A writable view on one row's logits, valid until the next native call."""
-        address = self._library.llama_get_logits_ith(self.native, index)
-        if not address:
-            raise EngineBroken("llama.cpp has no logits of a row that was asked for")
-        # Several times faster than `as_array`, which counts once for each token of each reply.
-        row = (ctypes.c_float * vocabulary_size).from_address(address)
-        return np.frombuffer(memoryview(row), np.float32)
+    def logits(self, indices: Seq[int], vocabulary_size: int) -> Matrix:
+        """A writable view on the logits of all rows of the last call that have any, given by their
+        batch indices in ascending order; valid until the next native call. llama.cpp keeps them
+        one after the other, in this order."""
+        first = self._library.llama_get_logits_ith(self.native, indices[0])
+        last = self._library.llama_get_logits_ith(self.native, indices[-1])
+        row = ctypes.c_float * vocabulary_size
+        if not first or last != first + (len(indices) - 1) * ctypes.sizeof(row):
+            raise EngineBroken("llama.cpp has no logits of rows that were asked for")
+        # Several times faster than `as_array`, which counts once for each step.
+        rows = memoryview((row * len(indices)).from_address(first)).cast("B")
+        return np.frombuffer(rows, np.float32).reshape(len(indices), vocabulary_size)
 
 
 def _address(memory: Blob) -> Any:

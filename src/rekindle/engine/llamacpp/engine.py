@@ -42,6 +42,7 @@ from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, meas
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.engine.sampling import build_sampler
+from rekindle.engine.step_sampler import StepSampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
@@ -77,6 +78,7 @@ class LlamaCppEngine:
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
+        self._step_sampler = StepSampler(options.threads)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
@@ -271,25 +273,35 @@ class LlamaCppEngine:
         ]
         with self._reset_when_broken():
             last = context.decode(rows, causal=not self._sees_ahead(work))
-        results: dict[int, Sampled | None] = {}
-        for item, index in zip(work, last, strict=True):
+        for item in work:
             sequence = item.sequence
             if not sequence.exact:
                 self._pools[sequence.kv_type].cells.append(sequence.slot, len(item.tokens))
             sequence.length += len(item.tokens)
-            results[id(item)] = self._sample(context, item, index)
-        return results
+        return self._sample(context, work, last)
 
     def _sees_ahead(self, work: Seq[Work]) -> bool:
         return self.capabilities.whole_pictures and work[0].vectors is not None
 
-    def _sample(self, context: Context, item: Work, index: int) -> Sampled | None:
-        if item.sampler is None:
-            return None
-        row = context.logits(index, self.tokenizer.size)
+    def _sample(
+        self, context: Context, work: Seq[Work], last: Seq[int]
+    ) -> dict[int, Sampled | None]:
+        chosen = {
+            index: (item, item.sampler)
+            for item, index in zip(work, last, strict=True)
+            if item.sampler is not None
+        }
+        results: dict[int, Sampled | None] = {id(item): None for item in work}
+        if not chosen:
+            return results
+        items, samplers = zip(*chosen.values(), strict=True)
+        logits = context.logits(list(chosen), self.tokenizer.size)
         if self.observe is not None:
-            self.observe(item.sequence, row)
-        return item.sampler.sample(row)
+            for item, row in zip(items, logits, strict=True):
+                self.observe(item.sequence, row)
+        sampled = self._step_sampler.sample(samplers, logits)
+        results.update(zip(map(id, items), sampled, strict=True))
+        return results
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         return self._vision.tokens(width, height, digest)
@@ -304,6 +316,7 @@ class LlamaCppEngine:
         return self._projector
 
     def close(self) -> None:
+        self._step_sampler.close()
         self._pools.close()
         self._exact.close_all()
         if self._projector is not None:

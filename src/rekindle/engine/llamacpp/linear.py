@@ -15,7 +15,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from rekindle.engine.base import Matrix
-from rekindle.engine.llamacpp.team import Share
+from rekindle.engine.team import Share
 
 Tensors = Mapping[str, Matrix]
 READING_ROWS = 16  # as many could be multiplied while weights are read

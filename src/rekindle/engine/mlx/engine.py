@@ -7,13 +7,14 @@ computes alone, in whole steps: what it computes depends on its own tokens alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 
 import mlx.core as mx
+import numpy as np
 
 from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
@@ -40,6 +41,7 @@ from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling import build_sampler
+from rekindle.engine.step_sampler import StepSampler
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
@@ -79,6 +81,7 @@ class MlxEngine:
         self.allocate = plain_memory
         self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
+        self._step_sampler = StepSampler(options.threads)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
@@ -208,7 +211,7 @@ class MlxEngine:
             rows = computation.run()
         for item in work:
             self._sequences.grow(item.sequence, len(item.tokens))
-        return [self._sample(item, rows.get(id(item))) for item in work]
+        return self._sample(work, rows)
 
     def _check_room(self, work: Seq[Work]) -> None:
         needed: dict[KvType, int] = {}
@@ -219,13 +222,19 @@ class MlxEngine:
         if any(tokens > self.free_tokens(kv_type) for kv_type, tokens in needed.items()):
             raise PoolFull("no free cells for this step")
 
-    def _sample(self, item: Work, row: Row | None) -> Sampled | None:
-        if item.sampler is None or row is None:
-            return None
-        row = row[: self.tokenizer.size]  # a model may have rows for more than its tokenizer knows
+    def _sample(self, work: Seq[Work], rows: Mapping[int, Row]) -> list[Sampled | None]:
+        chosen = {id(item): item.sampler for item in work if item.sampler is not None}
+        if not chosen:
+            return [None] * len(work)
+        # A model may have rows for more than its tokenizer knows.
+        logits = np.stack([rows[each][: self.tokenizer.size] for each in chosen])
         if self.observe is not None:
-            self.observe(item.sequence, row)
-        return item.sampler.sample(row)
+            named = {id(item): item.sequence for item in work}
+            for each, row in zip(chosen, logits, strict=True):
+                self.observe(named[each], row)
+        sampled = self._step_sampler.sample(list(chosen.values()), logits)
+        results = dict(zip(chosen, sampled, strict=True))
+        return [results.get(id(item)) for item in work]
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         _refuse_pictures()
@@ -234,6 +243,7 @@ class MlxEngine:
         _refuse_pictures()
 
     def close(self) -> None:
+        self._step_sampler.close()
         self.reset()
 
 

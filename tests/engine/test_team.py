@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rekindle.engine.llamacpp.team import LEAST_WORK, WAKING_WORK, Team
+from rekindle.engine.team import LEAST_WORK, WAKING_WORK, Team
 
 
 @pytest.fixture

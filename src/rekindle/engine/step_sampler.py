@@ -1,0 +1,74 @@
+"""The choices of a whole step: its rows of logits, shared by the cores there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from threading import local
+
+from rekindle.engine.base import Matrix, Sampled, Sampler
+from rekindle.engine.sampling import TokenSampler, choose
+from rekindle.engine.team import LEAST_WORK, Compute, Team
+from rekindle.engine.weighted_rows import Scratch
+
+#: What a group of rows has at most: few calls of NumPy, each of which needs the interpreter's lock,
+#: and still in a core's cache.
+GROUP_LOGITS = 400_000
+
+_MOST_THREADS = 8  # more of them wait for that lock
+_DRAWN, _GREEDY = 90, 14  # work of a logit, as a team counts it
+
+
+class StepSampler:
+    """Used by one thread at a time. What it chooses depends neither on its threads nor on which
+    rows come together."""
+
+    def __init__(self, cpu_threads: int) -> None:
+        """It takes up to half the threads that there may be, the asking one among them: they work
+        while those of the engine, which may wait busily, do not."""
+        self._threads = min(cpu_threads // 2, _MOST_THREADS)
+        self._team: Team | None = None
+        self._scratch = local()
+
+    def sample(self, samplers: Seq[Sampler], logits: Matrix) -> list[Sampled]:
+        """The next token of each reply, from a row of logits each, which are used up."""
+        ours = [_ours(sampler) for sampler in samplers]
+        vocabulary = logits.shape[1]
+        group = max(GROUP_LOGITS // vocabulary, 1)
+        chosen: dict[int, list[Sampled]] = {}
+
+        def compute(part: slice) -> None:
+            for start in range(part.start, part.stop, group):
+                rows = slice(start, min(start + group, part.stop))
+                chosen[start] = choose(ours[rows], logits[rows], self._own_scratch())
+
+        self._share(compute, len(ours), vocabulary * sum(map(_work, ours)))
+        return [sampled for start in sorted(chosen) for sampled in chosen[start]]
+
+    def _share(self, compute: Compute, rows: int, work: int) -> None:
+        if self._threads < 2 or work < 2 * LEAST_WORK:
+            compute(slice(0, rows))
+            return
+        if self._team is None:
+            self._team = Team(self._threads, "sampler")
+        self._team.share(compute, rows, work // rows)
+
+    def _own_scratch(self) -> Scratch:
+        """That of the thread."""
+        if not hasattr(self._scratch, "own"):
+            self._scratch.own = Scratch()
+        own: Scratch = self._scratch.own
+        return own
+
+    def close(self) -> None:
+        if self._team is not None:
+            self._team.close()
+            self._team = None
+
+
+def _ours(sampler: Sampler) -> TokenSampler:
+    assert isinstance(sampler, TokenSampler)
+    return sampler
+
+
+def _work(sampler: TokenSampler) -> int:
+    return _GREEDY if sampler.is_greedy else _DRAWN
