@@ -9,7 +9,14 @@ import pytest
 
 from rekindle.engine.base import Sampled
 from rekindle.protocol.events import Cancelled
-from rekindle.runtime.batch import ALONE_S, SHARED_S, SliceSize
+from rekindle.runtime.batch import (
+    ALONE_S,
+    LEAST_MIXED_TOKENS,
+    MOST_SLOWER,
+    SHARED_S,
+    MixedSlice,
+    SliceSize,
+)
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -164,3 +171,21 @@ def test_a_cancel_between_two_slices_ends_the_turn(
     assert isinstance(reply.events[-1], Cancelled)
     assert engine.now_s <= 5 * PROMISED_S
     assert max(engine.rows) <= 50
+
+
+@pytest.mark.parametrize("row_s", [1e-6, 20e-6, 60e-6])
+def test_replies_on_a_gpu_are_slowed_down_by_half_at_most(row_s: float) -> None:
+    mixed, alone_s = MixedSlice(MOST_TOKENS), 6e-3
+    mixed.learn(4, 0, alone_s)
+    for _ in range(100):
+        took_s = alone_s + max(mixed.tokens - 100, 0) * row_s  # a hundred rows cost nothing
+        mixed.learn(4, mixed.tokens, took_s)
+    assert mixed.tokens == MOST_TOKENS or 1.2 < took_s / alone_s <= 1.1 * MOST_SLOWER
+
+
+def test_prompts_beside_replies_go_on_however_slow_they_are() -> None:
+    mixed = MixedSlice(MOST_TOKENS)
+    mixed.learn(1, 0, 1e-3)
+    for _ in range(100):
+        mixed.learn(1, mixed.tokens, 1.0)
+    assert mixed.tokens == LEAST_MIXED_TOKENS

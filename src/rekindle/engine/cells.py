@@ -22,11 +22,17 @@ class Cells:
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
+        self.peak = 0  # the most that were in use since none was
         self._runs: dict[int, list[_Run]] = {}
 
     @property
     def free(self) -> int:
         return self.total - self.used
+
+    @property
+    def holders(self) -> list[int]:
+        """The sequences that hold cells."""
+        return [slot for slot, runs in self._runs.items() if runs]
 
     def freed(self, slots: Iterable[int]) -> int:
         """How many more would be free without these sequences."""
@@ -40,6 +46,7 @@ class Cells:
         elif tokens:
             runs.append(_Run(tokens))
         self.used += tokens
+        self.peak = max(self.peak, self.used)
 
     def share(self, source: int, tokens: int, into: int) -> None:
         shared = self._split(source, tokens)
@@ -59,12 +66,13 @@ class Cells:
 
     def clear(self) -> None:
         self._runs.clear()
-        self.used = 0
+        self.used = self.peak = 0
 
     def _drop(self, run: _Run) -> None:
         run.holders -= 1
         if not run.holders:
             self.used -= run.tokens  # the only line that subtracts
+            self.peak = self.peak if self.used else 0
 
     def _split(self, slot: int, tokens: int) -> list[_Run]:
         """The runs that are exactly the first `tokens` of a sequence; one may have to be split."""

@@ -33,6 +33,7 @@ class Plan(Generic[Handle]):
     reused_tokens: int  # the last block is cut back to this
     matched_tokens: int  # equal tokens found, whether or not they may be reused
     diverged: bool  # what was found goes on differently from the request
+    is_cut: bool = False  # more could be reused, but is sooner computed
 
     @classmethod
     def nothing(cls) -> Plan[Handle]:

@@ -85,6 +85,7 @@ class Reason(StrEnum):
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # stored state was damaged and is computed again
     FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time: its state is computed again
+    COMPUTED_CHEAPER = "computed_cheaper"  # computing takes less time here than restoring
     EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses whole canonical steps only
     KV_BITS_CHANGED = "kv_bits_changed"  # the state that was named has cells of another precision
     CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes at checkpoints only

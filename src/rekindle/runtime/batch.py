@@ -14,6 +14,8 @@ LEAST_SLICE_TOKENS = 4  # on the slowest machines
 WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
+MOST_SLOWER = 1.5  # that replies on a GPU become while a prompt is read beside them
+FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 64  # of a slice beside them
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
 Batch = list[tuple[Turn, Work]]
@@ -25,12 +27,17 @@ class Batcher:
     def __init__(self, capabilities: Capabilities, parallel: int) -> None:
         self._step_tokens = capabilities.step_tokens
         self._whole_pictures = capabilities.whole_pictures
-        self._slice = SliceSize(capabilities.batch_tokens - parallel)
+        most = capabilities.batch_tokens - parallel
+        self._slice = SliceSize(most)
+        self._mixed = MixedSlice(most) if capabilities.device == "gpu" else None
 
     def learn(self, batch: Batch, took_s: float) -> int:
         """Learn from a step how large the next slices may be; how many rows it had."""
         rows = sum(len(work.tokens) for _, work in batch)
         self._slice.learn(rows, took_s)
+        if self._mixed:
+            replies = sum(len(work.tokens) == 1 for _, work in batch)
+            self._mixed.learn(replies, rows - replies, took_s)
         return rows
 
     def has_room(self, running: list[Turn]) -> bool:
@@ -86,11 +93,36 @@ class Batcher:
 
     def _slice_tokens(self, running: list[Turn]) -> int:
         decoding = any(turn.pending_tokens == 1 for turn in running)
+        if decoding and self._mixed:
+            return min(self._mixed.tokens, self._slice.tokens(SHARED_S))
         return self._slice.tokens(SHARED_S if decoding else ALONE_S)
 
 
 def _prefilling(running: list[Turn]) -> list[Turn]:
     return [turn for turn in running if turn.pending_tokens > 1 or turn.next_picture]
+
+
+class MixedSlice:
+    """How many prompt tokens a step may have beside replies on a GPU, found by trying: steps with
+    them take no more than so much longer than those without. Rows cost little there until they are
+    many, so that no straight line through the times of large slices says how many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tokens = float(min(FIRST_MIXED_TOKENS, most))
+        self._replies_s = 0.0  # that a step of replies alone takes
+
+    @property
+    def tokens(self) -> int:
+        return int(self._tokens)
+
+    def learn(self, replies: int, others: int, took_s: float) -> None:
+        if replies and not others:
+            self._replies_s += (took_s - self._replies_s) * (0.2 if self._replies_s else 1.0)
+        elif replies and self._replies_s and others > self._tokens / 2:
+            slower = took_s / self._replies_s
+            factor = 0.8 if slower > MOST_SLOWER else 1.1 if slower < 0.9 * MOST_SLOWER else 1.0
+            self._tokens = min(max(self._tokens * factor, LEAST_MIXED_TOKENS), self._most)
 
 
 class SliceSize:

@@ -12,6 +12,7 @@ from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.runtime.checkpoints import Checkpoints
+from rekindle.runtime.cost_gate import CostGate
 from rekindle.runtime.crossing import Crossing
 from rekindle.runtime.idle_pool import IdlePool
 from rekindle.runtime.idle_pools import IdlePools, RowsByType
@@ -25,6 +26,7 @@ from rekindle.runtime.turn import Offloaded, Turn
 DEVICE = "device"  # the tier that is the engine's own memory
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 STEP_BYTES = 64 << 20  # of state that a step moves beside replies: some hundredths of a second
+GPU_STEP_BYTES = 256 << 20  # as long, over a bus
 MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
 
 
@@ -56,8 +58,10 @@ class KvManager:
         self._planner = planner
         self._capabilities = engine.capabilities
         self.counts = Counts()
-        self.allowance = Allowance(self.counts, STEP_BYTES)
-        self._restorer = Restorer(engine, store, self.counts, self.allowance, now_s)
+        step_bytes = GPU_STEP_BYTES if self._capabilities.device == "gpu" else STEP_BYTES
+        self.allowance = Allowance(self.counts, step_bytes)
+        self.cost_gate = CostGate(store.tiers)
+        self._restorer = Restorer(engine, store, self.counts, self.allowance, self.cost_gate, now_s)
         self._offloader = Offloader(engine, store, self.counts)
         self._transcoder = Transcoder(engine, self.counts, self.allowance)
 
@@ -82,7 +86,8 @@ class KvManager:
         knows then which cells it begins in."""
         route = self._planner.route(turn, lambda space: self._live(space, running))
         turn.space, turn.cross_at = route.space, route.cross_at
-        return route.plan
+        may_cut = self._capabilities.can_truncate and not turn.request.exact
+        return self.cost_gate.apply(route.plan, may_cut=may_cut)
 
     def _live(self, space: KvSpace, running: list[Turn]) -> Iterator[Live[Sequence]]:
         shared = self._planner.shared_namespace

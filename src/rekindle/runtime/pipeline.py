@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from enum import Enum
 
-from rekindle.engine.base import Engine, Sampled
+from rekindle.engine.base import Engine, Sampled, Sequence
 from rekindle.errors import ContextTooLong
 from rekindle.kvcache.entries import Entry
+from rekindle.kvcache.plan import Plan
 from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.input_processor import InputProcessor
@@ -147,7 +148,7 @@ class Pipeline:
                 reuse=turn.request.reuse,
                 exact=turn.request.exact,
                 can_truncate=self._engine.capabilities.can_truncate,
-                problem=turn.lookup.problem or turn.problem or _precision_problem(turn, entry),
+                problem=_problem(turn, plan, entry),
                 named=named,
             )
         )
@@ -166,6 +167,11 @@ class Pipeline:
             diverged_at=named.diverged_at if named and status != "hit" else None,
             normalised=list(turn.encoded.normalised),
         )
+
+
+def _problem(turn: Turn, plan: Plan[Sequence], entry: Entry | None) -> Reason | None:
+    cut = Reason.COMPUTED_CHEAPER if plan.is_cut else None
+    return turn.lookup.problem or turn.problem or cut or _precision_problem(turn, entry)
 
 
 def _precision_problem(turn: Turn, entry: Entry | None) -> Reason | None:

@@ -16,6 +16,7 @@ from rekindle.kvcache.plan import Plan
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import Reason
+from rekindle.runtime.cost_gate import CostGate
 from rekindle.runtime.offload import Allowance, Counts
 from rekindle.runtime.restoration import Restoration
 
@@ -28,13 +29,20 @@ class Restorer:
     """Restores as much of a plan as can be; what cannot is computed."""
 
     def __init__(
-        self, engine: Engine, store: Store, counts: Counts, allowance: Allowance, now_s: NowS
+        self,
+        engine: Engine,
+        store: Store,
+        counts: Counts,
+        allowance: Allowance,
+        cost_gate: CostGate,
+        now_s: NowS,
     ) -> None:
         self._engine = engine
         self._store = store
         self._fetches = store.fetches
         self._counts = counts
         self._allowance = allowance
+        self._cost_gate = cost_gate
         self._now_s = now_s
         self._can_truncate = engine.capabilities.can_truncate
 
@@ -126,8 +134,11 @@ class Restorer:
     def _count(self, block: Block, restoration: Restoration) -> None:
         """A block is restored; a window whose last it was is not needed any more."""
         restoration.restored += 1
+        window, since_s = restoration.window_of(block), restoration.waits_since_s
+        if window is not None and since_s is not None:
+            took_s = self._now_s() - since_s
+            self._cost_gate.learn_reading(window.tier, window.size_bytes, took_s)
         restoration.waits_since_s = None
-        window = restoration.window_of(block)
         restoration.tiers.add(window.tier if window else self._store.tiers[0].name)
         if window is not None and block.key == next(reversed(window.blocks)):
             self._drop(window, restoration, restoration.problem)
@@ -151,6 +162,7 @@ class Restorer:
         if block.resumable and not resumable:
             layout = self._engine.capabilities.kv[sequence.kv_type]
             blob = memoryview(blob)[: layout.cells_bytes(len(block.tokens))]
+        started_s = self._now_s()
         try:
             self._engine.restore(sequence, blob, len(block.tokens), resumable=resumable)
         except PoolFull:
@@ -162,6 +174,7 @@ class Restorer:
             self._store.drop(block)  # or the next turn would break it again
             raise
         self._counts.restored_bytes += len(blob)
+        self._cost_gate.learn_restoring(len(blob), self._now_s() - started_s)
         return True
 
     def count_use(self, restoration: Restoration, write_back: WriteBack) -> None:

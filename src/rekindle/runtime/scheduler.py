@@ -240,6 +240,9 @@ class Scheduler:
         events: list[Event] = []
         ended = []
         self._kv.counts.computed_tokens += self._batcher.learn(batch, took_s)
+        if len(batch) == 1:
+            turn, work = batch[0]
+            self._kv.cost_gate.learn_computing(turn.held_tokens, len(work.tokens), took_s)
         self._kv.idle.count_rows(_shared_rows(batch))
         for (turn, work), sampled in zip(batch, results, strict=True):
             self._account(turn, work, took_s, events)

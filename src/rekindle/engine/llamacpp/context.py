@@ -137,6 +137,19 @@ class Context:
         self._library.llama_memory_clear(self._memory, False)
         self._positions.clear()
 
+    def rewind(self) -> None:
+        """Fill cells from the first one on again, none being in use: a step passes over all of them
+        up to the highest that is."""
+        self._library.llama_memory_clear(self._memory, False)
+
+    def compact(self, slot: int, one_token: Blob) -> None:
+        """Move the cells of the only slot that has any to the first ones."""
+        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, -1, -1)
+        kept = bytes(self._read(self.scratch, bindings.STATE_ON_DEVICE))
+        self.rewind()
+        self._write(slot, kept, bindings.STATE_ON_DEVICE)
+        self.drop_parked(self.scratch, one_token)
+
     def share(self, source: int, into: int, tokens: int) -> None:
         positions = self._positions_of(source)
         stop = positions.of(tokens)

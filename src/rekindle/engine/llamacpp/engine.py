@@ -7,7 +7,7 @@ have no company, so what it computes depends on its own tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
@@ -225,10 +225,7 @@ class LlamaCppEngine:
         for item in work:
             if not item.sequence.exact:
                 shared.setdefault(item.sequence.kv_type, []).append(item)
-        for kv_type, items in shared.items():
-            if sum(len(item.tokens) for item in items) > self._pools.free_tokens(kv_type):
-                # Checked here: llama.cpp sees no lack of cells in a recurrent memory.
-                raise PoolFull("no free cells for this step")
+        self._check_room(shared)
         calls = [
             (self._pools[kv_type].context, group)
             for kv_type, items in shared.items()
@@ -246,6 +243,14 @@ class LlamaCppEngine:
             if item.sequence.exact:
                 results.update(self._step_in(self._exact[item.sequence.slot], [item]))
         return [results[id(item)] for item in work]
+
+    def _check_room(self, shared: Mapping[KvType, Seq[Work]]) -> None:
+        """Checked here: llama.cpp sees no lack of cells in a recurrent memory."""
+        for kv_type, items in shared.items():
+            if sum(len(item.tokens) for item in items) > self._pools.free_tokens(kv_type):
+                raise PoolFull("no free cells for this step")
+        if shared and self.parking:
+            self.parking.compact()
 
     def _native_calls(self, work: Seq[Work]) -> Iterator[Seq[Work]]:
         """Text and pictures are computed in calls of their own."""

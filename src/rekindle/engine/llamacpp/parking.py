@@ -14,6 +14,7 @@ from rekindle.engine.base import Sequence
 from rekindle.engine.llamacpp.pools import Pool
 from rekindle.errors import PoolFull
 
+LOOSE, LEAST_LOOSE_TOKENS = 2, 4096  # cells below the highest one, for each that is in use
 SPARE_BYTES = 256 << 20  # of the device, that parking leaves for whatever the driver wants
 
 
@@ -52,9 +53,21 @@ class Parking:
         with self._guard():
             self._one_token = self._one_token or bytes(context.export(slot, 0, 1))
             self._kept[slot] = context.park(slot), sequence.length
-        self._pool.cells.close(slot)
+        self._pool.release_cells(slot)
         sequence.is_parked = True
         return True
+
+    def compact(self) -> None:
+        """Where many turns ran, and one is left high up in the pool, bring it down."""
+        cells = self._pool.cells
+        if cells.peak < LOOSE * cells.used + LEAST_LOOSE_TOKENS or not self._one_token:
+            return
+        holders = cells.holders
+        if len(holders) != 1 or self._free_bytes() < cells.used * self._token_bytes + SPARE_BYTES:
+            return
+        with self._guard():
+            self._pool.context.compact(holders[0], self._one_token)
+        cells.peak = cells.used
 
     def wake(self, sequence: Sequence) -> None:
         kept, tokens = self._fitting(sequence)

@@ -32,8 +32,14 @@ class Pool:
 
     def close_slot(self, slot: int) -> None:
         self.context.remove(slot)
-        self.cells.close(slot)
+        self.release_cells(slot)
         self._slots.append(slot)
+
+    def release_cells(self, slot: int) -> None:
+        """A slot's cells are empty now."""
+        self.cells.close(slot)
+        if not self.cells.used and not self.context.shape.recurrent:
+            self.context.rewind()
 
     def rebuild(self) -> None:
         """Throw everything away and start empty."""

@@ -21,6 +21,7 @@ from rekindle.engine.llamacpp.vision import Projector
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
+GPU_BLOCK_TOKENS = 1024  # a copy to or from the device takes its time to begin with
 PARKED_SEQUENCES = 64  # or outside it, on the same device
 PARK_FRACTION = 0.3  # of a GPU's free memory, unless told otherwise
 SPARE_CELLS = 1  # with which parking gives memory back
@@ -54,7 +55,7 @@ def choose_sizes(
     slots_bytes = state.checkpoint * (sequences + 1)  # taken however many cells there are
     affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
     context_tokens, cells = _cells(model, options, affordable)
-    step_tokens = 512 if model.on_gpu else 64
+    step_tokens = GPU_BLOCK_TOKENS if model.on_gpu else 64
     whole = projector.most_vectors if projector and projector.is_whole else 0
     batch = max(2048 if model.on_gpu else 512, whole) + options.parallel
     exact_batch = max(step_tokens, whole)
@@ -95,7 +96,7 @@ def _sequences(model: LlamaModel, parallel: int, *, parks: bool) -> int:
 def _block_tokens(model: LlamaModel) -> int:
     """A power of two, and no more than a sliding window: llama.cpp leaves out of a state what
     lies behind the window of its last token."""
-    usual = 256 if model.on_gpu else 64
+    usual = GPU_BLOCK_TOKENS if model.on_gpu else 64
     window = model.window_tokens
     return min(usual, 1 << (window.bit_length() - 1)) if window else usual
 

@@ -1,0 +1,57 @@
+"""Cells of a pool from which many turns have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp import parking
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from tests.contract.actions import PROMPT, cold, decode, prefill
+from tests.support.tiny import write_llama
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaCppEngine]:
+    monkeypatch.setattr(parking, "LEAST_LOOSE_TOKENS", 0)
+    path = write_llama(tmp_path / "model.gguf")
+    engine = LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, park_fraction=0.01))
+    yield engine
+    engine.close()
+
+
+def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaCppEngine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    assert engine.parking
+    others = [engine.open(exact=False) for _ in range(4)]
+    for other in others:
+        prefill(engine, other, PROMPT[::-1])
+    assert engine.parking.park(others[0])  # what is parked stays parked
+    last = engine.open(exact=False)
+    first = prefill(engine, last, PROMPT)
+    for other in others[1:]:
+        engine.close_sequence(other)
+    cells = engine._pools.usual.cells
+    assert cells.peak > 3 * cells.used
+    said = decode(engine, last, first, 1)
+    assert cells.peak == cells.used
+    assert [first, *decode(engine, last, said[-1], 11)] == expected
+    engine.parking.wake(others[0])
+    assert others[0].length == len(PROMPT)
+
+
+def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> None:
+    expected = cold(engine, PROMPT, exact=False)
+    assert engine.parking
+    low, one, two = (engine.open(exact=False) for _ in range(3))
+    prefill(engine, low, [*PROMPT, *PROMPT, *PROMPT, *PROMPT])
+    first = prefill(engine, one, PROMPT)
+    engine.share(one, len(PROMPT), two)
+    engine.close_sequence(low)
+    peak = engine._pools.usual.cells.peak
+    assert decode(engine, two, first, 12) == expected
+    assert engine._pools.usual.cells.peak == peak
+    assert decode(engine, one, first, 12) == expected
