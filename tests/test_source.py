@@ -49,6 +49,7 @@ CROSS_CUTTING = {
     "api/anthropic/test_client.py",
     "api/openai/test_client.py",
     "api/openai/test_tool_client.py",
+    "api/responses/test_client.py",
     "chat/tools/test_fuzz.py",
     "chat/tools/test_slips.py",
     "chat/tools/test_transcripts.py",

@@ -29,6 +29,10 @@ from rekindle.api.ollama.errors import OLLAMA_ERRORS, speaks_ollama
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.api.props import routes as props
 from rekindle.api.rerank import routes as rerank
+from rekindle.api.responses import retrieval as stored_responses
+from rekindle.api.responses import routes as responses
+from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
+from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
@@ -59,6 +63,8 @@ ENDPOINTS = (
     completions,
     embeddings,
     rerank,
+    responses,
+    stored_responses,
     messages,
     anthropic_models,
     ollama,
@@ -96,6 +102,7 @@ def build_app(
                         VALIDATORS: validators,
                         MEDIA: media,
                         files.TRANSFERS: files.Transfers(),
+                        OPEN_RESPONSES: OpenResponses(),
                     }
             finally:
                 await media.close()
@@ -138,6 +145,8 @@ def _versioned() -> set[str]:
 def _error_format(path: str, headers: Headers) -> ErrorFormat:
     if speaks_anthropic(path, headers):
         return ANTHROPIC_ERRORS
+    if speaks_responses(path):
+        return RESPONSES_ERRORS
     return OLLAMA_ERRORS if speaks_ollama(path) else OPENAI_ERRORS
 
 

@@ -34,7 +34,15 @@ async def beside_loop(
     request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Work whose time grows with the request's body: in a thread if that is large."""
-    if len(await request.body()) <= LARGE_BODY_BYTES:
+    size_bytes = len(await request.body())
+    return await beside_loop_if_large(request, size_bytes, work, *args, **kwargs)
+
+
+async def beside_loop_if_large(
+    request: Request, size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Work whose time grows with so many bytes."""
+    if size_bytes <= LARGE_BODY_BYTES:
         return work(*args, **kwargs)
     validators: ThreadPoolExecutor = getattr(request.state, VALIDATORS)
     loop = asyncio.get_running_loop()

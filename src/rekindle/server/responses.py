@@ -146,47 +146,50 @@ class EventStream(Response):
         chunks: AsyncGenerator[bytes, None],
         close: Callable[[], None],
         headers: Mapping[str, str] | None = None,
+        error_event: Callable[[ServerError], bytes] | None = None,
     ) -> None:
+        """`error_event`: how an error ends it, where that depends on what was sent before."""
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._close = close
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        errors = error_format(scope)
-        sending = asyncio.create_task(self._send(send, errors))
+        error_event = self._error_event or error_format(scope).event
+        sending = asyncio.create_task(self._send(send, error_event))
         disconnect = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the server stops, and the time to drain is over
             await _cancel(sending)
             stopping = Unavailable("the server is stopping; send the request again")
-            await _send_error(send, errors, stopping)
+            await _send_last(send, error_event(stopping))
         finally:
             await _cancel(sending, disconnect)
             await self._chunks.aclose()
             self._close()  # not in the generator: it may never have been started
 
-    async def _send(self, send: Send, errors: ErrorFormat) -> None:
+    async def _send(self, send: Send, error_event: Callable[[ServerError], bytes]) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **headers})
         try:
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ServerError as error:
-            await _send_error(send, errors, error)
+            await _send_last(send, error_event(error))
         except Exception:
             log.exception("unexpected error in a stream")
             failure = ServerError("an unexpected error ended this stream")
-            await _send_error(send, errors, failure)
+            await _send_last(send, error_event(failure))
         else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await _send_last(send, b"")
 
 
-async def _send_error(send: Send, errors: ErrorFormat, error: ServerError) -> None:
+async def _send_last(send: Send, body: bytes) -> None:
     """Once bytes were sent, an error is an event that ends the stream."""
-    await send({"type": "http.response.body", "body": errors.event(error), "more_body": False})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:

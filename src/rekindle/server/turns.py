@@ -89,6 +89,11 @@ class Turns:
         for turn in self._turns:
             self._runtime.cancel(turn)
 
+    def give_up(self) -> None:
+        """Cancel them on behalf of another request; whoever waits for an event learns it."""
+        self.close()
+        self._merged.put_nowait((0, Cancelled(self._turns[0])))
+
     def _on_event(self, first: int, choice: int, event: Event) -> None:
         self._prefill_log.record(event)  # not in `next`: a slow client delays that
         self._merged.put_nowait((first + choice, event))

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from msgspec import structs
 
+from rekindle.api.allowance import TextAllowance
 from rekindle.api.anthropic import answer
-from rekindle.api.anthropic.allowance import TextAllowance
-from rekindle.api.anthropic.signature import signed_text
+from rekindle.api.signature import signed_text
 from rekindle.protocol.events import CacheReport, Finished, Reason, Started
 from tests.api.anthropic.asking import HELLO, PATH, ask, error, requested, streamed, whole
 from tests.api.anthropic.stream_grammar import events_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from rekindle.api.anthropic.signature import seal, sign
+from rekindle.api.signature import seal, sign
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Part,

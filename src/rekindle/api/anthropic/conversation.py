@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rekindle.api.anthropic.allowance import TextAllowance
+from rekindle.api.allowance import TextAllowance
 from rekindle.api.anthropic.blocks import (
     DocumentBlock,
     ImageBlock,
@@ -26,10 +26,10 @@ from rekindle.api.anthropic.blocks import (
     as_blocks,
 )
 from rekindle.api.anthropic.schema import InputMessage, PromptFields
-from rekindle.api.anthropic.signature import signed_text
 from rekindle.api.anthropic.tools import Toolbox
 from rekindle.api.media_parts import ImagePart
 from rekindle.api.message import CalledFunction, Message, TextPart, ToolCall
+from rekindle.api.signature import signed_text
 from rekindle.errors import BadRequest
 
 SEPARATOR = "\n"  # between blocks of text

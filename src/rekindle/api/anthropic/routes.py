@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +13,7 @@ from rekindle.api.anthropic.message_id import new_message_id
 from rekindle.api.anthropic.requests import Conversation, generate_request, token_question
 from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.api.illustration import illustrate
+from rekindle.api.notes import IGNORED_TOOLS, notes
 from rekindle.protocol.tokenisation import Tokenized
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
@@ -23,10 +22,7 @@ from rekindle.server.models import ModelNumber, ServedModels, models_of
 from rekindle.server.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.server.runtime_client import RuntimeClient
 
-IGNORED_TOOLS = "x-ignored-tools"  # in the answer: names of tools that there are none of here
 OTHER_MODELS = "claude-"  # as the names begin that clients have built in
-MOST_IGNORED = 16  # that are named
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 ERRORS = documented(400, model=AnthropicErrorBody)
 
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
@@ -53,14 +49,13 @@ async def create_message(
         caller_of(request).salt,
         message_id,
     )
-    ignored = conversation.toolbox.ignored
     answer = Answer(
         runtime,
         asked,
         body,
         message_id,
         lifetime=lifetime_of(body),
-        headers={IGNORED_TOOLS: _header(ignored)} if ignored else {},
+        headers=notes({IGNORED_TOOLS: conversation.toolbox.ignored}),
     )
     return await answer.respond(request)
 
@@ -87,8 +82,3 @@ def _runtime(models: ServedModels, model: str | None, number: str | None) -> Run
     is_built_in = model is not None and model.startswith(OTHER_MODELS)
     served = {runtime.name for runtime in models.all}
     return models.runtime(None if is_built_in and model not in served else model, number)
-
-
-def _header(names: list[str]) -> str:
-    """Some of the names, without what a header cannot hold."""
-    return ", ".join(_UNSAFE.sub("?", name) for name in names[:MOST_IGNORED])

@@ -193,8 +193,3 @@ class Answer:
 
     def _finished(self) -> list[Finished]:
         return [choice.finished for choice in self._choices if choice.finished]
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI sends this number instead."""
-    return max(logprob, -9999.0)

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.illustration import illustrate
-from rekindle.api.openai.answer import Answer, Choice, finite
+from rekindle.api.logprobs import token_logprobs
+from rekindle.api.openai.answer import Answer, Choice
 from rekindle.api.openai.requests import chat_requests
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.protocol.events import (
@@ -95,21 +96,4 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_token(token.piece, token.logprob),
-                "top_logprobs": [_token(piece, logprob) for piece, logprob in token.top],
-            }
-            for token in logprobs
-        ],
-        "refusal": None,
-    }
-
-
-def _token(piece: bytes, logprob: float) -> dict[str, Any]:
-    return {
-        "token": piece.decode(errors="replace"),
-        "logprob": finite(logprob),
-        "bytes": list(piece),
-    }
+    return {"content": token_logprobs(logprobs), "refusal": None}

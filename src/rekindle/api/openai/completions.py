@@ -10,7 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.openai.answer import Answer, Choice, finite
+from rekindle.api.logprobs import finite
+from rekindle.api.openai.answer import Answer, Choice
 from rekindle.api.openai.requests import completion_requests
 from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported

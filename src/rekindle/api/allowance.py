@@ -10,7 +10,9 @@ class TextAllowance:
     """Of one request: a few bytes of it may stand for much, as those of a reference to a tool and
     of a packed text do."""
 
-    def __init__(self, characters: int = MOST_CHARACTERS) -> None:
+    def __init__(self, characters: int = MOST_CHARACTERS, *, param: str = "messages") -> None:
+        """`param`: the request's field that has the messages."""
+        self._param = param
         self._left = characters
 
     def take(self, text: str) -> str:
@@ -22,7 +24,7 @@ class TextAllowance:
         self._left -= characters
         if self._left < 0:
             raise BadRequest(
-                f"`messages` may become at most {MOST_CHARACTERS} characters of text, with the "
-                "tools they refer to and the thinking in their signatures: send fewer.",
-                param="messages",
+                f"`{self._param}` may become at most {MOST_CHARACTERS} characters of text, with "
+                "the tools that are referred to and the reasoning that is packed in it: send less.",
+                param=self._param,
             )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.api.anthropic.allowance import TextAllowance
-from rekindle.api.anthropic.signature import PIECE_BYTES, seal, sign, signed_text
+from rekindle.api.allowance import TextAllowance
+from rekindle.api.signature import PIECE_BYTES, seal, sign, signed_text
 from rekindle.errors import BadRequest
 
 

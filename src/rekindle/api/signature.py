@@ -1,9 +1,9 @@
-"""Signatures of thinking blocks: they say that a text is what a model here wrote, unchanged.
+"""Signatures of reasoning: they say that a text is what a model here wrote, unchanged.
 
 Nothing is trusted because of one: a client may send any reasoning through chat completions. What
-they are good for is to tell our blocks from those of another provider, whose reasoning would be
-strange to this model. A block whose text is not shown to the client has it in its signature, so
-that it comes back with the conversation, whatever became of the server meanwhile.
+they are good for is to tell our reasoning from that of another provider, which would be strange to
+this model. A text that is not shown to the client is in its signature, so that it comes back with
+the conversation, whatever became of the server meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 
 from blake3 import blake3
 
-from rekindle.api.anthropic.allowance import TextAllowance
+from rekindle.api.allowance import TextAllowance
 
 PREFIX = "rk1"
 DIGEST_BYTES = 16

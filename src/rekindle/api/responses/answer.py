@@ -1,0 +1,239 @@
+"""Events of a turn as one response, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from itertools import count
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.responses.diagnostics import diagnostics
+from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
+from rekindle.api.responses.output import ReplyItems
+from rekindle.api.responses.response import ResponseObject
+from rekindle.api.responses.schema import ResponsesRequest
+from rekindle.api.responses.usage import usage
+from rekindle.api.x_cache import log_line, x_cache
+from rekindle.errors import BadRequest, ContextTooLong, ServerError, Unavailable
+from rekindle.protocol.events import Delta, Event, Finished
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.server.middleware import received_s
+from rekindle.server.responses import EventStream, JsonResponse, sse_comment, sse_event
+from rekindle.server.runtime_client import RuntimeClient
+from rekindle.server.turns import Turns, while_connected
+
+log = logging.getLogger("rekindle.turn")
+
+PING_S = 10.0  # of silence
+PING = sse_comment("ping")
+#: Keeps a response that has ended; whether it could.
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]
+
+
+class Answer:
+    """The answer to one HTTP request."""
+
+    def __init__(
+        self,
+        runtime: RuntimeClient,
+        request: GenerateRequest,
+        body: ResponsesRequest,
+        response: ResponseObject,
+        items: ReplyItems,
+        keep: Keep,
+        *,
+        other_model: bool = False,
+        headers: dict[str, str],
+    ) -> None:
+        """`other_model`: the response to compare with is another model's."""
+        self._runtime = runtime
+        self._request = request
+        self._body = body
+        self._response = response
+        self._items = items
+        self._keep = keep
+        self._other_model = other_model
+        self._headers = headers
+        self._numbers = count()
+        self._has_output = False
+        self._turns: Turns | None = None
+        self._is_over = False
+        self._cancelled: dict[str, Any] | None = None  # the response, ended by another request
+        self._last_events: list[dict[str, Any]] = []  # of its stream
+
+    async def respond(self, http: Request) -> Response:
+        """Whole, or streamed."""
+        tenant, key = self._request.salt, self._response.id
+        being_computed: OpenResponses = getattr(http.state, OPEN_RESPONSES)
+        self._turns = turns = Turns(self._runtime, [self._request], received_s(http))
+
+        def close() -> None:
+            turns.close()
+            being_computed.drop(tenant, key)
+
+        being_computed.add(tenant, key, self)
+        try:
+            if self._body.stream:
+                return await self._streamed(http, turns, close)
+            response = await while_connected(http, self._collect(turns))
+        except BaseException:
+            close()
+            raise
+        close()
+        return JsonResponse(response, headers=self._headers)
+
+    async def cancel(self) -> dict[str, Any]:
+        if self._is_over:
+            raise BadRequest("The response has just ended.", param="response_id")
+        if self._cancelled is None:
+            assert self._turns is not None
+            self._last_events = self._items.close("incomplete")
+            self._cancelled = self._response.ended("cancelled", self._items.items)
+            self._turns.give_up()
+            await self._store(self._cancelled)
+        return self._cancelled
+
+    # -- whole ---------------------------------------------------------------------------------
+
+    async def _collect(self, turns: Turns) -> dict[str, Any]:
+        while True:
+            event = await self._next(turns)
+            match event:
+                case None:
+                    return await self.cancel()
+                case Delta(_, part):
+                    self._items.add(part)
+                case Finished():
+                    self._items.close(_status(event))
+                    return await self._ended(event)
+
+    # -- streamed ------------------------------------------------------------------------------
+
+    async def _streamed(self, http: Request, turns: Turns, close: Callable[[], None]) -> Response:
+        try:
+            begun = await while_connected(http, self._begun(turns))
+            chunks = self._stream(turns, begun)
+        except ServerError as error:
+            if error.code != ContextTooLong.code:
+                raise
+            # Clients look for this one in the stream, and make their conversation shorter.
+            chunks = self._refused(error)
+        return EventStream(chunks, close, self._headers, self._failed)
+
+    async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
+        """The first events: until then a failure can still be a status. A turn that has to wait for
+        its place does not keep its client waiting for a sign."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PING_S):
+                return await turns.begun()
+        return []
+
+    async def _refused(self, error: ServerError) -> AsyncGenerator[bytes, None]:
+        for chunk in self._beginning():
+            yield chunk
+        yield self._failed(error)
+
+    async def _stream(
+        self, turns: Turns, begun: list[tuple[int, Event]]
+    ) -> AsyncGenerator[bytes, None]:
+        for chunk in self._beginning():
+            yield chunk
+        for _, event in begun:
+            async for chunk in self._chunks(event):
+                yield chunk
+        loop = asyncio.get_running_loop()
+        silent_until = loop.time() + PING_S
+        while turns.open:
+            try:
+                async with asyncio.timeout_at(silent_until):
+                    following = await self._next(turns)
+            except TimeoutError:
+                yield self._sign_of_life()
+                silent_until = loop.time() + PING_S
+                continue
+            if following is None:
+                break
+            async for chunk in self._chunks(following):
+                yield chunk
+                silent_until = loop.time() + PING_S
+        if self._cancelled is not None:
+            for each in self._last_events:
+                yield self._numbered(each)
+            yield self._lifecycle("incomplete", self._cancelled)
+
+    async def _chunks(self, event: Event) -> AsyncGenerator[bytes, None]:
+        match event:
+            case Delta(_, part):
+                self._has_output = True
+                for each in self._items.add(part):
+                    yield self._numbered(each)
+            case Finished():
+                for each in self._items.close(_status(event)):
+                    yield self._numbered(each)
+                response = await self._ended(event)
+                yield self._lifecycle(response["status"], response)
+
+    def _beginning(self) -> list[bytes]:
+        response = self._response.begun()
+        return [self._lifecycle(state, response) for state in ("created", "in_progress")]
+
+    def _sign_of_life(self) -> bytes:
+        """While a long prompt is read, an event: some clients give up without any."""
+        return PING if self._has_output else self._lifecycle("in_progress", self._response.begun())
+
+    def _failed(self, error: ServerError) -> bytes:
+        """How an error ends the stream."""
+        return self._lifecycle("failed", self._response.failed(error, self._items.so_far))
+
+    def _lifecycle(self, state: str, response: dict[str, Any]) -> bytes:
+        return self._numbered({"type": f"response.{state}", "response": response})
+
+    def _numbered(self, event: dict[str, Any]) -> bytes:
+        return sse_event(event["type"], {**event, "sequence_number": next(self._numbers)})
+
+    # -- both ----------------------------------------------------------------------------------
+
+    async def _next(self, turns: Turns) -> Event | None:
+        """None: another request has cancelled it."""
+        try:
+            _, event = await turns.next()
+        except Unavailable:
+            if self._cancelled is None:
+                raise
+            return None
+        return None if self._cancelled is not None else event
+
+    async def _ended(self, finished: Finished) -> dict[str, Any]:
+        """The response as it is shown, and kept if it is to be."""
+        self._is_over = True
+        log.info("%s", log_line(finished))
+        options = self._body.prompt_cache_options
+        fields: dict[str, Any] = {
+            "usage": usage(finished, options.ttl if options else None),
+            "x_cache": x_cache([finished]),
+        }
+        if options is not None and options.comparison_response_id is not None:
+            fields["prompt_cache_diagnostics"] = diagnostics(
+                finished.prompt_tokens, finished.cache, other_model=self._other_model
+            )
+        response = self._response.ended(_status(finished), self._items.items, **fields)
+        await self._store(response)
+        return response
+
+    async def _store(self, response: dict[str, Any]) -> None:
+        """A response that cannot be kept is an answer nevertheless, and says so."""
+        try:
+            kept = await self._keep(response)
+        except ServerError as error:
+            log.warning("a response was not stored: %s", error)
+            kept = False
+        response["store"] = kept
+
+
+def _status(finished: Finished) -> str:
+    return "incomplete" if finished.reason == "length" else "completed"

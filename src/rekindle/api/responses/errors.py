@@ -1,0 +1,66 @@
+"""Errors of the Responses API: OpenAI's shape, and in a stream an event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rekindle.errors import NotFound, ServerError
+from rekindle.server.responses import ErrorFormat, sse_event
+
+ROOTS = ("/v1/responses", "/v1/conversations")
+#: What a runtime calls a field, by its name here.
+FIELDS = {"messages": "input", "response_format": "text"}
+
+
+class ResponseNotFound(NotFound):
+    code = "response_not_found"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"No response {key[:128]!r} is stored here: it was not to be stored, was deleted, or "
+            "was not used for a long time.",
+            param="response_id",
+        )
+
+
+class PreviousResponseNotFound(NotFound):
+    code = "previous_response_not_found"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"No response {key[:128]!r} is stored here: it was not to be stored, was deleted, or "
+            "was not used for a long time. Send the whole conversation as `input`, without "
+            "`previous_response_id`.",
+            param="previous_response_id",
+        )
+
+
+class ConversationNotFound(NotFound):
+    code = "conversation_not_found"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"There is no conversation {key[:128]!r}: make one with POST /v1/conversations, or "
+            "send its items as `input`.",
+            param="conversation",
+        )
+
+
+def speaks_responses(path: str) -> bool:
+    """Whether a request is in this dialect."""
+    return any(path == root or path.startswith(f"{root}/") for root in ROOTS)
+
+
+def _body(error: ServerError) -> Mapping[str, Any]:
+    fields = error.body()["error"]
+    return {"error": {**fields, "param": FIELDS.get(error.param or "", error.param)}}
+
+
+def _event(error: ServerError) -> bytes:
+    """Of a stream that has not begun."""
+    told = {**_body(error)["error"], "type": "error", "sequence_number": 0}
+    return sse_event("error", told)
+
+
+RESPONSES_ERRORS = ErrorFormat(body=_body, event=_event)

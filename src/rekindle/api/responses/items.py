@@ -1,0 +1,179 @@
+"""Items: what a conversation of the Responses API consists of, as clients send and get them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+
+from rekindle.api.fields import MOST_ID_CHARACTERS, bounded_text
+from rekindle.api.responses.content import Content, Parts
+
+MOST_ITEMS = 20_000
+MOST_PARTS = 20_000  # of content, in all items together
+ID_BYTES = 16
+#: How ids of items begin, by their type.
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+#: Items that tools of OpenAI's own leave behind.
+OF_SERVER = (
+    *("compaction", "compaction_trigger", "additional_tools", "tool_search_output"),
+    *("configuration_update", "program", "program_output"),
+)
+
+ItemId = Annotated[str, Field(max_length=MOST_ID_CHARACTERS)]
+
+
+class Item(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: ItemId | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item):
+    """`type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: str | None = Field(None, max_length=64)
+
+
+class FunctionCall(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str = "{}"
+
+
+class CustomToolCall(Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str = ""
+
+
+class CallOutput(Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+class ReasoningItem(Item):
+    """What a model here wrote for itself, shown or packed; of other providers, nothing is read."""
+
+    type: Literal["reasoning"]
+    summary: Parts = []
+    content: Parts | None = None
+    encrypted_content: str | None = None
+
+
+class ItemReference(BaseModel):
+    """Stands for an item that is stored here."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["item_reference"]
+    id: ItemId
+
+
+class UnservedItem(BaseModel):
+    """Left out of the prompt."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: str
+
+
+def is_of_server(kind: str) -> bool:
+    """Whether items of this type are those of a tool that there is none of here."""
+    is_call = kind.endswith(("_call", "_call_output")) or kind.startswith("mcp_")
+    return (is_call or kind in OF_SERVER) and kind not in PREFIXES
+
+
+def _kind(item: Any) -> str | None:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None:
+        return "message"
+    if not isinstance(kind, str):
+        return None
+    return (
+        "unserved" if is_of_server(kind) else kind.replace("custom_tool_call_o", "function_call_o")
+    )
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[CustomToolCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[UnservedItem, Tag("unserved")],
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message=(
+            "takes items of the types message, reasoning, function_call, function_call_output, "
+            "custom_tool_call, custom_tool_call_output and item_reference"
+        ),
+    ),
+]
+
+
+def bounded(items: Any) -> Any:
+    """Counted before the items themselves are checked, which takes its time for each."""
+    if not isinstance(items, list):
+        return items
+    if len(items) > MOST_ITEMS:
+        raise ValueError(f"takes at most {MOST_ITEMS} items")
+    fields = [value for item in items if isinstance(item, dict) for value in item.values()]
+    parts = [part for value in fields if isinstance(value, list) for part in value]
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"may have at most {MOST_PARTS} content parts, not {len(parts)}")
+    texts = [*fields, *(part.get("text") for part in parts if isinstance(part, dict))]
+    bounded_text(texts)
+    return items
+
+
+InputItems = Annotated[list[InputItem], Field(fail_fast=True), BeforeValidator(bounded)]
+stored_items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+
+
+def identified(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The items as they are stored and shown, each with an id."""
+    return [_identified(item) for item in items]
+
+
+def _identified(item: Item) -> dict[str, Any]:
+    fields = item.model_dump(exclude_none=True)
+    kind = fields["type"]
+    if "id" not in fields:
+        fields["id"] = f"{PREFIXES[kind]}_{secrets.token_hex(ID_BYTES)}"
+    if kind == "message":
+        fields["content"] = _parts(fields["role"], fields["content"])
+    return {**fields, "status": fields.get("status", "completed")}
+
+
+def _parts(role: str, content: Any) -> Any:
+    """Content as a list, which is how the API shows it."""
+    if not isinstance(content, str):
+        return [_shown(part) for part in content]
+    if role == "assistant":
+        return [_shown({"type": "output_text", "text": content})]
+    return [{"type": "input_text", "text": content}]
+
+
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    return {**part, "annotations": []} if part["type"] == "output_text" else part

@@ -1,0 +1,204 @@
+"""From a request of the Responses API to the turn that a runtime computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rekindle.api.illustration import Illustrated
+from rekindle.api.message import Message, rendered
+from rekindle.api.responses.content import is_marked
+from rekindle.api.responses.conversation import messages_of
+from rekindle.api.responses.items import (
+    MOST_ITEMS,
+    CallOutput,
+    ItemReference,
+    MessageItem,
+    UnservedItem,
+    identified,
+)
+from rekindle.api.responses.schema import PromptFields, ResponsesRequest
+from rekindle.api.responses.stored import Lines, as_lines, parsed
+from rekindle.api.responses.tool_choice import forces_call, shown_tools, tool_use
+from rekindle.api.responses.tools import Toolbox
+from rekindle.api.responses.usage import LIFETIMES_S
+from rekindle.config import Config
+from rekindle.errors import BadRequest
+from rekindle.protocol.requests import GenerateRequest, Names, Prepare, SamplingParams
+from rekindle.protocol.tokenisation import Tokenize
+
+DAY_S = 86_400.0
+KEPT_S = 30 * DAY_S  # a stored response that nobody asks for
+#: Degrees of effort that templates do not know, by the nearest that they do.
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """All that came before, and what the request adds to it."""
+
+    messages: list[Message]
+    toolbox: Toolbox
+    lines: Lines  # items of all of it, as they are stored
+    own_lines: Lines  # of those, what the request adds
+    ignored_items: list[str]  # types of what was left out
+    is_marked: bool  # whether the request has a breakpoint
+
+    @classmethod
+    def of(
+        cls, body: PromptFields, history: Lines = (), references: Mapping[str, Any] | None = None
+    ) -> Conversation:
+        """`references`: items that references of the request stand for, by their ids."""
+        toolbox, sent = Toolbox.of(body.tools), _sent(body, is_first=not history)
+        own = [_resolved(item, references or {}) for item in sent]
+        ignored = [item.type for item in own if isinstance(item, UnservedItem)]
+        own = [item for item in own if not isinstance(item, UnservedItem)]
+        if len(history) + len(own) > MOST_ITEMS:
+            raise BadRequest(
+                f"The conversation has more than {MOST_ITEMS} items: begin another one.",
+                param="input",
+            )
+        messages = messages_of(body.instructions, [*parsed(history), *own], toolbox)
+        own_lines = as_lines(identified(own))
+        return cls(messages, toolbox, (*history, *own_lines), own_lines, ignored, _marked(own))
+
+    def shown(self, body: PromptFields, illustrated: Illustrated | None) -> dict[str, Any]:
+        """The fields of a request to the runtime; `illustrated`: with its pictures."""
+        return {
+            "messages": illustrated.messages if illustrated else rendered(self.messages),
+            "pictures": illustrated.pictures if illustrated else [],
+            "tools": shown_tools(body.tool_choice, self.toolbox) or None,
+        }
+
+
+def _sent(body: PromptFields, *, is_first: bool) -> list[Any]:
+    """The request's own items; an empty input is a message, where there is nothing else."""
+    if isinstance(body.input, list):
+        return body.input
+    if not body.input and not is_first:
+        return []
+    return [MessageItem.model_construct(type="message", role="user", content=body.input or "")]
+
+
+def _resolved(item: Any, references: Mapping[str, Any]) -> Any:
+    if not isinstance(item, ItemReference):
+        return item
+    found = references.get(item.id)
+    if found is None:
+        raise BadRequest(
+            f"No item {item.id[:128]!r} is stored here: send the item itself instead of a "
+            "reference to it.",
+            param="input",
+        )
+    return found
+
+
+def _marked(items: Sequence[Any]) -> bool:
+    contents = (
+        item.content if isinstance(item, MessageItem) else item.output
+        for item in items
+        if isinstance(item, MessageItem | CallOutput)
+    )
+    return any(map(is_marked, contents))
+
+
+def generate_request(
+    body: ResponsesRequest,
+    conversation: Conversation,
+    illustrated: Illustrated | None,
+    config: Config,
+    salt: bytes,
+    names: Names,
+) -> GenerateRequest:
+    structure, toolbox = body.structure, conversation.toolbox
+    if structure and forces_call(body.tool_choice, toolbox):
+        raise BadRequest(
+            f"`{structure.param}` says what the text has to be, and `tool_choice` asks for a call "
+            "and no text: leave one of them out.",
+            param="text",
+        )
+    reuse = config.context_cache and _uses_cache(body, conversation)
+    return GenerateRequest(
+        turn=0,
+        **conversation.shown(body, illustrated),
+        template_kwargs=_template_kwargs(body),
+        normalise=_or(body.normalise, config.normalise),
+        tool_use=tool_use(
+            body.tool_choice, toolbox, parallel=body.parallel_tool_calls is not False
+        ),
+        structured_output=structure,
+        prepare=Prepare(ttl_s=names.ttl_s) if body.prewarms else None,
+        sampling=_sampling(body, config),
+        max_tokens=_or(body.max_output_tokens, config.max_tokens),
+        reuse=reuse,
+        names=names if reuse else None,
+        exact=_or(body.cache_exact, config.exact),
+        kv_bits=config.kv_bits,
+        kv_quantization_start=config.kv_quantization_start,
+        salt=salt,
+        progress=bool(body.stream),
+    )
+
+
+def token_question(
+    body: PromptFields, conversation: Conversation, illustrated: Illustrated | None, config: Config
+) -> Tokenize:
+    """How many tokens the prompt of such a turn has."""
+    return Tokenize(
+        **conversation.shown(body, illustrated),
+        template_kwargs=_template_kwargs(body),
+        normalise=_or(body.normalise, config.normalise),
+        with_tokens=False,
+    )
+
+
+def names_of(body: ResponsesRequest, key: str, previous: str | None) -> Names:
+    """What the turn's state is called; `previous`: the key of the entry that it goes on from."""
+    options = body.prompt_cache_options
+    compared = options.comparison_response_id if options else None
+    lifetime = options.ttl if options else None
+    day_s = DAY_S if body.prompt_cache_retention == "24h" else None
+    pin_s = LIFETIMES_S[lifetime] if lifetime else None
+    prewarmed_s = pin_s or LIFETIMES_S["30m"]
+    return Names(
+        cache_key=compared or previous,
+        entry_key=key if body.is_stored else None,
+        session_id=body.session_id or body.conversation_id,
+        prompt_cache_key=body.prompt_cache_key,
+        ttl_s=KEPT_S if body.is_stored else prewarmed_s if body.prewarms else day_s,
+        in_memory=body.prompt_cache_retention in ("in_memory", "in-memory"),
+        pin_s=pin_s,
+    )
+
+
+def _uses_cache(body: ResponsesRequest, conversation: Conversation) -> bool:
+    """`explicit` is documented so: without a breakpoint, nothing is reused and nothing kept."""
+    options = body.prompt_cache_options
+    is_explicit = options is not None and options.mode == "explicit"
+    return body.use_kv_cache is not False and (conversation.is_marked or not is_explicit)
+
+
+def _template_kwargs(body: PromptFields) -> dict[str, Any]:
+    """Nothing is said where a client says nothing: then the prompt is that of other dialects."""
+    effort = body.reasoning.effort if body.reasoning else None
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": EFFORTS.get(effort, effort)}
+
+
+def _sampling(body: ResponsesRequest, config: Config) -> SamplingParams:
+    return SamplingParams(
+        temperature=_or(body.temperature, config.temperature),
+        top_p=_or(body.top_p, config.top_p),
+        repetition_penalty=config.repetition_penalty,
+        repetition_context_size=config.repetition_context_size,
+        seed=body.seed,
+        top_logprobs=body.logprobs,
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

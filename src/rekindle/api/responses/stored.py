@@ -1,0 +1,98 @@
+"""Documents: responses and conversations, as they are stored with a model's runtime.
+
+A line for each item, then one for the object itself. So the document of a conversation's next turn
+begins with the one before it, and on disk they share what they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from rekindle.api.responses.items import stored_items
+from rekindle.errors import CacheKeyNotFound, NotFound, ServerError
+from rekindle.protocol.admin import (
+    DeleteEntry,
+    Document,
+    DocumentStored,
+    GetDocument,
+    Removed,
+    StoreDocument,
+)
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.models import models_of
+from rekindle.server.runtime_client import RuntimeClient
+
+Lines = tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A document, and where it is."""
+
+    key: str
+    runtime: RuntimeClient
+    lines: Lines  # its items, as JSON
+    object: dict[str, Any]
+
+    @classmethod
+    def parse(cls, runtime: RuntimeClient, document: Document) -> Stored:
+        *lines, last = document.content.split(b"\n")
+        return cls(document.key, runtime, tuple(lines), orjson.loads(last))
+
+    @property
+    def history(self) -> Lines:
+        """All items up to its end: of a response, with its output."""
+        return (*self.lines, *as_lines(self.object.get("output", ())))
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [orjson.loads(line) for line in self.lines]
+
+
+def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
+    return tuple(orjson.dumps(item) for item in items)
+
+
+def parsed(lines: Sequence[bytes]) -> list[Any]:
+    """Items as they were sent."""
+    return stored_items.validate_python([orjson.loads(line) for line in lines])
+
+
+class DocumentClient:
+    """The documents of one caller, wherever they are."""
+
+    def __init__(self, request: Request) -> None:
+        self._admin = AdminClient.of_tenant(request)
+        self._runtimes = models_of(request).runtimes
+
+    async def load(self, key: str, missing: NotFound) -> Stored:
+        """Raises `missing` where there is none."""
+        try:
+            found = await self._admin.find(self._runtimes, GetDocument(key), Document)
+        except ServerError as error:
+            raise missing if error.code == CacheKeyNotFound.code else error from None
+        return Stored.parse(*found)
+
+    async def save(
+        self,
+        runtime: RuntimeClient,
+        key: str,
+        lines: Lines,
+        object_: dict[str, Any],
+        *,
+        ttl_s: float | None = None,
+        waits_for_disk: bool = False,
+    ) -> bool:
+        """Whether there is room for it."""
+        content = b"\n".join((*lines, orjson.dumps(object_)))
+        op = StoreDocument(key=key, content=content, ttl_s=ttl_s, waits_for_disk=waits_for_disk)
+        return (await self._admin.request(runtime, op, DocumentStored)).kept
+
+    async def delete(self, stored: Stored) -> None:
+        """With the state that is no other's; it is gone when this returns, restart or not."""
+        await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)

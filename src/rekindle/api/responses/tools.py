@@ -1,0 +1,244 @@
+"""Tools of the Responses API: functions, custom tools whose input is text, and namespaces of both.
+
+The model sees all of them as functions. A custom tool is one with a single text, `input`; one of a
+namespace has the namespace in its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
+
+from rekindle.api.fields import shallow, takes
+from rekindle.errors import BadRequest
+
+MOST_TOOLS = 1024  # in all namespaces together
+MOST_GRAMMAR_CHARACTERS = 65_536
+SEPARATOR = "__"  # between a namespace and a name
+INPUT = "input"  # of a custom tool, its one argument
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+
+
+def _named(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError
+    return name
+
+
+ToolName = Annotated[
+    str,
+    AfterValidator(_named),
+    takes("a name of 1 to 128 letters, digits, dots, dashes and underscores"),
+]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class FunctionTool(_Form):
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Without its name, as templates read it."""
+        described: dict[str, Any] = {"description": self.description} if self.description else {}
+        described["parameters"] = self.parameters
+        if self.strict is not None:
+            described["strict"] = self.strict
+        return {key: value for key, value in described.items() if value is not None}
+
+
+class InputFormat(_Form):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = Field(None, max_length=MOST_GRAMMAR_CHARACTERS)
+
+
+class CustomTool(_Form):
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+
+    @property
+    def grammar(self) -> str | None:
+        """What its input has to follow, if anything."""
+        form = self.format
+        return form.definition if form is not None and form.type == "grammar" else None
+
+    @property
+    def is_enforced(self) -> bool:
+        """A regular expression is; a Lark grammar cannot be inside of JSON."""
+        return self.grammar is None or (self.format is not None and self.format.syntax == "regex")
+
+    def described(self) -> dict[str, Any]:
+        text: dict[str, Any] = {"type": "string"}
+        described: dict[str, Any] = {"description": self._description()}
+        if self.grammar is not None and self.is_enforced:
+            text["pattern"] = f"^(?:{self.grammar})$"
+            described["strict"] = True
+        described["parameters"] = {
+            "type": "object",
+            "properties": {INPUT: text},
+            "required": [INPUT],
+            "additionalProperties": False,
+        }
+        return described
+
+    def _description(self) -> str:
+        rule = ""
+        if self.grammar is not None and not self.is_enforced:
+            rule = f"Its {INPUT} follows this Lark grammar:\n{self.grammar}"
+        return "\n\n".join(filter(None, [self.description, rule]))
+
+
+def _kind(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "custom", "namespace") else "hosted"
+
+
+InnerTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+class NamespaceTool(_Form):
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[InnerTool], Field(fail_fast=True)]
+
+
+class HostedTool(_Form):
+    """One that OpenAI runs itself, and that is not to be had here."""
+
+    type: str = Field(max_length=128)
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_kind, custom_error_type="tool_type", custom_error_message="needs a `type`"),
+]
+
+
+def _few(tools: Any) -> Any:
+    """Counted before the tools themselves are checked."""
+    if isinstance(tools, list):
+        nested = (tool.get("tools") for tool in tools if isinstance(tool, dict))
+        found = len(tools) + sum(len(inner) for inner in nested if isinstance(inner, list))
+        if found > MOST_TOOLS:
+            raise ValueError(f"takes at most {MOST_TOOLS} items, those of namespaces included")
+    return tools
+
+
+Tools = Annotated[
+    list[AnyTool], Field(fail_fast=True), BeforeValidator(shallow), BeforeValidator(_few)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Callable:
+    """A tool that a reply may call."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        return isinstance(self.tool, CustomTool)
+
+    @property
+    def full_name(self) -> str:
+        """By which the model knows it."""
+        return full_name(self.tool.name, self.namespace)
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    if not namespace:
+        return name
+    return namespace + ("" if namespace.endswith(SEPARATOR) else SEPARATOR) + name
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of one request."""
+
+    callable: dict[str, Callable] = field(default_factory=dict)  # by their full names
+    ignored: list[str] = field(default_factory=list)  # they are OpenAI's own
+    unenforced: list[str] = field(default_factory=list)  # custom ones, by their full names
+    _introductions: dict[str, str] = field(default_factory=dict)  # of namespaces, by their first
+    _within: dict[str, list[str]] = field(default_factory=dict)  # full names, by names alone
+
+    @classmethod
+    def of(cls, tools: Sequence[Any] | None) -> Toolbox:
+        box = cls()
+        for tool in tools or ():
+            if isinstance(tool, HostedTool):
+                box.ignored.append(tool.type)
+                continue
+            for each in _callable(tool):
+                box._add(each, tool)
+        return box
+
+    def _add(self, each: Callable, sent: Any) -> None:
+        name = each.full_name
+        if name in self.callable:
+            raise BadRequest(f"`tools` has more than one called {name!r}.", param="tools")
+        self.callable[name] = each
+        self._within.setdefault(each.tool.name, []).append(name)
+        if isinstance(each.tool, CustomTool) and not each.tool.is_enforced:
+            self.unenforced.append(name)
+        if isinstance(sent, NamespaceTool) and sent.description and each.tool is sent.tools[0]:
+            self._introductions[name] = f"{sent.name}: {sent.description}"
+
+    def shown(self, allowed: set[str] | None = None) -> list[dict[str, Any]]:
+        """As templates read them; `allowed`: these alone."""
+        return [
+            {"type": "function", "function": {"name": name, **self._described(name, each)}}
+            for name, each in self.callable.items()
+            if allowed is None or name in allowed
+        ]
+
+    def _described(self, name: str, each: Callable) -> dict[str, Any]:
+        described = each.tool.described()
+        if introduction := self._introductions.get(name):
+            own = described.get("description")
+            described = {
+                **described,
+                "description": "\n\n".join(filter(None, [introduction, own])),
+            }
+        return described
+
+    def resolve(self, name: str, namespace: str | None = None) -> str:
+        """The full name of a tool that a client calls by this name."""
+        full = full_name(name, namespace)
+        if namespace or full in self.callable:
+            return full
+        within = self._within.get(name, [])
+        return within[0] if len(within) == 1 else full
+
+
+def _callable(tool: Any) -> Iterator[Callable]:
+    if isinstance(tool, NamespaceTool):
+        yield from (Callable(inner, tool.name) for inner in tool.tools)
+    else:
+        yield Callable(tool)

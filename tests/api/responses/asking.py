@@ -1,0 +1,111 @@
+"""Requests of the Responses API to the application over a scripted runtime with documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminResult,
+    DeleteEntry,
+    Document,
+    DocumentStored,
+    GetDocument,
+    Removed,
+    StoreDocument,
+)
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.tokenisation import Tokenize, Tokenized
+from tests.api.responses.stream_grammar import events_of, response_of
+from tests.api.scripted import Front, Script, ScriptedRuntime, error, unknown_key
+
+PATH = "/v1/responses"
+HELLO: dict[str, Any] = {"input": "hello"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "description": "Look at something.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {key: TOOL[key] for key in ("name", "description", "parameters")},
+}
+
+
+class Documents:
+    """Keeps documents as a runtime does, for one tenant."""
+
+    def __init__(self, *, has_room: bool = True) -> None:
+        self.kept: dict[str, bytes] = {}
+        self._has_room = has_room
+
+    def answer(self, op: AdminOp) -> AdminResult:
+        match op:
+            case StoreDocument(key=key, content=content):
+                if self._has_room:
+                    self.kept[key] = content
+                return DocumentStored(self._has_room)
+            case GetDocument(key) if key in self.kept:
+                return Document(key, self.kept[key])
+            case DeleteEntry(key) if key in self.kept:
+                del self.kept[key]
+                return Removed(1, 0)
+            case Tokenize():
+                return Tokenized(len(op.messages or ()) + 40, 4096)
+        raise unknown_key()
+
+
+def runtime_of(*scripts: Script, **options: Any) -> ScriptedRuntime:
+    return ScriptedRuntime(*scripts, answers=Documents().answer, **options)
+
+
+def front_of(*scripts: Script, **settings: Any) -> Front:
+    return Front(runtime_of(*scripts), **settings)
+
+
+def ask(front: Front, **fields: Any) -> httpx.Response:
+    return front.post(PATH, {**HELLO, **fields})
+
+
+def answered(front: Front, **fields: Any) -> dict[str, Any]:
+    """A response, whole or put together from its stream, which is checked."""
+    response = ask(front, **fields)
+    assert response.status_code == httpx.codes.OK, response.text
+    return response_of(events_of(response)) if fields.get("stream") else dict(response.json())
+
+
+def both(*script: Any, **fields: Any) -> dict[str, Any]:
+    """A response that is the same whole and streamed, but for its ids and times."""
+    [one, other] = (answered(front_of(script), **fields, stream=stream) for stream in (False, True))
+    for each in (one, other):
+        number = each["id"].removeprefix("resp_")
+        for item in each["output"]:
+            assert item.pop("id").partition("_")[2].startswith(number)
+        for field in ("id", "created_at", "completed_at"):
+            each.pop(field, None)
+    assert one == other
+    return one
+
+
+def requested(**fields: Any) -> GenerateRequest:
+    """What the runtime is asked."""
+    front = front_of()
+    answered(front, **fields)
+    return front.runtime.requested
+
+
+def messages_sent(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """What the runtime renders of these items."""
+    found = requested(input=list(items), **fields).messages
+    assert found is not None
+    return found
+
+
+def refused(**fields: Any) -> str:
+    """Why a request is wrong."""
+    response = ask(front_of(), **fields)
+    assert response.status_code == httpx.codes.BAD_REQUEST, response.text
+    return str(error(response)["message"])

@@ -1,0 +1,170 @@
+"""OpenAI's own Python client and the Responses API, on a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from openai.lib.streaming.responses import ResponseTextDeltaEvent
+from pydantic import BaseModel
+
+from rekindle.protocol.events import Started
+from tests.api.live import live
+from tests.api.responses.asking import TOOL, Documents
+from tests.api.scripted import (
+    Front,
+    Script,
+    ScriptedRuntime,
+    calling,
+    delta,
+    failed,
+    finished,
+    hit,
+    reasoning,
+    reply,
+)
+
+ASK: dict[str, Any] = {"model": "tiny", "input": "hello"}
+PARIS = '{"city": "Paris", "days": 2}'
+CACHED: Script = [Started(0, 10, 7, hit(7)), delta("Hel"), delta("lo"), finished(cache=hit(7))]
+REASONED: Script = [Started(0, 10, 0), reasoning("Hm, "), reasoning("two."), delta("2"), finished()]
+
+
+class Weather(BaseModel):
+    city: str
+    days: int
+
+
+@contextmanager
+def client_of(*scripts: Script) -> Iterator[tuple[openai.OpenAI, ScriptedRuntime]]:
+    runtime = ScriptedRuntime(*scripts, answers=Documents().answer)
+    with (
+        live(Front(runtime, api_key=["secret"])) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client,
+    ):
+        yield client, runtime
+
+
+def test_a_response_comes_whole_with_what_was_read_from_the_cache() -> None:
+    with client_of(CACHED) as (client, _):
+        response = client.responses.create(**ASK)
+    assert response.output_text == "Hello"
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 7
+
+
+def test_the_stream_helper_puts_the_same_response_together() -> None:
+    with client_of(CACHED) as (client, _), client.responses.stream(**ASK) as stream:
+        texts = [each.delta for each in stream if isinstance(each, ResponseTextDeltaEvent)]
+        response = stream.get_final_response()
+    assert texts == ["Hel", "lo"]
+    assert response.output_text == "Hello"
+    assert response.usage is not None
+    assert response.usage.output_tokens == 2
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_can_be_answered(streams: bool) -> None:
+    asked = {**ASK, "tools": [{**TOOL, "strict": False}]}
+    with client_of(calling(("look", PARIS)), reply("Sunny.")) as (client, runtime):
+        if streams:
+            with client.responses.stream(**asked) as stream:
+                response: Any = stream.get_final_response()
+        else:
+            response = client.responses.create(**asked)
+        [call] = response.output
+        assert call.type == "function_call"
+        assert call.arguments == PARIS
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+        client.responses.create(**{**asked, "input": [output], "previous_response_id": response.id})
+    sent = runtime.requests[1].messages
+    assert sent is not None
+    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["tool_calls"][0]["id"] == call.call_id == sent[2]["tool_call_id"]
+
+
+def test_reasoning_is_replayed_by_a_client_that_stores_nothing_here() -> None:
+    asked = {**ASK, "store": False, "include": ["reasoning.encrypted_content"]}
+    with client_of(REASONED, reply("Yes.")) as (client, runtime):
+        response = client.responses.create(**asked)
+        history: list[Any] = [{"role": "user", "content": "hello"}]
+        for item in response.output:
+            sent_back = item.model_dump(exclude_none=True)
+            if sent_back["type"] == "reasoning":
+                del sent_back["content"]  # some clients keep what is packed alone
+            history.append(sent_back)
+        question = {"role": "user", "content": "Sure?"}
+        client.responses.create(**{**asked, "input": [*history, question]})
+    sent = runtime.requests[1].messages
+    assert sent is not None
+    assert sent[1] == {"role": "assistant", "content": "2", "reasoning_content": "Hm, two."}
+
+
+def test_a_form_is_parsed_into_its_model() -> None:
+    script = reply('{"city": ', '"Paris", ', '"days": 2}')
+    with client_of(script) as (client, runtime):
+        response = client.responses.parse(**ASK, text_format=Weather)
+    assert response.output_parsed == Weather(city="Paris", days=2)
+    structure = runtime.requested.structured_output
+    assert structure is not None
+    assert isinstance(structure.schema, dict)
+    assert set(structure.schema["properties"]) == {"city", "days"}
+
+
+def test_a_stored_response_is_retrieved_listed_gone_on_from_and_deleted() -> None:
+    with client_of() as (client, runtime):
+        first = client.responses.create(**ASK, instructions="Be brief.")
+        second = client.responses.create(
+            model="tiny", input="and now?", previous_response_id=first.id
+        )
+        assert client.responses.retrieve(second.id) == second
+        listed = client.responses.input_items.list(second.id, order="asc")
+        assert [item.type for item in listed] == ["message"] * 3
+        newest = client.responses.input_items.list(second.id, limit=1)
+        assert newest.has_more
+        assert len(list(newest)) == 3  # it asks for the next pages by itself
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first.id)
+        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+            client.responses.create(**ASK, previous_response_id=first.id)
+        client.responses.create(**ASK, previous_response_id=second.id)
+    sent = runtime.requests[1].messages
+    assert sent == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "and now?"},
+    ]
+
+
+def test_tokens_are_counted() -> None:
+    with client_of() as (client, _):
+        counted = client.responses.input_tokens.count(
+            model="tiny", input="hello", instructions="Be brief."
+        )
+    assert counted.input_tokens == 42
+
+
+def test_errors_are_the_clients_own() -> None:
+    with client_of([failed(503, "server_error", None, "died")]) as (client, _):
+        with pytest.raises(openai.InternalServerError, match="died"):
+            client.responses.create(**ASK)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(**{**ASK, "model": "gpt-7"})
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").responses.create(**ASK)
+        with pytest.raises(openai.BadRequestError, match="background"):
+            client.responses.create(**ASK, background=True)
+
+
+def test_a_failed_stream_is_told() -> None:
+    died = failed(503, "server_error", None, "died")
+    with client_of([Started(0, 10, 0), delta("x"), died]) as (client, _):
+        told = list(client.responses.create(**ASK, stream=True))
+    assert told[-1].type == "response.failed"
+    assert told[-1].response.error is not None
+    assert told[-1].response.error.message == "died"

@@ -1,0 +1,255 @@
+"""The Responses API against the real server: one cache for all dialects, responses that last."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.api.responses.stream_grammar import events_of, response_of
+from tests.support.server import Server, running
+from tests.support.tiny import write_llama
+
+PATH = "/v1/responses"
+KEYS = ("one", "two")
+HEADERS = {"authorization": f"Bearer {KEYS[0]}"}
+QUESTION = {"role": "user", "content": "Where are we?"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=8192)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = [word for key in KEYS for word in ("--api-key", key)]
+    with running(model, tmp_path_factory.mktemp("server"), *flags) as started:
+        yield started
+
+
+@contextmanager
+def client_of(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+        yield client
+
+
+def http_of(server: Server) -> httpx.Client:
+    client = server.client()
+    client.headers.update(HEADERS)
+    return client
+
+
+def system(about: str) -> str:
+    """A long system prompt that no other test has."""
+    return f"{about} is what you know all about. " * 20
+
+
+def ask(server: Server, **fields: Any) -> dict[str, Any]:
+    body = {"max_output_tokens": 8, "temperature": 0, **fields}
+    with http_of(server) as http:
+        response = http.post(PATH, json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    return response_of(events_of(response)) if fields.get("stream") else dict(response.json())
+
+
+def text_of(response: dict[str, Any]) -> str:
+    [item] = response["output"]
+    return str(item["content"][0]["text"])
+
+
+def cached(response: dict[str, Any]) -> int:
+    return int(response["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+def known_after(response: dict[str, Any]) -> int:
+    """Tokens whose state there is after a response: the last one was only sampled."""
+    return int(response["usage"]["total_tokens"]) - 1
+
+
+def test_a_conversation_goes_through_chat_messages_and_responses_on_the_same_blocks(
+    server: Server,
+) -> None:
+    words = system("harbours")
+    history: list[Any] = [QUESTION]
+    limits = {"max_tokens": 8, "temperature": 0}
+    with http_of(server) as http:
+        begun = [{"role": "system", "content": words}, *history]
+        chat = http.post("/v1/chat/completions", json={"messages": begun, **limits}).json()
+        reply = chat["choices"][0]["message"]["content"]
+        history += [{"role": "assistant", "content": reply}, QUESTION]
+        told = {"messages": history, "system": words, **limits}
+        message = http.post("/v1/messages", json=told).json()
+    chat_tokens = chat["usage"]["prompt_tokens"] + chat["usage"]["completion_tokens"]
+    assert message["usage"]["cache_read_input_tokens"] == chat_tokens - 1
+    history += [{"role": "assistant", "content": message["content"][0]["text"]}, QUESTION]
+    third = ask(server, instructions=words, input=history)
+    counts = ("input_tokens", "cache_read_input_tokens", "output_tokens")
+    assert cached(third) == sum(message["usage"][count] for count in counts) - 1
+    fourth = ask(server, instructions=words, input=[QUESTION], previous_response_id=third["id"])
+    assert cached(fourth) == known_after(third)
+    history += [{"role": "assistant", "content": text_of(third)}, QUESTION]
+    history += [{"role": "assistant", "content": text_of(fourth)}, QUESTION]
+    with http_of(server) as http:
+        begun = [{"role": "system", "content": words}, *history]
+        last = http.post("/v1/chat/completions", json={"messages": begun, **limits}).json()
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == known_after(fourth)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_previous_response_is_gone_on_from(server: Server, stream: bool) -> None:
+    about = {"instructions": system(f"{stream} tides"), "stream": stream}
+    first = ask(server, input="When?", **about)
+    second = ask(server, input="And then?", previous_response_id=first["id"], **about)
+    assert cached(second) == known_after(first)
+    assert second["x_cache"]["cache_key"] == first["id"]
+    assert second["x_cache"]["reason"] == "full_match"
+    history = [{"role": "user", "content": "When?"}, *first["output"]]
+    sent = ask(server, input=[*history, {"role": "user", "content": "And then?"}], **about)
+    assert text_of(sent) == text_of(second)
+    assert sent["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+
+
+def test_responses_outlive_the_server_and_their_state(model: Path, tmp_path: Path) -> None:
+    """Killed, too: what was answered before something was deleted is on disk."""
+    about = {"instructions": system("lighthouses")}
+    with running(model, tmp_path) as server:
+        first = ask(server, input="How high?", **about)
+        second = ask(server, input="Why?", previous_response_id=first["id"], **about)
+        with client_of(server) as client:
+            client.responses.delete(ask(server, input="no")["id"])
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    with running(model, tmp_path) as server, client_of(server) as client:
+        kept = client.responses.retrieve(second["id"]).model_dump()["output"]
+        assert kept == [{**item, "phase": None} for item in second["output"]]
+        third = ask(server, input="Really?", previous_response_id=second["id"], **about)
+        assert cached(third) == known_after(second)
+        assert third["x_cache"]["tier"] == "disk"
+        client.responses.delete(first["id"])
+    for block in (tmp_path / "kv").glob("*/blocks/*"):
+        block.unlink()
+    with running(model, tmp_path) as server, client_of(server) as client:
+        again = ask(server, input="Really?", previous_response_id=second["id"], **about)
+        assert cached(again) == 0
+        assert text_of(again) == text_of(third)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first["id"])
+
+
+def test_tenants_do_not_see_each_others_responses(server: Server) -> None:
+    with client_of(server) as client:
+        one, two = (client.with_options(api_key=key).responses for key in KEYS)
+        response = one.create(model="tiny", input="mine", max_output_tokens=1)
+        for attempt in (
+            lambda: two.retrieve(response.id),
+            lambda: two.delete(response.id),
+            lambda: two.cancel(response.id),
+            lambda: two.input_items.list(response.id),
+            lambda: two.create(model="tiny", input="x", previous_response_id=response.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                attempt()
+        assert one.retrieve(response.id).id == response.id
+
+
+class Count(BaseModel):
+    n: bool
+
+
+def test_a_form_is_filled_in(server: Server) -> None:
+    with client_of(server) as client:
+        response = client.responses.parse(
+            model="tiny", input="Count.", text_format=Count, temperature=0, max_output_tokens=64
+        )
+    assert isinstance(response.output_parsed, Count)
+
+
+def test_a_call_is_forced_answered_and_replayed(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function", "name": "count", "parameters": schema, "strict": True}],
+        "instructions": system("numbers"),
+        "max_output_tokens": 200,
+    }
+    choice = {"type": "function", "name": "count"}
+    single = {"tool_choice": choice, "parallel_tool_calls": False}
+    first = ask(server, input="Count.", stream=True, **single, **fields)
+    [*_, call] = first["output"]
+    assert call["type"] == "function_call"
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+    second = ask(server, input=[output], previous_response_id=first["id"], **fields)
+    assert cached(second) >= first["usage"]["input_tokens"]
+
+
+def test_a_custom_tools_input_follows_its_regular_expression(server: Server) -> None:
+    tool = {
+        "type": "custom",
+        "name": "answer",
+        "format": {"type": "grammar", "syntax": "regex", "definition": "(yes|no), [0-9]{2}"},
+    }
+    response = ask(
+        server,
+        input="Well?",
+        tools=[tool],
+        tool_choice={"type": "custom", "name": "answer"},
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+        stream=True,
+    )
+    [*_, call] = response["output"]
+    assert call["type"] == "custom_tool_call"
+    word, _, digits = call["input"].partition(", ")
+    assert word in ("yes", "no")
+    assert digits.isdecimal()
+    assert len(digits) == 2
+
+
+def test_a_prompt_is_warmed_and_compared(server: Server) -> None:
+    words = system("anchors")
+    warm = ask(server, instructions=words, input=[], prompt_cache_options={"prewarm": True})
+    assert warm["output"] == []
+    assert warm["status"] == "completed"
+    options = {"comparison_response_id": warm["id"], "ttl": "30m"}
+    first = ask(server, instructions=words, input="Heavy?", prompt_cache_options=options)
+    assert first["prompt_cache_diagnostics"] == {"type": "cache_hit"}
+    assert cached(first) == warm["usage"]["input_tokens"]
+    other = ask(server, instructions=system("ropes"), input="?", prompt_cache_options=options)
+    told = other["prompt_cache_diagnostics"]
+    assert (told["type"], told["reason"]) == ("cache_miss", "input_changed")
+    options["comparison_response_id"] = "resp_nobody"
+    strange = ask(server, input="?", prompt_cache_options=options)
+    assert strange["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
+
+
+def test_tokens_are_counted_as_a_response_counts_them(server: Server) -> None:
+    asked: dict[str, Any] = {"input": "hello", "instructions": "Be brief."}
+    first = ask(server, **asked)
+    asked = {"input": "again", "previous_response_id": first["id"]}
+    second = ask(server, **asked)
+    with http_of(server) as http:
+        counted = http.post(f"{PATH}/input_tokens", json=asked).json()
+    assert counted["input_tokens"] == second["usage"]["input_tokens"]
+
+
+def test_a_prompt_that_is_too_long_fails_in_a_stream_as_a_response(server: Server) -> None:
+    failed = ask(server, input="x" * 9000, stream=True)
+    assert failed["status"] == "failed"
+    assert failed["error"]["code"] == "context_length_exceeded"
+
+
+def test_empty_input_is_no_400(server: Server) -> None:
+    """Codex asks so whether LM Studio's models answer."""
+    assert ask(server, input="", max_output_tokens=1)["status"] == "incomplete"
