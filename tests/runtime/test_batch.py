@@ -158,6 +158,33 @@ def test_the_end_of_a_long_conversation_does_not_make_the_next_prompt_slow() -> 
     assert size.tokens(ALONE_S) == before
 
 
+def attention_s(rows: int) -> float:
+    """What llama.cpp takes on a CPU after a long context: below 64 rows, row after row."""
+    return rows * (0.02 if rows < 64 else 0.001)
+
+
+def test_slices_that_a_busy_moment_made_small_become_large_again() -> None:
+    size = SliceSize(MOST_TOKENS)
+    for rows in (64, 128, 256):
+        size.learn(rows, attention_s(rows))
+    size.learn(256, 6.0)
+    assert size.tokens(ALONE_S) < 64
+    for _ in range(12):
+        rows = size.tokens(ALONE_S)
+        size.learn(rows, attention_s(rows))
+    assert size.tokens(ALONE_S) >= 256
+
+
+def test_whole_slices_are_seldom_tried_where_they_take_too_long() -> None:
+    size, tried = SliceSize(MOST_TOKENS), 0
+    size.learn(64, 0.1)
+    for _ in range(200):
+        rows = size.tokens(ALONE_S)
+        tried += rows >= 64
+        size.learn(rows, rows / 40)
+    assert tried <= 5
+
+
 def test_a_cancel_between_two_slices_ends_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

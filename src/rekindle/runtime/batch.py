@@ -16,6 +16,7 @@ GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 MOST_SLOWER = 1.5  # that replies on a GPU become while a prompt is read beside them
 FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 64  # of a slice beside them
+RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
 Batch = list[tuple[Turn, Work]]
@@ -136,6 +137,8 @@ class SliceSize:
         self._step_s = self._row_s = 0.0
         self._has_seen_two_sizes = False
         self._last_rows, self._last_s = 0, 0.0
+        self._retry_steps: float = math.inf  # until a whole slice is tried again
+        self._patience_steps = RETRY_STEPS
 
     def learn(self, rows: int, took_s: float) -> None:
         """Slower is believed at once, faster by and by. Where whole slices fit, smaller steps teach
@@ -144,17 +147,32 @@ class SliceSize:
         least = WHOLE_SLICE_TOKENS if usual >= WHOLE_SLICE_TOKENS else usual / 2
         if rows < least or took_s <= 0:
             return
+        self._count(rows, took_s)
         more_rows, more_s = rows - self._last_rows, took_s - self._last_s
-        if self._is_other_size(rows) and more_rows * more_s > 0:
+        expected_s = self._step_s + rows * self._row_s
+        if self._last_rows < WHOLE_SLICE_TOKENS <= rows and 2 * took_s < expected_s:
+            self._step_s, self._row_s = 0.0, took_s / rows  # another kernel: not by and by
+            self._has_seen_two_sizes = False
+        elif self._is_other_size(rows) and more_rows * more_s > 0:
             # What more rows take more is theirs, the rest the step's own.
             self._has_seen_two_sizes = self._last_rows > 0
             self._row_s = min(more_s / more_rows, took_s / rows)
             self._step_s = took_s - rows * self._row_s
         else:
-            slower = took_s / (self._step_s + rows * self._row_s)
+            slower = took_s / expected_s
             factor = slower if slower > 1 else 0.7 + 0.3 * slower
             self._step_s, self._row_s = self._step_s * factor, self._row_s * factor
         self._last_rows, self._last_s = rows, took_s
+
+    def _count(self, rows: int, took_s: float) -> None:
+        """A busy moment can make whole slices too slow and leave those that are small, and slow for
+        it. So where they have been possible they are tried again, ever more seldom in vain."""
+        if rows < WHOLE_SLICE_TOKENS:
+            self._retry_steps -= 1
+            return
+        in_vain = self._retry_steps <= 0 and took_s * WHOLE_SLICE_TOKENS / rows > ALONE_S
+        self._patience_steps = 2 * self._patience_steps if in_vain else RETRY_STEPS
+        self._retry_steps = self._patience_steps
 
     def _is_other_size(self, rows: int) -> bool:
         return 3 * abs(rows - self._last_rows) > max(rows, self._last_rows)
@@ -165,6 +183,8 @@ class SliceSize:
         wanted = self._fitting(allowed_s)
         if allowed_s < ALONE_S:
             wanted = max(wanted, min(self._fitting(ALONE_S), WHOLE_SLICE_TOKENS))
+        if self._retry_steps <= 0 and WHOLE_SLICE_TOKENS * self._row_s <= 2 * ALONE_S:
+            wanted = max(wanted, WHOLE_SLICE_TOKENS)
         return min(wanted, self._most)
 
     def _fitting(self, allowed_s: float) -> int:
