@@ -54,7 +54,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "context_cache": ("false", False),
     "force_cache": ("true", True),
     "normalise": ("false", False),
-    "normalise_session_paths": ("true", True),
+    "normaliser": ("tools, dates", ("tools", "dates")),
     "tool_format": ("hermes", "hermes"),
     "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),

@@ -30,7 +30,14 @@ from pydantic.dataclasses import dataclass
 
 from rekindle.errors import ConfigError
 from rekindle.media.addresses import parse_listed
-from rekindle.protocol.settings import COUNT_LIMIT, GB, Name, RuntimeSettings, Setting
+from rekindle.protocol.settings import (
+    COUNT_LIMIT,
+    GB,
+    Name,
+    RuntimeSettings,
+    Setting,
+    split_commas,
+)
 
 CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
@@ -40,13 +47,6 @@ DISK_VARIABLE = "MAX_KV_SIZE_GB"
 _STRICT = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 _NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
-
-
-def _split(value: object) -> object:
-    """One value, or several separated by commas, as a list."""
-    if not isinstance(value, str):
-        return value
-    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _check_origin(origin: str) -> str:
@@ -118,12 +118,12 @@ class Preset(_Section):
     cache: PresetCache = PresetCache()
 
 
-Names = Annotated[tuple[Name, ...], BeforeValidator(_split)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(split_commas)]
 Origin = Annotated[Name, AfterValidator(_check_origin)]
-Origins = Annotated[tuple[Origin, ...], BeforeValidator(_split)]
+Origins = Annotated[tuple[Origin, ...], BeforeValidator(split_commas)]
 Host = Annotated[Name, AfterValidator(_check_host)]
-Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split)]
-Folders = Annotated[tuple[Path, ...], BeforeValidator(_split)]
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(split_commas)]
+Folders = Annotated[tuple[Path, ...], BeforeValidator(split_commas)]
 Presets = Annotated[dict[str, Preset], BeforeValidator(_parse_yaml)]
 
 

@@ -13,6 +13,10 @@ from rekindle.api.openai.schema import ChatRequest
 from tests.api.scripted import HELLO, Front, error
 
 TOKEN_LIMIT = "takes a number from 1 up, or -1 for no limit"
+NORMALISE = (
+    "`normalise` takes true, false or a list of claude-code-billing-header, "
+    "home-assistant-seconds, goose-minutes, tools, session-paths, dates."
+)
 PRIORITY = (
     "`priority` takes a whole number from -10 to 10, higher going first, "
     'or "low", "normal" or "high".'
@@ -127,7 +131,9 @@ def test_the_last_of_two_equal_keys_counts() -> None:
         ("priority", 0.5, PRIORITY),
         ("priority", True, PRIORITY),
         ("priority", "urgent", PRIORITY),
-        ("normalise", "no", "`normalise` takes true or false, not a string."),
+        ("normalise", "no", NORMALISE),
+        ("normalise", ["headers"], NORMALISE),
+        ("normalise", ["tools"] * 100, NORMALISE),
         ("prefill_progress", "chunks", '`prefill_progress` takes true, false or "comments".'),
         ("prefill_progress", 1, '`prefill_progress` takes true, false or "comments".'),
         ("parallel_tool_calls", 1, "`parallel_tool_calls` takes true or false, not a number."),

@@ -67,6 +67,6 @@ def test_what_a_user_writes_is_left_alone() -> None:
 def test_it_is_done_where_it_is_asked_for_alone() -> None:
     messages = [{"role": "system", "content": f"/a/{ONE}/b"}, USER]
     assert normalise(messages, None).messages == messages
-    normalised = normalise(messages, None, session_paths=True)
+    normalised = normalise(messages, None, ["session-paths"])
     assert normalised.messages == [{"role": "system", "content": "/a/session/b"}, USER]
     assert normalised.changes == ["session-paths"]

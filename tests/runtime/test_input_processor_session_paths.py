@@ -56,6 +56,6 @@ def test_a_second_session_reuses_everything_when_its_path_is_normalised(
     template: str, without: float
 ) -> None:
     assert share_reused(template)[0] < without
-    share, normalised = share_reused(template, normalise_session_paths=True)
+    share, normalised = share_reused(template, normaliser=["session-paths"])
     assert share > 0.99
     assert "session-paths" in normalised

@@ -584,6 +584,18 @@ def test_who_wants_nothing_normalised_is_answered_about_the_prompt_as_it_is_sent
     assert turn.encoded.prompt.tokens[: len(prefix)] == prefix
 
 
+def test_each_normaliser_is_switched_by_its_name() -> None:
+    system = {
+        "role": "system",
+        "content": "x-anthropic-billing-header: a=1;\nPlan: /sessions/0a1b2c3d/plan.md. "
+        "Today's date: Mon Nov 16 2026",
+    }
+    talks = Conversations(HERMES)
+    for name in ("claude-code-billing-header", "session-paths", "dates", "tools"):
+        turn = talks.begin([system, USER], tools=TOOLS[::-1], normalise=[name])
+        assert turn.encoded.normalised == [name]
+
+
 def test_a_request_that_is_nothing_but_a_header_stays_a_request() -> None:
     talks = Conversations(HERMES)
     turn = talks.begin([{"role": "system", "content": "x-anthropic-billing-header: a=1;"}])

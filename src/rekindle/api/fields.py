@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rekindle.protocol.nesting import depth_exceeds, levels
+from rekindle.protocol.normalisers import Normaliser
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1024
@@ -162,5 +163,9 @@ Priority = Annotated[
         f"a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}, higher going first, "
         'or "low", "normal" or "high"'
     ),
+]
+Normalise = Annotated[
+    bool | Annotated[list[Normaliser], Field(max_length=len(get_args(Normaliser)))],
+    takes(f"true, false or a list of {', '.join(get_args(Normaliser))}"),
 ]
 PrefillProgress = Annotated[bool | Literal["comments"], takes('true, false or "comments"')]

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from rekindle.chat.dates import without_days
 from rekindle.chat.messages import SYSTEM_ROLES, Message
-from rekindle.chat.session_paths import NAME as SESSION_PATHS
 from rekindle.chat.session_paths import without_session_paths
-
-TOOL_ORDER = "tools"  # the name of this change in reports
+from rekindle.protocol.normalisers import USUAL, Normaliser
 
 # The order of a tool's fields: these first, the others after them by name.
 TOOL_FIELDS = ("type", "function")
@@ -36,7 +35,7 @@ SUBSCHEMAS = frozenset(
 class Header(NamedTuple):
     """A known beginning. Its pattern takes time linear in what it matches."""
 
-    name: str
+    name: Normaliser
     pattern: re.Pattern[str]
     replacement: str  # with the groups of the match
 
@@ -74,44 +73,58 @@ class Normalised(NamedTuple):
     changes: list[str]  # names of what was found
 
 
+#: What works on a whole conversation, and says whether it found anything.
+REWRITERS: Mapping[Normaliser, Callable[[Sequence[Message]], tuple[list[Message], bool]]] = {
+    "session-paths": without_session_paths,
+    "dates": without_days,
+}
+
+
 def normalise(
-    messages: Sequence[Message], tools: Sequence[Any] | None, *, session_paths: bool = False
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    names: Collection[Normaliser] = USUAL,
 ) -> Normalised:
-    """The request without known volatile headers, its tools in a fixed order; with `session_paths`,
-    without those of the client's session either."""
-    kept, changes = without_headers(messages)
+    """The request without what these normalisers take out of it."""
+    kept, changes = without_headers(messages, [each for each in HEADERS if each.name in names])
     if not kept:  # a request has at least one message, if only a header
         kept, changes = list(messages), []
-    if session_paths:
-        kept, found = without_session_paths(kept)
-        changes += [SESSION_PATHS] if found else []
-    if not tools:
+    for name, rewrite in REWRITERS.items():
+        if name in names:
+            kept, found = rewrite(kept)
+            changes += [name] if found else []
+    if not tools or "tools" not in names:
         return Normalised(kept, None if tools is None else list(tools), changes)
     in_order = ordered_tools(tools)
     if json.dumps(in_order) != json.dumps(tools):  # `==` would ignore the order of keys
-        changes.append(TOOL_ORDER)
+        changes.append("tools")
     return Normalised(kept, in_order, changes)
 
 
-def without_headers(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-    """The messages without the headers of the leading system messages, and the headers' names."""
+def without_headers(
+    messages: Sequence[Message], headers: Sequence[Header] = HEADERS
+) -> tuple[list[Message], list[str]]:
+    """The messages without these headers of the leading system messages, and the names of those
+    that were there."""
     leading = list(takewhile(lambda each: each.get("role") in SYSTEM_ROLES, messages))
     found: list[str] = []
-    changed = [_without_header(message, found) for message in leading]
+    changed = [_without_header(message, headers, found) for message in leading]
     kept = [each for each in changed if each is not None]
     return [*kept, *messages[len(leading) :]], found
 
 
-def _without_header(message: Message, found: list[str]) -> Message | None:
+def _without_header(
+    message: Message, headers: Sequence[Header], found: list[str]
+) -> Message | None:
     """None when nothing is left of it."""
     content = message.get("content")
     if isinstance(content, str):
-        text = _cut_headers(content, found)
+        text = _cut_headers(content, headers, found)
         return message if text == content else {**message, "content": text} if text else None
     first: Any = content[0] if isinstance(content, list) and content else None
     if not (isinstance(first, dict) and isinstance(first.get("text"), str)):
         return message
-    text = _cut_headers(first["text"], found)
+    text = _cut_headers(first["text"], headers, found)
     if text == first["text"]:
         return message
     assert isinstance(content, list)
@@ -119,8 +132,8 @@ def _without_header(message: Message, found: list[str]) -> Message | None:
     return {**message, "content": parts} if parts else None
 
 
-def _cut_headers(text: str, found: list[str]) -> str:
-    for header in HEADERS:
+def _cut_headers(text: str, headers: Sequence[Header], found: list[str]) -> str:
+    for header in headers:
         if match := header.pattern.match(text):
             text = match.expand(header.replacement) + text[match.end() :]
             found.append(header.name)

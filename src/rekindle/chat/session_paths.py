@@ -14,7 +14,6 @@ from typing import Any
 
 from rekindle.chat.messages import SYSTEM_ROLES, Message
 
-NAME = "session-paths"  # of this change in reports
 STAND_IN = "session"
 
 #: A folder that is a UUID, or one in a folder of sessions whose name has a digit in it.

@@ -9,6 +9,7 @@ from msgspec import Struct
 from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import Divergence, Reason, Status
 from rekindle.protocol.media import Picture
+from rekindle.protocol.normalisers import Normalise
 from rekindle.protocol.requests import Prepare
 from rekindle.protocol.tokenisation import Detokenize, Detokenized, Tokenize, Tokenized
 
@@ -40,7 +41,7 @@ class Validate(Struct, tag=True, kw_only=True):
     pictures: list[Picture] = []
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}
-    normalise: bool = True
+    normalise: Normalise = True
 
 
 class IndexPrompt(Struct, tag=True, kw_only=True):
@@ -50,7 +51,7 @@ class IndexPrompt(Struct, tag=True, kw_only=True):
     pictures: list[Picture] = []
     tools: list[Any] | None = None
     prepare: Prepare
-    normalise: bool = True
+    normalise: Normalise = True
 
 
 class Flush(Struct, tag=True):

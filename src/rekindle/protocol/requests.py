@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from rekindle.protocol.media import Picture
+from rekindle.protocol.normalisers import Normalise
 from rekindle.protocol.settings import RuntimeSettings
 
 #: Environment variable that names the module of an engine from outside the package.
@@ -117,7 +118,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
     priority: int = 0  # higher goes first
-    normalise: bool = True  # volatile headers that clients put at the top
+    normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None
     prompt: str | list[int] | None = None

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt, Interval, MinLen
 
+from rekindle.protocol.normalisers import USUAL, Normaliser
+
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
@@ -101,7 +103,26 @@ class Among:
         return number
 
 
+class CommaSeparated:
+    """Lets pydantic take several values as one text."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # by the front alone
+
+        return core_schema.no_info_before_validator_function(split_commas, handler(source))
+
+
+def split_commas(value: object) -> object:
+    """One value, or several separated by commas, as a list."""
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
 Name = Annotated[str, MinLen(1)]
+Normalisers = Annotated[tuple[Normaliser, ...], CommaSeparated()]
 Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
 
 
@@ -174,9 +195,10 @@ class RuntimeSettings:
             "a random one in the cache folder",
         ),
     ] = None
-    normalise_session_paths: Annotated[
-        bool, Setting("Also take session ids out of paths in system prompts", "Cache")
-    ] = False
+    normaliser: Annotated[
+        Normalisers,
+        Setting("Normalise this in prompts; repeatable", "Cache", ", ".join(USUAL)),
+    ] = USUAL
     cache_write: Annotated[
         WritePolicy, Setting("Write to disk always, named (only) or on-evict", "Cache")
     ] = "always"

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from rekindle.protocol.media import Picture
+from rekindle.protocol.normalisers import Normalise
 
 
 class Tokenize(Struct, tag=True, kw_only=True):
@@ -21,7 +22,7 @@ class Tokenize(Struct, tag=True, kw_only=True):
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    normalise: bool = True
+    normalise: Normalise = True
     with_tokens: bool = True  # False: how many there are is enough
     with_pieces: bool = False
 

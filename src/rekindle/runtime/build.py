@@ -75,7 +75,7 @@ def build(
         storage.entries,
         storage.secret,
         _output_format(engine, settings, template),
-        session_paths=settings.normalise_session_paths,
+        normalisers=settings.normaliser,
         picture_tokens=engine.picture_tokens,
     )
     sessions = Sessions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,6 +23,7 @@ from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries import Entries
 from rekindle.protocol.admin import IndexPrompt, Validate
 from rekindle.protocol.media import count_images
+from rekindle.protocol.normalisers import USUAL, Normaliser
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.tokenisation import Tokenize
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
@@ -56,9 +57,9 @@ class InputProcessor:
         output_format: OutputFormat,
         *,
         picture_tokens: PictureTokens,
-        session_paths: bool = False,
+        normalisers: Sequence[Normaliser] = USUAL,
     ) -> None:
-        """`session_paths`: those in system prompts are normalised as well."""
+        """`normalisers`: of requests that do not name any."""
         self._picture_tokens = picture_tokens
         self._capabilities = capabilities
         self._tokenizer = tokenizer
@@ -66,7 +67,7 @@ class InputProcessor:
         self._entries = entries.index
         self._secret = secret
         self._output_format = output_format
-        self._session_paths = session_paths
+        self._normalisers = normalisers
 
     @property
     def reasons(self) -> bool:
@@ -167,9 +168,8 @@ class InputProcessor:
         """The request with messages and tools normalised, unless it asks not to; what changed."""
         if about.messages is None or not about.normalise:
             return about, []
-        messages, tools, changes = normalise(
-            about.messages, about.tools, session_paths=self._session_paths
-        )
+        names = self._normalisers if about.normalise is True else about.normalise
+        messages, tools, changes = normalise(about.messages, about.tools, names)
         plain = [dict(message) for message in messages]
         return structs.replace(about, messages=plain, tools=tools), changes
 

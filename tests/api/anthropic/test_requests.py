@@ -99,6 +99,7 @@ def test_normalising_is_switched_by_the_request_or_else_by_the_server(configured
     ask(front)
     assert front.runtime.requested.normalise == configured
     assert requested(normalise=False).normalise is False
+    assert requested(normalise=["dates"]).normalise == ["dates"]
 
 
 def test_fields_of_features_that_are_not_here_are_ignored() -> None:

@@ -212,6 +212,11 @@ def test_prompts_are_normalised_unless_the_server_or_the_request_says_no(
     assert requested({"normalise": setting}, normalise=sent).normalise is normalise
 
 
+def test_a_request_may_name_what_is_normalised() -> None:
+    names = ["dates", "tools"]
+    assert requested({"normalise": False}, normalise=names).normalise == names
+
+
 def test_messages_are_passed_on_as_they_were_sent() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},

@@ -16,7 +16,15 @@ from rekindle.api.anthropic.blocks import (
     as_blocks,
 )
 from rekindle.api.anthropic.tools import ToolChoice, Tools
-from rekindle.api.fields import MOST_STOPS, MOST_TOKENS, WHOLE, StopText, bounded_text, shallow
+from rekindle.api.fields import (
+    MOST_STOPS,
+    MOST_TOKENS,
+    WHOLE,
+    Normalise,
+    StopText,
+    bounded_text,
+    shallow,
+)
 from rekindle.api.message import MOST_MESSAGES, bounded
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput
@@ -75,7 +83,9 @@ class PromptFields(_Object):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="An older place of the format")
-    normalise: bool | None = Field(None, description="Whether volatile headers are taken out")
+    normalise: Normalise | None = Field(
+        None, description="Whether volatile parts are taken out, or which"
+    )
 
     @property
     def structure(self) -> StructuredOutput | None:

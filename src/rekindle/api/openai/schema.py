@@ -16,6 +16,7 @@ from rekindle.api.fields import (
     KvGroupSize,
     KvStart,
     LogitBias,
+    Normalise,
     PrefillProgress,
     Priority,
     PromptInput,
@@ -109,7 +110,9 @@ class RequestBase(StructuredFields):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
-    normalise: bool | None = None
+    normalise: Normalise | None = Field(
+        None, description="Whether volatile parts are taken out, or which"
+    )
     user: str | None = None
     use_kv_cache: bool | None = None
     cache_exact: bool | None = None
