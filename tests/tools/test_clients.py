@@ -6,12 +6,14 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tools.clients import run
-from tools.clients.recorder import recording
+from tools.clients.figures import Turn, turn_of
+from tools.clients.programs import Program, ProgramFailed
+from tools.clients.recorder import Exchange, Recorder, recording
 
 WAIT_S = 20
 
@@ -54,13 +56,90 @@ def test_what_a_client_has_seen_is_recorded(upstream: str, more: threading.Event
         assert exchange.answer == "first, last"
 
 
+class Echo(Program):
+    name, package = "echo", "echo"
+
+    def command(self, text: str, *, goes_on: bool) -> list[str]:
+        return ["sh", "-c", f'echo "{text} $HOME $SOME_KEY"; exit ${{STATUS:-0}}']
+
+
 def test_a_client_is_given_nothing_of_the_environment_but_where_programs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "program"
-    program.write_text('#!/bin/sh\necho "{\\"home\\": \\"$HOME\\", \\"key\\": \\"$SOME_KEY\\"}"\n')
-    program.chmod(0o700)
-    monkeypatch.setattr(run, "CLAUDE", program)
     monkeypatch.setenv("SOME_KEY", "secret")
-    client = run.ClaudeCode(tmp_path, "http://127.0.0.1:1")
-    assert client.say("hello") == {"home": str(tmp_path / "home"), "key": ""}
+    client = Echo(tmp_path, tmp_path, "http://127.0.0.1:1")
+    assert client.say("hello") == f"hello {tmp_path / 'home'} \n"
+
+
+def test_a_client_that_fails_says_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Echo, "settings", {"STATUS": "3"})
+    client = Echo(tmp_path, tmp_path, "http://127.0.0.1:1")
+    with pytest.raises(ProgramFailed, match="hello"):
+        client.say("hello")
+
+
+FUNCTION = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "choice"),
+    [
+        ("/v1/messages", {"name": "look"}, {"type": "tool", "name": "look"}),
+        ("/v1/chat/completions", FUNCTION, FUNCTION),
+        (
+            "/v1/responses",
+            {"type": "function", "name": "look"},
+            {"type": "function", "name": "look"},
+        ),
+    ],
+)
+def test_the_first_reply_of_a_conversation_is_made_to_call_the_tool(
+    path: str, tool: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    recorder = Recorder("http://127.0.0.1:1")
+    recorder.forced = "look"
+    said = "input" if path.endswith("responses") else "messages"
+    begun: list[dict[str, Any]] = [{"role": "developer"}, {"role": "user"}]
+    asked = {said: begun, "tools": [tool], "temperature": 0}
+    assert recorder.amended(path, asked) == {**asked, "temperature": 1.0, "tool_choice": choice}
+    for later in ({"role": "assistant"}, {"type": "function_call"}):
+        answered = {said: [*begun, later], "tools": [tool]}
+        assert recorder.amended(path, answered) == answered
+    untooled = {said: begun}
+    assert recorder.amended(path, untooled) == untooled
+
+
+CHAT = """data: {"choices": [], "timings": {"cache_n": 7, "prompt_n": 3}}
+
+data: {"choices": [], "x_cache": {"normalised": ["tools"]}}
+
+data: [DONE]
+"""
+MESSAGES = """event: message_start
+data: {"type": "message_start", "message": {}}
+
+event: message_delta
+data: {"type": "message_delta", "usage": {"output_tokens": 1, "input_tokens": 1, \
+"cache_read_input_tokens": 7, "cache_creation_input_tokens": 2}, \
+"x_cache": {"normalised": ["tools"]}}
+"""
+RESPONSES = """event: response.completed
+data: {"type": "response.completed", "response": {"x_cache": {"normalised": ["tools"]}, \
+"usage": {"input_tokens": 10, "input_tokens_details": {"cached_tokens": 7}}}}
+"""
+
+
+@pytest.mark.parametrize("answer", [CHAT, MESSAGES, RESPONSES])
+def test_what_was_reused_is_read_in_each_dialect(answer: str) -> None:
+    exchange = Exchange("POST", "/", {}, 200, bytearray(answer.replace("\\\n", "").encode()))
+    assert turn_of(exchange) == Turn(10, 7, False, ("tools",))
+    assert not exchange.failed
+
+
+@pytest.mark.parametrize(
+    "answer", ["event: error\n", "event: response.failed\n", 'data: {"error": {}}\n']
+)
+def test_an_error_in_a_stream_is_one(answer: str) -> None:
+    assert Exchange("POST", "/", {}, 200, bytearray(answer.encode())).failed

@@ -1,7 +1,8 @@
 """A proxy between client and server: it keeps what passes, and has the first reply call a tool.
 
 The model behind it is too small to choose a tool by itself, so its reply to the first message of a
-conversation is held to a call by the grammar, as `tool_choice` asks for.
+conversation is held to a call by the grammar, as `tool_choice` asks for. Nor would its replies end
+if it were never to choose but the likeliest token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import httpx
 
 HOP_BY_HOP = {"connection", "content-length", "host", "transfer-encoding", "accept-encoding"}
 ANSWER_S = 600
+BEFORE_REPLIES = ("system", "developer", "user")
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,43 @@ class Exchange:
     def answer(self) -> str:
         return self.received.decode(errors="replace")
 
+    @property
+    def failed(self) -> bool:
+        in_stream = ("event: error", "event: response.failed", 'data: {"error"')
+        return self.status >= 400 or any(mark in self.answer for mark in in_stream)
+
 
 class Recorder:
-    """Passes everything on to `upstream`; the tool `forced` is called where a turn begins."""
+    """Passes everything on to `upstream`; the tool `forced` is called where a conversation
+    begins."""
 
-    def __init__(self, upstream: str, forced: str | None = None) -> None:
+    def __init__(self, upstream: str) -> None:
         self.upstream = upstream
-        self.forced = forced
+        self.forced: str | None = None
         self.exchanges: list[Exchange] = []
 
     def amended(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        names = [tool.get("name") for tool in body.get("tools", ())]
-        begins = len([each for each in body.get("messages", ()) if each["role"] == "user"]) == 1
-        if path.endswith("/v1/messages") and begins and self.forced in names:
-            return {**body, "tool_choice": {"type": "tool", "name": self.forced}}
-        return body
-
-    def failures(self) -> list[Exchange]:
-        return [
-            each for each in self.exchanges if each.status >= 400 or "event: error" in each.answer
-        ]
+        if "temperature" in body:
+            body = {**body, "temperature": 1.0}
+        said = body.get("messages") or body.get("input") or ()
+        has_begun = any(
+            isinstance(each, dict) and each.get("role") not in BEFORE_REPLIES for each in said
+        )
+        names = [tool.get("function", tool).get("name") for tool in body.get("tools") or ()]
+        if has_begun or self.forced not in names:
+            return body
+        choice: dict[str, Any] = {"type": "function", "name": self.forced}
+        if path.endswith("/messages"):
+            choice["type"] = "tool"
+        elif path.endswith("/chat/completions"):
+            choice = {"type": "function", "function": {"name": self.forced}}
+        return {**body, "tool_choice": choice}
 
 
 @contextlib.contextmanager
-def recording(upstream: str, forced: str | None = None) -> Iterator[tuple[str, Recorder]]:
+def recording(upstream: str) -> Iterator[tuple[str, Recorder]]:
     """The address of a recorder, and the recorder."""
-    recorder = Recorder(upstream, forced)
+    recorder = Recorder(upstream)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(recorder))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -76,7 +89,7 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.0"  # an answer ends with its connection
 
         def _pass_on(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+            sent = self._sent()
             path = self.path.partition("?")[0]
             body = json.loads(sent) if sent else {}
             content = json.dumps(recorder.amended(path, body)).encode() if sent else None
@@ -92,13 +105,23 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
                     if name not in HOP_BY_HOP:
                         self.send_header(name, value)
                 self.end_headers()
-                with contextlib.suppress(BrokenPipeError):  # the client has enough
+                with contextlib.suppress(ConnectionError):  # the client has enough
                     for chunk in answer.iter_raw():
                         exchange.received.extend(chunk)
                         self.wfile.write(chunk)
                         self.wfile.flush()
 
-        do_GET = do_POST = do_HEAD = _pass_on
+        def _sent(self) -> bytes:
+            if self.headers.get("transfer-encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("content-length", 0)))
+            chunks = []
+            while size := int(self.rfile.readline().partition(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+
+        do_GET = do_POST = do_HEAD = do_DELETE = _pass_on
 
         def log_message(self, *_: Any) -> None:
             """Nothing: what matters is recorded."""

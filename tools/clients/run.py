@@ -1,122 +1,105 @@
 """`make clients`: real programs against a server of their own, and what of their prompts is reused.
 
 Each takes a first turn with a call of a tool, a second turn, and a turn in a second session in the
-same folder. Exits with 1 if one of them met an error of the protocol, or reused too little.
+same folder. Exits with 1 if one of them met an error of the protocol, called no tool or reused too
+little. The figures go into docs/clients.md.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import argparse
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.support.server import running
+from tools.clients.figures import Turn, turn_of
 from tools.clients.model import write_model
-from tools.clients.recorder import Exchange, recording
+from tools.clients.programs import PROGRAMS, Program, ProgramFailed
+from tools.clients.recorder import Exchange, Recorder, recording
 
-INSTALLED = Path(sys.argv[1] if len(sys.argv) > 1 else "build/clients") / "node_modules"
-CLAUDE = INSTALLED / "@anthropic-ai" / "claude-code-linux-x64" / "claude"
-TURN_S = 900
-SECOND_TURN, SECOND_SESSION = 0.95, 0.75  # of the prompt that has to be reused, at least
+STAGES = ("first turn", "second turn", "second session")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What one answer cost."""
+@dataclass
+class Outcome:
+    """What a program's three turns came to."""
 
-    prompt_tokens: int
-    reused_tokens: int
+    program: type[Program]
+    turns: dict[str, list[Turn]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
-    @property
-    def share(self) -> float:
-        return self.reused_tokens / self.prompt_tokens
+    def add(self, stage: str, exchanges: Sequence[Exchange]) -> None:
+        found = [turn for turn in map(turn_of, exchanges) if turn is not None]
+        # Requests beside the conversation have no tools, where the others have.
+        self.turns[stage] = [turn for turn in found if turn.has_tools] or found
+        self.problems += [
+            f"{stage}: {each.method} {each.path}: {each.status} {each.answer[:500]}"
+            for each in exchanges
+            if each.failed
+        ]
+        if not found:
+            self.problems.append(f"{stage}: no answer of the model")
+
+    def judge(self) -> None:
+        for stage, least in (
+            ("second turn", self.program.second_turn),
+            ("second session", self.program.second_session),
+        ):
+            turns = self.turns.get(stage)
+            if turns and turns[0].share < least:
+                self.problems.append(f"{stage}: {turns[0].share:.1%} reused, not {least:.0%}")
+        if self.program.tool and len(self.turns.get("first turn", ())) < 2:
+            self.problems.append(f"first turn: no result of the tool {self.program.tool}")
+
+    def report(self) -> None:
+        for stage, turns in self.turns.items():
+            for turn in turns:
+                counts = f"{turn.reused_tokens:,} of {turn.prompt_tokens:,} tokens reused"
+                changed = f"; normalised: {', '.join(turn.normalised)}" if turn.normalised else ""
+                print(f"{self.program.name}, {stage}: {counts} ({turn.share:.1%}){changed}")
+        for problem in self.problems:
+            print(f"{self.program.name}: {problem}")
 
 
-def turn_of(exchange: Exchange) -> Turn | None:
-    """None: it is no answer of a model."""
-    lines = [line for line in exchange.answer.splitlines() if line.startswith("data: ")]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    ends = [event["usage"] for event in events if event["type"] == "message_delta"]
-    if not ends:
-        return None
-    usage = ends[-1]
-    reused = usage["cache_read_input_tokens"]
-    created = usage["input_tokens"] + usage["cache_creation_input_tokens"]
-    return Turn(reused + created, reused)
-
-
-class ClaudeCode:
-    """Headless, in a home and a project of its own."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self._project = folder / "project"
-        self._project.mkdir()
-        (self._project / "README.md").write_text("A project.\n")
-        home = folder / "home"
-        home.mkdir()
-        self._environment = {
-            "PATH": os.environ["PATH"],
-            "LANG": "C.UTF-8",
-            "HOME": str(home),  # nothing else of this machine's: it may hold keys
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_AUTH_TOKEN": "none",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-            "API_TIMEOUT_MS": str(TURN_S * 1000),
-        }
-
-    def say(self, text: str, *options: str) -> dict[str, Any]:
-        command = [str(CLAUDE.absolute()), "--model", "tiny", *options, "-p", text]
-        done = subprocess.run(
-            [*command, "--output-format", "json"],
-            cwd=self._project,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TURN_S,
-        )
-        if done.returncode:
-            raise SystemExit(f"Claude Code failed: {done.stdout}{done.stderr}")
-        return dict(json.loads(done.stdout))
+def try_out(
+    kind: type[Program], installed: Path, folder: Path, url: str, seen: Recorder
+) -> Outcome:
+    outcome = Outcome(kind)
+    seen.forced = kind.tool
+    try:
+        program = kind(installed, folder, url)
+        for stage in STAGES:
+            before = len(seen.exchanges)
+            try:
+                program.say(f"Say {stage}.", goes_on=stage == "second turn")
+            finally:
+                outcome.add(stage, seen.exchanges[before:])
+    except ProgramFailed as error:
+        outcome.problems.append(str(error))
+    outcome.judge()
+    outcome.report()
+    return outcome
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("installed", type=Path, help="the folder with the programs")
+    parser.add_argument("--only", default="", help="those with this in their name")
+    options = parser.parse_args()
+    chosen = [kind for kind in PROGRAMS if options.only.lower() in kind.name.lower()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
             running(write_model(folder / "tiny.gguf"), folder) as server,
-            recording(server.url, forced="Read") as (url, recorder),
+            recording(server.url) as (url, recorder),
         ):
-            client, seen = ClaudeCode(folder, url), list[list[Turn]]()
-
-            def turns_of(text: str, *options: str) -> dict[str, Any]:
-                before = len(recorder.exchanges)
-                answer = client.say(text, *options)
-                new = map(turn_of, recorder.exchanges[before:])
-                seen.append([turn for turn in new if turn is not None])
-                return answer
-
-            first = turns_of("Say hello.")
-            turns_of("And again.", "--resume", first["session_id"])
-            turns_of("Say goodbye.")
-    report(seen, recorder.failures())
-
-
-def report(seen: list[list[Turn]], failures: list[Exchange]) -> None:
-    for name, turns in zip(("first turn", "second turn", "second session"), seen, strict=True):
-        for turn in turns:
-            counts = f"{turn.reused_tokens} of {turn.prompt_tokens} tokens reused"
-            print(f"Claude Code, {name}: {counts} ({turn.share:.1%})")
-    for failure in failures:
-        print(f"{failure.method} {failure.path}: {failure.status} {failure.answer[:500]}")
-    enough = seen[1][0].share >= SECOND_TURN and seen[2][0].share >= SECOND_SESSION
-    if failures or not enough:
+            outcomes = [
+                try_out(kind, options.installed, folder / kind.__name__, url, recorder)
+                for kind in chosen
+            ]
+    if any(outcome.problems for outcome in outcomes):
         raise SystemExit("protocol errors, or too little was reused")
 
 
