@@ -107,7 +107,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.max_tokens, config.completion_max_tokens) == (None, 100)
     assert (config.temperature, config.top_p) == (0.7, 0.9)
     assert (config.repetition_penalty, config.repetition_context_size) == (1.0, 20)
-    assert (config.ram_cache, config.disk_cache, config.disk_floor) == (2 * GIB, 10 * GB, GIB)
+    assert (config.ram_cache, config.disk_cache, config.disk_floor) == (None, None, GIB)
     assert config.cache_dir == Path("~/.cache/rekindle/kv").expanduser()
     assert (config.cache_write, config.key_ttl) == ("always", 1800)
     assert (config.context_cache, config.force_cache, config.fp8_kvcache) == (True, False, False)
@@ -187,6 +187,12 @@ def test_a_size_may_be_a_plain_number_in_the_file() -> None:
 )
 def test_what_is_no_size_is_refused_by_name(written: str) -> None:
     assert "`--ram-cache`" in refusal(flags={"ram_cache": written})
+
+
+@pytest.mark.parametrize("name", ["ram_cache", "disk_cache"])
+def test_a_budget_may_be_left_to_the_machine_again(name: str) -> None:
+    variable = {f"REKINDLE_{name.upper()}": "null"}
+    assert getattr(load(environment=variable, text=f"{name}: 1GB"), name) is None
 
 
 def test_lists_may_be_lists_or_separated_by_commas() -> None:

@@ -35,7 +35,7 @@ from rekindle.protocol.events import (
     TokenLogprob,
     ToolCallStart,
 )
-from rekindle.protocol.frames import Ready, TurnRequest
+from rekindle.protocol.frames import DISK, RAM, Ready, Room, TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.app import build_app
 from rekindle.server.drain import Drain
@@ -145,6 +145,9 @@ def refuse(_op: AdminOp) -> AdminResult:
     raise unknown_key()
 
 
+ROOMS = (Room(RAM, 10_000, 2_000_000_000), Room(DISK, 50_000, 10_000_000_000))
+
+
 class ScriptedRuntime(RuntimeClient):
     """Answers the nth turn with the nth script; the last script goes on for ever.
 
@@ -155,7 +158,9 @@ class ScriptedRuntime(RuntimeClient):
         self, *scripts: Script, name: str = "tiny", answers: Answers = refuse, sees: bool = False
     ) -> None:
         self.name = name
-        self.ready = Ready(context_tokens=4096, pool_tokens=8192, chat_template="{{ x }}")
+        self.ready = Ready(
+            context_tokens=4096, pool_tokens=8192, chat_template="{{ x }}", rooms=ROOMS
+        )
         if sees:
             self.ready.modalities = ("image", "text")
         self.down_reason = "a model is loading"

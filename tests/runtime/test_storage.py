@@ -13,6 +13,7 @@ from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.budgets import choose_budgets
 from rekindle.runtime.storage import Storage, open_storage
 from tests.support.fake import FakeEngine
 
@@ -27,7 +28,7 @@ def opening(
     load = LoadModel(path="model", settings=settings)
     capabilities = FakeEngine(fingerprint=fingerprint).capabilities
     events = SimpleQueue[TierEvent]()
-    return open_storage(load, capabilities, events.put, log.append), events
+    return open_storage(load, choose_budgets(load), capabilities, events.put, log.append), events
 
 
 def opened(
@@ -60,7 +61,9 @@ def test_a_folder_that_is_still_being_read_is_said_to_be(tmp_path: Path) -> None
 def test_without_a_disk_there_is_none(tmp_path: Path) -> None:
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=0, cache_dir=tmp_path)
     load = LoadModel(path="model", settings=settings)
-    storage = open_storage(load, FakeEngine().capabilities, lambda _: None, lambda _: None)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _: None, lambda _: None
+    )
     assert (storage.is_on_disk, storage.conversations) == (False, 0)
     storage.close()
 
@@ -87,7 +90,9 @@ def test_a_configured_secret_is_used_without_a_disk_too(tmp_path: Path) -> None:
     file.write_bytes(SECRET)
     settings = RuntimeSettings(disk_cache=0, cache_secret_file=file)
     load = LoadModel(path="", settings=settings)
-    storage = open_storage(load, FakeEngine().capabilities, lambda _event: None, print)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _event: None, print
+    )
     assert storage.secret == SECRET
     storage.close()
 
@@ -116,7 +121,9 @@ def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget
 ) -> None:
     settings = RuntimeSettings(ram_cache=1 << 30, disk_cache=1 << 26, cache_dir=tmp_path)
     load = LoadModel(path="", settings=settings)
-    storage = open_storage(load, FakeEngine().capabilities, lambda _event: None, print)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _event: None, print
+    )
     assert storage.disk is not None
     set_aside = storage.disk.queue_bytes + storage.store.fetches.limit_bytes
     assert storage.store.fetches.limit_bytes == 1 << 27

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from rekindle.config import Config
-from rekindle.protocol.frames import Ready
-from rekindle.server.announcement import announce, cache_line
+from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Device, Ready, Room
+from rekindle.server.announcement import announce, cache_line, room_lines
 from tests.api.scripted import ScriptedRuntime
 
 CONFIG = Config(cache_dir=Path("/var/lib/[kv]"))
@@ -62,3 +62,39 @@ def test_the_port_where_tools_expect_ollama_is_said_too() -> None:
     file = io.StringIO()
     announce(CONFIG, [ScriptedRuntime()], [8080, 11434], Console(file=file))
     assert "Serving Ollama's API on http://127.0.0.1:11434." in file.getvalue()
+
+
+def roomy(**tokens: int) -> Ready:
+    """An 8B model of 16-bit cells, whose tokens take 147,456 bytes each."""
+    places = {"pool": POOL, "parked": PARKED, "ram": RAM, "disk": DISK}
+    rooms = tuple(Room(places[name], each, each * 147_456) for name, each in tokens.items())
+    return Ready(40_960, 0, rooms=rooms)
+
+
+def test_what_each_place_has_room_for_is_said_in_tokens_and_bytes() -> None:
+    [line] = room_lines(roomy(pool=244_000, parked=200_000, ram=219_000, disk=68_000))
+    assert line == (
+        "Tokens of its state there is room for: KV pool 244,000 (36.0 GB), parked on the device "
+        "200,000 (29.5 GB), RAM 219,000 (32.3 GB), disk 68,000 (10.0 GB)"
+    )
+
+
+def test_a_budget_that_is_too_small_for_one_context_is_warned_of() -> None:
+    _, ram, disk = room_lines(roomy(pool=10, ram=14_563, disk=40_959))
+    assert ram == (
+        "Warning: one full context of 40,960 tokens takes 6.0 GB and does not fit: raise "
+        "--ram-cache or lower --max-model-len"
+    )
+    assert "--disk-cache" in disk
+
+
+def test_a_tier_that_was_turned_off_is_not_warned_of() -> None:
+    assert len(list(room_lines(roomy(ram=0, disk=40_960)))) == 1
+
+
+def test_the_gpu_and_the_layers_that_lie_there_are_said() -> None:
+    gpu = Device("NVIDIA H200", 150_000_000_000)
+    [line] = room_lines(Ready(4096, 8192, gpus=(gpu,), layers=37, gpu_layers=20))
+    assert line == "Found NVIDIA H200 with 150.0 GB: 20 of 37 layers lie there"
+    [line] = room_lines(Ready(4096, 8192, gpus=(gpu,)))
+    assert line == "Found NVIDIA H200 with 150.0 GB"

@@ -14,6 +14,7 @@ from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.budgets import choose_budgets
 from rekindle.runtime.storage import open_storage
 from tests.stress.trouble import block_files_with
 from tests.support.fake import FakeEngine
@@ -38,7 +39,13 @@ class StorageHarness(RuntimeHarness):
         self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
-        storage = open_storage(order, self.capabilities, self._events.put, self.log_lines.append)
+        storage = open_storage(
+            order,
+            choose_budgets(order),
+            self.capabilities,
+            self._events.put,
+            self.log_lines.append,
+        )
         self.take_storage(storage, idle_tokens=0)
         self.settle()
         if calls is not None and storage.disk is not None:

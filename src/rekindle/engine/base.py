@@ -58,6 +58,14 @@ class KvLayout:
         return self.header_bytes + tokens * self.token_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes, beside the CPU."""
+
+    name: str
+    memory_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an engine can do with its loaded model."""
@@ -80,6 +88,9 @@ class Capabilities:
     quantization: str = ""  # of its weights, as its format calls it
     shares_cells: bool = True  # what sequences share takes cells once; else each has its own
     idle_is_free: bool = False  # sequences that nobody adds to slow no step down
+    gpus: tuple[Device, ...] = ()  # for people, as are the layers that lie there
+    layers: int = 0
+    gpu_layers: int = 0
 
     @property
     def sees(self) -> bool:

@@ -32,6 +32,25 @@ class Loading(Struct, tag=True):
     fraction: float
 
 
+class Device(Struct):
+    """A GPU that was found."""
+
+    name: str
+    memory_bytes: int
+
+
+class Room(Struct):
+    """What one place has room for of a model's state."""
+
+    place: str
+    tokens: int
+    size_bytes: int
+
+
+POOL, PARKED = "pool", "parked"  # places of the engine's own; others have the names of tiers
+RAM, DISK = "ram", "disk"
+
+
 class Ready(Struct, tag=True):
     context_tokens: int
     pool_tokens: int
@@ -48,6 +67,15 @@ class Ready(Struct, tag=True):
     conversations: int | None = None  # found on disk; None: the folder is still being read
     dimensions: int = 0  # of the vectors that the model makes; 0: it generates text
     ranks: bool = False  # instead of vectors, it makes scores of pairs
+    gpus: tuple[Device, ...] = ()
+    layers: int = 0
+    gpu_layers: int = 0  # of them, those that lie on GPUs
+    rooms: tuple[Room, ...] = ()  # for its state, by place
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the cache keeps at most."""
+        return sum(room.size_bytes for room in self.rooms if room.place in (RAM, DISK))
 
 
 class Heartbeat(Struct, tag=True):

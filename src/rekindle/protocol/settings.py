@@ -123,7 +123,8 @@ def split_commas(value: object) -> object:
 
 Name = Annotated[str, MinLen(1)]
 Normalisers = Annotated[tuple[Normaliser, ...], CommaSeparated()]
-Size = Annotated[int, Interval(ge=0, lt=SIZE_LIMIT), SizeText()]
+SIZE_BOUNDS = Interval(ge=0, lt=SIZE_LIMIT)
+Size = Annotated[int, SIZE_BOUNDS, SizeText()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +182,20 @@ class RuntimeSettings:
     reasoning_format: Annotated[
         Name, Setting("How it writes its reasoning", "Engine", "auto: by its template")
     ] = AUTO
-    ram_cache: Annotated[Size, Setting("RAM for cached state: 512MiB, 4GB …", "Cache")] = 2 * GIB
-    disk_cache: Annotated[Size, Setting("Disk for cached state; 0 for none", "Cache")] = 10 * GB
+    ram_cache: Annotated[
+        int | None,
+        SIZE_BOUNDS,
+        SizeText(),
+        Setting(
+            "RAM for cached state: 512MiB, 4GB …", "Cache", "a quarter of the free, 2GiB or more"
+        ),
+    ] = None
+    disk_cache: Annotated[
+        int | None,
+        SIZE_BOUNDS,
+        SizeText(),
+        Setting("Disk for cached state; 0 for none", "Cache", "a tenth of the free, 10GB or more"),
+    ] = None
     disk_floor: Annotated[Size, Setting("Free disk space left to others", "Cache")] = 1 * GIB
     cache_dir: Annotated[Path, Setting("Folder for cached state", "Cache")] = Path(
         "~/.cache/rekindle/kv"

@@ -31,6 +31,7 @@ from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import (
+    Device,
     Events,
     LoadFailed,
     Loading,
@@ -44,12 +45,14 @@ from rekindle.protocol.frames import (
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.background import Background, Pieces
+from rekindle.runtime.budgets import Budgets, choose_budgets
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.embedding.process import EmbeddingProcess
 from rekindle.runtime.encoders import Encoders, Job
 from rekindle.runtime.link import Link
 from rekindle.runtime.precision import check_kv_bits
 from rekindle.runtime.request import EncodedPrompt
+from rekindle.runtime.rooms import rooms
 from rekindle.runtime.storage import open_storage
 from rekindle.runtime.tokenisation import Tokenisation
 from rekindle.runtime.turn import Stopwatch, Turn
@@ -82,10 +85,11 @@ class RuntimeProcess:
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._background = Background()
         check_names(*formats(load.settings))  # before anything slow
-        engine = self._load_engine(load)
+        budgets = choose_budgets(load)
+        engine = self._load_engine(load, budgets)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(
-            load, engine.capabilities, self._inbox.put, self.send, engine.allocate
+            load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
         )
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
@@ -97,11 +101,12 @@ class RuntimeProcess:
         )
         self.ticking = (self.tick, self.link.beat)
 
-    def _load_engine(self, load: LoadModel) -> Engine:
+    def _load_engine(self, load: LoadModel, budgets: Budgets) -> Engine:
         def on_progress(fraction: float) -> None:
             self.send(Loading(fraction))
 
-        options, name = _options(load), load.settings.engine
+        options = replace(_options(load), host_bytes=budgets.ram_bytes)
+        name = load.settings.engine
         try:
             return load_engine(options, on_progress, name=name)
         except ProjectorError as error:
@@ -136,6 +141,10 @@ class RuntimeProcess:
             parameters=capabilities.parameters,
             quantization=capabilities.quantization,
             modalities=tuple(sorted(capabilities.modalities)),
+            gpus=tuple(Device(each.name, each.memory_bytes) for each in capabilities.gpus),
+            layers=capabilities.layers,
+            gpu_layers=capabilities.gpu_layers,
+            rooms=rooms(engine, storage.store.tiers),
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )
@@ -290,7 +299,6 @@ def _options(load: LoadModel) -> EngineOptions:
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,
         park_fraction=settings.park_fraction,
-        host_bytes=settings.ram_cache,
         threads=settings.thread_count,
         gpu_layers=settings.gpu_layers,
         kv_type=settings.kv_type,

@@ -36,6 +36,7 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.budgets import Budgets
 from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.storage_log import opened_lines, reads_line, state_line, unavailable_line
 
@@ -94,6 +95,7 @@ class Storage:
         self._no_disk_reason = no_disk_reason
         self._log = log
         self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
+        self._entries_bytes = entries.limit_bytes  # of memory, whatever the index has room for
         self._ticks = 0
         self._chunks = 0  # of blocks, that were found in the folder
         if disk and not disk.is_open:
@@ -160,7 +162,8 @@ class Storage:
         self._no_disk_reason = "opening"
         for line in opened_lines(folder):
             self._log(line)
-        self.entries.limit_bytes = _entries_bytes(self.settings, folder)
+        index_bytes = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
+        self.entries.limit_bytes = min(self._entries_bytes, index_bytes)
         self.disk.attach(folder, self.entries.limit_bytes, self._attach_pictures(folder))
         self.entries.load_early(self.disk.opening.entries)
 
@@ -252,6 +255,7 @@ class Storage:
 
 def open_storage(
     load: LoadModel,
+    budgets: Budgets,
     capabilities: Capabilities,
     on_event: OnEvent,
     log: Log,
@@ -260,12 +264,12 @@ def open_storage(
     """RAM, and the model's cache folder below it if there can be one; blocks are read into memory
     that is allocated so."""
     settings, clock = load.settings, Clock()
-    found = _find_disk(load, capabilities, log)
+    found = _find_disk(load, budgets.disk_bytes, capabilities, log)
     block_bytes = capabilities.kv_layout.cells_bytes(capabilities.block_tokens)
-    queue_bytes = max(LEAST_QUEUE_BYTES, settings.ram_cache // QUEUE_SHARE)
+    queue_bytes = max(LEAST_QUEUE_BYTES, budgets.ram_bytes // QUEUE_SHARE)
     queue_bytes = min(max(MOST_QUEUE_BYTES, QUEUED_BLOCKS * block_bytes), queue_bytes)
     fetch_bytes = max(MOST_FETCH_BYTES, FETCHED_BLOCKS * block_bytes)
-    fetch_bytes = min(fetch_bytes, settings.ram_cache // FETCH_SHARE)
+    fetch_bytes = min(fetch_bytes, budgets.ram_bytes // FETCH_SHARE)
     if found.open is None:
         queue_bytes = fetch_bytes = 0
     disk = None
@@ -279,12 +283,13 @@ def open_storage(
             eviction=settings.cache_eviction,
             allocate=allocate,
         )
-    pictures_bytes = settings.ram_cache // PICTURES_SHARE if capabilities.sees else 0
-    ram_bytes = settings.ram_cache - queue_bytes - fetch_bytes - pictures_bytes
+    pictures_bytes = budgets.ram_bytes // PICTURES_SHARE if capabilities.sees else 0
+    ram_bytes = budgets.ram_bytes - queue_bytes - fetch_bytes - pictures_bytes
     tiers: list[Tier] = [RamTier(max(ram_bytes, 0), settings.cache_eviction)]
     tiers += [disk] if disk else []  # a further tier below goes here
     store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
     journal = disk.journal if disk else None
+    entries_bytes = max(budgets.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
     floor_bytes = settings.disk_floor
     open_pictures = partial(
         PictureFiles, secret=found.secret, on_read=on_event, floor_bytes=floor_bytes
@@ -292,7 +297,7 @@ def open_storage(
     return Storage(
         settings,
         store,
-        Entries(store, clock, journal, limit_bytes=_entries_bytes(settings, None)),
+        Entries(store, clock, journal, limit_bytes=entries_bytes),
         clock,
         secret=found.secret,
         log=log,
@@ -304,14 +309,6 @@ def open_storage(
     )
 
 
-def _entries_bytes(settings: RuntimeSettings, folder: Folder | None) -> int:
-    """What entries may take of memory, and of the index."""
-    most = max(settings.ram_cache // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
-    if folder is None:
-        return most
-    return min(most, max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES))
-
-
 @dataclass(frozen=True, slots=True)
 class _FoundDisk:
     secret: bytes
@@ -319,12 +316,14 @@ class _FoundDisk:
     no_disk_reason: str = "off"
 
 
-def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundDisk:
+def _find_disk(
+    load: LoadModel, limit_bytes: int, capabilities: Capabilities, log: Log
+) -> _FoundDisk:
     """How to open the folder of this model's state; without one there is RAM, and a warning."""
     settings, cache_dir = load.settings, load.settings.cache_dir
     configured = settings.cache_secret_file
     secret = read_secret_file(configured) if configured else None  # a wrong one is no small matter
-    if not settings.disk_cache:
+    if not limit_bytes:
         return _FoundDisk(secret or secrets.token_bytes(SECRET_BYTES))
     try:
         own_secret = read_secret(cache_dir, secret)
@@ -337,7 +336,7 @@ def _find_disk(load: LoadModel, capabilities: Capabilities, log: Log) -> _FoundD
         open_folder,
         cache_dir,
         capabilities.kv_layout.fingerprint + capabilities.block_tokens.to_bytes(4, "big"),
-        limit_bytes=settings.disk_cache,
+        limit_bytes=limit_bytes,
         served=[load.files, *(files for files in load.served if files != load.files)],
         secret=secret,
     )

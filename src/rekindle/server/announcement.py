@@ -8,15 +8,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from rekindle.config import Config
-from rekindle.protocol.frames import Ready
+from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Ready, Room
 from rekindle.protocol.media import IMAGE
+from rekindle.protocol.settings import GB
 from rekindle.server.runtime_client import RuntimeClient
+
+PLACES = {POOL: "KV pool", PARKED: "parked on the device", RAM: "RAM"}  # as people call them
+FLAGS = {RAM: "--ram-cache", DISK: "--disk-cache"}  # of the places with a budget
 
 
 def announce(
     config: Config, runtimes: Sequence[RuntimeClient], ports: Sequence[int], console: Console
 ) -> None:
-    """A line for each model, one for the cache, and for each address one."""
+    """A few lines for each model, one for the cache, and for each address one."""
     for line in _lines(config, runtimes, ports):
         console.print(line, soft_wrap=True)
 
@@ -33,6 +37,7 @@ def _lines(
             or f"context {runtime.ready.context_tokens} tokens, "
             f"up to {config.parallel} turns at once{mode}{_sees(runtime.ready)}"
         )
+        yield from map(escape, room_lines(runtime.ready))
         if not runtime.ready.dimensions:
             found.append(runtime.ready)
     yield escape(cache_line(config, found))
@@ -53,6 +58,28 @@ def _vectors(ready: Ready) -> str:
 
 def _sees(ready: Ready) -> str:
     return ", sees pictures" if IMAGE in ready.modalities else ""
+
+
+def room_lines(ready: Ready) -> Iterable[str]:
+    """What a model computes on, and what there is room for, or too little, of its state."""
+    layers = f": {ready.gpu_layers} of {ready.layers} layers lie there" if ready.layers else ""
+    for gpu in ready.gpus:
+        yield f"Found {gpu.name} with {gpu.memory_bytes / GB:.1f} GB{layers}"
+    if ready.rooms:
+        yield "Tokens of its state there is room for: " + ", ".join(map(_room, ready.rooms))
+    for room in ready.rooms:
+        if room.place in FLAGS and 0 < room.tokens < ready.context_tokens:
+            needed_bytes = ready.context_tokens * room.size_bytes / room.tokens
+            yield (
+                f"Warning: one full context of {ready.context_tokens:,} tokens takes "
+                f"{needed_bytes / GB:.1f} GB and does not fit: raise {FLAGS[room.place]} or lower "
+                "--max-model-len"
+            )
+
+
+def _room(room: Room) -> str:
+    place = PLACES.get(room.place, room.place)
+    return f"{place} {room.tokens:,} ({room.size_bytes / GB:.1f} GB)"
 
 
 def cache_line(config: Config, found: Sequence[Ready]) -> str:

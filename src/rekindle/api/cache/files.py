@@ -33,6 +33,7 @@ from rekindle.server.middleware import FILE_TYPE
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.request_body import BODY_S, BodyTooSlow
 from rekindle.server.responses import documented
+from rekindle.server.runtime_client import RuntimeClient
 
 log = logging.getLogger("rekindle.api")
 
@@ -109,7 +110,7 @@ async def import_state(
     with _slot(request):
         async with _private_folder() as folder:
             path = folder / "state"
-            await _receive(request, path, _most_bytes(models.config, folder))
+            await _receive(request, path, _most_bytes(runtime, models.config, folder))
             info = await client.request(runtime, ImportState(str(path), session_id), EntryInfo)
     return entry_body(info, runtime.name, admin=False)
 
@@ -173,10 +174,11 @@ async def _private_folder() -> AsyncIterator[Path]:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _most_bytes(config: Config, folder: Path) -> int:
+def _most_bytes(runtime: RuntimeClient, config: Config, folder: Path) -> int:
     """What the cache could keep, as far as the disk has room to bring it there."""
     free_bytes = shutil.disk_usage(folder).free - config.disk_floor
-    return min(config.ram_cache + config.disk_cache, max(free_bytes, 0))
+    kept_bytes = runtime.ready.kept_bytes if runtime.ready else 0
+    return min(kept_bytes, max(free_bytes, 0))
 
 
 async def _receive(request: Request, path: Path, most_bytes: int) -> None:

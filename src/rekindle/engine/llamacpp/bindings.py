@@ -47,7 +47,7 @@ STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
 GGUF_UINT32, GGUF_FLOAT32, GGUF_STRING = 4, 6, 8  # gguf_type
 POOLING_MEAN, POOLING_CLS, POOLING_LAST, POOLING_RANK = 1, 2, 3, 4  # LLAMA_POOLING_TYPE
-DEVICE_CPU, DEVICE_GPU = 0, 1  # GGML_BACKEND_DEVICE_TYPE
+DEVICE_CPU, DEVICE_GPU, DEVICE_INTEGRATED_GPU = 0, 1, 2  # GGML_BACKEND_DEVICE_TYPE
 
 # How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
 # steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows

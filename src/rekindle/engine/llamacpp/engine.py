@@ -18,6 +18,7 @@ import numpy as np
 from rekindle.engine.base import (
     Blob,
     Capabilities,
+    Device,
     EngineOptions,
     KvLayout,
     KvType,
@@ -33,6 +34,7 @@ from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
+from rekindle.engine.llamacpp.gpus import find_gpus
 from rekindle.engine.llamacpp.host_arena import build_allocate
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
@@ -369,4 +371,7 @@ def _capabilities(
         architecture=model.architecture,
         parameters=model.parameters,
         quantization=model.quantization,
+        gpus=tuple(Device(gpu.name, gpu.total_bytes) for gpu in find_gpus(model.library)),
+        layers=model.layers + 1,  # + 1: the output layer
+        gpu_layers=min(model.gpu_layers(options), model.layers + 1),
     )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
-from rekindle.engine.host_memory import host_free_bytes
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
 from rekindle.engine.llamacpp.exact_contexts import ExactBudget
+from rekindle.engine.llamacpp.gpus import find_gpus
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import OtherPools
 from rekindle.engine.llamacpp.state import StateLayout, read_layout
 from rekindle.engine.llamacpp.vision import Projector
+from rekindle.host_memory import host_free_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones
@@ -180,17 +179,7 @@ def _shape(
 
 
 def free_bytes(model: LlamaModel) -> int:
-    """Memory that is left where the KV cells go."""
-    return _gpu_free_bytes(model.library) if model.on_gpu else host_free_bytes()
-
-
-def _gpu_free_bytes(library: Any) -> int:
-    """Free memory of all GPUs together, after the weights are loaded."""
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    found = 0
-    for index in range(library.ggml_backend_dev_count()):
-        device = library.ggml_backend_dev_get(index)
-        if library.ggml_backend_dev_type(device) == bindings.DEVICE_GPU:
-            library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            found += free.value
-    return found
+    """Memory that is left where the KV cells go: of all GPUs together, after the weights."""
+    if not model.on_gpu:
+        return host_free_bytes()
+    return sum(gpu.free_bytes for gpu in find_gpus(model.library))

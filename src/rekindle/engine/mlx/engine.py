@@ -103,6 +103,7 @@ class MlxEngine:
             architecture=loaded.architecture,
             parameters=loaded.parameters,
             quantization=loaded.quantization,
+            gpus=memory.gpus(self._device),
         )
 
     def _empty_batches(self) -> dict[KvType, DecodingBatches]:

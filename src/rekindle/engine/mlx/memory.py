@@ -8,9 +8,10 @@ from typing import Literal
 
 import mlx.core as mx
 
+from rekindle.engine.base import Device as Gpu
 from rekindle.engine.base import EngineOptions, KvLayout, KvType
-from rekindle.engine.host_memory import host_free_bytes
 from rekindle.engine.mlx.sequences import PoolSize
+from rekindle.host_memory import host_free_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay on the device beside the active ones
@@ -52,6 +53,14 @@ def working_set_bytes() -> int | None:
     known = mx.device_info()
     found = known.get("max_recommended_working_set_size") or known.get("total_memory")
     return int(found) if found else None
+
+
+def gpus(device: Device) -> tuple[Gpu, ...]:
+    """The one that MLX computes on, as far as it says what it is."""
+    known = mx.device_info()
+    size = known.get("memory_size") or known.get("total_memory") or 0
+    found = Gpu(str(known.get("device_name", "a GPU")), int(size))
+    return (found,) if device == "gpu" else ()
 
 
 def wire(device: Device) -> None:

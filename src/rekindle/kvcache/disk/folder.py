@@ -231,17 +231,17 @@ def _trim(folders: Sequence[Path], most_bytes: int) -> int:
         for folder in folders:
             with suppress(FolderLocked):
                 claims.callback(os.close, claim(folder))
-                sizes[folder] = _used_bytes(folder)
+                sizes[folder] = used_bytes(folder)
         for folder in sorted(sizes, key=lambda folder: (folder / _LOCK).stat().st_mtime_ns):
             if sum(sizes.values()) <= most_bytes:
                 break
             if not _may_have_pins(folder / INDEX):
                 _remove(folder)
-                sizes[folder] = _used_bytes(folder)
+                sizes[folder] = used_bytes(folder)
         return sum(sizes.values())
 
 
-def _used_bytes(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
     return sum(
         (Path(above) / name).lstat().st_size
         for above, _, names in os.walk(folder)

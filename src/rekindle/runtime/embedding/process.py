@@ -45,7 +45,8 @@ class EmbeddingProcess:
         self.link = Link(sock)
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._embedder = load_embedder(options, lambda done: self.link.send(Loading(done)))
-        cache = VectorCache(min(settings.ram_cache, MOST_CACHE_BYTES))
+        told = settings.ram_cache
+        cache = VectorCache(MOST_CACHE_BYTES if told is None else min(told, MOST_CACHE_BYTES))
         self._scheduler = EmbeddingScheduler(self._embedder, cache, self._emit)
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
         self._tokenisation = Tokenisation(
