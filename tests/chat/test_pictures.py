@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -200,3 +201,16 @@ def test_pictures_are_in_every_hash_of_a_conversation() -> None:
 def test_a_preview_says_that_there_is_a_picture() -> None:
     prompt = chat([user(image(ONE), "what is this?")])
     assert Preview(TEMPLATES[CHATML], CONTROL).of(prompt.escaped) == "[image] what is this?"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_conversation_with_pictures_goes_on_as_one_that_is_encoded_whole(source: str) -> None:
+    encoder = Encoder(Vocabulary(), TEMPLATES[source])
+    messages, earlier = [user("Look: ", image(ONE), "what?")], None
+    for reply, question in (("A cat.", user("And ", image(OTHER), "?")), ("<s>", user("Why?"))):
+        messages += [{"role": "assistant", "content": reply}, question]
+        encode = partial(encoder.chat, messages, template_kwargs={}, pictures=PICTURES)
+        whole, earlier = encode(), encode(earlier=earlier)
+        assert earlier == whole
+        assert earlier.tokens.media == whole.tokens.media
+        messages = list(messages)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rekindle.chat.continued_spans import Encoding, continued_spans
 from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
@@ -58,6 +59,22 @@ class Prompt:
     pictures: Pictures = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt(Prompt):
+    """The prompt of a conversation. One that goes on from it, with the same objects as messages and
+    tools, takes over what was found out about them."""
+
+    messages: Sequence[Message] = ()
+    tools: Sequence[Any] | None = None
+    plain: frozenset[int] = frozenset()  # the messages in which there is nothing to escape
+    plain_tools: bool = False
+
+    def same_messages(self, messages: Sequence[Message]) -> frozenset[int]:
+        """The places of those that another conversation has there, too."""
+        pairs = enumerate(zip(self.messages, messages, strict=False))
+        return frozenset(place for place, (one, other) in pairs if one is other)
+
+
 class Encoder:
     """Makes prompts for one model."""
 
@@ -83,31 +100,57 @@ class Encoder:
         continue_final_message: bool = False,
         recall: Recall | None = None,
         pictures: Pictures = NO_PICTURES,
-    ) -> Prompt:
+        earlier: ChatPrompt | None = None,
+    ) -> ChatPrompt:
         """A conversation's prompt, in which only the template writes control tokens; `pictures`
-        are all that its messages name."""
+        are all that its messages name. It may go on from one that was encoded `earlier`."""
         template = self._required_template()
         template.check(template_kwargs)
         escaper = Escaper(self._control)
+        shown_tools, plain_tools = _hidden_tools(escaper, tools, earlier)
         render: Render = functools.partial(
             template.render,
             add_generation_prompt=add_generation_prompt,
-            tools=escaper.hide(tools),
+            tools=shown_tools,
             **escaper.hide(template_kwargs),
         )
         if continue_final_message:
             render = _up_to_last_text(render)
         placed = flattened(messages, lambda digest: escaper.place_picture(picture_text(digest)))
-        hidden = escaper.hide(placed)
+        known_plain = earlier.plain & earlier.same_messages(messages) if earlier else ()
+        hidden, plain = escaper.hide_each(placed, known_plain)
         literals = escaper.spans(render(hidden))
         text = "".join(span.text for span in literals)
         _utf8(text)
         escaped = escape(literals)
         tokens, known = self._tokenise(literals, escaped, recall, pictures)
-        places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
-        prompt = Prompt(tokens, (), escaped, len(known.tokens), pictures=pictures)
-        spans = self._edges(prompt, known).message_spans(messages, places)
+        prompt = ChatPrompt(
+            tokens,
+            escaped=escaped,
+            known_tokens=len(known.tokens),
+            pictures=pictures,
+            messages=messages,
+            tools=tools,
+            plain=plain,
+            plain_tools=plain_tools,
+        )
+        spans = self._continued_spans(earlier, prompt) if earlier else None
+        if spans is None:
+            places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
+            spans = self._edges(prompt, known).message_spans(messages, places)
         return replace(prompt, spans=spans)
+
+    def _continued_spans(
+        self, earlier: ChatPrompt, prompt: ChatPrompt
+    ) -> tuple[MessageSpan, ...] | None:
+        return continued_spans(
+            Encoding(unescape(earlier.escaped), earlier.tokens),
+            earlier.spans,
+            Encoding(unescape(prompt.escaped), prompt.tokens),
+            prompt.messages,
+            earlier.same_messages(prompt.messages),
+            lambda tokens: list(map(self._piece, tokens)),
+        )
 
     def prefix(
         self,
@@ -237,6 +280,17 @@ class Encoder:
         escaped = escape_prefix(spans_from(prompt.escaped, 0), offsets[count]) if offsets else b""
         spans = tuple(span for span in prompt.spans if span.end <= count)
         return Prompt(prompt.tokens[:count], spans, escaped, pictures=prompt.pictures)
+
+
+def _hidden_tools(
+    escaper: Escaper, tools: Sequence[Any] | None, earlier: ChatPrompt | None
+) -> tuple[Sequence[Any] | None, bool]:
+    """The tools as the template may see them, and whether there is nothing to escape in them."""
+    if earlier is not None and earlier.tools is tools and earlier.plain_tools:
+        return tools, True
+    before = escaper.literals
+    hidden = escaper.hide(tools)
+    return hidden, escaper.literals == before
 
 
 def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:

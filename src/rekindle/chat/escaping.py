@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -118,6 +118,11 @@ class Escaper:
         self._placeholders = Placeholders()
         self._hidden_spans: list[Span] = []
 
+    @property
+    def literals(self) -> int:
+        """How many it has hidden so far, pictures included."""
+        return len(self._hidden_spans)
+
     def place_picture(self, text: str) -> str:
         """A placeholder where a picture is to be, for which `text` stands."""
         return self._placeholder(Span(text, literal=False, picture=True))
@@ -127,6 +132,19 @@ class Escaper:
         if depth_exceeds(value, DEPTH_LIMIT + 1):  # the value itself is not nested
             raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
         return self._hidden(value)
+
+    def hide_each(
+        self, values: Sequence[Any], plain: Container[int]
+    ) -> tuple[list[Any], frozenset[int]]:
+        """The same of each value; those at the places `plain`, known to hold no literal, stay as
+        they are. And the places of those that hold none."""
+        hidden, found = [], set[int]()
+        for place, value in enumerate(values):
+            before = self.literals
+            hidden.append(value if place in plain else self.hide([value])[0])
+            if self.literals == before:
+                found.add(place)
+        return hidden, frozenset(found)
 
     def spans(self, rendered: str) -> list[Span]:
         """The rendered text with its literals back in place; one span when there are none."""

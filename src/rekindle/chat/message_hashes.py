@@ -78,23 +78,41 @@ class ConversationHashes:
         tools: Sequence[Any] | None = None,
         *,
         continued: bool = False,
+        earlier: ConversationHashes | None = None,
     ) -> None:
-        """`continued`: the reply goes on from the last message instead of following it."""
+        """`continued`: the reply goes on from the last message instead of following it. `earlier`:
+        the hashes of a request whose messages these begin with, from which it goes on."""
         self.reply_keys: dict[int, tuple[str, ...]] = {}  # by the index of an assistant message
         #: Of all before the last user message; None when that is the first one.
         self.previous_fingerprint: str | None = None
+        self._count = 0
         self._turns: list[list[str]] = []  # of each turn, the hash up to each of its messages
         self._system, self._turn = HashChain(), HashChain()
         self._history, self._outline = HashChain(), HashChain()
         self._system_hash = self._tools_hash = ""  # empty: there are none
         self._has_user = False
         self._continued: Message | None = None
-        for index, message in enumerate(messages):
+        if earlier is not None and earlier._count <= len(messages) - continued:
+            self._go_on_from(earlier)
+        for index in range(self._count, len(messages)):
             if continued and index == len(messages) - 1:
-                self._continued, self._before_last = message, self._chains()
-            self._add(index, message)
-        if tools:
+                self._continued, self._before_last = messages[index], self._chains()
+            self._add(index, messages[index])
+        self._count = len(messages)
+        self._tools = tools
+        if earlier is not None and earlier._tools is tools:
+            self._tools_hash = earlier._tools_hash
+        elif tools:
             self._tools_hash = _hash_tools(tools)
+
+    def _go_on_from(self, earlier: ConversationHashes) -> None:
+        self.reply_keys = dict(earlier.reply_keys)
+        self.previous_fingerprint = earlier.previous_fingerprint
+        self._count = earlier._count
+        self._turns = [*earlier._turns[:-1], *map(list, earlier._turns[-1:])]
+        self._system, self._system_hash = earlier._system.copy(), earlier._system_hash
+        self._turn, self._history, self._outline = earlier._chains()
+        self._has_user = earlier._has_user
 
     @property
     def segments(self) -> Segments:

@@ -122,7 +122,7 @@ class MessageSpans:
         if not isinstance(content, list):
             return content
         parts = list(content)
-        texts = [place for place, part in enumerate(parts) if _has_text(part)]
+        texts = [place for place, part in enumerate(parts) if has_text(part)]
         for place in texts[:1]:
             parts[place] = {**parts[place], "text": self._begin(parts[place]["text"], index)}
         for place in texts[-1:]:
@@ -143,7 +143,7 @@ class MessageSpans:
         return body + self._placeholders.of(index) + text[len(body) :]
 
 
-def _has_text(part: Any) -> bool:
+def has_text(part: Any) -> bool:
     """Whether it is a part with text that is not blank."""
     text = part.get("text") if isinstance(part, Mapping) else None
     return isinstance(text, str) and bool(text.strip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.preview import Preview
@@ -11,6 +12,7 @@ from rekindle.chat.template import ChatTemplate
 from rekindle.chat.tools.registry import DEFAULT_TOOL_FORMAT
 from rekindle.engine.base import Engine
 from rekindle.errors import TemplateFailed
+from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
@@ -23,6 +25,7 @@ from rekindle.runtime.output_format import OutputFormat
 from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
+from rekindle.runtime.recent_chats import RecentChats
 from rekindle.runtime.scheduler import Scheduler
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.state_transfer import StateTransfer
@@ -99,7 +102,7 @@ def build(
         and not capabilities.idle_is_free,
         parallel=settings.parallel,
     )
-    storage.entries.on_remove = kv.forget
+    storage.entries.on_remove = partial(_forget, kv, input_processor.recent_chats)
     pictures = PictureEncoder(engine, storage.pictures)
     pipeline = Pipeline(engine, input_processor, sessions, kv)
     scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=settings.parallel)
@@ -110,6 +113,12 @@ def build(
     return Runtime(
         engine, storage, input_processor, sessions, kv, pipeline, scheduler, cache_info, admin
     )
+
+
+def _forget(kv: KvManager, recent_chats: RecentChats, entry: Entry) -> None:
+    """A conversation was deleted, with its state and its text."""
+    kv.forget(entry)
+    recent_chats.forget(entry.tenant)
 
 
 def _output_format(

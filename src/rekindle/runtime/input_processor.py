@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.pictures import picture_text, with_digests
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
-from rekindle.errors import BadRequest, ContextTooLong, TemplateFailed
+from rekindle.errors import BadRequest, ContextTooLong
 from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries import Entries
 from rekindle.protocol.admin import IndexPrompt, Validate
@@ -26,8 +25,10 @@ from rekindle.protocol.media import count_images
 from rekindle.protocol.normalisers import USUAL, Normaliser
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.tokenisation import Tokenize
+from rekindle.runtime.chat_encoder import ChatEncoder
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.precision import precision
+from rekindle.runtime.recent_chats import RecentChats
 from rekindle.runtime.replay import History
 from rekindle.runtime.request import (
     EncodedPrompt,
@@ -68,6 +69,11 @@ class InputProcessor:
         self._secret = secret
         self._output_format = output_format
         self._normalisers = normalisers
+        self._chats = ChatEncoder(encoder, entries.index, self._end_markers)
+
+    @property
+    def recent_chats(self) -> RecentChats:
+        return self._chats.recent_chats
 
     @property
     def reasons(self) -> bool:
@@ -128,7 +134,9 @@ class InputProcessor:
             return self._prefix(indexed.messages, indexed.tools, {}, pictures.in_prompt)
         shown, pictures = self._seen(op, salt)
         asked, _ = self._normalised(shown)
-        return self._chat(asked.messages, asked, self.namespace(salt), pictures.in_prompt)
+        self._check_size(asked.messages, "messages")
+        tenant = self.namespace(salt)
+        return self._chats.encode(asked, tenant, pictures.in_prompt, recalls=True)
 
     def _seen(self, about: About, salt: bytes) -> tuple[About, RequestPictures]:
         """The request with its image parts named by what they show; and its pictures."""
@@ -155,8 +163,8 @@ class InputProcessor:
         """The tokens of a conversation that nobody has to answer."""
         shown, pictures = self._seen(op, b"")
         asked, _ = self._normalised(shown)
-        assert asked.messages is not None
-        return self._plain_chat(asked.messages, asked, pictures.in_prompt).tokens.ids()
+        self._check_size(asked.messages, "messages")
+        return self._chats.plain(asked, pictures.in_prompt).tokens.ids()
 
     def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
         """A text with what the model wants in front of it."""
@@ -193,9 +201,11 @@ class InputProcessor:
             if request.prepare is not None:
                 kwargs = request.template_kwargs
                 return self._prefix(request.messages, request.tools, kwargs, pictures)
+            self._check_size(request.messages, "messages")
             if not request.reuse:
-                return EncodedPrompt(self._plain_chat(request.messages, request, pictures))
-            return self._chat(request.messages, request, known, pictures)
+                return EncodedPrompt(self._chats.plain(request, pictures))
+            tenant = self.namespace(request.salt)
+            return self._chats.encode(request, tenant, pictures, recalls=recalls)
         assert request.prompt is not None, "a request has messages or a prompt"
         if not request.prompt:
             return EncodedPrompt(self._beginning())
@@ -215,56 +225,6 @@ class InputProcessor:
             pictures=pictures,
         )
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
-
-    def _plain_chat(
-        self, messages: Messages, request: GenerateRequest | Tokenize, pictures: Pictures
-    ) -> Prompt:
-        """A conversation's prompt of which nothing is remembered."""
-        self._check_size(messages, "messages")
-        encode = self._encode(request, pictures)
-        return encode([with_parsed_arguments(message) for message in messages])
-
-    def _chat(
-        self,
-        messages: Messages,
-        about: GenerateRequest | Validate,
-        known: bytes | None,
-        pictures: Pictures,
-    ) -> EncodedPrompt:
-        """A conversation's prompt; with the tokens remembered in the namespace `known`."""
-        self._check_size(messages, "messages")
-        sent = [with_parsed_arguments(message) for message in messages]
-        # Long conversations are hashed here, on an encoder thread, not between two engine steps.
-        continued = isinstance(about, GenerateRequest) and about.continue_final_message
-        hashes = ConversationHashes(messages, about.tools, continued=continued)
-        encode = self._encode(about, pictures)
-        if known is None:
-            return EncodedPrompt(encode(sent), hashes)
-        history = History(self._entries, known, sent, hashes)
-        recall = partial(history.recall, ends=self._end_markers)
-        as_sampled, changes = history.as_sampled()
-        if changes:
-            with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
-                return EncodedPrompt(encode(as_sampled, recall=recall), hashes, changes)
-        return EncodedPrompt(encode(sent, recall=recall), hashes)
-
-    def _encode(
-        self, about: GenerateRequest | Validate | Tokenize, pictures: Pictures
-    ) -> Callable[..., Prompt]:
-        """Encodes conversations as this request wants them."""
-        encode = partial(
-            self._encoder.chat,
-            tools=without_strict(about.tools),
-            template_kwargs=about.template_kwargs,
-            pictures=pictures,
-        )
-        if isinstance(about, Validate):
-            return encode
-        return partial(
-            encode,
-            add_generation_prompt=about.add_generation_prompt,
-            continue_final_message=about.continue_final_message,
-        )
 
     def _text(self, text: str, known: bytes | None) -> Prompt:
         self._check_size(text, "prompt")

@@ -8,8 +8,8 @@ decided by comparing messages and bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.chat.message_hashes import ConversationHashes
@@ -21,6 +21,15 @@ from rekindle.runtime.turn import Turn
 from rekindle.tokens import Tokens, common_bytes
 
 Candidate = tuple[Entry, Reply]
+
+
+class Restoration(NamedTuple):
+    """A message as it was sampled, and what it was found by."""
+
+    reply: Reply
+    with_reasoning: bool  # its reasoning was restored, if it had any
+    message: Message
+    changes: tuple[str, ...]  # the names of what is different from the message that was sent
 
 
 class History:
@@ -51,22 +60,26 @@ class History:
                     seen.add(candidate)
                     yield candidate
 
-    def as_sampled(self) -> tuple[list[Message], list[str]]:
-        """The messages with tool calls and reasoning as they were sampled; and the names of what
-        that changed."""
-        messages, changes = list(self._messages), dict[str, None]()
-        for index, candidates in self._candidates.items():
-            sent = messages[index]
-            originals = ((reply, _message(reply)) for _, reply in candidates)
-            same = ((reply, was) for reply, was in originals if was and same_message(sent, was))
-            if sent.get("tool_calls") and (found := next(same, None)):
-                reply, original = found
-                # After another history, the reasoning may quote what is no longer there.
-                follows = self._follows_same_history(index, reply)
-                message, changed = restored(sent, original, reasoning=follows)
-                messages[index] = with_parsed_arguments(message)
-                changes.update(dict.fromkeys(changed))
-        return messages, sorted(changes)
+    def restorations(self, earlier: Mapping[int, Restoration]) -> dict[int, Restoration]:
+        """The messages with calls as they were sampled, by index; `earlier` are those of a
+        conversation that this one goes on from."""
+        calling = [index for index in self._candidates if self._messages[index].get("tool_calls")]
+        found = ((index, self._restoration(index, earlier.get(index))) for index in calling)
+        return {index: restoration for index, restoration in found if restoration}
+
+    def _restoration(self, index: int, earlier: Restoration | None) -> Restoration | None:
+        sent = self._messages[index]
+        for _, reply in self._candidates[index]:
+            # After another history, the reasoning may quote what is no longer there.
+            follows = self._follows_same_history(index, reply)
+            if earlier and (earlier.reply, earlier.with_reasoning) == (reply, follows):
+                return earlier
+            original = _message(reply)
+            if original and same_message(sent, original):
+                message, changes = restored(sent, original, reasoning=follows)
+                message = with_parsed_arguments(message)
+                return Restoration(reply, follows, message, tuple(changes))
+        return None
 
     def _follows_same_history(self, index: int, reply: Reply) -> bool:
         """Whether the messages before a reply are those that it was sampled after."""
