@@ -3,6 +3,10 @@
 Run it with `python -m benchmarks.sampling`. Each row is given to both by turns, ten times each. The
 chain's time is that of copying its candidates, which stands for making them of logits, and of
 `llama_sampler_apply`.
+
+Then whole steps, by rows and threads. Rows are written anew before each step, as an engine does,
+and more of them than caches hold. CPU time, of all threads, says what a step costs where other
+programs have the cores; what waits for the interpreter's lock does not show in it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import time
 from ctypes import c_bool, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from dataclasses import replace
 from statistics import median
 from typing import Any, ClassVar
 
@@ -18,9 +23,14 @@ import numpy as np
 from rekindle.engine.base import Row, Sampler
 from rekindle.engine.llamacpp.bindings import declare, load_library
 from rekindle.engine.sampling import build_sampler
+from rekindle.engine.step_sampler import StepSampler
 from rekindle.protocol.requests import SamplingParams
 
 ROUNDS = 5
+STEPS = 40
+STEP_ROWS = (1, 8, 32, 64)
+STEP_WAYS = ("greedy", "temperature 0.8, top-p 0.9")
+THREADS = (1, 2, 4, 8)
 VOCABULARIES = (49_152, 151_936)
 WAYS = {
     "greedy": SamplingParams(temperature=0),
@@ -126,7 +136,26 @@ def measure_us(sampler: Sampler, row: Row) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-def main() -> None:
+def measure_step_us(
+    sampling: SamplingParams, row: Row, count: int, threads: int
+) -> tuple[int, int]:
+    """Medians of a step's time and of its CPU time."""
+    step = StepSampler(threads)
+    samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in range(count)]
+    given = np.stack([np.roll(row, shift) for shift in range(count)])
+    logits = given.copy()
+    walls, cpus = [], []
+    for _ in range(STEPS):
+        logits[:] = given
+        started, started_cpu = time.perf_counter(), time.process_time()
+        step.sample(samplers, logits)
+        walls.append(time.perf_counter() - started)
+        cpus.append(time.process_time() - started_cpu)
+    step.close()
+    return round(median(walls) * 1e6), round(median(cpus) * 1e6)
+
+
+def compare_with_chain() -> None:
     library = load_library()
     declare(library, _SIGNATURES)
     print(f"{'µs a token: ours, llama.cpp':38}{'peaked':>16}{'wide':>16}{'flat':>16}")
@@ -135,6 +164,21 @@ def main() -> None:
             pairs = [compare_us(library, sampling, row) for row in rows(size).values()]
             cells = "".join(f"{ours:8.0f}{theirs:8.0f}" for ours, theirs in pairs)
             print(f"{size:7}  {label:29}{cells}")
+
+
+def measure_steps() -> None:
+    print(f"\n{'µs a step: wall, CPU; threads:':42}" + "".join(f"{each:>16}" for each in THREADS))
+    for label in STEP_WAYS:
+        for kind, row in rows(VOCABULARIES[0]).items():
+            for count in STEP_ROWS:
+                pairs = [measure_step_us(WAYS[label], row, count, each) for each in THREADS]
+                cells = "".join(f"{wall:8}{cpu:8}" for wall, cpu in pairs)
+                print(f"{label:28}{kind:7}{count:3} rows{cells}")
+
+
+def main() -> None:
+    compare_with_chain()
+    measure_steps()
 
 
 if __name__ == "__main__":

@@ -60,9 +60,9 @@ def alone(ways: list[SamplingParams], size: int) -> list[list[Sampled]]:
     ]
 
 
-@pytest.fixture(params=[1, 4, 16])
+@pytest.fixture(params=[1, 2, 8])
 def step(request: pytest.FixtureRequest) -> Iterator[StepSampler]:
-    made = StepSampler(cpu_threads=request.param)
+    made = StepSampler(request.param)
     yield made
     made.close()
 
@@ -92,7 +92,7 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
             seen.add(threading.current_thread().name)
             return 0
 
-    step = StepSampler(cpu_threads=8)
+    step = StepSampler(4)
     hot = SamplingParams(temperature=2)
     try:
         step.sample([Watched(hot, (), None)], np.zeros((1, 50_000), np.float32))
@@ -109,7 +109,7 @@ def test_a_failure_in_one_row_is_raised() -> None:
         def draw(self, row: object) -> int:
             raise MemoryError
 
-    step = StepSampler(cpu_threads=8)
+    step = StepSampler(4)
     samplers = [Broken(SamplingParams(temperature=2), (), None) for _ in range(16)]
     with pytest.raises(MemoryError):
         step.sample(samplers, np.zeros((16, 50_000), np.float32))

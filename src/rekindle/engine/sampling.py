@@ -45,6 +45,13 @@ class TokenSampler:
         self._penalties = build_penalties(sampling, prompt)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        #: Whether there is more to a token than its choice: the row is changed, or kept.
+        self.is_involved = bool(
+            token_mask is not None
+            or sampling.logit_bias
+            or self._penalties
+            or sampling.top_logprobs is not None
+        )
         self._given: Row | None = None  # as the model gave it, if log probabilities are wanted
         self.draws = Draws(sampling.seed)
 
@@ -66,6 +73,8 @@ class TokenSampler:
     def accept(self, token: int) -> Sampled:
         """Go on to the next token."""
         self.draws.next_token()
+        if not self.is_involved:
+            return Sampled(token)
         for penalty in self._penalties:
             penalty.accept(token)
         if self._mask is not None:
@@ -130,8 +139,9 @@ class TokenSampler:
 
 def choose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[Sampled]:
     """The next token of each reply, from a row of logits each, which are used up."""
-    for sampler, row in zip(samplers, logits, strict=True):
-        sampler.prepare(row)
+    for row, sampler in enumerate(samplers):
+        if sampler.is_involved:
+            sampler.prepare(logits[row])
     tokens: dict[int, int] = {}
     if greedy := [row for row, sampler in enumerate(samplers) if sampler.is_greedy]:
         tokens.update(zip(greedy, highest_of_each(_only(greedy, logits)), strict=True))
@@ -150,7 +160,7 @@ def _only(rows: list[int], logits: Matrix) -> Matrix:
 
 def _propose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[int]:
     """Draw a token for each sampler that is plain."""
-    temperatures = np.array([[each.temperature] for each in samplers], np.float32)
+    temperatures = np.array([each.temperature for each in samplers])
     shares = np.array([each.top_p if each.top_p < 1 else inf for each in samplers])
     with np.errstate(all="ignore"):  # of rows that turn out not to be usable, and of weights of 0
         rows = WeightedRows(logits, scratch)

@@ -9,10 +9,11 @@ from rekindle.engine.base import Matrix, Sampled, Sampler
 from rekindle.engine.sampling import TokenSampler, choose
 from rekindle.engine.team import LEAST_WORK, Compute, Team
 from rekindle.engine.weighted_rows import Scratch
+from rekindle.protocol.settings import usable_cores
 
 #: What a group of rows has at most: few calls of NumPy, each of which needs the interpreter's lock,
 #: and still in a core's cache.
-GROUP_LOGITS = 400_000
+GROUP_LOGITS = 800_000
 
 _MOST_THREADS = 8  # more of them wait for that lock
 _DRAWN, _GREEDY = 90, 14  # work of a logit, as a team counts it
@@ -22,10 +23,10 @@ class StepSampler:
     """Used by one thread at a time. What it chooses depends neither on its threads nor on which
     rows come together."""
 
-    def __init__(self, cpu_threads: int) -> None:
-        """It takes up to half the threads that there may be, the asking one among them: they work
-        while those of the engine, which may wait busily, do not."""
-        self._threads = min(cpu_threads // 2, _MOST_THREADS)
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads` counts the one that asks. None: on half of the cores, as the engine's own
+        threads may wait busily on some."""
+        self._threads = min(usable_cores() // 2, _MOST_THREADS) if threads is None else threads
         self._team: Team | None = None
         self._scratch = local()
 

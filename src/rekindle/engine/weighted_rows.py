@@ -1,10 +1,10 @@
 """Tokens drawn from several rows of logits at once, by rejection.
 
-A weight is exp(logit). A row is laid out as columns of at most `_DEPTH` tokens, of which the sums
-and the heaviest weights are known. A column is proposed, then a token of it by weight, and the
-token is accepted by what the temperature makes of its weight beside the heaviest of its column. So
-one exponential of the row serves every temperature up to 1 and the nucleus, and nothing else is
-done to each of its tokens. No result depends on the rows that a row is computed with.
+A weight is exp(logit). A row is laid out as columns of at most `_DEPTH` tokens, whose sums are
+known. A column is proposed by its sum, a token of it by its weight, and the token is accepted by
+what the temperature makes of its weight beside the heaviest. So one exponential of the row serves
+the nucleus and every temperature up to 1, and nothing else is done to each of its tokens. No result
+depends on the rows that a row is computed with.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 from rekindle.engine.base import Matrix
 from rekindle.engine.candidates import ROUNDING, Ids, Nucleus
 
-PROPOSALS = 6  # of which none is accepted once in some hundred flat rows, and hardly ever in others
+PROPOSALS = 7  # at 0.8 three in a hundred flat rows accept none of them, and hardly any others
 UNIFORMS = 3  # that a proposal takes: for its column, its token, and whether it is accepted
 
 _DEPTH = 64
-_LEAST, _MOST = np.float32(1e-16), np.float32(1e30)  # that a row's heaviest weight may be
-_LIGHT = np.float32(1e-38)  # below it float32 loses precision, and nothing is ever drawn
+_LEAST, _MOST = 1e-14, 1e32  # that the weights of a row may sum up to
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
@@ -67,39 +66,39 @@ class WeightedRows:
         self._columns = -(-self._size // _DEPTH)
         self._rows = np.arange(count)[:, None]
         self.weights: Matrix = np.exp(logits, out=scratch.weights(logits.shape))
-        self._sums = self._by_column(np.add)
-        self._heaviest = self._by_column(np.maximum)
-        self._most = self._heaviest.max(axis=1, keepdims=True)
-        self.totals: Doubles = self._sums.astype(np.float64).sum(axis=1)
+        self._sums = self._sum_columns()
+        self._running: Doubles = np.cumsum(self._sums, axis=1, dtype=np.float64)
+        self.totals: Doubles = self._running[:, -1]
         #: Rows whose weights float32 can tell from 0 and infinity; no other is proposed from.
-        self.usable: Flags = ((self._most > _LEAST) & (self._most < _MOST))[:, 0]  # never NaN
+        self.usable: Flags = (self.totals > _LEAST) & (self.totals < _MOST)  # never NaN
 
-    def _by_column(self, reduction: np.ufunc) -> Matrix:
+    def _sum_columns(self) -> Matrix:
         """The tokens of a column are as far apart as there are columns; the last columns may have
         one less."""
         whole = self._size // self._columns
         end = whole * self._columns
         rows = self.weights[:, :end].reshape(len(self.weights), whole, self._columns)
-        result: Matrix = reduction.reduce(rows, axis=1)
+        sums: Matrix = np.add.reduce(rows, axis=1)
         if rest := self._size - end:
-            reduction(result[:, :rest], self.weights[:, end:], out=result[:, :rest])
-        return result
+            sums[:, :rest] += self.weights[:, end:]
+        return sums
 
-    def propose(self, temperatures: Matrix, uniforms: Doubles) -> Proposed:
-        """Tokens for rows with a temperature of at most 1 each, in a column, by numbers in [0, 1)
-        of `draws.uniforms`."""
-        power = np.maximum(1 / temperatures - 1, _LIGHT)  # times minus infinity it is no NaN
-        most = np.log(self._most)
-        ceilings = _tempered(self._heaviest, most, power)
-        sums = np.cumsum(self._sums * ceilings, axis=1, dtype=np.float64)
-        wanted = uniforms[0] * sums[:, -1:]
+    def propose(self, temperatures: Doubles, uniforms: Doubles) -> Proposed:
+        """Tokens for rows with a temperature of at most 1 each, by numbers in [0, 1) of
+        `draws.uniforms`."""
+        wanted = uniforms[0] * self._running[:, -1:]
         columns = np.array(
-            [own.searchsorted(each, "right") for own, each in zip(sums, wanted, strict=True)]
+            [
+                sums.searchsorted(each, "right")
+                for sums, each in zip(self._running, wanted, strict=True)
+            ]
         )
         np.minimum(columns, self._columns - 1, out=columns)  # if a row is not usable
         tokens = self._pick(columns, uniforms[1])
-        scores = _tempered(self.weights[self._rows, tokens], most, power)
-        return Proposed(tokens, uniforms[2] * ceilings[self._rows, columns] < scores)
+        # No weight is above the highest sum, and in a row that is not flat it is hardly lower.
+        shares = self.weights[self._rows, tokens] / self._sums.max(axis=1, keepdims=True)
+        power = (1 / temperatures - 1)[:, None]
+        return Proposed(tokens, uniforms[2] < shares**power)
 
     def _pick(self, columns: Ids, uniforms: Doubles) -> Ids:
         """A token of each column by its weight."""
@@ -107,13 +106,12 @@ class WeightedRows:
         beyond = places >= self._size if self._size % self._columns else None
         if beyond is not None:
             places[beyond] = 0
-        weights = self.weights[self._rows[:, :, None], places]
+        weights = self.weights.ravel().take(places + self._rows[:, :, None] * self._size)
         if beyond is not None:
             weights[beyond] = 0
         sums = np.cumsum(weights, axis=2, dtype=np.float64)
         wanted = uniforms * sums[:, :, -1]
-        depth = (sums > wanted[:, :, None]).argmax(axis=2)
-        tokens: Ids = columns + depth * self._columns
+        tokens: Ids = columns + (sums > wanted[:, :, None]).argmax(axis=2) * self._columns
         return tokens
 
     def nucleus(self, row: int, share: float) -> Nucleus:
@@ -125,7 +123,8 @@ class WeightedRows:
         far as that is seen at once: no token that is not in is said to be."""
         weights = self.weights[self._rows, tokens[:, None]]
         limits = (shares - ROUNDING) * self.totals
-        before = (self._sums * (self._heaviest >= weights)).sum(axis=1) - weights[:, 0]
+        # What is heavier is in a column whose sum is.
+        before = (self._sums * (self._sums >= weights)).sum(axis=1) - weights[:, 0]
         is_in: Flags = before * (1 + ROUNDING) < limits
         if 2 * np.count_nonzero(is_in) < len(is_in):  # the rows are flat
             part = self.weights[:, : self._size // 2]
@@ -134,11 +133,3 @@ class WeightedRows:
             rest = lighter.sum(axis=1) * (1 - ROUNDING) + weights[:, 0]
             is_in |= self.totals - rest < limits
         return is_in
-
-
-def _tempered(weights: Matrix, most: Matrix, power: Matrix) -> Matrix:
-    """By what the temperature multiplies weights: 1 for the row's heaviest, which is exp(most)."""
-    scores = np.log(weights)
-    scores -= most
-    scores *= power
-    return np.exp(scores, out=scores)

@@ -235,9 +235,10 @@ class RuntimeSettings:
     @property
     def thread_count(self) -> int:
         """`threads`, or the cores this process may use up to where more stop helping."""
-        return self.threads or min(_usable_cores(), THREADS_LIMIT)
+        return self.threads or min(usable_cores(), THREADS_LIMIT)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """That this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return usable or 4

@@ -80,7 +80,7 @@ class LlamaCppEngine:
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
-        self._step_sampler = StepSampler(options.threads)
+        self._step_sampler = StepSampler()
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 

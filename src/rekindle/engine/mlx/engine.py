@@ -81,7 +81,7 @@ class MlxEngine:
         self.allocate = plain_memory
         self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
-        self._step_sampler = StepSampler(options.threads)
+        self._step_sampler = StepSampler()
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
