@@ -20,7 +20,7 @@ prints the REKINDLE_LLAMA_LIB line to put into the environment of `rekindle serv
   --out FOLDER      where to build (default: build/llama)
   --jobs N          compilers at a time (default: the number of cores)
   --configure       stop before compiling
-  --pack FILE       build nothing: write the sources that a build needs into FILE (.tar.xz, about 3 MB)
+  --pack FILE       build nothing: write the sources that a build needs into FILE (.tar.xz: 3 MB)
 TEXT
 }
 
@@ -85,15 +85,18 @@ unpack() {
 
 # The parts that no build here reads are most of the archive: model files, documents, the web page.
 write_pack() {
-  local target paths
+  local target here=llama.cpp paths
+  mkdir -p "$(dirname "$2")"
   target=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
-  cd "$1"
+  cd "$work"
+  ln -s "$1" "$here"
   shopt -s nullglob
-  paths=(CMakeLists.txt LICENSE licenses cmake include src common vendor ggml scripts/*.cmake
-    scripts/build-info.sh tools/CMakeLists.txt tools/*/CMakeLists.txt tools/*/*.{cpp,hpp,c,h}
-    tools/mtmd/*/*.{cpp,h} tools/ui/*.{in,cmake})
-  tar --exclude=ggml/src/ggml-{opencl,sycl,hexagon,et,openvino,webgpu,cann,virtgpu} \
-    --transform 's,^,llama.cpp/,' -cJf "$target" "${paths[@]}"
+  paths=("$here"/{CMakeLists.txt,LICENSE,licenses,cmake,include,src,common,vendor,ggml}
+    "$here"/scripts/{build-info.sh,*.cmake} "$here"/tools/CMakeLists.txt
+    "$here"/tools/*/{CMakeLists.txt,*.cpp,*.hpp,*.c,*.h} "$here"/tools/mtmd/*/*.{cpp,h}
+    "$here"/tools/ui/*.{in,cmake})
+  tar --exclude="$here"/ggml/src/ggml-{opencl,sycl,hexagon,et,openvino,webgpu,cann,virtgpu} \
+    -caf "$target" "${paths[@]}"
   echo "wrote $target ($(du -h "$target" | cut -f1)); build with --source $2"
 }
 

@@ -82,8 +82,8 @@ def test_what_each_place_has_room_for_is_said_in_tokens_and_bytes() -> None:
 def test_a_budget_that_is_too_small_for_one_context_is_warned_of() -> None:
     _, ram, disk = room_lines(roomy(pool=10, ram=14_563, disk=40_959))
     assert ram == (
-        "Warning: one full context of 40,960 tokens takes 6.0 GB and does not fit: raise "
-        "--ram-cache or lower --max-model-len"
+        "Warning: one full context of 40,960 tokens takes 6.0 GB and does not fit into "
+        "--ram-cache: raise that or lower --max-model-len"
     )
     assert "--disk-cache" in disk
 

@@ -72,8 +72,8 @@ def room_lines(ready: Ready) -> Iterable[str]:
             needed_bytes = ready.context_tokens * room.size_bytes / room.tokens
             yield (
                 f"Warning: one full context of {ready.context_tokens:,} tokens takes "
-                f"{needed_bytes / GB:.1f} GB and does not fit: raise {FLAGS[room.place]} or lower "
-                "--max-model-len"
+                f"{needed_bytes / GB:.1f} GB and does not fit into {FLAGS[room.place]}: raise that "
+                "or lower --max-model-len"
             )
 
 

@@ -1,0 +1,83 @@
+"""The script that builds llama.cpp, up to where a compiler would begin."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "build-llama.sh"
+WAIT_S = 60
+
+
+def run(*arguments: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({} if path is None else {"PATH": path})}
+    command = ["/bin/bash", str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_S, env=environment, check=False
+    )
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """What an archive of the package looks like, with little in it."""
+    llama = tmp_path / "xllamacpp-1" / "thirdparty" / "llama.cpp"
+    kept = ["CMakeLists.txt", "ggml/CMakeLists.txt", "src/llama.cpp", "scripts/ui-assets.cmake"]
+    kept += ["tools/CMakeLists.txt", "tools/server/server.cpp", "tools/mtmd/models/a.cpp"]
+    for name in [*kept, "models/big.gguf", "ggml/src/ggml-sycl/x.cpp", "docs/page.md"]:
+        (llama / name).parent.mkdir(parents=True, exist_ok=True)
+        (llama / name).write_text("project(fails)")
+    for name in ("LICENSE", "licenses", "cmake", "include", "common", "vendor"):
+        (llama / name).mkdir(exist_ok=True)
+    (llama / "scripts" / "build-info.sh").touch()
+    return tmp_path / "xllamacpp-1"
+
+
+def test_a_pack_holds_what_a_build_reads_and_no_more(sources: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "new" / "llama.tar.gz"
+    done = run("--source", sources, "--pack", pack)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(pack) as archive:
+        names = set(archive.getnames())
+    assert {"llama.cpp/CMakeLists.txt", "llama.cpp/tools/mtmd/models/a.cpp"} <= names
+    assert not [name for name in names if "sycl" in name or "docs" in name or "big" in name]
+
+
+def test_a_pack_is_a_source_again(sources: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"
+    assert run("--source", sources, "--pack", first).returncode == 0
+    assert run("--source", first, "--pack", second).returncode == 0
+    with tarfile.open(first) as one, tarfile.open(second) as two:
+        assert one.getnames() == two.getnames()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--quantum"], "unknown option --quantum"),
+        (["--arch"], "--arch takes a value"),
+        (["--source", "/not/there"], "there is no /not/there"),
+        (["--source", str(SCRIPT)], "cannot be unpacked"),
+        (["--source", str(SCRIPT.parent)], "holds no llama.cpp"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: list[str], reason: str) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert reason in done.stderr
+
+
+def test_a_missing_compiler_is_named_with_what_to_do(sources: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("find", "mktemp", "dirname", "uname", "getconf", "rm", "mkdir"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    (tools / "cmake").touch(0o755)
+    done = run("--cuda", "--source", sources, "--out", tmp_path / "out", path=str(tools))
+    assert done.returncode != 0
+    assert "needs nvcc" in done.stderr
+    assert "--vulkan" in done.stderr
