@@ -253,3 +253,20 @@ def test_a_prompt_that_is_too_long_fails_in_a_stream_as_a_response(server: Serve
 def test_empty_input_is_no_400(server: Server) -> None:
     """Codex asks so whether LM Studio's models answer."""
     assert ask(server, input="", max_output_tokens=1)["status"] == "incomplete"
+
+
+def test_a_conversation_that_is_too_long_is_cut_at_the_same_place_for_some_turns(
+    server: Server,
+) -> None:
+    about = {"instructions": "Be brief.", "truncation": "auto"}
+    history = [{"role": "user", "content": f"{number % 10} " * 400} for number in range(14)]
+    first = ask(server, input=history, **about)
+    assert first["status"] == "incomplete"
+    assert 4000 < first["usage"]["input_tokens"] <= 8192
+    second = ask(server, input=QUESTION["content"], previous_response_id=first["id"], **about)
+    assert cached(second) == known_after(first)
+    with http_of(server) as http:
+        items = http.get(f"{PATH}/{second['id']}/input_items?limit=100").json()["data"]
+    assert len(items) == len(history) + 2  # all of it is stored
+    whole = {**about, "truncation": "disabled", "input": history, "stream": True}
+    assert ask(server, **whole)["error"]["code"] == "context_length_exceeded"

@@ -29,8 +29,10 @@ from rekindle.api.ollama.errors import OLLAMA_ERRORS, speaks_ollama
 from rekindle.api.openai import chat, completions, embeddings, models
 from rekindle.api.props import routes as props
 from rekindle.api.rerank import routes as rerank
+from rekindle.api.responses import conversations
 from rekindle.api.responses import retrieval as stored_responses
 from rekindle.api.responses import routes as responses
+from rekindle.api.responses.conversation_store import CONVERSATION_LOCKS, ConversationLocks
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
 from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
@@ -65,6 +67,7 @@ ENDPOINTS = (
     rerank,
     responses,
     stored_responses,
+    conversations,
     messages,
     anthropic_models,
     ollama,
@@ -103,6 +106,7 @@ def build_app(
                         MEDIA: media,
                         files.TRANSFERS: files.Transfers(),
                         OPEN_RESPONSES: OpenResponses(),
+                        CONVERSATION_LOCKS: ConversationLocks(),
                     }
             finally:
                 await media.close()

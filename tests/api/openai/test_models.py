@@ -89,6 +89,10 @@ def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> Non
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
         "/v1/responses/{response_id}/cancel",
+        "/v1/conversations",
+        "/v1/conversations/{conversation_id}",
+        "/v1/conversations/{conversation_id}/items",
+        "/v1/conversations/{conversation_id}/items/{item_id}",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/api/chat",
@@ -139,6 +143,6 @@ def test_the_schema_describes_the_cache_with_its_answers_and_the_model_number(
             assert operation["tags"], path
             assert operation["description"], path
             assert "422" not in operation["responses"], path
-            if path.startswith(("/v1/c", "/v1/internal")):
+            if path.startswith(("/v1/cache", "/v1/ch", "/v1/com", "/v1/internal")):
                 names = [parameter["name"] for parameter in operation["parameters"]]
                 assert "X-Model-Id" in names, path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from rekindle.api.responses.diagnostics import diagnostics
 from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
 from rekindle.api.responses.output import ReplyItems
+from rekindle.api.responses.record import Record
 from rekindle.api.responses.response import ResponseObject
 from rekindle.api.responses.schema import ResponsesRequest
 from rekindle.api.responses.usage import usage
@@ -22,6 +23,7 @@ from rekindle.api.x_cache import log_line, x_cache
 from rekindle.errors import BadRequest, ContextTooLong, ServerError, Unavailable
 from rekindle.protocol.events import Delta, Event, Finished
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.server.admin_client import refine_report
 from rekindle.server.middleware import received_s
 from rekindle.server.responses import EventStream, JsonResponse, sse_comment, sse_event
 from rekindle.server.runtime_client import RuntimeClient
@@ -31,8 +33,6 @@ log = logging.getLogger("rekindle.turn")
 
 PING_S = 10.0  # of silence
 PING = sse_comment("ping")
-#: Keeps a response that has ended; whether it could.
-Keep = Callable[[dict[str, Any]], Awaitable[bool]]
 
 
 class Answer:
@@ -45,19 +45,19 @@ class Answer:
         body: ResponsesRequest,
         response: ResponseObject,
         items: ReplyItems,
-        keep: Keep,
+        record: Record,
         *,
-        other_model: bool = False,
+        others: Sequence[RuntimeClient],
         headers: dict[str, str],
     ) -> None:
-        """`other_model`: the response to compare with is another model's."""
+        """`others`: models that may have the state which is named."""
         self._runtime = runtime
         self._request = request
         self._body = body
         self._response = response
         self._items = items
-        self._keep = keep
-        self._other_model = other_model
+        self._record = record
+        self._others = others
         self._headers = headers
         self._numbers = count()
         self._has_output = False
@@ -95,7 +95,7 @@ class Answer:
             self._last_events = self._items.close("incomplete")
             self._cancelled = self._response.ended("cancelled", self._items.items)
             self._turns.give_up()
-            await self._store(self._cancelled)
+            await self._record.save(self._cancelled)
         return self._cancelled
 
     # -- whole ---------------------------------------------------------------------------------
@@ -212,27 +212,18 @@ class Answer:
         """The response as it is shown, and kept if it is to be."""
         self._is_over = True
         log.info("%s", log_line(finished))
+        await refine_report([finished], self._request, self._others)
         options = self._body.prompt_cache_options
         fields: dict[str, Any] = {
             "usage": usage(finished, options.ttl if options else None),
             "x_cache": x_cache([finished]),
         }
         if options is not None and options.comparison_response_id is not None:
-            fields["prompt_cache_diagnostics"] = diagnostics(
-                finished.prompt_tokens, finished.cache, other_model=self._other_model
-            )
+            compared = diagnostics(finished.prompt_tokens, finished.cache)
+            fields["prompt_cache_diagnostics"] = compared
         response = self._response.ended(_status(finished), self._items.items, **fields)
-        await self._store(response)
+        await self._record.save(response)
         return response
-
-    async def _store(self, response: dict[str, Any]) -> None:
-        """A response that cannot be kept is an answer nevertheless, and says so."""
-        try:
-            kept = await self._keep(response)
-        except ServerError as error:
-            log.warning("a response was not stored: %s", error)
-            kept = False
-        response["store"] = kept
 
 
 def _status(finished: Finished) -> str:

@@ -12,18 +12,17 @@ CHANGES = {
     Reason.TURN_CHANGED: "input_changed",
     Reason.PREFIX_CHANGED: "input_changed",
     Reason.REQUEST_SHORTER: "input_changed",
+    Reason.MODEL_MISMATCH: "model_changed",
 }
 
 
-def diagnostics(prompt_tokens: int, cache: CacheReport, *, other_model: bool) -> dict[str, Any]:
-    """`other_model`: the response that was named is another model's."""
+def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
+    """Of a turn that was compared with the response."""
     missed = {
         "cache_missed_tokens": prompt_tokens - cache.reused_tokens,
         "comparison_reusable_tokens": cache.reused_tokens,
     }
-    if other_model:
-        return {"type": "cache_miss", "reason": "model_changed", **missed}
-    if cache.cache_key is None:
+    if cache.cache_key is None and cache.reason is not Reason.MODEL_MISMATCH:
         return {"type": "comparison_response_not_found"}
     if cache.reason is Reason.FULL_MATCH:
         return {"type": "cache_hit"}

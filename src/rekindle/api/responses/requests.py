@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from rekindle.api.illustration import Illustrated
@@ -38,6 +39,8 @@ EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 class Conversation:
     """All that came before, and what the request adds to it."""
 
+    instructions: str | None
+    items: list[Any]  # all of it
     messages: list[Message]
     toolbox: Toolbox
     lines: Lines  # items of all of it, as they are stored
@@ -59,9 +62,26 @@ class Conversation:
                 f"The conversation has more than {MOST_ITEMS} items: begin another one.",
                 param="input",
             )
-        messages = messages_of(body.instructions, [*parsed(history), *own], toolbox)
-        own_lines = as_lines(identified(own))
-        return cls(messages, toolbox, (*history, *own_lines), own_lines, ignored, _marked(own))
+        items, own_lines = [*parsed(history), *own], as_lines(identified(own))
+        return cls(
+            instructions=body.instructions,
+            items=items,
+            messages=messages_of(body.instructions, items, toolbox),
+            toolbox=toolbox,
+            lines=(*history, *own_lines),
+            own_lines=own_lines,
+            ignored_items=ignored,
+            is_marked=_marked(own),
+        )
+
+    def cut(self, begin: int) -> Conversation:
+        """The same from this item on, behind the instructions that it begins with."""
+        leading = takewhile(_instructs, self.items[:begin])
+        kept = [*leading, *self.items[begin:]]
+        return self.with_messages(messages_of(self.instructions, kept, self.toolbox))
+
+    def with_messages(self, messages: list[Message]) -> Conversation:
+        return replace(self, messages=messages)
 
     def shown(self, body: PromptFields, illustrated: Illustrated | None) -> dict[str, Any]:
         """The fields of a request to the runtime; `illustrated`: with its pictures."""
@@ -70,6 +90,10 @@ class Conversation:
             "pictures": illustrated.pictures if illustrated else [],
             "tools": shown_tools(body.tool_choice, self.toolbox) or None,
         }
+
+
+def _instructs(item: Any) -> bool:
+    return isinstance(item, MessageItem) and item.role in ("system", "developer")
 
 
 def _sent(body: PromptFields, *, is_first: bool) -> list[Any]:
@@ -153,8 +177,8 @@ def token_question(
     )
 
 
-def names_of(body: ResponsesRequest, key: str, previous: str | None) -> Names:
-    """What the turn's state is called; `previous`: the key of the entry that it goes on from."""
+def names_of(body: ResponsesRequest, key: str) -> Names:
+    """What the turn goes on from, and what its own state is called: `key`, if it is stored."""
     options = body.prompt_cache_options
     compared = options.comparison_response_id if options else None
     lifetime = options.ttl if options else None
@@ -162,7 +186,7 @@ def names_of(body: ResponsesRequest, key: str, previous: str | None) -> Names:
     pin_s = LIFETIMES_S[lifetime] if lifetime else None
     prewarmed_s = pin_s or LIFETIMES_S["30m"]
     return Names(
-        cache_key=compared or previous,
+        cache_key=compared or body.previous_response_id,
         entry_key=key if body.is_stored else None,
         session_id=body.session_id or body.conversation_id,
         prompt_cache_key=body.prompt_cache_key,

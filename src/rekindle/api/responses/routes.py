@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,10 +9,12 @@ from starlette.responses import Response
 from rekindle.api.illustration import illustrate
 from rekindle.api.notes import IGNORED_TOOLS, notes
 from rekindle.api.responses.answer import Answer
+from rekindle.api.responses.conversation_store import ConversationStore
 from rekindle.api.responses.errors import PreviousResponseNotFound
 from rekindle.api.responses.output import ReplyItems
+from rekindle.api.responses.record import Record
+from rekindle.api.responses.references import referenced
 from rekindle.api.responses.requests import (
-    KEPT_S,
     Conversation,
     generate_request,
     names_of,
@@ -23,6 +23,7 @@ from rekindle.api.responses.requests import (
 from rekindle.api.responses.response import ResponseObject, new_number
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
 from rekindle.api.responses.stored import DocumentClient, Lines, Stored
+from rekindle.api.responses.truncation import fitted
 from rekindle.protocol.tokenisation import Tokenized
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
@@ -45,12 +46,11 @@ async def create_response(
     reused; a stored response can be gone on from by its id, after a restart, too."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    documents = DocumentClient(request)
-    previous = await _previous(body, documents)
+    previous = await _previous(request, body)
     conversation = await _conversation(request, body, previous)
+    conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
     response = ResponseObject(body, new_number(), runtime.name, models.config)
-    known = previous.key if previous is not None and previous.runtime is runtime else None
     asked = await beside_loop(
         request,
         generate_request,
@@ -59,16 +59,26 @@ async def create_response(
         illustrated,
         models.config,
         caller_of(request).salt,
-        names_of(body, response.id, known),
+        names_of(body, response.id),
     )
-
-    async def keep(ended: dict[str, Any]) -> bool:
-        if not body.is_stored:
-            return False
-        return await documents.save(runtime, response.id, conversation.lines, ended, ttl_s=KEPT_S)
-
+    record = Record(
+        runtime,
+        conversation,
+        DocumentClient(request),
+        ConversationStore(request),
+        is_stored=body.is_stored,
+    )
     items = ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning)
-    answer = Answer(runtime, asked, body, response, items, keep, headers=_notes(conversation))
+    answer = Answer(
+        runtime,
+        asked,
+        body,
+        response,
+        items,
+        record,
+        others=models.others(runtime),
+        headers=_notes(conversation),
+    )
     return await answer.respond(request)
 
 
@@ -79,8 +89,9 @@ async def count_input_tokens(
     """How many tokens the prompt of such a response has."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    previous = await _previous(body, DocumentClient(request))
+    previous = await _previous(request, body)
     conversation = await _conversation(request, body, previous)
+    conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
     asked = await beside_loop(
         request, token_question, body, conversation, illustrated, models.config
@@ -89,17 +100,24 @@ async def count_input_tokens(
     return JsonResponse({"object": "response.input_tokens", "input_tokens": found.count})
 
 
-async def _previous(body: PromptFields, documents: DocumentClient) -> Stored | None:
-    key = body.previous_response_id
-    return await documents.load(key, PreviousResponseNotFound(key)) if key else None
+async def _previous(request: Request, body: PromptFields) -> Stored | None:
+    """What the request goes on from: a response, or a conversation."""
+    if key := body.previous_response_id:
+        return await DocumentClient(request).load(key, PreviousResponseNotFound(key))
+    key = body.conversation_id
+    return await ConversationStore(request).load(key) if key else None
 
 
 async def _conversation(
     request: Request, body: PromptFields, previous: Stored | None
 ) -> Conversation:
     history: Lines = previous.history if previous else ()
+    sent = body.input if isinstance(body.input, list) else []
+    references = await referenced(sent, DocumentClient(request))
     size_bytes = len(await request.body()) + sum(map(len, history))
-    return await beside_loop_if_large(request, size_bytes, Conversation.of, body, history)
+    return await beside_loop_if_large(
+        request, size_bytes, Conversation.of, body, history, references
+    )
 
 
 def _notes(conversation: Conversation) -> dict[str, str]:

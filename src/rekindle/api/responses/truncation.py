@@ -1,0 +1,109 @@
+"""`truncation: auto`: the oldest items are left out of a conversation that is too long.
+
+Where it is cut depends on what comes before the cut alone, in steps of some size: so the next turns
+of the conversation are cut at the same place, and go on from the same state, until they are too
+long for that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from rekindle.api.message import Message
+from rekindle.api.responses.content import text_of
+from rekindle.api.responses.items import CallOutput, CustomToolCall, FunctionCall, MessageItem
+from rekindle.api.responses.requests import Conversation, token_question
+from rekindle.api.responses.schema import PromptFields
+from rekindle.config import Config
+from rekindle.errors import ContextTooLong, ServerError
+from rekindle.protocol.tokenisation import Tokenized
+from rekindle.server.admin_client import AdminClient
+from rekindle.server.json_route import beside_loop
+from rekindle.server.runtime_client import RuntimeClient
+
+STEPS = 2  # between two cuts there are at least so many parts of the context, in characters
+
+
+async def fitted(
+    request: Request,
+    runtime: RuntimeClient,
+    body: PromptFields,
+    conversation: Conversation,
+    config: Config,
+) -> Conversation:
+    """The conversation as far as the model's context holds it, if that is what is asked for; one
+    that does not fit with its last message alone stays as it is, and is refused as any other."""
+    if body.truncation != "auto":
+        return conversation
+    limit = runtime.loaded.context_tokens
+    reserved = min(getattr(body, "max_output_tokens", None) or 1, limit // STEPS)
+
+    async def fits(shorter: Conversation) -> bool:
+        asked = await beside_loop(request, token_question, body, _texts(shorter), None, config)
+        try:
+            found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
+        except ServerError as error:
+            if error.code != ContextTooLong.code:
+                raise
+            return False
+        return found.count + reserved <= limit
+
+    if await fits(conversation):
+        return conversation
+    cuts = list(_cuts(conversation.items, step=max(limit // STEPS, 1)))
+    least, most = 0, len(cuts) - 1
+    while least < most:  # the first cut behind which it fits
+        middle = (least + most) // 2
+        if await fits(conversation.cut(cuts[middle])):
+            most = middle
+        else:
+            least = middle + 1
+    return conversation.cut(cuts[least]) if cuts else conversation
+
+
+def _cuts(items: Sequence[Any], *, step: int) -> Iterator[int]:
+    """Where the conversation may begin instead: at messages of the user, a step apart."""
+    characters, reached, last = 0, 0, None
+    for place, item in enumerate(items):
+        if isinstance(item, MessageItem) and item.role == "user" and place:
+            last = place
+            if characters - reached >= step:
+                reached, last = characters, None
+                yield place
+        characters += _characters(item)
+    if last is not None:  # at least the last message
+        yield last
+
+
+def _characters(item: Any) -> int:
+    match item:
+        case MessageItem():
+            return len(_written(item.content))
+        case CallOutput():
+            return len(_written(item.output))
+        case FunctionCall():
+            return len(item.arguments)
+        case CustomToolCall():
+            return len(item.input)
+    return 0
+
+
+def _written(content: Any) -> str:
+    parts = content if isinstance(content, str) else [p for p in content if hasattr(p, "text")]
+    return text_of(parts)
+
+
+def _texts(conversation: Conversation) -> Conversation:
+    """Without pictures, which are loaded later."""
+    return conversation.with_messages([_text(message) for message in conversation.messages])
+
+
+def _text(message: Message) -> Message:
+    if not message.media:
+        return message
+    content = message.content if isinstance(message.content, list) else []
+    kept = [part for part in content if part.type == "text"]
+    return message.model_copy(update={"content": kept})

@@ -1,0 +1,109 @@
+"""Stored responses: retrieved, listed, cancelled, deleted; and references to their items."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from rekindle.protocol.events import Started
+from tests.api.live import live
+from tests.api.responses.asking import PATH, answered, ask, front_of, runtime_of
+from tests.api.scripted import Front, Pause, Script, calling, delta, error, reasoning, reply
+
+GOING_ON: Script = [Started(0, 10, 0), reasoning("Hm."), delta("one, "), delta("two, "), Pause()]
+
+
+def test_unknown_responses_are_404s() -> None:
+    front = front_of()
+    for method, path in (
+        ("GET", f"{PATH}/resp_x"),
+        ("GET", f"{PATH}/conv_x"),
+        ("DELETE", f"{PATH}/resp_x"),
+        ("GET", f"{PATH}/resp_x/input_items"),
+        ("POST", f"{PATH}/resp_x/cancel"),
+        ("GET", "/responses/resp_x"),
+    ):
+        response = front.request(method, path)
+        assert response.status_code == httpx.codes.NOT_FOUND, path
+        assert error(response)["code"] == "response_not_found"
+
+
+def test_an_unknown_previous_response_is_a_404_with_a_remedy() -> None:
+    response = ask(front_of(), previous_response_id="resp_x")
+    assert response.status_code == httpx.codes.NOT_FOUND
+    told = error(response)
+    assert told["param"] == "previous_response_id"
+    assert "Send the whole conversation as `input`" in told["message"]
+
+
+def test_a_response_is_not_streamed_again() -> None:
+    front = front_of()
+    key = answered(front)["id"]
+    response = front.get(f"{PATH}/{key}?stream=true")
+    assert response.status_code == httpx.codes.BAD_REQUEST
+    assert "background" in error(response)["message"]
+    assert front.get(f"{PATH}/{key}?stream=false").json()["id"] == key
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "order=up", "after=msg_x"])
+def test_a_wrong_page_is_refused(query: str) -> None:
+    front = front_of()
+    response = front.get(f"{PATH}/{answered(front)['id']}/input_items?{query}")
+    assert response.status_code == httpx.codes.BAD_REQUEST
+
+
+def test_a_response_that_is_being_computed_is_cancelled() -> None:
+    async def cancelled(url: str) -> tuple[list[Any], Any, Any]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            told, response = list[Any](), None
+            async for event in await client.responses.create(
+                model="tiny", input="count", stream=True
+            ):
+                told.append(event)
+                if event.type == "response.output_text.delta" and event.delta == "two, ":
+                    key: str = told[0].response.id
+                    response = await client.responses.cancel(key)
+            return told, response, await client.responses.retrieve(key)
+
+    with live(Front(runtime_of(GOING_ON))) as server:
+        told, response, kept = asyncio.run(cancelled(f"{server.url}/v1"))
+        assert server.runtime.cancelled_turns == 1
+    assert response.status == kept.status == "cancelled"
+    assert response.output_text == kept.output_text == "one, two, "
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    assert told[-1].type == "response.incomplete"
+    assert told[-1].response.output == response.output
+    assert [item.status for item in response.output] == ["completed", "incomplete"]
+
+
+def test_a_response_that_has_ended_is_not_cancelled() -> None:
+    front = front_of()
+    response = front.request("POST", f"{PATH}/{answered(front)['id']}/cancel")
+    assert response.status_code == httpx.codes.BAD_REQUEST
+    assert "completed" in error(response)["message"]
+
+
+def test_references_stand_for_stored_items() -> None:
+    front = front_of(calling(("look", "{}"), before=[delta("Well.")]), reply("x"))
+    output = answered(front)["output"]
+    items: list[Any] = [{"role": "user", "content": "hello"}]
+    items += [{"type": "item_reference", "id": item["id"]} for item in output]
+    items.append({"type": "function_call_output", "call_id": "call_0", "output": "seen"})
+    answered(front, input=items)
+    sent = front.runtime.requests[1].messages
+    assert sent is not None
+    assert [each["role"] for each in sent] == ["user", "assistant", "tool"]
+    assert sent[1]["content"] == "Well."
+    assert sent[1]["tool_calls"][0]["function"]["name"] == "look"
+
+
+def test_references_to_nothing_say_what_to_do() -> None:
+    response = ask(front_of(), input=[{"type": "item_reference", "id": "msg_x"}])
+    assert response.status_code == httpx.codes.BAD_REQUEST
+    assert "send the item itself" in error(response)["message"]
+    many = [{"type": "item_reference", "id": f"msg_{number:032x}0000"} for number in range(65)]
+    assert "at most 64 responses" in error(ask(front_of(), input=many))["message"]
