@@ -34,10 +34,6 @@ class ModelShape:
     heads: int
     kv_heads: int
 
-    @property
-    def kv_token_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * (self.width // self.heads) * 2
-
     def metadata(self, vocabulary: int) -> dict[str, Field]:
         numbers: dict[str, Field] = {
             "context_length": CONTEXT_TOKENS, "embedding_length": self.width,

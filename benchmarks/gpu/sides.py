@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -58,7 +58,6 @@ class Side:
 
     name: str
     machine: Machine
-    environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, needs: Needs, port: int) -> list[str]:
         raise NotImplementedError
@@ -77,7 +76,6 @@ class Side:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self.environment,
             )
         try:
             _wait_until_healthy(port, process, log)

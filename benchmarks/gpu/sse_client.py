@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 FILLED, EMPTY = b'"content":"', b'"content":""'
@@ -247,10 +246,6 @@ def token_ms(answers: Sequence[Answer], start_s: float, stop_s: float) -> float:
     """The time that a chunk of a stream took inside a span, on average."""
     chunks = [answer.chunks_by(stop_s) - answer.chunks_by(start_s) for answer in answers]
     return (stop_s - start_s) * 1000 / max(sum(chunks) / len(chunks), 0.5)
-
-
-def median_first_ms(answers: Sequence[Answer]) -> float:
-    return median(answer.first_ms for answer in answers)
 
 
 def _serve_stdin() -> None:
