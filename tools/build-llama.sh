@@ -107,7 +107,9 @@ configure() {
   case $device in
     cuda)
       need nvcc "install NVIDIA's CUDA toolkit, or choose --vulkan or --cpu"
-      options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch")
+      # The driver's own library may be where no linker looks; the loader finds it.
+      options+=(-DGGML_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch"
+        -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined)
       ;;
     vulkan)
       need glslc "install the Vulkan SDK (Debian: libvulkan-dev glslc)"
