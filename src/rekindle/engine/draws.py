@@ -11,6 +11,7 @@ import numpy as np
 from rekindle.engine.weighted_rows import PROPOSALS, UNIFORMS, Doubles
 
 _BITS = 53  # of a float64
+_SHIFT = np.uint64(64 - _BITS)
 
 
 class Draws:
@@ -36,6 +37,7 @@ class Draws:
 
 def uniforms(draws: Seq[Draws]) -> Doubles:
     """Numbers in [0, 1): for each use that a proposal has for one, a row of each reply."""
-    words = np.frombuffer(b"".join(each.proposals() for each in draws), "<u8")
-    numbers = (words >> (64 - _BITS)).astype(np.float64) / (1 << _BITS)
+    words = np.frombuffer(b"".join([each.proposals() for each in draws]), "<u8")
+    numbers = (words >> _SHIFT).astype(np.float64)
+    numbers *= 0.5**_BITS
     return numbers.reshape(-1, PROPOSALS, UNIFORMS).transpose(2, 0, 1)

@@ -166,8 +166,8 @@ def _propose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> l
         rows = WeightedRows(logits, scratch)
         proposed = rows.propose(temperatures, uniforms([each.draws for each in samplers]))
         tokens = proposed.first()
-        done = proposed.accepted.any(axis=1) & rows.usable & rows.surely_in(tokens, shares)
-    for row in np.flatnonzero(~done).tolist():
+        done = proposed.any() & rows.usable & rows.surely_in(tokens, shares)
+    for row in (~done).nonzero()[0].tolist():
         found = None
         if rows.usable[row]:
             accepted = proposed.tokens[row, proposed.accepted[row]]

@@ -32,6 +32,11 @@ class Proposed(NamedTuple):
     tokens: Ids
     accepted: Flags
 
+    def any(self) -> Flags:
+        """Of each row, whether one was accepted."""
+        found: Flags = np.logical_or.reduce(self.accepted, axis=1)
+        return found
+
     def first(self) -> Ids:
         """The first of each row that was accepted, or any if none was."""
         first: Ids = self.tokens[np.arange(len(self.tokens)), self.accepted.argmax(axis=1)]
@@ -67,7 +72,7 @@ class WeightedRows:
         self._rows = np.arange(count)[:, None]
         self.weights: Matrix = np.exp(logits, out=scratch.weights(logits.shape))
         self._sums = self._sum_columns()
-        self._running: Doubles = np.cumsum(self._sums, axis=1, dtype=np.float64)
+        self._running = _running_sums(self._sums)
         self.totals: Doubles = self._running[:, -1]
         #: Rows whose weights float32 can tell from 0 and infinity; no other is proposed from.
         self.usable: Flags = (self.totals > _LEAST) & (self.totals < _MOST)  # never NaN
@@ -84,8 +89,7 @@ class WeightedRows:
         return sums
 
     def propose(self, temperatures: Doubles, uniforms: Doubles) -> Proposed:
-        """Tokens for rows with a temperature of at most 1 each, by numbers in [0, 1) of
-        `draws.uniforms`."""
+        """Tokens for rows with a temperature of at most 1 each, by numbers of `draws.uniforms`."""
         wanted = uniforms[0] * self._running[:, -1:]
         columns = np.array(
             [
@@ -96,7 +100,8 @@ class WeightedRows:
         np.minimum(columns, self._columns - 1, out=columns)  # if a row is not usable
         tokens = self._pick(columns, uniforms[1])
         # No weight is above the highest sum, and in a row that is not flat it is hardly lower.
-        shares = self.weights[self._rows, tokens] / self._sums.max(axis=1, keepdims=True)
+        most = np.maximum.reduce(self._sums, axis=1, keepdims=True)
+        shares = self.weights[self._rows, tokens] / most
         power = (1 / temperatures - 1)[:, None]
         return Proposed(tokens, uniforms[2] < shares**power)
 
@@ -109,9 +114,9 @@ class WeightedRows:
         weights = self.weights.ravel().take(places + self._rows[:, :, None] * self._size)
         if beyond is not None:
             weights[beyond] = 0
-        sums = np.cumsum(weights, axis=2, dtype=np.float64)
-        wanted = uniforms * sums[:, :, -1]
-        tokens: Ids = columns + (sums > wanted[:, :, None]).argmax(axis=2) * self._columns
+        sums = _running_sums(weights)
+        wanted = uniforms[:, :, None] * sums[:, :, -1:]
+        tokens: Ids = columns + (sums > wanted).argmax(axis=2) * self._columns
         return tokens
 
     def nucleus(self, row: int, share: float) -> Nucleus:
@@ -124,12 +129,18 @@ class WeightedRows:
         weights = self.weights[self._rows, tokens[:, None]]
         limits = (shares - ROUNDING) * self.totals
         # What is heavier is in a column whose sum is.
-        before = (self._sums * (self._sums >= weights)).sum(axis=1) - weights[:, 0]
+        before = np.add.reduce(self._sums * (self._sums >= weights), axis=1) - weights[:, 0]
         is_in: Flags = before * (1 + ROUNDING) < limits
         if 2 * np.count_nonzero(is_in) < len(is_in):  # the rows are flat
             part = self.weights[:, : self._size // 2]
             flags, lighter = self._scratch.masked(part.shape)
             np.multiply(part, np.less(part, weights, out=flags), out=lighter)
-            rest = lighter.sum(axis=1) * (1 - ROUNDING) + weights[:, 0]
+            rest = np.add.reduce(lighter, axis=1) * (1 - ROUNDING) + weights[:, 0]
             is_in |= self.totals - rest < limits
         return is_in
+
+
+def _running_sums(values: Matrix) -> Doubles:
+    """Along the last axis."""
+    sums: Doubles = np.add.accumulate(values.astype(np.float64), axis=-1)
+    return sums
