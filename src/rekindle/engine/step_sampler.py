@@ -16,17 +16,16 @@ from rekindle.protocol.settings import usable_cores
 GROUP_LOGITS = 800_000
 
 _MOST_THREADS = 8  # more of them wait for that lock
-_DRAWN, _GREEDY = 90, 14  # work of a logit, as a team counts it
+_DRAWN, _GREEDY = 70, 14  # work of a logit, as a team counts it
 
 
 class StepSampler:
     """Used by one thread at a time. What it chooses depends neither on its threads nor on which
     rows come together."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """`threads` counts the one that asks. None: on half of the cores, as the engine's own
-        threads may wait busily on some."""
-        self._threads = min(usable_cores() // 2, _MOST_THREADS) if threads is None else threads
+    def __init__(self, threads: int) -> None:
+        """`threads` counts the one that asks."""
+        self._threads = threads
         self._team: Team | None = None
         self._scratch = local()
 
@@ -64,6 +63,12 @@ class StepSampler:
         if self._team is not None:
             self._team.close()
             self._team = None
+
+
+def spare_threads(busy_cores: int) -> int:
+    """How many threads should choose, on half of the cores that nothing keeps busy: threads of
+    OpenMP wait busily for their next step on others."""
+    return max(min((usable_cores() - busy_cores) // 2, _MOST_THREADS), 1)
 
 
 def _ours(sampler: Sampler) -> TokenSampler:

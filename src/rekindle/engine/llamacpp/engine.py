@@ -44,7 +44,7 @@ from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, meas
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import StepSampler
+from rekindle.engine.step_sampler import StepSampler, spare_threads
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
@@ -80,7 +80,8 @@ class LlamaCppEngine:
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
-        self._step_sampler = StepSampler()
+        busy_cores = 0 if self._model.on_gpu else options.threads
+        self._step_sampler = StepSampler(spare_threads(busy_cores))
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
