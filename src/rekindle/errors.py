@@ -126,9 +126,11 @@ class ContextTooLong(BadRequest):
         found = f"at least {tokens}" if at_least else str(tokens)
         of_pictures = f", with those of {pictures} different pictures" if pictures > 1 else ""
         way_out = "Send fewer pictures, shorten the prompt" if pictures else "Shorten the prompt"
+        # Clients know an error of this kind by the words that OpenAI's begins with.
         super().__init__(
-            f"The prompt has {found} tokens{of_pictures}; this model's context holds {limit} "
-            f"including at least one generated token. {way_out} or raise --max-model-len.",
+            f"This model's maximum context length is {limit} tokens, including at least one "
+            f"generated token; the prompt has {found} tokens{of_pictures}. {way_out} or raise "
+            "--max-model-len.",
             param=param,
         )
 

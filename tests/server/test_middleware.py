@@ -311,10 +311,14 @@ def test_without_an_embedding_model_embeddings_are_refused_in_so_many_words() ->
         ("/v1/tokenize", {}, 415),
     ],
 )
-def test_curl_without_a_content_type_is_understood_where_ollamas_users_send_it(
-    path: str, more: dict[str, str], status: int
+@pytest.mark.parametrize(
+    "kind", ["application/x-www-form-urlencoded", "application/octet-stream", ""]
+)
+def test_a_program_that_does_not_say_what_it_sends_is_understood_where_ollamas_users_have_it(
+    path: str, more: dict[str, str], status: int, kind: str
 ) -> None:
-    headers = {"content-type": "application/x-www-form-urlencoded", **more}
+    """curl without a header, and LiteLLM."""
+    headers = {"content-type": kind, **more}
     answer = Front().request("POST", path, content=b'{"model": "tiny"}', headers=headers)
     assert answer.status_code == status
 

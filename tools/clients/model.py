@@ -1,9 +1,7 @@
-"""A tiny model with a large context whose replies are nonsense, but end.
+"""A tiny model with a large context, for programs whose prompts are long.
 
-Its weights are random, as those of the tests are, with one direction of the embedding that all
-tokens share. The rows of the output matrix for the end of a reply, and for what ends a string in
-JSON, look along it: so each of them comes about once in a dozen tokens. Its vocabulary is learnt
-from the project's own documents: a prompt has a token for three or four bytes, as with real models.
+Its vocabulary is learnt from the project's own documents: a prompt has a token for three or four
+bytes, as with real models. Its replies are nonsense, but end.
 """
 
 from __future__ import annotations
@@ -14,28 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.support.tiny import (
-    CONTROL,
-    HEAD_WIDTH,
-    HEADS,
-    KV_HEADS,
-    TEMPLATE,
-    WIDTH,
-    TinyModel,
-)
+from tests.support.ending_model import EndingModel, write_ending
+from tests.support.tiny import CONTROL, TEMPLATE
 
 CONTEXT_TOKENS = 131_072
 LEARNT_TOKENS = 2048
-SHARED = 6.0  # along the shared direction; the others are about one
-ENDING = 1.2
-ENDS = ("<|end|>", '"', "}")
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
-class EndingModel(TinyModel):
+class LearntVocabulary(EndingModel):
+    reply_ending = value_ending = 1.2
+
     @cached_property
     def _learnt(self) -> dict[str, Any]:
         """A byte-level vocabulary, and its merges."""
@@ -70,31 +59,15 @@ class EndingModel(TinyModel):
         self.writer.add_add_bos_token(False)
         self.writer.add_chat_template(TEMPLATE)
 
-    def matrix(self, name: str, columns: int, rows: int, scale: float | None = None) -> None:
-        if name != "token_embd.weight":
-            super().matrix(name, columns, rows, scale)
-            return
-        rows = len(self._tokens)
-        embedding = self._random.standard_normal((rows, columns)).astype(np.float32)
-        output = self._random.standard_normal((rows, columns)).astype(np.float32) * columns**-0.5
-        embedding[:, 0] = SHARED
-        output[:, 0] = 0.0
-        output[[self._tokens.index(each) for each in ENDS], 0] = ENDING
-        self.writer.add_tensor(name, embedding)
-        self.writer.add_tensor("output.weight", output)
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def value_ends(self) -> list[int]:
+        return [self._tokens.index(each) for each in ('"', "}")]
 
 
 def write_model(path: Path) -> Path:
     """A file of GGUF."""
-    model = EndingModel(path, "llama", 1, 0, CONTEXT_TOKENS)
-    model.number("attention.head_count", HEADS)
-    model.number("attention.head_count_kv", KV_HEADS)
-    model.number("rope.dimension_count", HEAD_WIDTH)
-    model.ones("output_norm.weight", WIDTH)
-    for layer in range(model.layers):
-        block = f"blk.{layer}."
-        model.ones(block + "attn_norm.weight", WIDTH)
-        model.ones(block + "ffn_norm.weight", WIDTH)
-        model.attention_and_hidden(block)
-    model.finish()
-    return path
+    return write_ending(path, context=CONTEXT_TOKENS, kind=LearntVocabulary)

@@ -29,6 +29,8 @@ OPEN_PATHS = {"/health"}
 UPLOADS = {"/v1/cache/import"}  # their body is a file of any size
 FILE_TYPE = "application/octet-stream"  # which a page of another origin cannot send unasked
 CURLED = "/api/"  # whose documentation, Ollama's, calls it with `curl -d` alone
+#: What curl, LiteLLM and aiohttp send if nobody tells them what a body is.
+UNNAMED = ("application/x-www-form-urlencoded", "", "application/octet-stream")
 NOBODY = Caller(OPEN_SALT, admin=False)
 
 
@@ -152,18 +154,18 @@ def _check_content(headers: Headers, path: str) -> None:
         if kind != FILE_TYPE:
             raise WrongContentType(f"Send the file with the header `Content-Type: {FILE_TYPE}`.")
         return
-    if kind != "application/json" and not (path.startswith(CURLED) and _is_curls(kind, headers)):
+    if kind != "application/json" and not (path.startswith(CURLED) and _is_unnamed(kind, headers)):
         raise WrongContentType("Send JSON with the header `Content-Type: application/json`.")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > request_body.MOST_BODY_BYTES:
         raise BodyTooLarge
 
 
-def _is_curls(kind: str, headers: Headers) -> bool:
-    """Whether this is what `curl -d` sends of itself, and not the form of a web page: browsers say
-    where a request comes from."""
+def _is_unnamed(kind: str, headers: Headers) -> bool:
+    """Whether this is what programs send of themselves, and not the form of a web page: browsers
+    say where a request comes from."""
     from_page = "origin" in headers or "sec-fetch-site" in headers
-    return kind == "application/x-www-form-urlencoded" and not from_page
+    return kind in UNNAMED and not from_page
 
 
 def _needs_no_content_type(headers: Headers) -> bool:

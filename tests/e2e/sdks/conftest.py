@@ -1,0 +1,31 @@
+"""The server that suites of SDKs ask, and which tests of LangChain it is not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.sdks.left_out import reason_for
+from tests.support.ending_model import write_ending
+from tests.support.server import Server, running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """LangChain's suite makes models wherever it likes, which find it by their environment."""
+    folder = tmp_path_factory.mktemp("server")
+    with (
+        running(write_ending(folder / "tiny.gguf"), folder) as started,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.setenv("OPENAI_API_BASE", f"{started.url}/v1")
+        patched.setenv("ANTHROPIC_API_URL", started.url)
+        patched.setenv("OLLAMA_HOST", started.url)
+        yield started
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if reason_for(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
