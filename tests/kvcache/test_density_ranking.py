@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from rekindle.kvcache.density_ranking import DensityRanking
 from rekindle.kvcache.hit_density import HitDensity
 
+from .evicting import evict, use
 from .measure import allocated_bytes
 
 
@@ -16,24 +17,24 @@ def test_before_anything_is_learnt_the_oldest_goes_first() -> None:
     ranking = DensityRanking(HitDensity())
     for key in (b"a", b"b", b"c"):
         ranking.enter(key, None)
-    ranking.use([b"a"])
-    assert [ranking.evict(set()) for _ in range(4)] == [b"b", b"c", b"a", None]
+    use(ranking, [b"a"])
+    assert [evict(ranking, set()) for _ in range(4)] == [b"b", b"c", b"a", None]
 
 
 def test_a_child_used_without_its_parent_does_not_outlive_it() -> None:
     ranking = DensityRanking(HitDensity())
     ranking.enter(b"parent", None)
     ranking.enter(b"child", b"parent")
-    ranking.use([b"child", b"child"])
-    assert [ranking.evict(set()), ranking.evict(set())] == [b"child", b"parent"]
+    use(ranking, [b"child", b"child"])
+    assert [evict(ranking, set()), evict(ranking, set())] == [b"child", b"parent"]
 
 
 def test_a_key_that_has_left_is_not_brought_back_by_a_use() -> None:
     ranking = DensityRanking(HitDensity())
     ranking.enter(b"a", None)
     ranking.leave(b"a")
-    ranking.use([b"a"])
-    assert ranking.evict(set()) is None
+    use(ranking, [b"a"])
+    assert evict(ranking, set()) is None
 
 
 def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> None:
@@ -48,10 +49,10 @@ def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> No
         for key in keys:
             if key in held:
                 late_hits += turn >= 3_000
-                ranking.use([key])
+                use(ranking, [key])
                 continue
             if len(held) >= 200:
-                victim = ranking.evict(set())
+                victim = evict(ranking, set())
                 assert victim is not None
                 held.remove(victim)
             ranking.enter(key, None)
@@ -62,8 +63,8 @@ def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> No
 def test_endless_use_takes_no_more_memory() -> None:
     ranking = DensityRanking(HitDensity())
     ranking.enter(b"a", None)
-    ranking.use([b"a"] * 2000)
-    assert allocated_bytes(lambda: ranking.use([b"a"] * 20_000)) < 50_000
+    use(ranking, [b"a"] * 2000)
+    assert allocated_bytes(lambda: use(ranking, [b"a"] * 20_000)) < 50_000
 
 
 class Forest(RuleBasedStateMachine):
@@ -91,14 +92,14 @@ class Forest(RuleBasedStateMachine):
 
     @rule(data=st.data(), times=st.integers(1, 300))
     def use(self, data: st.DataObject, times: int) -> None:
-        self.ranking.use([*sorted(self.some(data)), b"a stranger"] * times)
+        use(self.ranking, [*sorted(self.some(data)), b"a stranger"] * times)
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         """Some leaf goes whenever there is one that is not spared."""
         spared = self.some(data)
         expected = self.ranking.lowest(spared)
-        victim = self.ranking.evict(spared)
+        victim = evict(self.ranking, spared)
         assert victim == expected
         open_to_it = self.leaves() - spared
         assert victim in open_to_it if open_to_it else victim is None
@@ -114,10 +115,10 @@ class Forest(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(len(self.parents)):
-            victim = self.ranking.evict(set())
+            victim = evict(self.ranking, set())
             assert victim in self.leaves()
             del self.parents[victim]
-        assert self.ranking.evict(set()) is None
+        assert evict(self.ranking, set()) is None
         assert not len(self.ranking)
 
 

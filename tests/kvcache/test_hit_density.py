@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from rekindle.kvcache.hit_density import (
+    AGAIN,
     AGES,
+    CLASSES,
     EDGES,
-    GHOSTS,
+    RANK_TICKS,
     HitDensity,
     age_bin,
     densities,
@@ -41,19 +47,55 @@ def test_what_is_never_used_again_is_worth_nothing() -> None:
 
 def test_a_block_that_comes_back_after_it_has_left_is_known_as_used_before() -> None:
     learnt = HitDensity()
-    learnt.enter(b"another")
-    learnt.leave(b"block", learnt.enter(b"block"))
-    assert learnt.enter(b"block").uses == 2
+    learnt.leave(b"block", learnt.enter(b"block"), learnt.tick)
+    assert learnt.enter(b"block") == AGAIN
+    assert learnt.enter(b"another") == 0
 
 
-def test_as_many_are_remembered_as_the_blocks_held_allow() -> None:
+def test_what_has_left_and_is_not_back_counts_against_those_like_it() -> None:
+    """Else what is used again late would seem to be used again always."""
+    sure, doubtful = HitDensity(), HitDensity()
+    for learnt, passing in ((sure, 1), (doubtful, 1000)):
+        for number in range(passing):
+            learnt.leave(b"%08d" % number, learnt.enter(b"%08d" % number), learnt.tick)
+        learnt.enter(b"%08d" % 0)
+        while learnt.tick < RANK_TICKS:
+            learnt.use(AGAIN, learnt.tick)
+    assert max(doubtful.worths[0]) < max(sure.worths[0])
+
+
+def test_what_was_learnt_is_the_same_after_it_was_dumped_and_loaded() -> None:
+    learnt, other = HitDensity(), HitDensity()
+    for number in range(5000):
+        key = b"%08d" % (number * number % 977)
+        learnt.leave(key, learnt.enter(key), learnt.tick)
+    other.load(json.loads(json.dumps(learnt.dump())))
+    again = HitDensity()
+    again.load(other.dump())
+    assert other.worths == again.worths
+    assert max(max(row) for row in other.worths) > 0
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        None,
+        [],
+        [[0.0] * AGES] * 2,
+        [[[0.0] * AGES] * CLASSES] * 3,
+        [[[float("nan")] * AGES] * CLASSES] * 2,
+        [[[-1.0] * AGES] * CLASSES] * 2,
+        [[[2.0] * AGES] * CLASSES, [[1.0] * AGES] * CLASSES],
+        [[["much"] * AGES] * CLASSES] * 2,
+        {"hits": 1},
+    ],
+)
+def test_what_are_no_counts_is_refused_and_changes_nothing(counts: object) -> None:
     learnt = HitDensity()
-    learnt.enter(b"the only one")
-    for number in range(100):
-        key = b"%08d" % number
-        learnt.leave(key, learnt.enter(key))
-    known = [learnt.enter(b"%08d" % number).uses - 1 for number in range(99, 0, -1)]
-    assert known == [1] * GHOSTS + [0] * (99 - GHOSTS)
+    before = learnt.dump()
+    with pytest.raises(ValueError, match=r"."):
+        learnt.load(counts)
+    assert learnt.dump() == before
 
 
 def test_endless_coming_and_going_takes_no_more_memory() -> None:
@@ -62,7 +104,7 @@ def test_endless_coming_and_going_takes_no_more_memory() -> None:
     def pass_through() -> None:
         for number in range(5000):
             key = b"%08d" % number
-            learnt.leave(key, learnt.enter(key))
+            learnt.leave(key, learnt.enter(key), learnt.tick)
 
     pass_through()
     assert allocated_bytes(pass_through) < 20_000

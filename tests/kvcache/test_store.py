@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
-from rekindle.kvcache.hit_density import HitDensity
+from rekindle.kvcache.duel import Duel
 from rekindle.kvcache.policy import POLICIES
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
@@ -20,6 +20,7 @@ from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens, pack
 from tests.support.rounds import rounds
 
+from .evicting import evict, use
 from .measure import allocated_bytes
 from .naive import (
     ROOT,
@@ -70,10 +71,10 @@ def keep(store: Store, path: Ids, *, exact: bool = False) -> None:
             return
 
 
-def room_for(blocks: int) -> Store:
+def room_for(blocks: int, eviction: EvictionPolicy = "adaptive") -> Store:
     """A store for so many blocks with a state of ten bytes."""
     cost = cost_bytes(Tokens.of([0] * BLOCK_TOKENS), 10)
-    return Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(blocks * cost)])
+    return Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(blocks * cost, eviction)])
 
 
 class Kept(NamedTuple):
@@ -275,9 +276,9 @@ def test_a_block_replaced_by_a_bigger_one_is_paid_for() -> None:
 def test_a_chain_that_has_grown_too_big_for_another_block_evicts_nothing_for_it() -> None:
     store = room_for(3)
     assert put(store, (1, 1, 1), bytes(10))
-    assert put(store, (1, 1, 1), bytes(1000), exact=True)
+    assert put(store, (1, 1, 1), bytes(1500), exact=True)
     assert put(store, (2,), b"")
-    assert not put(store, (1, 1, 1, 2, 2, 2), bytes(1000))
+    assert not put(store, (1, 1, 1, 2, 2, 2), bytes(1500))
     assert len(store) == 2
 
 
@@ -358,7 +359,7 @@ def test_a_store_without_memory_keeps_nothing_and_says_so() -> None:
 
 
 def test_blocks_used_without_those_above_them_are_still_evicted_first() -> None:
-    store = room_for(4)
+    store = room_for(4, "frequency")
     path = (1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4)
     for end in ends(path, BLOCK_TOKENS):
         assert put(store, end, bytes(10))
@@ -438,7 +439,7 @@ def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> N
     """Conversations that go on in any order, in a store of fifty blocks of one token."""
     cost = cost_bytes(Tokens.of([0]), 1)
     store = Store(block_tokens=1, tiers=[RamTier(50 * cost, policy)])
-    ranking = POLICIES[policy](HitDensity())()
+    ranking = POLICIES[policy](Duel())()
     alone: set[bytes] = set()
     chance = random.Random(7)
     hits = 0
@@ -452,11 +453,11 @@ def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> N
         known = next((at for at, key in enumerate(keys[1:]) if key not in alone), len(path))
         assert len(found) == known
         hits += known
-        ranking.use(keys[1 : known + 1])
+        use(ranking, keys[1 : known + 1])
         for at in range(known, len(path)):
             assert store.put(ROOT, keys[at], Tokens.of([path[at]]), b"x", exact=False)
             if len(alone) == 50:
-                victim = ranking.evict({keys[at]})
+                victim = evict(ranking, {keys[at]})
                 assert victim is not None
                 alone.remove(victim)
             ranking.enter(keys[at + 1], keys[at] if at else None)

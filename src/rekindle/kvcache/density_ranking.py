@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Container, Iterable
 
-from rekindle.kvcache.hit_density import History, HitDensity, age_bin
+from rekindle.kvcache.hit_density import EXTENDED, SPAN_TICKS, HitDensity
 
-SORT_TICKS = 64  # between two times that what has aged is sorted in anew
-MOST_MOVES = 1024  # each time: after a million blocks were taken in, nobody waits for all of them
-
-Bucket = tuple[int, int]  # class and age
+GROUPS = 256
+COMMON = 4  # blocks after one: it belongs to no single conversation
+MOST_SPANS = 1 << 40  # of a class
 
 
 class _Place:
     """Where a key stands in the tree, and what is known of it."""
 
-    __slots__ = ("children", "history", "parent")
+    __slots__ = ("children", "class_", "extensions", "group", "parent", "used_tick")
 
-    def __init__(self, parent: bytes | None, history: History) -> None:
+    def __init__(self, parent: bytes | None, class_: int, used_tick: int) -> None:
         self.parent = parent
         self.children = 0
-        self.history = history
+        self.extensions = 0  # how many blocks were ever put after it
+        self.group = 0
+        self.class_ = class_
+        self.used_tick = used_tick
 
 
 class DensityRanking:
     """The leaf of the least expected hits for its time goes first; of those alike the one that was
-    used longest ago. Leaves lie in buckets by class and age, so an eviction looks at buckets,
-    however many blocks there are. (Sampling leaves was rejected: it needs chance, and is slower.)
+    used longest ago.
+
+    Leaves lie by their class and the span of time they were last used in, so none is moved as it
+    ages, and an eviction looks at classes and ages, however many blocks there are. (Sampling leaves
+    was rejected: it needs chance, and is slower. So were heaps, and lists for each age.)
     """
 
-    __slots__ = ("_buckets", "_learnt", "_offered", "_places", "_sorted_tick")
+    __slots__ = ("_learnt", "_leaves", "_places", "_slots", "_victim")
 
     def __init__(self, learnt: HitDensity) -> None:
         self._learnt = learnt
         self._places: dict[bytes, _Place] = {}
-        #: Each a heap by the last use; what is out of date dies on top. None is empty.
-        self._buckets: dict[Bucket, list[tuple[int, bytes]]] = {}
-        self._offered = 0  # in all buckets
-        self._sorted_tick = 0
+        self._leaves: dict[int, list[bytes]] = {}  # by slot: class and span; none is empty
+        self._slots: list[int] = []  # the same, sorted
+        self._victim: bytes | None = None  # who was said to go next
 
     def __len__(self) -> int:
         return len(self._places)
@@ -46,11 +50,19 @@ class DensityRanking:
     def __contains__(self, key: object) -> bool:
         return key in self._places
 
+    @property
+    def keys(self) -> Iterable[bytes]:
+        return self._places.keys()
+
     def enter(self, key: bytes, parent: bytes | None) -> None:
         """Rank a new key; its parent is no leaf from now on."""
-        place = self._places[key] = _Place(parent, self._learnt.enter(key))
+        place = _Place(parent, self._learnt.enter(key), self._learnt.tick)
+        place.group = key[0]
+        if parent is not None and self._places[parent].extensions < COMMON:
+            place.group = self._places[parent].group
+        self._places[key] = place
         if parent is not None:
-            self._extend(self._places[parent])
+            self._extend(parent)
         self._offer(key, place)
 
     def adopt(self, key: bytes, child: bytes) -> None:
@@ -58,114 +70,91 @@ class DensityRanking:
         place = self._places[child]
         if place.parent is None:
             place.parent = key
-            self._extend(self._places[key])
+            self._extend(key)
 
-    def use(self, keys: Iterable[bytes]) -> None:
-        """Count one use of every key; those that have left are ignored."""
-        for key in keys:
-            if place := self._places.get(key):
-                place.history = self._learnt.use(place.history)
-                self._offer(key, place)
+    def is_leaf(self, key: bytes) -> bool:
+        place = self._places.get(key)
+        return place is not None and not place.children
+
+    def parent(self, key: bytes) -> bytes | None:
+        return self._places[key].parent
+
+    def group(self, key: bytes) -> int | None:
+        """A number below GROUPS that the blocks of a conversation have in common; None: many
+        conversations begin with this block."""
+        place = self._places[key]
+        return None if place.extensions >= COMMON else place.group
+
+    def use(self, key: bytes) -> None:
+        """Count one use; of a key that has left it is ignored."""
+        if place := self._places.get(key):
+            self._withdraw(key, place)
+            place.class_ = self._learnt.use(place.class_, place.used_tick)
+            place.used_tick = self._learnt.tick
+            self._offer(key, place)
 
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
         place = self._places.pop(key, None)
         if place is None:
             return
-        self._learnt.leave(key, place.history)
+        self._withdraw(key, place)
+        # Only what was evicted may come back: a tail that a longer block covers is of no use.
+        self._learnt.leave(key if key == self._victim else None, place.class_, place.used_tick)
         if place.parent is not None:
             above = self._places[place.parent]
             above.children -= 1
             self._offer(place.parent, above)
 
-    def evict(self, spared: Container[bytes]) -> bytes | None:
-        """Take the lowest leaf off the ranking; those spared stay."""
-        victim = self.lowest(spared)
-        if victim is not None:
-            self.leave(victim)
-        return victim
-
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The leaf to go next, those spared left out."""
-        if self._learnt.tick - self._sorted_tick >= SORT_TICKS:
-            self._sort_aged()
-        # What is out of date goes first, or asking twice would give two answers.
-        buckets = [bucket for bucket in list(self._buckets) if self._top(bucket)]
-        for bucket in sorted(buckets, key=self._worth):
-            victim = self._lowest_in(bucket, spared)
-            if victim is not None:
-                return victim
+        self._victim = self._find_lowest(spared)
+        return self._victim
+
+    def _find_lowest(self, spared: Container[bytes]) -> bytes | None:
+        slots, starts = self._slots, self._learnt.age_starts()
+        for class_, age in self._learnt.order:
+            begin = class_ * MOST_SPANS
+            end = begin + starts[age]
+            at = bisect_left(slots, begin + max(starts[age + 1], 0))
+            while at < len(slots) and slots[at] < end:
+                for key in self._leaves[slots[at]]:
+                    if key not in spared:
+                        return key
+                at += 1
         return None
 
-    # -- buckets -------------------------------------------------------------------------------
+    # -- leaves --------------------------------------------------------------------------------
 
-    def _worth(self, bucket: Bucket) -> tuple[float, int]:
-        """Of a bucket; of equals the one that was used longest ago goes first."""
-        class_, age = bucket
-        return self._learnt.worths[class_][age], self._buckets[bucket][0][0]
-
-    def _lowest_in(self, bucket: Bucket, spared: Container[bytes]) -> bytes | None:
-        passed_over: list[tuple[int, bytes]] = []
-        victim = None
-        while victim is None and (entry := self._top(bucket)) is not None:
-            passed_over.append(entry)
-            self._pop(bucket)
-            if entry[1] not in spared:
-                victim = entry[1]
-        for entry in passed_over:
-            self._push(bucket, entry)
-        return victim
-
-    def _sort_aged(self) -> None:
-        """Move what has outgrown its bucket to the next ones; each block does so a few times."""
-        self._sorted_tick = self._learnt.tick
-        moves = 0
-        for bucket in list(self._buckets):
-            while moves < MOST_MOVES and (entry := self._top(bucket)) is not None:
-                age = age_bin(self._learnt.tick - entry[0])
-                if age == bucket[1]:
-                    break
-                self._pop(bucket)
-                self._push((bucket[0], age), entry)
-                moves += 1
-
-    def _top(self, bucket: Bucket) -> tuple[int, bytes] | None:
-        """What is up to date on top of a bucket."""
-        while entries := self._buckets.get(bucket):
-            tick, key = entries[0]
-            place = self._places.get(key)
-            if place is not None and not place.children:
-                history = place.history
-                if history.used_tick == tick and history.class_ == bucket[0]:
-                    return entries[0]
-            self._pop(bucket)
-        return None
-
-    def _push(self, bucket: Bucket, entry: tuple[int, bytes]) -> None:
-        heapq.heappush(self._buckets.setdefault(bucket, []), entry)
-        self._offered += 1
-
-    def _pop(self, bucket: Bucket) -> None:
-        entries = self._buckets[bucket]
-        heapq.heappop(entries)
-        self._offered -= 1
-        if not entries:
-            del self._buckets[bucket]
-
-    def _extend(self, place: _Place) -> None:
-        """One more block follows; when it is a leaf again it is offered anew."""
+    def _extend(self, key: bytes) -> None:
+        """One more block follows."""
+        place = self._places[key]
+        self._withdraw(key, place)
         place.children += 1
-        place.history = place.history._replace(extensions=place.history.extensions + 1)
+        place.extensions += 1
+        place.class_ |= EXTENDED
 
     def _offer(self, key: bytes, place: _Place) -> None:
+        """Put a leaf where it belongs."""
         if place.children:
             return
-        history = place.history
-        age = age_bin(self._learnt.tick - history.used_tick)
-        self._push((history.class_, age), (history.used_tick, key))
-        if self._offered > 64 + 2 * len(self._places):
-            self._buckets.clear()
-            self._offered = 0
-            for each, other in self._places.items():
-                if not other.children:
-                    self._offer(each, other)
+        slot = _slot(place)
+        if leaves := self._leaves.get(slot):
+            leaves.append(key)
+        else:
+            self._leaves[slot] = [key]
+            insort(self._slots, slot)
+
+    def _withdraw(self, key: bytes, place: _Place) -> None:
+        if place.children:
+            return
+        slot = _slot(place)
+        leaves = self._leaves[slot]
+        leaves.remove(key)  # of as many as a span has ticks, at most
+        if not leaves:
+            del self._leaves[slot]
+            del self._slots[bisect_left(self._slots, slot)]
+
+
+def _slot(place: _Place) -> int:
+    return place.class_ * MOST_SPANS + place.used_tick // SPAN_TICKS

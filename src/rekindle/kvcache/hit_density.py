@@ -6,37 +6,28 @@ use to the next; time is counted in uses and entries of the whole tier.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import pairwise
-from math import log2
-from typing import NamedTuple
+from math import isfinite, log2
 
-USES = 2  # used once, or again
-EXTENSIONS = 3  # how often another block was put after it: never, once, or again
-CLASSES = USES * EXTENSIONS
+import numpy as np
+
+from rekindle.kvcache.ghosts import Ghost, Ghosts
+
+#: A class is made of these: used more than once, and followed by another block at some time.
+AGAIN = 1
+EXTENDED = 2
+CLASSES = 4
 AGES = 32  # bins of age
 BINS_PER_DOUBLING = 0.75
 EDGES = [2 ** (age / BINS_PER_DOUBLING) for age in range(AGES + 1)]
 WIDTHS = [above - at for at, above in pairwise(EDGES)]
+SPAN_TICKS = 16  # blocks that were last used within one such span are taken for equally old
 RANK_TICKS = 1024  # between two looks at the counts
 FADE_RANKS = 12  # such looks until old lives count less
 FADE = 0.9
 GHOSTS = 4  # for each block that is held
-MOST_GHOSTS = 1 << 17
-GHOST_KEY_BYTES = 8
 
-
-class History(NamedTuple):
-    """What is remembered of a block, also for a while after it has left."""
-
-    used_tick: int
-    uses: int = 1
-    extensions: int = 0
-
-    @property
-    def class_(self) -> int:
-        uses, extensions = min(self.uses, USES), min(self.extensions, EXTENSIONS - 1)
-        return (uses - 1) * EXTENSIONS + extensions
+Counts = list[list[float]]  # by class and age
 
 
 def age_bin(ticks: int) -> int:
@@ -50,57 +41,102 @@ class HitDensity:
     def __init__(self) -> None:
         self.tick = 0
         self.held_blocks = 0
-        self._hits = [[0.0] * AGES for _ in range(CLASSES)]
-        self._lives = [[0.0] * AGES for _ in range(CLASSES)]
-        self._ghosts: OrderedDict[bytes, History] = OrderedDict()
-        #: Hits for each tick, by class and age; of what is not known yet the oldest goes first.
-        self.worths = [[1 / edge for edge in EDGES[:AGES]] for _ in range(CLASSES)]
+        self._hits: Counts = [[0.0] * AGES for _ in range(CLASSES)]
+        self._lives: Counts = [[0.0] * AGES for _ in range(CLASSES)]
+        self._ghosts = Ghosts()
+        self._starts = [0]
+        #: Hits for each tick, by class and age; before they are known the oldest goes first, and
+        #: what was used again counts twice.
+        self.worths = [
+            [(2 if class_ & AGAIN else 1) / edge for edge in EDGES[:AGES]]
+            for class_ in range(CLASSES)
+        ]
+        #: Class and age of all that can be held now, those that go first first.
+        self.order = _ordered(self.worths, AGES - 1)
 
     # -- counting ------------------------------------------------------------------------------
 
-    def enter(self, key: bytes) -> History:
-        """A block is held from now on; what is remembered of it."""
+    def enter(self, key: bytes) -> int:
+        """A block is held from now on; its class."""
         self._advance()
         self.held_blocks += 1
-        ghost = self._ghosts.pop(key[:GHOST_KEY_BYTES], None)
-        return History(self.tick) if ghost is None else self._ended_by_use(ghost)
+        ghost = self._ghosts.take(key)
+        return 0 if ghost is None else self._ended_by_use(*ghost)
 
-    def use(self, history: History) -> History:
-        """A block that is held is used."""
+    def use(self, class_: int, used_tick: int) -> int:
+        """A block that is held is used; its class from now on."""
         self._advance()
-        return self._ended_by_use(history)
+        return self._ended_by_use(class_, used_tick)
 
-    def leave(self, key: bytes, history: History) -> None:
-        """A block is held no longer."""
+    def leave(self, key: bytes | None, class_: int, used_tick: int) -> None:
+        """A block is held no longer; it is remembered by its key, if one is given."""
         self.held_blocks -= 1
-        self._ghosts[key[:GHOST_KEY_BYTES]] = history
-        while len(self._ghosts) > min(GHOSTS * max(self.held_blocks, 1), MOST_GHOSTS):
-            _, ghost = self._ghosts.popitem(last=False)
-            self._lives[ghost.class_][age_bin(self.tick - ghost.used_tick)] += 1
+        if key is None:
+            return
+        self._ghosts.grow(GHOSTS * self.held_blocks)
+        forgotten = self._ghosts.put(key, Ghost(class_, used_tick))
+        if forgotten is not None:
+            age = age_bin(self.tick - forgotten.used_tick)
+            self._lives[forgotten.class_][age] += 1
 
-    def _ended_by_use(self, history: History) -> History:
-        age = age_bin(self.tick - history.used_tick)
-        self._hits[history.class_][age] += 1
-        self._lives[history.class_][age] += 1
-        return History(self.tick, min(history.uses + 1, USES), history.extensions)
+    def _ended_by_use(self, class_: int, used_tick: int) -> int:
+        age = age_bin(self.tick - used_tick)
+        self._hits[class_][age] += 1
+        self._lives[class_][age] += 1
+        return class_ | AGAIN
 
     def _advance(self) -> None:
         self.tick += 1
         if self.tick % RANK_TICKS == 0:
             self._rank()
             if self.tick % (FADE_RANKS * RANK_TICKS) == 0:
-                self._fade()
+                for counts in (*self._hits, *self._lives):
+                    counts[:] = [count * FADE for count in counts]
+
+    def age_starts(self) -> list[int]:
+        """The first span of each age, and of what is older still: a span is of one age."""
+        now = self.tick // SPAN_TICKS
+        if self._starts[0] != now + 1:
+            self._starts = [int(self.tick - edge) // SPAN_TICKS + 1 for edge in EDGES]
+            self._starts[0] = now + 1  # the youngest age has all that is used now
+        return self._starts
 
     # -- ranking -------------------------------------------------------------------------------
 
     def _rank(self) -> None:
-        for class_ in range(CLASSES):
-            if any(self._lives[class_]):
-                self.worths[class_] = densities(self._hits[class_], self._lives[class_])
+        for class_, lives in enumerate(self._all_lives()):
+            if any(lives):
+                self.worths[class_] = densities(self._hits[class_], lives)
+        self.order = _ordered(self.worths, age_bin(2 * max(self.tick, RANK_TICKS)))
 
-    def _fade(self) -> None:
-        for counts in (*self._hits, *self._lives):
-            counts[:] = [count * FADE for count in counts]
+    def _all_lives(self) -> Counts:
+        """With those of what has left and is not back yet, up to now: without them, what is used
+        again late would seem to be used again always."""
+        classes, ticks, weight = self._ghosts.census()
+        since = np.maximum(self.tick - ticks.astype(np.int64), 1)
+        ages = np.minimum((np.log2(since) * BINS_PER_DOUBLING).astype(np.int64), AGES - 1)
+        lives = np.bincount(classes * np.int64(AGES) + ages, minlength=CLASSES * AGES)
+        added: Counts = (self._lives + lives.reshape(CLASSES, AGES) * weight).tolist()
+        return added
+
+    # -- keeping it ----------------------------------------------------------------------------
+
+    def dump(self) -> list[Counts]:
+        """What is learnt, to be loaded by another process: hits and lives."""
+        return [self._hits, self._all_lives()]
+
+    def load(self, counts: object) -> None:
+        """Go on from what `dump` gave; raises ValueError if that is not what it is."""
+        try:
+            found = np.asarray(counts, np.float64)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        if found.shape != (2, CLASSES, AGES) or not all(map(isfinite, found.flat)):
+            raise ValueError("these are no counts of hits and lives")
+        if (found < 0).any() or (found[0] > found[1]).any():
+            raise ValueError("there are more hits than lives")
+        self._hits, self._lives = found.tolist()
+        self._rank()
 
 
 def densities(hits: list[float], lives: list[float]) -> list[float]:
@@ -123,3 +159,9 @@ def densities(hits: list[float], lives: list[float]) -> list[float]:
             ticks_until += ticks[stop]
             best[age] = max(best[age], hits_until / ticks_until)
     return best
+
+
+def _ordered(worths: list[list[float]], oldest: int) -> list[tuple[int, int]]:
+    """Those of least worth first; of equals the oldest."""
+    buckets = [(class_, age) for class_ in range(CLASSES) for age in range(oldest + 1)]
+    return sorted(buckets, key=lambda bucket: (worths[bucket[0]][bucket[1]], -bucket[1]))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "on-evict"]
-EvictionPolicy = Literal["frequency", "hit-density"]
+EvictionPolicy = Literal["adaptive", "frequency", "hit-density"]
 
 AUTO = "auto"  # a format that the model's template decides
 COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing mistake
@@ -217,8 +217,8 @@ class RuntimeSettings:
     ] = "always"
     cache_eviction: Annotated[
         EvictionPolicy,
-        Setting("Evict by use: by its frequency, or by the hit-density that was learnt", "Cache"),
-    ] = "frequency"
+        Setting("Evict by frequency of use, learnt hit-density, or (adaptive) the better", "Cache"),
+    ] = "adaptive"
     key_ttl: Annotated[
         float | None,
         Gt(0),

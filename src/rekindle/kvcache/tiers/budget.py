@@ -18,7 +18,7 @@ class TierBudget:
         limit_bytes: int,
         *,
         persistent: bool,
-        eviction: EvictionPolicy = "frequency",
+        eviction: EvictionPolicy = "adaptive",
     ) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0

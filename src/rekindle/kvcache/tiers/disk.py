@@ -56,7 +56,7 @@ class DiskTier(WriteBehindTier):
         floor_bytes: int = 0,
         queue_bytes: int = 128 << 20,
         entries_bytes: int = 0,  # what entries may take of the index
-        eviction: EvictionPolicy = "frequency",
+        eviction: EvictionPolicy = "adaptive",
         allocate: Allocate = plain_memory,  # what blocks are read into
     ) -> None:
         super().__init__(NAME, 0, queue_bytes, eviction)

@@ -18,7 +18,7 @@ from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
 OVERHEAD_BYTES = (
-    1792  # a block's key, node, copies and table entries, and a share of its namespace's root
+    2176  # a block's key, node, copies and table entries, and a share of its namespace's root
 )
 
 
@@ -30,7 +30,7 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
 class RamTier(BaseTier):
     """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
 
-    def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "frequency") -> None:
+    def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "adaptive") -> None:
         super().__init__("ram", limit_bytes, persistent=False, eviction=eviction)
         self._blobs: dict[bytes, Blob] = {}
 

@@ -19,7 +19,7 @@ class WriteBehindTier(BaseTier, ABC):
         name: str,
         limit_bytes: int,
         queue_bytes: int,
-        eviction: EvictionPolicy = "frequency",
+        eviction: EvictionPolicy = "adaptive",
     ) -> None:
         super().__init__(name, limit_bytes, persistent=True, eviction=eviction)
         self.queue_bytes = queue_bytes
