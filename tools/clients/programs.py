@@ -248,7 +248,7 @@ class Aider(Program):
 
 class Codex(Program):
     name, package = "Codex", "@openai/codex"
-    tool, second_session = "update_plan", 0.95
+    tool, second_session = "get_goal", 0.95
 
     def prepare(self) -> None:
         config = f"""\

@@ -20,6 +20,7 @@ from rekindle.api.fields import (
     MOST_TOKENS,
     WHOLE,
     Id,
+    Normalise,
     Seed,
     bounded_text,
     shallow,
@@ -143,7 +144,9 @@ class PromptFields(_Form):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    normalise: bool | None = Field(None, description="Whether volatile headers are taken out")
+    normalise: Normalise | None = Field(
+        None, description="Whether volatile headers are taken out, or which"
+    )
 
     @model_validator(mode="after")
     def _is_a_prompt(self) -> PromptFields:
