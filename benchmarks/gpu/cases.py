@@ -228,9 +228,9 @@ def disk(run: Run) -> Iterator[Figures]:
     """After a restart, from files that are still in the page cache."""
     if not run.is_ours:
         return
-    needs = Needs(slots=4, context=run.sizes.long_context)
+    needs = Needs(slots=4, context=run.sizes.long_context, on_disk=True)
     with run.running(needs) as port:
-        talks = [Conversation(port, run.sizes.long, seed) for seed in (1, 2)]
+        talks = [Conversation(port, run.sizes.long, seed) for seed in range(min(run.rounds, 2))]
         for talk in talks:
             talk.turn()
     with run.running(needs) as port:
@@ -265,7 +265,7 @@ def document(run: Run) -> Iterator[Figures]:
 def agents(run: Run) -> Iterator[Figures]:
     """Six agents by turns over four slots; each turn brings a few hundred tokens of results."""
     sizes = run.sizes
-    with run.running(Needs(slots=4, context=sizes.middle * 3 // 2)) as port:
+    with run.running(Needs(slots=4, context=sizes.middle + 4096)) as port:
         talks = [Conversation(port, sizes.middle, seed) for seed in range(6)]
         for talk in talks:
             talk.turn(16, added=200)
@@ -322,7 +322,7 @@ def exact(run: Run) -> Iterator[Figures]:
     """Answers with their log probabilities, digit by digit, from every place of the state."""
     if not run.is_ours:
         return
-    needs = Needs(slots=2, context=run.sizes.short * 2, flags=("--exact",))
+    needs = Needs(slots=2, context=run.sizes.short * 2, on_disk=True, flags=("--exact",))
     first = [
         {"role": "system", "content": words(run.sizes.short, 5)},
         {"role": "user", "content": "So?"},

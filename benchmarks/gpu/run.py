@@ -142,6 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies every time limit")
     parser.add_argument("--ram-cache", default="50GiB")
     parser.add_argument("--disk-cache", default="20GB")
+    parser.add_argument("--always-on-disk", action="store_true", help="also where nothing is read")
     parser.add_argument("--ours-flags", default="", help="more flags of rekindle serve")
     parser.add_argument("--peer-flags", default="", help="more flags of llama-server")
     options = parser.parse_args()
@@ -157,6 +158,7 @@ def sides(options: argparse.Namespace, model: Path) -> list[Side]:
         threads=options.threads,
         ram_cache=options.ram_cache,
         disk_cache=options.disk_cache,
+        always_on_disk=options.always_on_disk,
         peer_binary=options.llama_server,
         ours_flags=shlex.split(options.ours_flags),
         peer_flags=shlex.split(options.peer_flags),

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 START_TIMEOUT_S = 150
-STOP_TIMEOUT_S = 90  # ours writes its state to disk before it ends
+STOP_TIMEOUT_S = 120  # ours writes its state to disk before it ends
 HERE = Path(__file__).parent
 STAND_IN = HERE.parent / "llamacpp_server.py"  # llama.cpp's server inside the xllamacpp package
 
@@ -31,6 +31,7 @@ class Needs:
     peer_slots: int | None = None  # where llama-server has fewer, as its memory is slots x context
     kv_fraction: float | None = None
     park_fraction: float | None = None
+    on_disk: bool = False  # else a server would write gigabytes at its end, that nobody reads
     flags: Sequence[str] = ()  # of ours, for this case alone
 
 
@@ -43,6 +44,7 @@ class Machine:
     threads: int
     ram_cache: str
     disk_cache: str
+    always_on_disk: bool
     peer_binary: Path | None
     ours_flags: Sequence[str] = ()
     peer_flags: Sequence[str] = ()
@@ -90,7 +92,8 @@ class Rekindle(Side):
         command = [sys.executable, "-m", "rekindle.cli.main", "serve", "--port", str(port)]
         command += ["--model", str(machine.model), "--parallel", str(needs.slots)]
         command += ["--max-model-len", str(needs.context), "--threads", str(machine.threads)]
-        command += ["--ram-cache", machine.ram_cache, "--disk-cache", machine.disk_cache]
+        disk_cache = machine.disk_cache if needs.on_disk or machine.always_on_disk else "0"
+        command += ["--ram-cache", machine.ram_cache, "--disk-cache", disk_cache]
         command += ["--cache-dir", str(machine.folder / "kv"), "--queue", "1000"]
         fractions = {"kv": needs.kv_fraction, "park": needs.park_fraction}
         for name, fraction in fractions.items():
