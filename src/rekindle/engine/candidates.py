@@ -1,7 +1,8 @@
 """Which tokens of a row may be chosen, and a choice among them, without sorting the row.
 
-A weight is exp(logit - highest logit): a probability but for a factor. Everything here is a few
-passes over float32; a pass over 50,000 of them takes 5 to 25 µs, sorting them a millisecond.
+A weight is exp(logit), or of all logits less one number: a probability but for a factor. Everything
+here is a few passes over float32; a pass over 50,000 of them takes 5 to 25 µs, sorting them a
+millisecond.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _floor(values: Row, count: int) -> np.float32:
 
 class Nucleus:
     """The heaviest weights whose sum reaches a share of the total; of equal ones the first count.
-    The heaviest, which is 1, is always in.
+    The heaviest is always in.
 
     Sums are of float32, and of float64 where that could matter.
     """

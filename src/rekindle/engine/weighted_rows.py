@@ -1,10 +1,10 @@
 """Tokens drawn from several rows of logits at once, by rejection.
 
 A weight is exp(logit). A row is laid out as columns of at most `_DEPTH` tokens, whose sums are
-known. A column is proposed by its sum, a token of it by its weight, and the token is accepted by
-what the temperature makes of its weight beside the heaviest. So one exponential of the row serves
-the nucleus and every temperature up to 1, and nothing else is done to each of its tokens. No result
-depends on the rows that a row is computed with.
+known. A column is proposed by its sum, a token of it by its weight, and the token is accepted with
+the chance that makes a draw at temperature 1 one at the temperature that is wanted, if that is not
+higher. So one exponential of the row serves its temperature and its nucleus. No result depends on
+the rows that a row is computed with.
 """
 
 from __future__ import annotations
