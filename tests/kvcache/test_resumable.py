@@ -271,7 +271,7 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
         read = cache.disk.folder.block_files.read
         order: list[tuple[bytes, int]] = []
 
-        def later(key: bytes, size_bytes: int) -> Record:
+        def later(key: bytes, size_bytes: int, _allocate: object) -> Record:
             order.append((key, size_bytes))
             raise OSError(errno.EMFILE, "no handles")
 

@@ -194,8 +194,10 @@ def test_idle_sequences_are_parked_while_a_turn_runs() -> None:
     while not running.tokens:
         harness.scheduler.step()
     assert engine.parking
+    assert engine.parking.used_tokens == 0  # its first token does not wait for that
+    harness.scheduler.step()
     assert engine.parking.used_tokens == 160
-    assert engine.free_tokens() == engine.pool_tokens - 40
+    assert engine.free_tokens() == engine.pool_tokens - 41
     assert engine.counts.exported_tokens == 0
     harness.run(running)
 
@@ -215,7 +217,7 @@ def test_a_parked_conversation_is_continued_from_the_device() -> None:
 def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None:
     engine, harness = parking_harness()
     harness.ask([1] * 400, max_tokens=1)
-    harness.ask([2] * 40, max_tokens=1)
+    harness.ask([2] * 40, max_tokens=3)
     assert engine.parking
     assert engine.parking.used_tokens == 400
     assert harness.ask([1] * 40 + [3] * 20, max_tokens=1).reused == 0
@@ -225,9 +227,9 @@ def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None
 def test_those_parked_longest_leave_for_the_store_when_there_is_no_more_room() -> None:
     engine, harness = parking_harness(park_tokens=200)
     for number in range(5):
-        harness.ask([number] * 80, max_tokens=1)
+        harness.ask([number] * 80, max_tokens=3)
     assert engine.parking
-    assert engine.parking.used_tokens == 160
+    assert engine.parking.used_tokens == 2 * 82
     harness.offload()
     tiers = [harness.ask([number] * 81, max_tokens=1).finished.cache.tier for number in (0, 4)]
     assert tiers == ["ram", "device"]
@@ -245,9 +247,12 @@ def test_parked_conversations_are_exported_in_idle_moments() -> None:
     engine, harness = parking_harness()
     for number in range(3):
         harness.ask([number] * 80, max_tokens=1)
-    harness.offload()
+    while harness.scheduler.step():
+        pass
     assert engine.counts.exported_tokens == 3 * 80
-    harness.runtime.close()
+    assert engine.parking
+    assert engine.parking.used_tokens == 2 * 80  # all but the newest, which may go on next
+    assert engine.free_tokens() == engine.pool_tokens - 80
 
 
 def test_a_pool_full_of_idle_sequences_makes_room_though_nothing_can_be_woken() -> None:

@@ -34,6 +34,7 @@ def turn_of(agent: Agent, **fields: Any) -> Turn:
 def heard(turn: Turn, tokens: list[int]) -> list[Event]:
     events: list[Event] = []
     for token in tokens:
+        turn.take(Sampled(token, -1.0, ()))
         events += turn.accept(Sampled(token, -1.0, ()))
         if events and isinstance(events[-1], Finished):
             break

@@ -391,3 +391,86 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once(can_truncate
     expected = cold(prompt, max_tokens=1, can_truncate=can_truncate)
     assert harness.ask(prompt, max_tokens=1).tokens == expected
     assert engine.counts.computed_tokens == len(prompt)
+
+
+# -- where the engine computes beside ----------------------------------------------------------
+
+
+def test_replies_are_delivered_while_the_next_step_is_computed() -> None:
+    engine = FakeEngine(computes_beside=True)
+    harness = RuntimeHarness(engine)
+    replies = [harness.submit([number] * 20, max_tokens=8) for number in (1, 2)]
+    delivered: list[int] = []
+    deliver = engine.meanwhile
+
+    def note() -> None:
+        before = sum(len(reply.text.split()) for reply in replies)
+        deliver()
+        delivered.append(sum(len(reply.text.split()) for reply in replies) - before)
+
+    engine.meanwhile = note
+    for reply in replies:
+        harness.run(reply)
+    assert delivered.count(2) >= 6
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_answers_and_counts_are_those_of_an_engine_that_does_not(max_tokens: int) -> None:
+    prompts = [[number] * (20 + number) for number in range(1, 6)]
+    said = []
+    for computes_beside in (False, True):
+        engine = FakeEngine(computes_beside=computes_beside)
+        harness = RuntimeHarness(engine)
+        replies = [harness.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+        for reply in replies:
+            harness.run(reply)
+        again = [harness.ask([*reply.turn.tokens.ids, 7], max_tokens=3) for reply in replies]
+        said.append(
+            [(reply.tokens, reply.finished.completion_tokens) for reply in (*replies, *again)]
+        )
+        assert all(reply.reused >= reply.turn.prompt_tokens - 2 for reply in again)
+        assert harness.scheduler.turns == 0
+    assert said[0] == said[1]
+
+
+def test_a_turn_computes_nothing_beyond_its_limit_or_its_end() -> None:
+    engine = FakeEngine(computes_beside=True, context_tokens=64, pool_tokens=64)
+    harness = RuntimeHarness(engine)
+    reply = harness.ask([1] * 40, max_tokens=24)  # to the very end of the context
+    assert len(reply.tokens) == 24
+    assert engine.counts.computed_tokens == 63
+
+
+def test_a_cancel_delivers_what_was_sampled_before() -> None:
+    engine = FakeEngine(computes_beside=True)
+    harness = RuntimeHarness(engine)
+    reply = harness.submit([1] * 20, max_tokens=100)
+    for _ in range(10):
+        harness.scheduler.step()
+    said = len(reply.text.split())
+    assert said < len(reply.tokens)
+    harness.cancel(reply)
+    assert len(reply.text.split()) == len(reply.tokens)
+    assert harness.scheduler.turns == 0
+    assert engine.open_sequences == 1  # idle
+
+
+def test_an_engine_that_breaks_loses_no_token_that_was_sampled() -> None:
+    expected = RuntimeHarness(FakeEngine()).ask([1] * 20, max_tokens=20).tokens
+    for step in range(2, 20):
+        engine = FakeEngine(computes_beside=True, break_steps={step})
+        harness = RuntimeHarness(engine)
+        assert harness.ask([1] * 20, max_tokens=20).tokens == expected
+        assert engine.counts.resets == 1
+
+
+def test_a_turn_ends_at_a_stop_string_though_a_step_is_under_way() -> None:
+    expected = RuntimeHarness(FakeEngine()).ask([1] * 20, max_tokens=20).tokens
+    stop = f"{expected[6]} "
+    engine = FakeEngine(computes_beside=True)
+    harness = RuntimeHarness(engine)
+    reply = harness.ask([1] * 20, max_tokens=20, stop=(stop,))
+    assert reply.finished.reason == "stop"
+    assert reply.finished.completion_tokens == expected.index(expected[6]) + 1
+    again = harness.ask([*[1] * 20, *expected[:8]], max_tokens=1)
+    assert again.tokens == expected[8:9]

@@ -23,6 +23,7 @@ from rekindle.engine.base import (
     StateFiles,
     TokenMask,
     Work,
+    nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
@@ -174,8 +175,10 @@ class FakeEngine:
     no_memory_for: set[KvType] = field(default_factory=set)
     state_files: StateFiles | None = None
     park_tokens: int = 0
+    computes_beside: bool = False
 
     def __post_init__(self) -> None:
+        self.meanwhile = nothing_meanwhile
         self.parking = FakeParking(self, self.park_tokens) if self.park_tokens else None
         self.counts = FakeCounts()
         self.projector = PlainProjector(VECTOR_WIDTH)
@@ -206,6 +209,7 @@ class FakeEngine:
             modalities=frozenset({"text", "image"} if self.sees else {"text"}),
             whole_pictures=self.whole_pictures,
             shares_cells=self.shares_cells,
+            computes_beside=self.computes_beside,
         )
 
     def _layout(self, kv_type: KvType) -> KvLayout:
@@ -335,6 +339,8 @@ class FakeEngine:
             if rows > cells.free:
                 raise PoolFull("no free cells")
             assert rows <= self.batch_tokens
+        if self.computes_beside:
+            self.meanwhile()
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:

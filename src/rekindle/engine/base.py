@@ -25,6 +25,10 @@ Row = np.ndarray[Any, np.dtype[np.float32]]  # a logit for each token of the voc
 OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 
+def nothing_meanwhile() -> None:
+    """What an engine does while its device computes, unless it is told otherwise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How to load a model; None lets the engine choose."""
@@ -88,6 +92,7 @@ class Capabilities:
     quantization: str = ""  # of its weights, as its format calls it
     shares_cells: bool = True  # what sequences share takes cells once; else each has its own
     idle_is_free: bool = False  # sequences that nobody adds to slow no step down
+    computes_beside: bool = False  # a step's work goes on by itself once it is begun
     gpus: tuple[Device, ...] = ()  # for people, as are the layers that lie there
     layers: int = 0
     gpu_layers: int = 0
@@ -236,6 +241,10 @@ class Engine(Protocol):
     @property
     def state_files(self) -> StateFiles | None:
         """None where no other program reads and writes this engine's state."""
+
+    #: Where steps go on by themselves: called in each as soon as its work is begun, for what can be
+    #: done until it ends. No sequence of the step may be touched then.
+    meanwhile: Callable[[], None]
 
     @property
     def parking(self) -> Parking | None:

@@ -52,9 +52,9 @@ class Batcher:
         batch = [
             (turn, turn.last_work())
             for turn in running
-            if turn.pending_tokens == 1 and not turn.next_picture
+            if turn.pending_tokens == 1 and not turn.next_picture and not turn.is_over
         ]
-        if len(batch) < len(running):
+        if len(batch) < len(running):  # those that are over have nothing that is pending, or one
             batch += self._compose_prefill(running)
         return batch
 

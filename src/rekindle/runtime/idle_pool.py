@@ -195,7 +195,13 @@ class IdlePool:
         if self._parking is None or self._engine.free_tokens(self.kv_type) < len(idle.tokens):
             return False
         self._parking.wake(idle.sequence)
+        idle.was_parked = True
         return True
+
+    def _park_again(self, idle: IdleSequence) -> None:
+        """What was woken to be exported goes back: the next turn would have to wait for that."""
+        if idle.was_parked and self._parking and self._parking.park(idle.sequence):
+            idle.was_parked = False
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
@@ -207,12 +213,25 @@ class IdlePool:
 
     # -- exporting -----------------------------------------------------------------------------
 
-    def export_one(self) -> bool:
-        """Copy one block to the store, for idle moments; False when all of them are there."""
+    def use_moment(self) -> bool:
+        """For idle moments: copy one block to the store, or park what is not the newest; False when
+        there is nothing left to do."""
+        return self._export_one() or self._park_one()
+
+    def _park_one(self) -> bool:
+        if self._parking is None:
+            return False
+        others = [idle for idle in self._in_pool if idle is not self._idle[-1]]
+        return any(self._parking.park(idle.sequence) for idle in others)
+
+    def _export_one(self) -> bool:
+        """False when all of them are there."""
         for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
             if idle.offloaded.tokens < len(idle.tokens) and self._wake(idle):
                 if not self._offloader.is_offloaded(idle):
                     self._offloader.offload_next(idle)
+                if self._offloader.is_offloaded(idle):
+                    self._park_again(idle)
                 return True
         return False
 

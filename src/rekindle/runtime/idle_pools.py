@@ -61,8 +61,8 @@ class IdlePools:
         for pool in self._pools.values():
             pool.forget(handle)
 
-    def export_one(self) -> bool:
-        return any(pool.export_one() for pool in self._pools.values())
+    def use_moment(self) -> bool:
+        return any(pool.use_moment() for pool in self._pools.values())
 
     def export_all(self) -> None:
         for pool in self._pools.values():

@@ -27,6 +27,7 @@ DEVICE = "device"  # the tier that is the engine's own memory
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 STEP_BYTES = 64 << 20  # of state that a step moves beside replies: some hundredths of a second
 GPU_STEP_BYTES = 256 << 20  # as long, over a bus
+HURRIED_TOKENS = 1024  # to be computed for a first token, which idle sequences do not delay much
 MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
 
 
@@ -274,14 +275,19 @@ class KvManager:
         """Go on with exports that were begun; False: the next step has to."""
         rows_ahead = RowsByType()
         for turn in running:
-            if not turn.request.exact:
+            if not turn.request.exact and not self._hurries(turn):
                 rows_ahead[turn.space.kv_type] += turn.pending_tokens
         return self.idle.export_asked() and self.idle.trim(rows_ahead)
+
+    def _hurries(self, turn: Turn) -> bool:
+        """Whether its first token is so near that parking others would take longer."""
+        is_near = not turn.generated_tokens and turn.pending_tokens <= HURRIED_TOKENS
+        return is_near and self._engine.parking is not None
 
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of
         them are there, or the writer has to catch up first."""
-        return not self._store.tiers.is_congested and self.idle.export_one()
+        return not self._store.tiers.is_congested and self.idle.use_moment()
 
     def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
         """Call back when the state of a conversation that is in the engine's memory alone is in the

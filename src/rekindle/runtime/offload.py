@@ -69,6 +69,7 @@ class IdleSequence:
     rows_meanwhile: int = 0  # that other turns have computed beside it
     is_unused: bool = False  # for some time
     is_leaving: bool = False  # its export was begun to make room
+    was_parked: bool = False  # and is in the pool to be exported
 
 
 class Offloader:

@@ -115,7 +115,8 @@ class Pipeline:
         return Start.STARTED if self._kv.cross(turn, others) else Start.RESTORING
 
     def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
-        """What one step of the engine brings the client; remembers a turn that has ended."""
+        """What one step of the engine brings the client, of a token that the turn has taken;
+        remembers a turn that has ended."""
         if sampled is not None:
             events = turn.accept(sampled)
         else:

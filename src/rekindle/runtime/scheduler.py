@@ -46,7 +46,11 @@ class Scheduler:
         self._waiting: list[Turn] = []
         self._restoring: list[Turn] = []  # what they reuse is on its way into their sequences
         self._running: list[Turn] = []
+        self._brought: list[tuple[Turn, Sampled | None]] = []  # by the last step: not delivered
+        self._ended: list[Turn] = []  # that still have their sequences
         self._tickets = 0
+        if engine.capabilities.computes_beside:
+            engine.meanwhile = self._deliver
 
     @property
     def turns(self) -> int:
@@ -69,6 +73,7 @@ class Scheduler:
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
         self._check_engine()
+        self._settle()
         for turn in [*self._waiting, *self._restoring, *self._running]:
             if turn.id == turn_id:
                 self._emit([Cancelled(turn.id)])
@@ -98,6 +103,9 @@ class Scheduler:
             batch = self._batcher.compose(self._running)
             if batch:
                 return self._compute(batch)
+            if self._brought:
+                self._settle()
+                return True
             return has_encoded or allowance.is_spent or self._kv.offload_one()
         except EngineBroken as error:
             self._restart_all(error)
@@ -120,9 +128,11 @@ class Scheduler:
         try:
             results = self._engine.step([work for _, work in batch])
         except PoolFull:
+            self._settle()
             self._preempt(batch)
             return True
-        self._distribute(batch, results, time.perf_counter() - started)
+        self._settle()
+        self._take_in(batch, results, time.perf_counter() - started)
         return True
 
     # -- admitting -----------------------------------------------------------------------------
@@ -235,33 +245,57 @@ class Scheduler:
 
     # -- computing -----------------------------------------------------------------------------
 
-    def _distribute(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
-        """What a step brought, to the turns it was computed for."""
-        events: list[Event] = []
-        ended = []
+    def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
+        """What a step brought, to the turns it was computed for, but for those that have ended
+        meanwhile. Replies that only go on are delivered while the next step is computed."""
         self._kv.counts.computed_tokens += self._batcher.learn(batch, took_s)
         if len(batch) == 1:
             turn, work = batch[0]
             self._kv.cost_gate.learn_computing(turn.held_tokens, len(work.tokens), took_s)
         self._kv.idle.count_rows(_shared_rows(batch))
+        may_wait = self._engine.capabilities.computes_beside
+        events: list[Event] = []
         for (turn, work), sampled in zip(batch, results, strict=True):
+            if turn.sampler is None and sampled is not None:
+                continue  # it has ended
+            may_wait = may_wait and turn.only_goes_on
             self._account(turn, work, took_s, events)
-            brought = self._pipeline.accept(turn, sampled)
-            events += brought
-            if brought and isinstance(brought[-1], TERMINAL):
-                ended.append(turn)
+            if sampled is not None:
+                turn.take(sampled)
+            self._brought.append((turn, sampled))
+        if events:
+            self._emit(events)
+        if not may_wait:
+            self._settle()
+            self._keep_prompts(batch)
+        self._batcher.rotate(self._running)
+
+    def _deliver(self) -> None:
+        """Tell clients what the last step brought."""
+        events: list[Event] = []
+        brought, self._brought = self._brought, []
+        for turn, sampled in brought:
+            parts = self._pipeline.accept(turn, sampled)
+            events += parts
+            if parts and isinstance(parts[-1], TERMINAL):
+                self._leave(turn)
+                self._ended.append(turn)
         if events:
             self._emit(events)  # before keeping: clients do not wait for that
-        for turn in ended:  # all of them, before keeping the first can break the engine
-            self._leave(turn)
-        for turn in ended:
-            self._pipeline.retire(turn)
+
+    def _settle(self) -> None:
+        """Deliver, and keep what ended turns have computed, no step being under way."""
+        self._deliver()
+        while self._ended:  # all have left, before keeping the first can break the engine
+            self._pipeline.retire(self._ended.pop(0))
+
+    def _keep_prompts(self, batch: Batch) -> None:
+        """State that others wait for, or may resume from."""
         for turn, _ in batch:
             if turn.request.exact and turn.generated_tokens == 1:
                 self._kv.offload_prompt(turn)  # for exact turns that wait for this prefix
             if turn.checkpoints and turn.sequence and turn.checkpoints.reach(turn.held_tokens):
                 self._kv.offload_checkpoint(turn)
-        self._batcher.rotate(self._running)
 
     def _account(self, turn: Turn, work: Work, took_s: float, events: list[Event]) -> None:
         turn.slice_tokens += len(work.tokens)
@@ -318,6 +352,10 @@ class Scheduler:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error
         when they have been here too often."""
         self._kv.lose_everything()
+        self._deliver()
+        for turn in self._ended:
+            self._kv.release(turn)
+        self._ended.clear()
         for turn in [*self._waiting, *self._restoring, *self._running]:
             self._kv.release(turn)  # of those that wait, one may have been starting
         lost = [*self._running, *self._restoring]

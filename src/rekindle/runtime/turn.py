@@ -103,6 +103,7 @@ class Turn:
         self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.is_started = False
+        self.is_over = False  # its last token is taken
         # Its progress.
         self.prompt_eval_s = 0.0
         self.unreported_s = 0.0  # of that, since its progress was last reported
@@ -134,6 +135,13 @@ class Turn:
     def is_prefilling(self) -> bool:
         """Whether its prompt is still being computed."""
         return self.pending_tokens > 1 or not self.generated_tokens
+
+    @property
+    def only_goes_on(self) -> bool:
+        """Whether the next token changes nothing but its reply."""
+        is_reply = self.generated_tokens > 0 and self.pending_tokens == 0
+        is_watched = self.request.exact or self.checkpoints or self.cross_at is not None
+        return is_reply and not is_watched
 
     @property
     def must_cross(self) -> bool:
@@ -209,13 +217,19 @@ class Turn:
             vectors = self.shown[1][start - span.start : stop - span.start]
         return Work(self.sequence, tokens, sampler, vectors)
 
+    def take(self, sampled: Sampled) -> None:
+        """A sampled token belongs to the turn; `accept` follows, before the next one is taken."""
+        if self.output.ends_with(sampled.token):
+            self.is_over = True
+        else:
+            self.tokens.append(sampled.token)
+            self.is_over = self.remaining_tokens <= 1
+
     def accept(self, sampled: Sampled) -> list[Event]:
-        """Take a sampled token: its text, and the end of the turn when it is the end."""
+        """The text of a token that was taken, and the end of the turn when it is the end."""
         if self._first_token_at_s is None:
             self._first_token_at_s = time.monotonic()
             self.stopwatch.lap("compute")
-        if not self.output.ends_with(sampled.token):
-            self.tokens.append(sampled.token)
         parts = self.output.accept(sampled)
         events: list[Event] = [Delta(self.id, part) for part in parts]
         return events if self.output.finish_reason is None else [*events, self._end()]

@@ -23,6 +23,7 @@ from rekindle.engine.base import (
     Sequence,
     TokenMask,
     Work,
+    nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling import build_sampler
@@ -54,6 +55,7 @@ def _place(sequence: Sequence) -> Place:
 class NumpyEngine:
     state_files = None
     parking = None
+    meanwhile = staticmethod(nothing_meanwhile)
     allocate = staticmethod(plain_memory)
     _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -29,13 +30,15 @@ from rekindle.engine.base import (
     Sequence,
     TokenMask,
     Work,
+    nothing_meanwhile,
 )
+from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.exact_contexts import ExactContexts
 from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
 from rekindle.engine.llamacpp.gpus import find_gpus
-from rekindle.engine.llamacpp.host_arena import build_allocate
+from rekindle.engine.llamacpp.host_arena import lock_memory
 from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.parking import Parking
@@ -57,6 +60,7 @@ class LlamaCppEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
+        arena = lock_memory(bindings.load_library(), options.host_bytes)
         self._model = LlamaModel(options, on_progress)
         if not self._model.is_causal:
             raise ModelError(
@@ -74,7 +78,8 @@ class LlamaCppEngine:
         self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
         self._exact = ExactContexts(library, native, sizes.exact, free)
         self.parking = self._build_parking(sizes, free)
-        self.allocate = build_allocate(library, options.host_bytes)
+        self.meanwhile = nothing_meanwhile
+        self.allocate = arena.allocate if arena else plain_memory
         measure = partial(measure_layout, self._model, options)
         self._layouts = Layouts(library, sizes.layouts, options.kv_type, measure)
         self.tokenizer = self._model.tokenizer
@@ -82,6 +87,8 @@ class LlamaCppEngine:
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
         busy_cores = 0 if self._model.on_gpu else options.threads
         self._step_sampler = StepSampler(spare_threads(busy_cores))
+        if arena:
+            arena.settle()
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
@@ -236,7 +243,7 @@ class LlamaCppEngine:
         ]
         for number, (context, group) in enumerate(calls):
             try:
-                results.update(self._step_in(context, group))
+                results.update(self._step_in(context, group, is_first=not number))
             except PoolFull as error:
                 if not number:
                     raise
@@ -265,7 +272,9 @@ class LlamaCppEngine:
         elif pictures:
             yield pictures
 
-    def _step_in(self, context: Context, work: Seq[Work]) -> dict[int, Sampled | None]:
+    def _step_in(
+        self, context: Context, work: Seq[Work], *, is_first: bool = False
+    ) -> dict[int, Sampled | None]:
         for item in work:
             if item.vectors is not None and item.vectors.shape != self._vision.shape(item.tokens):
                 raise ValueError("these are not the vectors of this picture")
@@ -281,6 +290,8 @@ class LlamaCppEngine:
         ]
         with self._reset_when_broken():
             last = context.decode(rows, causal=not self._sees_ahead(work))
+        if is_first:
+            self.meanwhile()  # a GPU computes until its logits are read
         for item in work:
             sequence = item.sequence
             if not sequence.exact:
@@ -369,6 +380,7 @@ def _capabilities(
         },
         modalities=frozenset({TEXT, IMAGE} if projector else {TEXT}),
         whole_pictures=projector is not None and projector.is_whole,
+        computes_beside=model.on_gpu,
         architecture=model.architecture,
         parameters=model.parameters,
         quantization=model.quantization,

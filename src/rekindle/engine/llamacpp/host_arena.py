@@ -1,7 +1,8 @@
 """Page-locked memory for blocks on their way to and from a GPU.
 
 The bus reads and writes it at its full speed, ordinary memory at a fraction of that. Locking takes
-a while, so slabs are locked beside the turns; what finds no room has ordinary memory.
+half a second a gigabyte, during which the driver does little else: it is done while the weights are
+loaded, and not beside turns. What finds no room has ordinary memory.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import threading
 import weakref
 from typing import Any
 
-from rekindle.buffers import Allocate, plain_memory
+from rekindle.buffers import plain_memory
 from rekindle.engine.llamacpp import bindings
+from rekindle.host_memory import host_free_bytes
 
 log = logging.getLogger("rekindle.engine")
 
 SLAB_BYTES = 1 << 30
+MOST_LOCKED = 0.75  # of the free memory: the system cannot take it back
 GRAIN_BYTES = 4096  # what sizes are rounded up to
 
 
@@ -106,12 +109,13 @@ class HostArena:
             slab.give_back(start, size_bytes)
 
 
-def build_allocate(library: Any, limit_bytes: int) -> Allocate:
-    """How to have memory for blocks: page-locked if there is a device that profits from it."""
+def lock_memory(library: Any, limit_bytes: int) -> HostArena | None:
+    """Begin to lock memory for blocks if there is a device that profits from it."""
+    limit_bytes = min(limit_bytes, int(MOST_LOCKED * host_free_bytes()))
     for index in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(index)
         if library.ggml_backend_dev_type(device) == bindings.DEVICE_GPU:
             buffer_type = library.ggml_backend_dev_host_buffer_type(device)
             if buffer_type and limit_bytes:
-                return HostArena(library, buffer_type, limit_bytes).allocate
-    return plain_memory
+                return HostArena(library, buffer_type, limit_bytes)
+    return None

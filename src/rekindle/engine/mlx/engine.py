@@ -30,6 +30,7 @@ from rekindle.engine.base import (
     Sequence,
     TokenMask,
     Work,
+    nothing_meanwhile,
 )
 from rekindle.engine.mlx import memory, state
 from rekindle.engine.mlx.batch import can_batch
@@ -79,6 +80,7 @@ class MlxEngine:
         )
         self._batches = self._empty_batches()
         self.allocate = plain_memory
+        self.meanwhile = nothing_meanwhile
         self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         busy_cores = 0 if self._device == "gpu" else options.threads
