@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rekindle.engine import weighted_rows
 from rekindle.engine.base import Matrix
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.weighted_rows import PROPOSALS, UNIFORMS, Scratch, WeightedRows
@@ -34,6 +35,16 @@ def test_what_is_surely_in_a_nucleus_is_in_it(
             is_in = token in rows.nucleus(row, top_p)
             assert is_in == (token in defined[row])
             assert is_in or not sure[row]
+
+
+@pytest.mark.parametrize("exp2", [False, True])
+def test_weights_are_exponentials_whatever_computes_them(
+    exp2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weighted_rows, "_EXP2_IS_FAST", exp2)
+    logits = np.linspace(-60, 70, 3000, dtype=np.float32).reshape(3, 1000)
+    weights = WeightedRows(logits, Scratch()).weights
+    assert weights == pytest.approx(np.exp(logits.astype(np.float64)), rel=1e-5)
 
 
 def test_most_of_a_nucleus_is_seen_at_once() -> None:

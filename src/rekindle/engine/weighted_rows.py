@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.introspect import opt_func_info
 
 from rekindle.engine.base import Matrix
 from rekindle.engine.candidates import ROUNDING, Ids, Nucleus
@@ -21,6 +22,13 @@ UNIFORMS = 3  # that a proposal takes: for its column, its token, and whether it
 
 _DEPTH = 64
 _LEAST, _MOST = 1e-14, 1e32  # that the weights of a row may sum up to
+
+_LOG2_E = np.float32(1 / np.log(2))
+#: Where NumPy has SIMD code for it, `exp2` takes half as long as `exp`; elsewhere several times.
+_EXP2_IS_FAST = all(
+    "baseline" not in each["current"]
+    for each in opt_func_info(func_name="^exp2$", signature="float32")["exp2"].values()
+)
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
@@ -70,7 +78,7 @@ class WeightedRows:
         count, self._size = logits.shape
         self._columns = -(-self._size // _DEPTH)
         self._rows = np.arange(count)[:, None]
-        self.weights: Matrix = np.exp(logits, out=scratch.weights(logits.shape))
+        self.weights = _exp(logits, scratch.weights(logits.shape))
         self._sums = self._sum_columns()
         self._running = _running_sums(self._sums)
         self.totals: Doubles = self._running[:, -1]
@@ -138,6 +146,13 @@ class WeightedRows:
             rest = np.add.reduce(lighter, axis=1) * (1 - ROUNDING) + weights[:, 0]
             is_in |= self.totals - rest < limits
         return is_in
+
+
+def _exp(logits: Matrix, out: Matrix) -> Matrix:
+    if _EXP2_IS_FAST:
+        np.multiply(logits, _LOG2_E, out=out)
+        return np.exp2(out, out=out)
+    return np.exp(logits, out=out)
 
 
 def _running_sums(values: Matrix) -> Doubles:
