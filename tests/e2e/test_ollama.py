@@ -72,6 +72,19 @@ def test_the_second_turn_computes_its_own_message_alone(client: Client, url: str
     assert answer["x_cache"]["reused_tokens"] >= (first.prompt_eval_count or 0)
 
 
+def test_state_survives_an_unload(client: Client, url: str) -> None:
+    """Open WebUI #19046: what was computed is there again when a model is asked for anew."""
+    question = [{"role": "user", "content": "who sleeps in the cellar when it rains outside?"}]
+    first = client.chat("chat", question, options=GREEDY)
+    unloaded = httpx.post(f"{url}/api/chat", json={"model": "chat", "keep_alive": 0}, timeout=60)
+    assert unloaded.json()["done_reason"] == "unload"
+    messages = [*question, first.message.model_dump(exclude_none=True), *question]
+    body = {"model": "chat", "messages": messages, "options": GREEDY, "stream": False}
+    answer = httpx.post(f"{url}/api/chat", json=body, timeout=60).json()
+    assert answer["x_cache"]["status"] == "hit"
+    assert answer["x_cache"]["reused_tokens"] >= (first.prompt_eval_count or 0)
+
+
 def test_a_chat_of_another_dialect_is_gone_on_with(client: Client, url: str) -> None:
     question = [{"role": "user", "content": "whose hat lies under the old stairs today?"}]
     body = {"messages": question, "temperature": 0, "max_tokens": 8}

@@ -28,6 +28,7 @@ class Program(ABC):
     tool: ClassVar[str | None] = None  # which its first reply is made to call: one that only reads
     second_turn: ClassVar[float] = 0.95  # of its prompt that has to be reused, at least
     second_session: ClassVar[float] = 0.0
+    goes_on: ClassVar[bool] = True  # whether it can, without a terminal, in an earlier session
 
     def __init__(self, installed: Path, folder: Path, url: str) -> None:
         self.installed = installed.absolute()
@@ -174,20 +175,14 @@ class QwenCode(Program):
 class Cline(Program):
     name, package = "Cline", "cline"
     tool, second_session = "read_files", 0.95
+    goes_on = False
 
     def prepare(self) -> None:
         asked = ["--apikey", KEY, "--modelid", MODEL, "--baseurl", f"{self.url}/v1"]
         self.run([self.node(".bin", "cline"), "auth", "openai-compatible", *asked])
 
     def command(self, text: str, *, goes_on: bool) -> list[str]:
-        provider = ["-P", "openai-compatible", "-m", MODEL]
-        return [self.node(".bin", "cline"), *provider, *self._session(goes_on), text]
-
-    def _session(self, goes_on: bool) -> list[str]:
-        if not goes_on:
-            return []
-        listed = json.loads(self.run([self.node(".bin", "cline"), "history", "--json"]))
-        return ["--id", listed[0]["sessionId"]]
+        return [self.node(".bin", "cline"), "-P", "openai-compatible", "-m", MODEL, text]
 
 
 class Continue(Program):
@@ -233,6 +228,7 @@ class Pi(Program):
 
 class Aider(Program):
     name, package = "aider", "aider-chat"
+    second_turn = 0.5  # it puts the history before the files
 
     @property
     def settings(self) -> dict[str, str]:

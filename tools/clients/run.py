@@ -71,6 +71,9 @@ def try_out(
     try:
         program = kind(installed, folder, url)
         for stage in STAGES:
+            if stage == "second turn" and not kind.goes_on:
+                print(f"{kind.name} goes on with a session in a terminal alone: no {stage}")
+                continue
             before = len(seen.exchanges)
             try:
                 program.say(f"Say {stage}.", goes_on=stage == "second turn")

@@ -84,6 +84,7 @@ def test_thinking_is_told_apart() -> None:
 
 
 def test_tool_call_deltas_carry_their_index_and_whole_arguments() -> None:
+    """zed #38412."""
     calls = (("weather", '{"city": "Rome"}'), ("time", "{}"))
     front = Front(ScriptedRuntime(calling(*calls)))
     expected = [

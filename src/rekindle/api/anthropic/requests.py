@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from blake3 import blake3
-
 from rekindle.api.anthropic.conversation import loaded_tools, messages_of
 from rekindle.api.anthropic.lifetime import LIFETIMES_S, lifetime_of
 from rekindle.api.anthropic.schema import MessagesRequest, PromptFields
 from rekindle.api.anthropic.tools import Toolbox
-from rekindle.api.fields import MOST_ID_CHARACTERS
 from rekindle.api.illustration import Illustrated
 from rekindle.api.message import Message, rendered
+from rekindle.api.names import short_name
 from rekindle.config import Config
 from rekindle.protocol.requests import GenerateRequest, Names, SamplingParams
 from rekindle.protocol.tokenisation import Tokenize
@@ -124,13 +122,6 @@ def _names(body: MessagesRequest, message_id: str) -> Names | None:
         pin_s=LIFETIMES_S[lifetime] if lifetime else None,
         message_ids=[previous] if previous else [],
         message_id=message_id if asked else None,
-        prompt_cache_key=_name(user) if user else None,
+        prompt_cache_key=short_name(user) if user else None,
     )
     return None if names == Names() else names
-
-
-def _name(user_id: str) -> str:
-    """Some clients put a whole object into it."""
-    if len(user_id) <= MOST_ID_CHARACTERS:
-        return user_id
-    return blake3(user_id.encode(errors="replace")).hexdigest()

@@ -13,6 +13,7 @@ from rekindle.api.anthropic.message_id import new_message_id
 from rekindle.api.anthropic.requests import Conversation, generate_request, token_question
 from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.api.illustration import illustrate
+from rekindle.api.names import with_affinity
 from rekindle.api.notes import IGNORED_TOOLS, notes
 from rekindle.protocol.tokenisation import Tokenized
 from rekindle.server.admin_client import AdminClient
@@ -51,7 +52,7 @@ async def create_message(
     )
     answer = Answer(
         runtime,
-        asked,
+        with_affinity(request, asked),
         body,
         message_id,
         lifetime=lifetime_of(body),

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.illustration import illustrate
+from rekindle.api.names import with_affinity
 from rekindle.api.ollama.answer import Answer, ChatFormat, GenerateFormat, stamped
 from rekindle.api.ollama.context import Context
 from rekindle.api.ollama.conversation import messages_of, prompt_messages
@@ -39,7 +40,9 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
     illustrated = await illustrate(request, runtime, messages, None)
     prompt = {**conversation(messages, illustrated), "tools": described(body.tools)}
     asked = generate_request(body, models.config, caller_of(request).salt, prompt)
-    answer = Answer(runtime, asked, ChatFormat(), body.model or runtime.name)
+    answer = Answer(
+        runtime, with_affinity(request, asked), ChatFormat(), body.model or runtime.name
+    )
     return await answer.respond(request, streams=body.streams)
 
 
@@ -62,7 +65,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
 
     asked = generate_request(body, models.config, caller_of(request).salt, prompt)
     name = body.model or runtime.name
-    answer = Answer(runtime, asked, GenerateFormat(), name, context_after)
+    answer = Answer(runtime, with_affinity(request, asked), GenerateFormat(), name, context_after)
     return await answer.respond(request, streams=body.streams)
 
 

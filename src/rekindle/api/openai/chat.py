@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from rekindle.api.illustration import illustrate
 from rekindle.api.logprobs import token_logprobs
+from rekindle.api.names import all_with_affinity
 from rekindle.api.openai.answer import Answer, Choice
 from rekindle.api.openai.requests import chat_requests
 from rekindle.api.openai.schema import ChatRequest
@@ -41,6 +42,7 @@ async def create_chat_completion(
     salt = caller_of(request).salt
     illustrated = await illustrate(request, runtime, body.messages, body.resize)
     requests = await beside_loop(request, chat_requests, body, models.config, salt, illustrated)
+    requests = all_with_affinity(request, requests)
     answer = Answer(runtime, requests, body, ChatFormat(), others=models.others(runtime))
     return await answer.respond(request)
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.logprobs import finite
+from rekindle.api.names import all_with_affinity
 from rekindle.api.openai.answer import Answer, Choice
 from rekindle.api.openai.requests import completion_requests
 from rekindle.api.openai.schema import CompletionRequest
@@ -35,6 +36,7 @@ async def create_completion(
     runtime = models.runtime(body.model, number)
     salt = caller_of(request).salt
     requests = await beside_loop(request, completion_requests, body, models.config, salt)
+    requests = all_with_affinity(request, requests)
     answer = Answer(runtime, requests, body, CompletionFormat(), others=models.others(runtime))
     return await answer.respond(request)
 

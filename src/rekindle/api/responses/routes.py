@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.illustration import illustrate
+from rekindle.api.names import with_affinity
 from rekindle.api.notes import IGNORED_TOOLS, notes
 from rekindle.api.responses.answer import Answer
 from rekindle.api.responses.conversation_store import ConversationStore
@@ -71,7 +72,7 @@ async def create_response(
     items = ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning)
     answer = Answer(
         runtime,
-        asked,
+        with_affinity(request, asked),
         body,
         response,
         items,
