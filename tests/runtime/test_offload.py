@@ -39,7 +39,7 @@ def test_an_export_whose_last_block_left_the_store_begins_again() -> None:
 
 
 def test_an_export_that_never_fits_comes_to_an_end() -> None:
-    harness = RuntimeHarness(FakeEngine(), ram_bytes=6000)  # three blocks
+    harness = RuntimeHarness(FakeEngine(), ram_bytes=7200)  # three blocks
     harness.ask(FIRST, max_tokens=1)
     harness.offload()
     assert harness.kv.make_room(harness.capabilities.pool_tokens)
