@@ -8,6 +8,7 @@ have equal ids wherever they came from, so comparing, hashing and storing need n
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -186,23 +187,32 @@ class Tokens:
 class TokenBuffer:
     """Tokens that grow by what is sampled."""
 
-    __slots__ = ("_packed", "ids", "media")
+    __slots__ = ("_ids", "_packed", "media")
 
     def __init__(self, tokens: Tokens) -> None:
         self._packed = bytearray(tokens.packed)
-        self.ids = tokens.ids()
+        # No list: the ids of a long prompt would be as many objects, of which few are ever read.
+        self._ids = array("I", np.frombuffer(tokens.packed, ">u4").astype(np.uintc).tobytes())
         self.media = tokens.media
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.ids)
+        return iter(self._ids)
+
+    @property
+    def ids(self) -> list[int]:
+        return self._ids.tolist()
+
+    def part(self, start: int, stop: int | None = None) -> list[int]:
+        """The ids of some of them."""
+        return self._ids[start:stop].tolist()
 
     @property
     def text_ids(self) -> Sequence[int]:
         """Without those of pictures, which no vocabulary has."""
-        return [token for token in self.ids if token < MEDIA_BIT] if self.media else self.ids
+        return [token for token in self._ids if token < MEDIA_BIT] if self.media else self._ids
 
     def media_from(self, token: int) -> Media | None:
         """The first picture that ends after a token."""
@@ -212,7 +222,7 @@ class TokenBuffer:
         return Tokens(b"", self.media).whole_media(count)
 
     def append(self, token: int) -> None:
-        self.ids.append(token)
+        self._ids.append(token)
         self._packed += token.to_bytes(TOKEN_BYTES, "big")
 
     def extend(self, tokens: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ from random import Random
 
 from rekindle.chat.encode import ChatPrompt
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.runtime.recent_chats import RecentChat, RecentChats, chat_key
+from rekindle.runtime.recent_chats import ChatTools, RecentChat, RecentChats, chat_key
 from rekindle.tokens import Tokens
 
 
@@ -17,7 +17,8 @@ def said(*texts: str) -> list[dict[str, str]]:
 
 def chat(*texts: str) -> RecentChat:
     messages = said(*texts)
-    return RecentChat(messages, ConversationHashes(messages), ChatPrompt(Tokens()))
+    hashes, tools = ConversationHashes(messages), ChatTools.of(None, None)
+    return RecentChat(messages, hashes, ChatPrompt(Tokens()), tools)
 
 
 def put(recent: RecentChats, tenant: bytes, *texts: str) -> RecentChat:

@@ -23,6 +23,7 @@ from rekindle.chat.known_prefix import (
     KnownPrefix,
     Pictures,
     Recall,
+    adds_space,
     completion_spans,
     extended,
     is_character_boundary,
@@ -117,8 +118,8 @@ class Encoder:
         if continue_final_message:
             render = _up_to_last_text(render)
         placed = flattened(messages, lambda digest: escaper.place_picture(picture_text(digest)))
-        known_plain = earlier.plain & earlier.same_messages(messages) if earlier else ()
-        hidden, plain = escaper.hide_each(placed, known_plain)
+        same = earlier.same_messages(messages) if earlier else frozenset[int]()
+        hidden, plain = escaper.hide_each(placed, earlier.plain & same if earlier else same)
         literals = escaper.spans(render(hidden))
         text = "".join(span.text for span in literals)
         _utf8(text)
@@ -134,21 +135,21 @@ class Encoder:
             plain=plain,
             plain_tools=plain_tools,
         )
-        spans = self._continued_spans(earlier, prompt) if earlier else None
+        spans = self._continued_spans(earlier, prompt, same) if earlier else None
         if spans is None:
             places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
             spans = self._edges(prompt, known).message_spans(messages, places)
         return replace(prompt, spans=spans)
 
     def _continued_spans(
-        self, earlier: ChatPrompt, prompt: ChatPrompt
+        self, earlier: ChatPrompt, prompt: ChatPrompt, same: frozenset[int]
     ) -> tuple[MessageSpan, ...] | None:
         return continued_spans(
             Encoding(unescape(earlier.escaped), earlier.tokens),
             earlier.spans,
             Encoding(unescape(prompt.escaped), prompt.tokens),
             prompt.messages,
-            earlier.same_messages(prompt.messages),
+            same,
             lambda tokens: list(map(self._piece, tokens)),
         )
 
@@ -225,12 +226,18 @@ class Encoder:
         """The prompt's tokens, and the known prefix that was used for them."""
         known = recall(escaped) if recall else None
         known = _with_media(known, pictures) if known and pictures else known
-        after = functools.partial(tokens_after, self._tokenizer, self._control, pictures=pictures)
-        rest = after(known, escaped) if known else None
-        if known is not None and rest is not None:
-            return known.tokens + rest, known
+        if known is not None:
+            rest = tokens_after(
+                self._tokenizer, self._control, known, escaped, pictures, spaced=self._spaced
+            )
+            if rest is not None:
+                return known.tokens + rest, known
         tokens = tokenise(self._tokenizer, spans, pictures)
         return Tokens.of(self._bos(tokens)) + tokens, NOTHING
+
+    @functools.cached_property
+    def _spaced(self) -> bool:
+        return adds_space(self._tokenizer)  # once: llama.cpp takes half a millisecond for any text
 
     def _bos(self, tokens: Tokens) -> list[int]:
         """What goes in front of `tokens`; nothing when the template wrote it already."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -133,15 +133,13 @@ class Escaper:
             raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
         return self._hidden(value)
 
-    def hide_each(
-        self, values: Sequence[Any], plain: Container[int]
-    ) -> tuple[list[Any], frozenset[int]]:
+    def hide_each(self, values: Sequence[Any], plain: Set[int]) -> tuple[list[Any], frozenset[int]]:
         """The same of each value; those at the places `plain`, known to hold no literal, stay as
         they are. And the places of those that hold none."""
-        hidden, found = [], set[int]()
-        for place, value in enumerate(values):
+        hidden, found = list(values), set(plain)
+        for place in sorted(set(range(len(hidden))) - found):
             before = self.literals
-            hidden.append(value if place in plain else self.hide([value])[0])
+            hidden[place] = self.hide([hidden[place]])[0]
             if self.literals == before:
                 found.add(place)
         return hidden, frozenset(found)

@@ -55,8 +55,11 @@ def tokens_after(
     known: KnownPrefix,
     escaped: bytes,
     pictures: Pictures = NO_PICTURES,
+    *,
+    spaced: bool,
 ) -> Tokens | None:
-    """The tokens of a prompt after a known prefix; None when that is no prefix of it."""
+    """The tokens of a prompt after a known prefix; None when that is no prefix of it. `spaced`: the
+    tokenizer puts a space in front of a text."""
     at = len(known.escaped)
     if not (known.escaped and known.tokens and escaped.startswith(known.escaped)):
         return None
@@ -68,7 +71,7 @@ def tokens_after(
         return None
     (last,) = known.tokens[-1:]
     in_text = last < MEDIA_BIT and bool(tokenizer.piece(last, special=False))
-    if not (spans and in_text and _adds_space(tokenizer)) or spans[0].picture:
+    if not (spans and in_text and spaced) or spans[0].picture:
         return tokenise(tokenizer, spans, pictures)
     first = _tokens_within(tokenizer, spans[0])
     rest = tokenise(tokenizer, spans[1:], pictures)
@@ -88,7 +91,7 @@ def tokenise(
     return found + Tokens.of(ids)
 
 
-def _adds_space(tokenizer: Tokenizer) -> bool:
+def adds_space(tokenizer: Tokenizer) -> bool:
     """Whether it puts a space in front of a text, as SentencePiece does."""
     tokens = tokenizer.encode("a", special=False)
     return b"".join(tokenizer.piece(token, special=False) for token in tokens) == b" a"

@@ -24,6 +24,7 @@ from rekindle.errors import TemplateFailed
 
 SIZE_LIMIT = 16 << 20  # characters of output, and of any text a template builds on the way
 NUMBER_LIMIT_BITS = 4096
+DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -87,7 +88,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tick()
         return super().call_test(*args, **kwargs)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja does it; most of what templates read are fields of messages, which have no such
+        attribute: those are found without trying it first."""
+        if type(obj) is dict and attribute in obj and attribute not in DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly always
+            self._check_size(len(left) + len(right))
+            return left + right
         self._check_growth(operator, left, right)
         return self.bounded(super().call_binop(context, operator, left, right))
 
@@ -108,9 +119,13 @@ class BoundedCode(CodeGenerator):
     """Compiles the checks of time and size into the template."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        tick = nodes.ExprStmt(nodes.EnvironmentAttribute("tick"), lineno=node.lineno)
+        node.body.insert(0, tick)
         super().visit_For(node, frame)
+
+    def visit_EnvironmentAttribute(self, node: nodes.EnvironmentAttribute, frame: Frame) -> None:
+        super().visit_EnvironmentAttribute(node, frame)
+        self.write("()")  # a call node would go through the sandbox's checks of what it may call
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.bounded(")

@@ -19,7 +19,7 @@ from rekindle.kvcache.entry_index import EntryIndex
 from rekindle.protocol.admin import Validate
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.protocol.tokenisation import Tokenize
-from rekindle.runtime.recent_chats import RecentChat, RecentChats, chat_key
+from rekindle.runtime.recent_chats import ChatTools, RecentChat, RecentChats, chat_key
 from rekindle.runtime.replay import History, Restoration
 from rekindle.runtime.request import EncodedPrompt
 
@@ -37,7 +37,8 @@ class ChatEncoder:
     def plain(self, about: GenerateRequest | Tokenize, pictures: Pictures) -> ChatPrompt:
         """The prompt of a conversation of which nothing is remembered."""
         sent = list(map(with_parsed_arguments, about.messages or ()))
-        return self._encoder.chat(sent, pictures=pictures, **_options(about))
+        tools = without_strict(about.tools)
+        return self._encoder.chat(sent, tools=tools, pictures=pictures, **_options(about))
 
     def encode(
         self,
@@ -53,10 +54,11 @@ class ChatEncoder:
         earlier = self.recent_chats.find(tenant, key)
         known = earlier.messages if earlier else ()
         sent = [*known, *map(with_parsed_arguments, messages[len(known) :])]
+        tools = ChatTools.of(about.tools, earlier)
         # Long conversations are hashed here, on an encoder thread, not between two engine steps.
         hashes = ConversationHashes(
             messages,
-            about.tools,
+            tools.sent,
             continued=isinstance(about, GenerateRequest) and about.continue_final_message,
             earlier=earlier.hashes if earlier else None,
         )
@@ -66,6 +68,7 @@ class ChatEncoder:
         def encode(messages: Sequence[Message]) -> ChatPrompt:
             return self._encoder.chat(
                 messages,
+                tools=tools.shown,
                 pictures=pictures,
                 recall=partial(history.recall, ends=self._ends) if history else None,
                 earlier=earlier.prompt if earlier else None,
@@ -74,7 +77,8 @@ class ChatEncoder:
 
         prompt, changes = _encoded(encode, sent, restored)
         if isinstance(about, GenerateRequest):
-            self.recent_chats.put(tenant, key, RecentChat(sent, hashes, prompt, restored))
+            recent = RecentChat(sent, hashes, prompt, tools, restored)
+            self.recent_chats.put(tenant, key, recent)
         return EncodedPrompt(prompt, hashes, changes)
 
 
@@ -96,10 +100,7 @@ def _encoded(
 
 def _options(about: GenerateRequest | Validate | Tokenize) -> dict[str, Any]:
     """How a request wants its conversation encoded."""
-    options = {
-        "tools": without_strict(about.tools),
-        "template_kwargs": about.template_kwargs,
-    }
+    options = {"template_kwargs": about.template_kwargs}
     if isinstance(about, Validate):
         return options
     ends = ("add_generation_prompt", "continue_final_message")

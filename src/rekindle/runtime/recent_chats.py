@@ -12,12 +12,14 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rekindle.chat.encode import ChatPrompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import Message
+from rekindle.chat.normalise import without_strict
 from rekindle.kvcache.text_index import TextIndex
 from rekindle.runtime.replay import Restoration
 
@@ -27,6 +29,22 @@ MESSAGE_BYTES = 1024  # that a message takes beside its text, at most about
 _encoder = msgspec.msgpack.Encoder()
 
 
+class ChatTools(NamedTuple):
+    """The tools of a request: the same objects from turn to turn, as long as they are equal."""
+
+    key: bytes
+    sent: Sequence[Any] | None
+    shown: Sequence[Any] | None  # what the template sees of them
+
+    @classmethod
+    def of(cls, tools: Sequence[Any] | None, earlier: RecentChat | None) -> ChatTools:
+        """Those of an earlier turn, if they are the same."""
+        key = _encoder.encode(tools)
+        if earlier is not None and earlier.tools.key == key:
+            return earlier.tools
+        return cls(key, tools, without_strict(tools))
+
+
 @dataclass(frozen=True, slots=True)
 class RecentChat:
     """One request's conversation. Its messages are never changed: others share them."""
@@ -34,13 +52,15 @@ class RecentChat:
     messages: Sequence[Message]  # as they were sent, with the arguments of calls parsed
     hashes: ConversationHashes
     prompt: ChatPrompt
+    tools: ChatTools
     restorations: Mapping[int, Restoration] = field(default_factory=dict)  # by message
 
     def cost_bytes(self, key: bytes) -> int:
         """About what it takes: its texts, in the index and as objects, and what is said of them."""
         prompt = self.prompt
         rendered = len(prompt.escaped) + len(prompt.tokens.packed)
-        return 3 * len(key) + rendered + MESSAGE_BYTES * len(self.messages)
+        texts = 3 * (len(key) + len(self.tools.key))
+        return texts + rendered + MESSAGE_BYTES * len(self.messages)
 
 
 def chat_key(messages: Sequence[Message]) -> bytes:

@@ -241,7 +241,7 @@ class Sessions:
         if turn.request.prepare is not None:
             return ConversationEnd(prompt.tokens, prompt.escaped, len(prompt.tokens))
         text = output.message.text if output.is_plain else output.raw
-        known = self._encoder.known_after(prompt, turn.tokens.ids[turn.prompt_tokens :], text)
+        known = self._encoder.known_after(prompt, turn.tokens.part(turn.prompt_tokens), text)
         everything = turn.tokens.all()
         if known is None:
             return ConversationEnd(everything, b"", len(everything))

@@ -117,7 +117,7 @@ class Turn:
 
     @property
     def generated_tokens(self) -> int:
-        return len(self.tokens.ids) - self.prompt_tokens
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
@@ -129,7 +129,7 @@ class Turn:
 
     @property
     def pending_tokens(self) -> int:
-        return len(self.tokens.ids) - (self.sequence.length if self.sequence else 0)
+        return len(self.tokens) - (self.sequence.length if self.sequence else 0)
 
     @property
     def is_prefilling(self) -> bool:
@@ -212,7 +212,7 @@ class Turn:
     def _work(self, start: int, stop: int) -> Work:
         assert self.sequence is not None
         sampler = self.sampler if stop == len(self.tokens) else None
-        tokens, vectors = self.tokens.ids[start:stop], None
+        tokens, vectors = self.tokens.part(start, stop), None
         if (span := self.next_picture) and self.shown:
             vectors = self.shown[1][start - span.start : stop - span.start]
         return Work(self.sequence, tokens, sampler, vectors)
