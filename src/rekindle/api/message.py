@@ -129,7 +129,8 @@ class Message(BaseModel):
                 raise ValueError(f"needs `{name}`, as every {self.role} message does")
         if self.role == "assistant" and self.media:
             raise ValueError("takes text alone as content, as every assistant message does")
-        shallow(self.model_extra)
+        if self.model_extra:
+            shallow(self.model_extra)
         return self
 
     @property
