@@ -136,6 +136,14 @@ class ErrorResponse(JsonResponse):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SignOfLife:
+    """What a stream sends when it has nothing to say for so long."""
+
+    after_s: float
+    event: Callable[[], bytes]
+
+
 class EventStream(Response):
     """Streams chunks until they end or the client disconnects; `close` runs either way."""
 
@@ -147,6 +155,7 @@ class EventStream(Response):
         close: Callable[[], None],
         headers: Mapping[str, str] | None = None,
         error_event: Callable[[ServerError], bytes] | None = None,
+        sign_of_life: SignOfLife | None = None,
     ) -> None:
         """`error_event`: how an error ends it, where that depends on what was sent before."""
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -155,36 +164,61 @@ class EventStream(Response):
         self._chunks = chunks
         self._close = close
         self._error_event = error_event
+        self._sign_of_life = sign_of_life
+        self._silent_since_s: float | None = None  # None: something is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error_event = self._error_event or error_format(scope).event
         sending = asyncio.create_task(self._send(send, error_event))
         disconnect = asyncio.create_task(disconnected(receive))
+        living = asyncio.create_task(self._live(send))
         try:
             await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # the server stops, and the time to drain is over
-            await _cancel(sending)
+            await _cancel(sending, living)
             stopping = Unavailable("the server is stopping; send the request again")
             await _send_last(send, error_event(stopping))
         finally:
-            await _cancel(sending, disconnect)
+            await _cancel(sending, living, disconnect)
             await self._chunks.aclose()
             self._close()  # not in the generator: it may never have been started
 
     async def _send(self, send: Send, error_event: Callable[[ServerError], bytes]) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **headers})
+        time_s = asyncio.get_running_loop().time
+        self._silent_since_s = time_s()
         try:
             async for chunk in self._chunks:
+                self._silent_since_s = None
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._silent_since_s = time_s()
+            self._silent_since_s = None
         except ServerError as error:
+            self._silent_since_s = None
             await _send_last(send, error_event(error))
         except Exception:
+            self._silent_since_s = None
             log.exception("unexpected error in a stream")
             failure = ServerError("an unexpected error ended this stream")
             await _send_last(send, error_event(failure))
         else:
             await _send_last(send, b"")
+
+    async def _live(self, send: Send) -> None:
+        """Give signs of life. Not in `_send`: a deadline for each chunk would cost more than it."""
+        sign = self._sign_of_life
+        if sign is None:
+            return
+        time_s, waits_s = asyncio.get_running_loop().time, sign.after_s
+        while True:
+            await asyncio.sleep(waits_s)
+            since_s = self._silent_since_s
+            waits_s = sign.after_s if since_s is None else since_s + sign.after_s - time_s()
+            if waits_s <= 0:
+                self._silent_since_s, waits_s = time_s(), sign.after_s
+                body = sign.event()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _send_last(send: Send, body: bytes) -> None:

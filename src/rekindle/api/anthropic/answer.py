@@ -19,7 +19,7 @@ from rekindle.api.x_cache import log_line, x_cache
 from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Started
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.middleware import received_s
-from rekindle.server.responses import EventStream, JsonResponse, sse_event
+from rekindle.server.responses import EventStream, JsonResponse, SignOfLife, sse_event
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 
@@ -94,7 +94,10 @@ class Answer:
         except BaseException:
             turns.close()
             raise
-        return EventStream(self._stream(turns, begun), turns.close, self._headers)
+        pings = SignOfLife(PING_S, lambda: PING)
+        return EventStream(
+            self._stream(turns, begun), turns.close, self._headers, sign_of_life=pings
+        )
 
     async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
         """The first events: until then a failure can still be a status. A turn that has to wait for
@@ -112,18 +115,9 @@ class Answer:
         for _, event in begun:
             for chunk in self._chunks(event):
                 yield chunk
-        loop = asyncio.get_running_loop()
-        silent_until = loop.time() + PING_S
         while turns.open:
-            try:
-                async with asyncio.timeout_at(silent_until):
-                    chunks = self._chunks((await turns.next())[1])
-            except TimeoutError:
-                chunks = [PING]
-            for chunk in chunks:
+            for chunk in self._chunks((await turns.next())[1]):
                 yield chunk
-            if chunks:
-                silent_until = loop.time() + PING_S
 
     def _chunks(self, event: Event) -> list[bytes]:
         match event:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Any
@@ -25,7 +26,13 @@ from rekindle.protocol.events import Delta, Event, Finished
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.admin_client import refine_report
 from rekindle.server.middleware import received_s
-from rekindle.server.responses import EventStream, JsonResponse, sse_comment, sse_event
+from rekindle.server.responses import (
+    EventStream,
+    JsonResponse,
+    SignOfLife,
+    sse_comment,
+    sse_event,
+)
 from rekindle.server.runtime_client import RuntimeClient
 from rekindle.server.turns import Turns, while_connected
 
@@ -123,7 +130,8 @@ class Answer:
                 raise
             # Clients look for this one in the stream, and make their conversation shorter.
             chunks = self._refused(error)
-        return EventStream(chunks, close, self._headers, self._failed)
+        sign_of_life = SignOfLife(PING_S, self._sign_of_life)
+        return EventStream(chunks, close, self._headers, self._failed, sign_of_life)
 
     async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
         """The first events: until then a failure can still be a status. A turn that has to wait for
@@ -143,40 +151,29 @@ class Answer:
     ) -> AsyncGenerator[bytes, None]:
         for chunk in self._beginning():
             yield chunk
-        for _, event in begun:
-            async for chunk in self._chunks(event):
-                yield chunk
-        loop = asyncio.get_running_loop()
-        silent_until = loop.time() + PING_S
-        while turns.open:
-            try:
-                async with asyncio.timeout_at(silent_until):
-                    following = await self._next(turns)
-            except TimeoutError:
-                yield self._sign_of_life()
-                silent_until = loop.time() + PING_S
-                continue
-            if following is None:
+        first = deque(event for _, event in begun)
+        while first or turns.open:
+            event = first.popleft() if first else await self._next(turns)
+            if event is None:
                 break
-            async for chunk in self._chunks(following):
+            for chunk in self._chunks(event):
                 yield chunk
-                silent_until = loop.time() + PING_S
+            if isinstance(event, Finished):
+                response = await self._ended(event)
+                yield self._lifecycle(response["status"], response)
         if self._cancelled is not None:
             for each in self._last_events:
                 yield self._numbered(each)
             yield self._lifecycle("incomplete", self._cancelled)
 
-    async def _chunks(self, event: Event) -> AsyncGenerator[bytes, None]:
+    def _chunks(self, event: Event) -> list[bytes]:
         match event:
             case Delta(_, part):
                 self._has_output = True
-                for each in self._items.add(part):
-                    yield self._numbered(each)
+                return [self._numbered(each) for each in self._items.add(part)]
             case Finished():
-                for each in self._items.close(_status(event)):
-                    yield self._numbered(each)
-                response = await self._ended(event)
-                yield self._lifecycle(response["status"], response)
+                return [self._numbered(each) for each in self._items.close(_status(event))]
+        return []
 
     def _beginning(self) -> list[bytes]:
         response = self._response.begun()
@@ -194,7 +191,8 @@ class Answer:
         return self._numbered({"type": f"response.{state}", "response": response})
 
     def _numbered(self, event: dict[str, Any]) -> bytes:
-        return sse_event(event["type"], {**event, "sequence_number": next(self._numbers)})
+        event["sequence_number"] = next(self._numbers)
+        return sse_event(event["type"], event)
 
     # -- both ----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from rekindle.protocol.events import (
     Part,
     ReasoningDelta,
     TextDelta,
+    TokenLogprob,
     ToolCallStart,
 )
 
@@ -36,6 +37,7 @@ class ReplyItems:
         self._logprobs: list[dict[str, Any]] = []
         self._custom = CustomInput()
         self._is_open = False
+        self._place: dict[str, Any] = {}  # of the open item, in its events
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -53,7 +55,7 @@ class ReplyItems:
             case TextDelta(text, logprobs):
                 if not text and not logprobs:
                     return []
-                return [*self._opened("message"), self._text_delta(text, logprobs or [])]
+                return [*self._opened("message"), self._text_delta(text, logprobs)]
             case ReasoningDelta(text):
                 return [*self._opened("reasoning"), self._reasoning_delta(text)]
             case ToolCallStart(_, name, id):
@@ -111,6 +113,7 @@ class ReplyItems:
     def _open(self, item: dict[str, Any]) -> list[Event]:
         item_id = f"{PREFIXES[item['type']]}_{self._number}{len(self._items):04x}"
         item = {"id": item_id, **item, "status": "in_progress"}
+        self._place = {"item_id": item_id, "output_index": len(self._items)}
         self._items.append(item)
         self._pieces, self._logprobs, self._custom = [], [], CustomInput()
         self._is_open = True
@@ -118,8 +121,8 @@ class ReplyItems:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _text_delta(self, text: str, logprobs: list[Any]) -> Event:
-        shown = token_logprobs(logprobs)
+    def _text_delta(self, text: str, logprobs: list[TokenLogprob] | None) -> Event:
+        shown = token_logprobs(logprobs) if logprobs else []
         self._logprobs += shown
         delta = self._in_content("response.output_text.delta", delta=text, logprobs=shown)
         return self._written(text, delta)
@@ -183,11 +186,10 @@ class ReplyItems:
         return {"type": kind, "output_index": len(self._items) - 1, "item": dict(item)}
 
     def _in_content(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, content_index=0, **fields)
+        return {"type": kind, **self._place, "content_index": 0, **fields}
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        index = len(self._items) - 1
-        return {"type": kind, "item_id": self._items[index]["id"], "output_index": index, **fields}
+        return {"type": kind, **self._place, **fields}
 
 
 def _reasoning_part(text: str) -> dict[str, Any]:
