@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from rekindle.errors import ConfigError
+from rekindle.kvcache.duel import Duel
+from rekindle.kvcache.hit_density import AGES, CLASSES
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
@@ -129,3 +131,27 @@ def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget
     assert storage.store.fetches.limit_bytes == 1 << 27
     assert storage.store.tiers[0].budget.limit_bytes == (1 << 30) - set_aside
     storage.close()
+
+
+def test_what_eviction_has_learnt_is_known_after_a_restart(tmp_path: Path) -> None:
+    first = opened(tmp_path, [])
+    counts = [[[2.0] * AGES] * CLASSES, [[3.0] * AGES] * CLASSES]
+    learnt = {"counts": counts, "favourite": "frequency"}
+    for tier in first.store.tiers:
+        tier.budget.learn(learnt)
+    first.close()
+    second = opened(tmp_path, [])
+    assert [tier.budget.learnt() for tier in second.store.tiers] == [learnt, learnt]
+    second.close()
+
+
+def test_damaged_counts_are_learnt_anew_and_the_rest_is_there(tmp_path: Path) -> None:
+    opened(tmp_path, []).close()
+    (file,) = tmp_path.glob("*/learnt")
+    for content in (b"", b"rekindle learnt 9\n", bytes(1000)):
+        file.write_bytes(content)
+        storage = opened(tmp_path, [])
+        assert storage.disk is not None
+        assert storage.disk.is_open
+        assert storage.store.tiers[0].budget.learnt() == Duel().dump()
+        storage.close()

@@ -39,6 +39,19 @@ class Duel:
         """What one of the caches holds, or both do."""
         return {key for cache in self._caches.values() for key in cache.keys}
 
+    def dump(self) -> dict[str, object]:
+        """What the tier has learnt, to be loaded by another process."""
+        return {"counts": self.learnt.dump(), "favourite": self.favourite}
+
+    def load(self, learnt: object) -> None:
+        """Go on from what `dump` gave; raises ValueError if that is not what it is."""
+        match learnt:
+            case {"counts": counts, "favourite": "frequency" | "hit-density" as favourite}:
+                self.learnt.load(counts)
+                self.favourite = favourite
+            case _:
+                raise ValueError("a tier has learnt counts and a favourite")
+
     def begin(self) -> None:
         """The tier is full."""
         if not self._caches:

@@ -106,6 +106,8 @@ class Storage:
                 self._attach_pictures(disk.folder)
             store.load()
             entries.settle()
+            if disk:
+                self._learn(disk.folder)
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
         store.fetches.on_change = self._log_reads
 
@@ -190,6 +192,20 @@ class Storage:
             self.entries.settle()
             self.disk.begin()
             self.store.join(self.disk)
+            self._learn(self.disk.folder)  # what was found counts as used: it would fade before
+
+    def _learn(self, folder: Folder) -> None:
+        """Go on from what eviction had learnt when the folder was last used."""
+        for tier in self.store.tiers:
+            if tier.name in folder.learnt:
+                try:
+                    tier.budget.learn(folder.learnt[tier.name])
+                except ValueError as error:
+                    self._log(LogLine("warning", f"eviction in {tier.name} learns anew: {error}"))
+
+    def _keep_learnt(self) -> None:
+        if self.disk:
+            self.disk.keep_learnt({tier.name: tier.budget.learnt() for tier in self.store.tiers})
 
     def _log_reads(self, tier: Tier, answers: bool) -> None:
         self._log(reads_line(tier, answers))
@@ -215,6 +231,7 @@ class Storage:
         self._ticks += 1
         if self.disk and self._ticks % BACKUP_TICKS == 0:
             self.disk.back_up()
+            self._keep_learnt()
 
     def held_bytes(self, namespace: bytes | None) -> tuple[int, int]:
         """What a tenant, or all of them together, hold of RAM and of the disk."""
@@ -248,6 +265,7 @@ class Storage:
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > LOGGED_WRITE_BYTES:
             self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
+        self._keep_learnt()
         self.pictures.close()  # before the folder is anybody's again
         for tier in self.store.tiers:
             tier.close()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import BlockRow, Change, DropBlock, PutBlock
+from rekindle.kvcache.disk.learnt_file import Learnt, write_learnt
 from rekindle.kvcache.disk.pending import PendingChanges
 from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
@@ -32,7 +33,14 @@ class BackUp:
     """Make a copy of the index, for the day it is damaged."""
 
 
-Order = Write | Remove | Flushed | BackUp
+@dataclass(frozen=True, slots=True)
+class KeepLearnt:
+    """Keep what eviction has learnt, for the next process."""
+
+    learnt: Learnt
+
+
+Order = Write | Remove | Flushed | BackUp | KeepLearnt
 
 
 class Writer:
@@ -152,6 +160,9 @@ class Writer:
                 self._has_failed = False  # the next one to ask asks about what comes now
             elif isinstance(order, BackUp):
                 self._back_up()
+            elif isinstance(order, KeepLearnt):
+                with suppress(OSError):  # it is learnt again then
+                    write_learnt(self._folder.path, order.learnt)
 
     def _keep_what_failed(
         self, batch: _Batch, stuck: Exception | None, failed: Exception | None

@@ -49,6 +49,16 @@ class TierBudget:
         """The key of the block to make room with; it stays until it leaves."""
         return self._shares.lowest(spared)
 
+    # -- what is learnt ------------------------------------------------------------------------
+
+    def learnt(self) -> dict[str, object]:
+        """What is known of blocks like those here, for the next process to go on from."""
+        return self._shares.duel.dump()
+
+    def learn(self, learnt: object) -> None:
+        """Go on from it; raises ValueError if that is not what it is."""
+        self._shares.duel.load(learnt)
+
     # -- counting ------------------------------------------------------------------------------
 
     def use(self, block: Block) -> None:

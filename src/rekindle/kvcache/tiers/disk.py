@@ -15,8 +15,9 @@ from rekindle.kvcache.codec import record_bytes
 from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
+from rekindle.kvcache.disk.learnt_file import Learnt
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
-from rekindle.kvcache.disk.writer import BackUp, Remove, Writer
+from rekindle.kvcache.disk.writer import BackUp, KeepLearnt, Remove, Writer
 from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
@@ -127,6 +128,11 @@ class DiskTier(WriteBehindTier):
     def back_up(self) -> None:
         if self.is_open:
             self._writer.put(BackUp())
+
+    def keep_learnt(self, learnt: Learnt) -> None:
+        """Have it written for the next process to find in the folder."""
+        if self.is_open:
+            self._writer.put(KeepLearnt(learnt))
 
     def flush(self, then: Callable[[bool], None]) -> None:
         if self.is_open:
