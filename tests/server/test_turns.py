@@ -1,17 +1,22 @@
-"""Progress through a prompt: for clients that ask, and in the log when it lasts."""
+"""The events of a request's turns: those that come together are written together; and progress
+through a prompt, for clients that ask, and in the log when it lasts."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from typing import Any
 
 import openai
 import pytest
 
+from rekindle.errors import ReportedError
 from rekindle.protocol.events import Event, Prefill, Started
-from rekindle.server.turns import PrefillLog
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from rekindle.server.turns import PrefillLog, Turns
 from tests.api.live import live
-from tests.api.scripted import Front, ScriptedRuntime, Step, delta, finished
+from tests.api.scripted import Front, ScriptedRuntime, Step, delta, failed, finished, reply
 
 SCRIPT: list[Step] = [
     Started(0, 2048, 0),
@@ -113,3 +118,27 @@ def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
     assert "512 of 2048" in first
     assert "2048 of 2048" in second
     assert "generated" in last
+
+
+async def arrived(*script: Step) -> list[list[Event]]:
+    """The events of a turn all of which have come before its client reads any."""
+    runtime = ScriptedRuntime(script)
+    request = GenerateRequest(turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None)
+    turns = Turns(runtime, [request])
+    await asyncio.wait(runtime.scripts)
+    groups: list[list[Event]] = []
+    with contextlib.suppress(ReportedError):
+        while turns.open:
+            groups.append([event for _, event in await turns.arrived()])
+    return groups
+
+
+def test_events_that_have_come_are_taken_at_once() -> None:
+    [events] = asyncio.run(arrived(*reply("Hel", "lo")))
+    assert [type(event).__name__ for event in events] == ["Started", "Delta", "Delta", "Finished"]
+
+
+def test_what_came_before_a_failure_is_not_lost() -> None:
+    problem = failed(500, "server_error", None, "broken")
+    [events] = asyncio.run(arrived(*reply("Hel", end=problem)))
+    assert [type(event).__name__ for event in events] == ["Started", "Delta"]

@@ -113,6 +113,19 @@ class Turns:
         self._unfinished -= isinstance(event, Finished)
         return index, event
 
+    async def arrived(self) -> list[tuple[int, Event]]:
+        """The next event, and those that have come with it, to be written at once; a failure raises
+        when all before it have been returned."""
+        events = [await self.next()]
+        while self.open and not self._merged.empty():
+            index, event = self._merged.get_nowait()
+            if isinstance(event, Failed | Cancelled):
+                self._merged.put_nowait((index, event))
+                break
+            self._unfinished -= isinstance(event, Finished)
+            events.append((index, event))
+        return events
+
     async def begun(self) -> list[tuple[int, Event]]:
         """The events up to the first to be sent: until then a failure can still be a status."""
         seen = []

@@ -112,12 +112,14 @@ class Answer:
     ) -> AsyncGenerator[bytes, None]:
         if not begun:
             yield PING
-        for _, event in begun:
-            for chunk in self._chunks(event):
-                yield chunk
+        if begun:
+            yield self._joined(begun)
         while turns.open:
-            for chunk in self._chunks((await turns.next())[1]):
-                yield chunk
+            if chunks := self._joined(await turns.arrived()):
+                yield chunks
+
+    def _joined(self, events: list[tuple[int, Event]]) -> bytes:
+        return b"".join(chunk for _, event in events for chunk in self._chunks(event))
 
     def _chunks(self, event: Event) -> list[bytes]:
         match event:

@@ -138,11 +138,11 @@ class Answer:
         self, turns: Turns, begun: list[tuple[int, Event]], began_s: float
     ) -> AsyncGenerator[bytes, None]:
         for _, event in begun:
-            for each in await self._lines(event, began_s):
-                yield each
+            if lines := await self._lines(event, began_s):
+                yield b"".join(lines)
         while turns.open:
-            for each in await self._lines((await turns.next())[1], began_s):
-                yield each
+            if lines := await self._lines((await turns.next())[1], began_s):
+                yield b"".join(lines)
 
     async def _lines(self, event: Event, began_s: float) -> list[bytes]:
         match event:

@@ -133,15 +133,17 @@ class Answer:
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]
     ) -> AsyncGenerator[bytes, None]:
-        for index, event in begun:
-            for chunk in self._chunks(index, event):
-                yield chunk
+        if chunks := self._joined(begun):
+            yield chunks
         while turns.open:
-            for chunk in self._chunks(*await turns.next()):
-                yield chunk
+            if chunks := self._joined(await turns.arrived()):
+                yield chunks
         await refine_report(self._finished(), self._requests[0], self._others)
-        for chunk in self._ending():
-            yield chunk
+        yield b"".join(self._ending())
+
+    def _joined(self, events: list[tuple[int, Event]]) -> bytes:
+        """What is sent of these events: each write costs as much as all else about a token."""
+        return b"".join(chunk for each in events for chunk in self._chunks(*each))
 
     def _chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
