@@ -75,6 +75,12 @@ def with_bad_names(http: httpx.Client) -> Iterator[httpx.Response]:
         yield http.post(f"/v1/cache/{path}/pin")
         yield http.delete(f"/v1/cache/{path}")
         yield http.get("/v1/cache", params={"after": bad})
+        for field in ("previous_response_id", "conversation", "prompt_cache_key"):
+            yield http.post(
+                "/v1/responses", json={"input": "hi", "max_output_tokens": 1, field: bad}
+            )
+        yield http.get(f"/v1/responses/{path}")
+        yield http.delete(f"/v1/conversations/{path}/items/{path}")
     headers = {"content-type": "application/json"}
     yield http.post(CHAT, content=SURROGATE, headers=headers)
 

@@ -160,6 +160,24 @@ def test_tenants_do_not_see_each_others_responses(server: Server) -> None:
         assert one.retrieve(response.id).id == response.id
 
 
+def test_a_stored_response_is_an_entry_of_the_cache(server: Server) -> None:
+    response = ask(server, input="entries", use_kv_cache=False)
+    key = response["id"]
+    with http_of(server) as http:
+        assert http.get(f"/v1/cache/{key}").json()["token_count"] == 0  # no state of it was kept
+        second = ask(server, input="more", previous_response_id=key)
+        assert second["status"] == "incomplete"
+        entry = http.get(f"/v1/cache/{second['id']}").json()
+        assert entry["token_count"] == second["usage"]["total_tokens"]
+        assert http.post(f"/v1/cache/{second['id']}/pin").json()["pinned"]
+        assert http.delete(f"/v1/cache/{key}").status_code == httpx.codes.OK
+        assert http.get(f"{PATH}/{key}").status_code == httpx.codes.NOT_FOUND
+        # What others are called is no response.
+        other = http.post("/v1/cache/prepare", json={"messages": [QUESTION]}).json()["cache_key"]
+        for path in (f"{PATH}/{other}", f"/v1/conversations/{other}"):
+            assert http.delete(path).status_code == httpx.codes.NOT_FOUND
+
+
 class Count(BaseModel):
     n: bool
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rekindle.api.responses.requests import Conversation
+from rekindle.api.responses.schema import ResponsesRequest
 from rekindle.api.signature import seal
 from tests.api.responses.asking import TOOL, messages_sent, refused, requested
 
@@ -151,6 +155,35 @@ def test_refusals_are_text_that_was_said() -> None:
 )
 def test_a_wrong_item_is_named(item: Any, about: str) -> None:
     assert about in refused(input=[item])
+
+
+ITEMS = st.one_of(
+    st.sampled_from([USER, CALL, OUTPUT, REASONING, {"type": "web_search_call", "id": "w"}]),
+    st.builds(said, st.text(max_size=5)),
+    st.builds(
+        lambda role, text: {"role": role, "content": text},
+        st.sampled_from(["user", "system", "developer"]),
+        st.text(max_size=5),
+    ),
+)
+
+
+@given(st.lists(ITEMS, max_size=12))
+def test_any_items_become_messages_in_which_nothing_is_lost(items: list[Any]) -> None:
+    body = ResponsesRequest.model_validate({"input": items})
+    conversation = Conversation.of(body)
+    sent = [message.model_dump(exclude_unset=True) for message in conversation.messages]
+    kept = [item for item in items if item.get("type") != "web_search_call"]
+    assert len(conversation.lines) == len(kept)
+    texts = "".join(str(each.get("content") or "") for each in sent)
+    for item in kept:
+        content = item.get("content")
+        text = content if isinstance(content, str) else (content or [{}])[0].get("text", "")
+        if item.get("type") != "reasoning":
+            assert text in texts
+    assert sum(len(each.get("tool_calls", ())) for each in sent) == items.count(CALL)
+    again = Conversation.of(ResponsesRequest.model_validate({"input": []}), conversation.lines)
+    assert [each.model_dump(exclude_unset=True) for each in again.messages] == sent
 
 
 @pytest.mark.parametrize("input", [5, {"role": "user"}, True])

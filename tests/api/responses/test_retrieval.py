@@ -66,6 +66,8 @@ def test_a_response_that_is_being_computed_is_cancelled() -> None:
                 told.append(event)
                 if event.type == "response.output_text.delta" and event.delta == "two, ":
                     key: str = told[0].response.id
+                    seen = await client.responses.retrieve(key)
+                    assert (seen.status, len(seen.output)) == ("in_progress", 1)
                     response = await client.responses.cancel(key)
             return told, response, await client.responses.retrieve(key)
 

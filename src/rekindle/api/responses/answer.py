@@ -70,6 +70,7 @@ class Answer:
         self._has_output = False
         self._turns: Turns | None = None
         self._is_over = False
+        self._finished: dict[str, Any] | None = None
         self._cancelled: dict[str, Any] | None = None  # the response, ended by another request
         self._last_events: list[dict[str, Any]] = []  # of its stream
 
@@ -93,6 +94,11 @@ class Answer:
             raise
         close()
         return JsonResponse(response, headers=self._headers)
+
+    def so_far(self) -> dict[str, Any]:
+        """The response, with the items that are whole."""
+        begun = {**self._response.begun(), "output": self._items.so_far}
+        return self._cancelled or self._finished or begun
 
     async def cancel(self) -> dict[str, Any]:
         if self._is_over:
@@ -221,6 +227,7 @@ class Answer:
             fields["prompt_cache_diagnostics"] = compared
         response = self._response.ended(_status(finished), self._items.items, **fields)
         await self._record.save(response)
+        self._finished = response
         return response
 
 

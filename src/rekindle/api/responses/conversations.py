@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from rekindle.api.responses.conversation_store import ConversationStore
 from rekindle.api.responses.items import InputItems, ItemReference, UnservedItem, identified
-from rekindle.api.responses.pages import After, Limit, Order, page
+from rekindle.api.responses.pages import After, Limit, Order, page, page_of
 from rekindle.api.responses.schema import Metadata
-from rekindle.api.responses.stored import Lines, Stored, as_lines
+from rekindle.api.responses.stored import Lines, Stored, as_lines, place_of
 from rekindle.errors import BadRequest, NotFound
-from rekindle.server.json_route import JsonRoute, beside_loop
+from rekindle.server.json_route import JsonRoute, beside_loop, beside_loop_if_large
 from rekindle.server.responses import JsonResponse, documented
 
 ROOT = "/v1/conversations"
@@ -111,18 +111,21 @@ async def list_items(
     after: After = None,
 ) -> Response:
     """Its items, page by page."""
-    items = (await ConversationStore(request).load(conversation_id)).items
-    return JsonResponse(page(items, limit=limit, order=order, after=after))
+    stored = await ConversationStore(request).load(conversation_id)
+    shown = await beside_loop_if_large(
+        request, stored.size_bytes, page_of, stored, limit=limit, order=order, after=after
+    )
+    return JsonResponse(shown)
 
 
 @router.get(ITEM)
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
     """One of its items."""
-    items = (await ConversationStore(request).load(conversation_id)).items
-    found = next((item for item in items if item["id"] == item_id), None)
-    if found is None:
+    stored = await ConversationStore(request).load(conversation_id)
+    place = place_of(item_id, stored.lines)
+    if place is None:
         raise ItemNotFound(item_id)
-    return JsonResponse(found)
+    return JsonResponse(orjson.loads(stored.lines[place]))
 
 
 @router.delete(ITEM, responses=documented(507))
@@ -130,10 +133,10 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> R
     """Take an item out; the conversation without it."""
 
     def without(before: Stored) -> tuple[Lines, dict[str, Any]]:
-        rest = [item for item in before.items if item["id"] != item_id]
-        if len(rest) == len(before.lines):
+        place = place_of(item_id, before.lines)
+        if place is None:
             raise ItemNotFound(item_id)
-        return as_lines(rest), before.object
+        return (*before.lines[:place], *before.lines[place + 1 :]), before.object
 
     changed = await ConversationStore(request).change(conversation_id, without)
     return JsonResponse(changed.object)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 
 from rekindle.api.fields import MOST_ID_CHARACTERS
+from rekindle.api.responses.stored import Stored
 from rekindle.errors import BadRequest
 
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -16,6 +17,11 @@ After = Annotated[
     str | None,
     Query(max_length=MOST_ID_CHARACTERS, description="The id that the page begins behind"),
 ]
+
+
+def page_of(stored: Stored, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """A page of a document's items."""
+    return page(stored.items, limit=limit, order=order, after=after)
 
 
 def page(

@@ -50,5 +50,5 @@ class Record:
         try:
             return await saving
         except ServerError as error:
-            log.warning("a response was not stored: %s", error)
+            log.warning("a response was not stored: %s", error.code)  # its words may have a key
             return False

@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.responses.errors import ResponseNotFound
-from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
-from rekindle.api.responses.pages import After, Limit, Order, page
+from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponse, OpenResponses
+from rekindle.api.responses.pages import After, Limit, Order, page_of
 from rekindle.api.responses.response import PREFIX
 from rekindle.api.responses.routes import ROOT
 from rekindle.api.responses.stored import DocumentClient, Stored
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute
+from rekindle.server.json_route import JsonRoute, beside_loop_if_large
 from rekindle.server.responses import JsonResponse
 
 ONE = f"{ROOT}/{{response_id}}"
@@ -28,13 +28,15 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 async def retrieve_response(
     response_id: str, request: Request, stream: Annotated[bool, Query()] = False
 ) -> Response:
-    """A stored response as it was answered."""
+    """A stored response as it was answered, or one that is being computed as far as it has come."""
     if stream:
         raise Unsupported(
             "only responses that are computed in the background are streamed again, and there are "
             "none here: remove `stream`",
             param="stream",
         )
+    if answer := _being_computed(request, response_id):
+        return JsonResponse(answer.so_far())
     return JsonResponse((await _stored(request, response_id)).object)
 
 
@@ -55,22 +57,28 @@ async def list_input_items(
     after: After = None,
 ) -> Response:
     """The items that a response answered, those of the responses before it included."""
-    items = (await _stored(request, response_id)).items
-    return JsonResponse(page(items, limit=limit, order=order, after=after))
+    stored = await _stored(request, response_id)
+    shown = await beside_loop_if_large(
+        request, stored.size_bytes, page_of, stored, limit=limit, order=order, after=after
+    )
+    return JsonResponse(shown)
 
 
 @router.post(f"{ONE}/cancel")
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that is being computed, as far as it has come."""
-    being_computed: OpenResponses = getattr(request.state, OPEN_RESPONSES)
-    answer = being_computed.find(caller_of(request).salt, response_id)
-    if answer is not None:
+    if answer := _being_computed(request, response_id):
         return JsonResponse(await answer.cancel())
     ended: dict[str, Any] = (await _stored(request, response_id)).object
     raise BadRequest(
         f"The response is {ended['status']}: only one that is being computed can be cancelled.",
         param="response_id",
     )
+
+
+def _being_computed(request: Request, key: str) -> OpenResponse | None:
+    found: OpenResponses = getattr(request.state, OPEN_RESPONSES)
+    return found.find(caller_of(request).salt, key)
 
 
 async def _stored(request: Request, key: str) -> Stored:

@@ -53,9 +53,24 @@ class Stored:
     def items(self) -> list[dict[str, Any]]:
         return [orjson.loads(line) for line in self.lines]
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its items."""
+        return sum(map(len, self.lines))
+
 
 def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
     return tuple(orjson.dumps(item) for item in items)
+
+
+def place_of(item_id: str, lines: Sequence[bytes]) -> int | None:
+    """Which line is that of the item; only what may be is parsed."""
+    try:
+        written = orjson.dumps(item_id)
+    except orjson.JSONEncodeError:  # it is no text, and no item's id
+        return None
+    may_be = (place for place, line in enumerate(lines) if written in line)
+    return next((place for place in may_be if orjson.loads(lines[place])["id"] == item_id), None)
 
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
