@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
 from rekindle.runtime.offload import ALONE_STEPS
@@ -279,3 +281,48 @@ def test_closing_keeps_what_is_parked() -> None:
         harness.ask([number] * 200, max_tokens=1)
     harness.kv.offload_all()
     assert engine.counts.exported_tokens == 4 * 200
+
+
+# -- where cells of replies lie apart ----------------------------------------------------------
+
+
+def scattering_harness(park_tokens: int) -> tuple[FakeEngine, RuntimeHarness]:
+    engine = FakeEngine(device="gpu", park_tokens=park_tokens, scatters=True)
+    return engine, RuntimeHarness(engine)
+
+
+def talk_together(harness: RuntimeHarness) -> list[list[int]]:
+    """Two conversations whose replies were computed in the same steps."""
+    replies = [harness.submit([number] * 40, max_tokens=10) for number in (1, 2)]
+    for reply in replies:
+        harness.run(reply)
+    return [reply.turn.tokens.ids[:] for reply in replies]
+
+
+@pytest.mark.parametrize("park_tokens", [0, 1000])
+def test_what_lies_apart_is_not_moved_but_computed_again(park_tokens: int) -> None:
+    engine, harness = scattering_harness(park_tokens)
+    said = talk_together(harness)
+    harness.ask([3] * 200, max_tokens=30)  # the others have to leave the pool
+    if not park_tokens:
+        harness.kv.make_room(engine.pool_tokens)
+    replies = [harness.ask([*tokens, 7], max_tokens=3) for tokens in said]
+    assert [reply.reused for reply in replies] == [40, 40]
+    plain = RuntimeHarness(FakeEngine())
+    expected = [plain.ask([*tokens, 7], max_tokens=3).tokens for tokens in said]
+    assert [reply.tokens for reply in replies] == expected
+
+
+@pytest.mark.parametrize("park_tokens", [0, 1000])
+def test_in_an_idle_moment_it_is_computed_again_for_the_next_turn(park_tokens: int) -> None:
+    engine, harness = scattering_harness(park_tokens)
+    said = talk_together(harness)
+    while harness.scheduler.step():
+        pass
+    assert engine.counts.exported_tokens == 2 * 49
+    harness.kv.make_room(engine.pool_tokens)
+    replies = [harness.ask([*tokens, 7], max_tokens=3) for tokens in said]
+    assert [reply.reused for reply in replies] == [49, 49]
+    plain = RuntimeHarness(FakeEngine())
+    expected = [plain.ask([*tokens, 7], max_tokens=3).tokens for tokens in said]
+    assert [reply.tokens for reply in replies] == expected

@@ -116,6 +116,8 @@ class FakeParking:
 
     def park(self, sequence: Sequence) -> bool:
         assert not sequence.is_parked
+        assert sequence.scattered_from is None
+        assert sequence.length
         if self.used_tokens + sequence.length > self.tokens:
             return False
         self._engine.cells(sequence).close(sequence.slot)
@@ -176,6 +178,7 @@ class FakeEngine:
     state_files: StateFiles | None = None
     park_tokens: int = 0
     computes_beside: bool = False
+    scatters: bool = False  # rows of steps that are of several sequences lie apart
 
     def __post_init__(self) -> None:
         self.meanwhile = nothing_meanwhile
@@ -269,6 +272,8 @@ class FakeEngine:
         else:
             self._pools[into.kv_type].append(into.slot, tokens)
         into.length = tokens
+        scattered = source.scattered_from is not None and source.scattered_from < tokens
+        into.scattered_from = source.scattered_from if scattered else None
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         layout = self._layout(into.kv_type)
@@ -302,6 +307,7 @@ class FakeEngine:
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
         assert not sequence.is_parked
+        assert sequence.scattered_from is None or not self.can_truncate
         self.counts.exported_tokens += stop - start
         cells = b"".join(self._state(sequence)[start:stop])
         if not resumable:
@@ -341,6 +347,9 @@ class FakeEngine:
             assert rows <= self.batch_tokens
         if self.computes_beside:
             self.meanwhile()
+        for item in work if self.scatters and len(work) > 1 else ():
+            if len(item.tokens) == 1 and item.sequence.scattered_from is None:
+                item.sequence.scattered_from = item.sequence.length
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:
@@ -385,6 +394,8 @@ class FakeEngine:
             if not sequence.exact:
                 self._pools[sequence.kv_type].truncate(sequence.slot, tokens)
             sequence.length = tokens
+            if sequence.scattered_from is not None and sequence.scattered_from >= tokens:
+                sequence.scattered_from = None
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         if not self.sees:

@@ -111,7 +111,7 @@ class Capabilities:
 class Sequence:
     """One run of tokens in the engine's memory. `length` is what has been computed or restored."""
 
-    __slots__ = ("exact", "is_parked", "kv_type", "length", "slot")
+    __slots__ = ("exact", "is_parked", "kv_type", "length", "scattered_from", "slot")
 
     def __init__(self, slot: int, *, exact: bool, kv_type: KvType) -> None:
         self.slot = slot
@@ -119,6 +119,8 @@ class Sequence:
         self.kv_type = kv_type
         self.length = 0
         self.is_parked = False  # its state lies outside the pool
+        #: From this token on its cells lie apart: moving them takes longer than computing them.
+        self.scattered_from: int | None = None
 
 
 class TokenMask(Protocol):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, KvType, Sequence
+from rekindle.engine.base import Engine, KvType, Sequence, Work
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.tokens import Tokens
@@ -126,6 +126,10 @@ class IdlePool:
         """Out of the pool: park a sequence, or else export and close it. False: the allowance did
         not do."""
         parking = self._parking
+        self._gather(idle)
+        if not idle.tokens:
+            self._close(idle)
+            return True
         if parking is None or idle.is_leaving or len(idle.tokens) > parking.tokens:
             return self._evict(idle)
         while not parking.park(idle.sequence):
@@ -191,12 +195,26 @@ class IdlePool:
     def _wake(self, idle: IdleSequence) -> bool:
         """Exports are made from the pool; False: it has no room for the sequence."""
         if not idle.sequence.is_parked:
+            self._gather(idle)
             return True
         if self._parking is None or self._engine.free_tokens(self.kv_type) < len(idle.tokens):
             return False
         self._parking.wake(idle.sequence)
         idle.was_parked = True
         return True
+
+    def _gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
+        """Do without state whose cells lie apart, or compute it again, side by side: both are
+        faster than to move it."""
+        start, tokens = idle.sequence.scattered_from, idle.tokens
+        if start is None or not self._engine.capabilities.can_truncate:
+            return
+        self._engine.truncate(idle.sequence, start)
+        idle.tokens = tokens[:start]
+        rest = tokens[start:]
+        if computes and len(rest) <= self._engine.capabilities.batch_tokens and not rest.media:
+            self._engine.step([Work(idle.sequence, rest.ids(), None)])
+            idle.tokens = tokens
 
     def _park_again(self, idle: IdleSequence) -> None:
         """What was woken to be exported goes back: the next turn would have to wait for that."""
@@ -221,13 +239,20 @@ class IdlePool:
     def _park_one(self) -> bool:
         if self._parking is None:
             return False
-        others = [idle for idle in self._in_pool if idle is not self._idle[-1]]
-        return any(self._parking.park(idle.sequence) for idle in others)
+        others = (idle for idle in self._in_pool if idle is not self._idle[-1])
+        idle = next(others, None)
+        if idle is None:
+            return False
+        self._gather(idle, computes=True)
+        return self._parking.park(idle.sequence)
 
     def _export_one(self) -> bool:
         """False when all of them are there."""
         for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
-            if idle.offloaded.tokens < len(idle.tokens) and self._wake(idle):
+            if idle.offloaded.tokens >= len(idle.tokens):
+                continue
+            self._gather(idle, computes=True)
+            if self._wake(idle):
                 if not self._offloader.is_offloaded(idle):
                     self._offloader.offload_next(idle)
                 if self._offloader.is_offloaded(idle):

@@ -136,6 +136,7 @@ class LlamaCppEngine:
         else:
             self._pools[sequence.kv_type].close_slot(sequence.slot)
         sequence.length = 0
+        sequence.scattered_from = None
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
@@ -151,6 +152,7 @@ class LlamaCppEngine:
         pool.context.share(source.slot, into.slot, tokens)
         pool.cells.share(source.slot, tokens, into.slot)
         into.length = tokens
+        _scatter(into, source.scattered_from)
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         if tokens >= sequence.length:
@@ -165,6 +167,7 @@ class LlamaCppEngine:
         if not sequence.exact:
             self._pools[sequence.kv_type].cells.truncate(slot, tokens)
         sequence.length = tokens
+        _scatter(sequence, sequence.scattered_from)
 
     def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
         if resumable and stop != sequence.length:
@@ -292,8 +295,11 @@ class LlamaCppEngine:
             last = context.decode(rows, causal=not self._sees_ahead(work))
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
+        is_mixed = self._model.on_gpu and len(work) > 1
         for item in work:
             sequence = item.sequence
+            if is_mixed and len(item.tokens) == 1 and sequence.scattered_from is None:
+                sequence.scattered_from = sequence.length  # rows of a step lie side by side
             if not sequence.exact:
                 self._pools[sequence.kv_type].cells.append(sequence.slot, len(item.tokens))
             sequence.length += len(item.tokens)
@@ -341,6 +347,12 @@ class LlamaCppEngine:
         if self._projector is not None:
             self._projector.close()
         self._model.close()
+
+
+def _scatter(sequence: Sequence, scattered_from: int | None) -> None:
+    """Of cells that another sequence had, or that this one had before it was cut."""
+    is_whole = scattered_from is None or scattered_from >= sequence.length
+    sequence.scattered_from = None if is_whole else scattered_from
 
 
 def _check_whole(context: Context, slot: int, tokens: int) -> None:
