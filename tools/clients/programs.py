@@ -10,8 +10,11 @@ import json
 import os
 import subprocess
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
+
+from tools.clients.terminal import type_into
 
 TURN_S = 900
 KEY = "none"
@@ -28,11 +31,14 @@ class Program(ABC):
     tool: ClassVar[str | None] = None  # which its first reply is made to call: one that only reads
     second_turn: ClassVar[float] = 0.95  # of its prompt that has to be reused, at least
     second_session: ClassVar[float] = 0.0
-    goes_on: ClassVar[bool] = True  # whether it can, without a terminal, in an earlier session
 
-    def __init__(self, installed: Path, folder: Path, url: str) -> None:
+    def __init__(
+        self, installed: Path, folder: Path, url: str, answers: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`answers`: how many of the server's it has had so far."""
         self.installed = installed.absolute()
         self.url = url
+        self.answers = answers
         self.home = folder / "home"
         self.project = folder / "project"
         for each in (self.home, self.project):
@@ -58,13 +64,17 @@ class Program(ABC):
     def say(self, text: str, *, goes_on: bool = False) -> str:
         return self.run(self.command(text, goes_on=goes_on))
 
-    def run(self, command: list[str]) -> str:
+    @property
+    def environment(self) -> dict[str, str]:
         own = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(self.home)}
+        return {**own, **self.settings}
+
+    def run(self, command: list[str]) -> str:
         try:
             done = subprocess.run(
                 command,
                 cwd=self.project,
-                env={**own, **self.settings},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -175,14 +185,35 @@ class QwenCode(Program):
 class Cline(Program):
     name, package = "Cline", "cline"
     tool, second_session = "read_files", 0.95
-    goes_on = False
 
     def prepare(self) -> None:
         asked = ["--apikey", KEY, "--modelid", MODEL, "--baseurl", f"{self.url}/v1"]
         self.run([self.node(".bin", "cline"), "auth", "openai-compatible", *asked])
 
     def command(self, text: str, *, goes_on: bool) -> list[str]:
-        return [self.node(".bin", "cline"), "-P", "openai-compatible", "-m", MODEL, text]
+        program = [self.node(".bin", "cline"), "-P", "openai-compatible", "-m", MODEL]
+        if not goes_on:
+            return [*program, text]
+        sessions = json.loads(self.run([program[0], "history", "--json"]))
+        return [*program, "--id", sessions[0]["sessionId"]]
+
+    def say(self, text: str, *, goes_on: bool = False) -> str:
+        """It goes on with a session in a terminal alone."""
+        if not goes_on:
+            return super().say(text)
+        before = self.answers()
+        done = type_into(
+            self.command(text, goes_on=True),
+            text,
+            folder=self.project,
+            environment=self.environment,
+            asks=b"Ask anything",
+            is_done=lambda: self.answers() > before,
+            patience_s=TURN_S,
+        )
+        if not done:
+            raise ProgramFailed(f"{self.name} was not answered in its terminal")
+        return ""
 
 
 class Continue(Program):

@@ -31,10 +31,18 @@ class Exchange:
     body: dict[str, Any]
     status: int
     received: bytearray = field(default_factory=bytearray)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def answer(self) -> str:
         return self.received.decode(errors="replace")
+
+    @contextlib.contextmanager
+    def until_its_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.ended.set()
 
     @property
     def failed(self) -> bool:
@@ -50,6 +58,9 @@ class Recorder:
         self.upstream = upstream
         self.forced: str | None = None
         self.exchanges: list[Exchange] = []
+
+    def ended_exchanges(self) -> int:
+        return sum(each.ended.is_set() for each in self.exchanges)
 
     def amended(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if "temperature" in body:
@@ -105,7 +116,10 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
                     if name not in HOP_BY_HOP:
                         self.send_header(name, value)
                 self.end_headers()
-                with contextlib.suppress(ConnectionError):  # the client has enough
+                with (
+                    contextlib.suppress(ConnectionError),
+                    exchange.until_its_end(),
+                ):  # it may have enough
                     for chunk in answer.iter_raw():
                         exchange.received.extend(chunk)
                         self.wfile.write(chunk)

@@ -69,11 +69,8 @@ def try_out(
     outcome = Outcome(kind)
     seen.forced = kind.tool
     try:
-        program = kind(installed, folder, url)
+        program = kind(installed, folder, url, seen.ended_exchanges)
         for stage in STAGES:
-            if stage == "second turn" and not kind.goes_on:
-                print(f"{kind.name} goes on with a session in a terminal alone: no {stage}")
-                continue
             before = len(seen.exchanges)
             try:
                 program.say(f"Say {stage}.", goes_on=stage == "second turn")

@@ -1,0 +1,55 @@
+"""A program that takes its next turn in a terminal alone."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+STEP_S = 0.5
+WHERE_IS_THE_CURSOR, AT_THE_TOP = b"\x1b[6n", b"\x1b[1;1R"
+
+
+def type_into(
+    command: Sequence[str],
+    text: str,
+    *,
+    folder: Path,
+    environment: Mapping[str, str],
+    asks: bytes,  # what it shows when it waits for words
+    is_done: Callable[[], bool],
+    patience_s: float,
+) -> bool:
+    """Start it, type the text once it asks, and end it when that is done; False: it never was."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execve(command[0], [*command], {**environment, "TERM": "xterm-256color"})
+    try:
+        deadline, shown, typed = time.monotonic() + patience_s, b"", False
+        while time.monotonic() < deadline and not (typed and is_done()):
+            shown += _read(terminal)
+            if WHERE_IS_THE_CURSOR in shown:
+                os.write(terminal, AT_THE_TOP)
+                shown = shown.replace(WHERE_IS_THE_CURSOR, b"")
+            if asks in shown and not typed:
+                time.sleep(STEP_S)  # it draws before it listens
+                os.write(terminal, text.encode())
+                time.sleep(STEP_S)  # or the end of the line would be part of what is pasted
+                os.write(terminal, b"\r")
+                typed = True
+        return typed and is_done()
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)
+
+
+def _read(terminal: int) -> bytes:
+    """What has come, if anything does soon."""
+    readable, _, _ = select.select([terminal], [], [], STEP_S)
+    return os.read(terminal, 1 << 16) if readable else b""
