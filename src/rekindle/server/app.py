@@ -35,6 +35,7 @@ from rekindle.api.responses import routes as responses
 from rekindle.api.responses.conversation_store import CONVERSATION_LOCKS, ConversationLocks
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
 from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponses
+from rekindle.api.responses.stored import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
@@ -107,6 +108,7 @@ def build_app(
                         files.TRANSFERS: files.Transfers(),
                         OPEN_RESPONSES: OpenResponses(),
                         CONVERSATION_LOCKS: ConversationLocks(),
+                        DOCUMENT_SLOTS: DocumentSlots(),
                     }
             finally:
                 await media.close()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
 from openai.lib.streaming.responses import ResponseTextDeltaEvent
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
+from rekindle.api.responses.stored import MOST_AT_ONCE
+from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.events import Started
 from tests.api.live import live
 from tests.api.responses.asking import TOOL, Documents
@@ -168,3 +173,52 @@ def test_a_failed_stream_is_told() -> None:
     assert told[-1].type == "response.failed"
     assert told[-1].response.error is not None
     assert told[-1].response.error.message == "died"
+
+
+def test_langchain_goes_on_from_the_response_before() -> None:
+    with client_of(reply("Hel", "lo"), reply("Fine.")) as (client, runtime):
+        model = ChatOpenAI(
+            model="tiny",
+            base_url=str(client.base_url),
+            api_key=SecretStr("secret"),
+            use_responses_api=True,
+            use_previous_response_id=True,
+        )
+        first = model.invoke("hello")
+        second = model.invoke([HumanMessage("hello"), first, HumanMessage("How are you?")])
+    assert second.text == "Fine."
+    sent = runtime.requests[1]
+    assert sent.names is not None
+    assert sent.names.cache_key == first.response_metadata["id"]
+    assert [each["content"] for each in sent.messages or ()] == ["hello", "Hello", "How are you?"]
+
+
+class Counting(ScriptedRuntime):
+    """Knows how many questions it was asked at a time."""
+
+    open_questions = most_questions = 0
+
+    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+        self.open_questions += 1
+        self.most_questions = max(self.most_questions, self.open_questions)
+        await asyncio.sleep(0.01)
+        try:
+            return await super().admin(op, salt=salt, admin=admin)
+        finally:
+            self.open_questions -= 1
+
+
+def test_many_responses_at_once_wait_for_each_other() -> None:
+    """A runtime takes 64 questions of a tenant at a time, and refuses more."""
+
+    async def ask_all(url: str) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            first = await client.responses.create(**ASK)
+            asked = {**ASK, "previous_response_id": first.id}
+            return await asyncio.gather(*(client.responses.create(**asked) for _ in range(80)))
+
+    runtime = Counting(answers=Documents().answer)
+    with live(Front(runtime)) as server:
+        found = asyncio.run(ask_all(f"{server.url}/v1"))
+    assert {each.output_text for each in found} == {"Hello"}
+    assert runtime.most_questions <= MOST_AT_ONCE

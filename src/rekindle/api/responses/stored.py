@@ -6,9 +6,11 @@ begins with the one before it, and on disk they share what they have in common.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 from starlette.requests import Request
@@ -24,8 +26,13 @@ from rekindle.protocol.admin import (
     StoreDocument,
 )
 from rekindle.server.admin_client import AdminClient
+from rekindle.server.auth import caller_of
 from rekindle.server.models import models_of
 from rekindle.server.runtime_client import RuntimeClient
+
+MOST_DOCUMENT_BYTES = 32 << 20
+MOST_AT_ONCE = 16  # documents of a tenant: a quarter of the questions that a runtime takes
+DOCUMENT_SLOTS = "document_slots"  # in the state of the application
 
 Lines = tuple[bytes, ...]
 
@@ -78,17 +85,31 @@ def parsed(lines: Sequence[bytes]) -> list[Any]:
     return stored_items.validate_python([orjson.loads(line) for line in lines])
 
 
+class DocumentSlots:
+    """How many documents of a tenant are on their way at once: the others wait, where a runtime
+    would refuse them."""
+
+    def __init__(self) -> None:
+        self._slots: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
+
+    def of(self, tenant: bytes) -> asyncio.Semaphore:
+        return self._slots.setdefault(tenant, asyncio.Semaphore(MOST_AT_ONCE))
+
+
 class DocumentClient:
     """The documents of one caller, wherever they are."""
 
     def __init__(self, request: Request) -> None:
+        slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
+        self._slots = slots.of(caller_of(request).salt)
         self._admin = AdminClient.of_tenant(request)
         self._runtimes = models_of(request).runtimes
 
     async def load(self, key: str, missing: NotFound) -> Stored:
         """Raises `missing` where there is none."""
         try:
-            found = await self._admin.find(self._runtimes, GetDocument(key), Document)
+            async with self._slots:
+                found = await self._admin.find(self._runtimes, GetDocument(key), Document)
         except ServerError as error:
             raise missing if error.code == CacheKeyNotFound.code else error from None
         return Stored.parse(*found)
@@ -105,9 +126,13 @@ class DocumentClient:
     ) -> bool:
         """Whether there is room for it."""
         content = b"\n".join((*lines, orjson.dumps(object_)))
+        if len(content) > MOST_DOCUMENT_BYTES:
+            return False
         op = StoreDocument(key=key, content=content, ttl_s=ttl_s, waits_for_disk=waits_for_disk)
-        return (await self._admin.request(runtime, op, DocumentStored)).kept
+        async with self._slots:
+            return (await self._admin.request(runtime, op, DocumentStored)).kept
 
     async def delete(self, stored: Stored) -> None:
         """With the state that is no other's; it is gone when this returns, restart or not."""
-        await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
+        async with self._slots:
+            await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
