@@ -119,6 +119,11 @@ class IdlePool:
         return True
 
     @property
+    def is_in_pool(self) -> bool:
+        """Whether any of them holds cells."""
+        return next(self._in_pool, None) is not None
+
+    @property
     def _in_pool(self) -> Iterator[IdleSequence]:
         return (idle for idle in self._idle if not idle.sequence.is_parked)
 
@@ -147,6 +152,8 @@ class IdlePool:
         while len(self._idle) > self._most_sequences:
             if not self._evict(self._idle[0]):
                 return False
+        if not self.is_in_pool:
+            return True
         while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
             if not self._move_out(next(self._in_pool)):
                 return False

@@ -43,6 +43,10 @@ class IdlePools:
         for pool in self._pools.values():
             pool.clear()
 
+    @property
+    def is_in_pool(self) -> bool:
+        return any(pool.is_in_pool for pool in self._pools.values())
+
     def trim(self, rows_ahead: RowsByType) -> bool:
         return all(pool.trim(rows_ahead[name]) for name, pool in self._pools.items())
 

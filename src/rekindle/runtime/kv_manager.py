@@ -274,7 +274,7 @@ class KvManager:
     def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""
         rows_ahead = RowsByType()
-        for turn in running:
+        for turn in running if self.idle.is_in_pool else ():
             if not turn.request.exact and not self._hurries(turn):
                 rows_ahead[turn.space.kv_type] += turn.pending_tokens
         return self.idle.export_asked() and self.idle.trim(rows_ahead)
