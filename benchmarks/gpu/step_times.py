@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Times:
     """Seconds spent in functions, and how often."""
 
     def __init__(self) -> None:
-        self.spent_s: Counter[str] = Counter()
+        self.spent_s: defaultdict[str, float] = defaultdict(float)
 
     def measure(self, owner: Any, name: str) -> None:
         whole: Callable[..., Any] = getattr(owner, name)
@@ -77,7 +77,7 @@ def main() -> None:
         harness.scheduler.step()
     whole_ms = (time.perf_counter() - started) * 1000 / STEPS
     print(f"{given.streams} streams, temperature {given.temperature}: {whole_ms:.2f} ms a step")
-    for name, spent_s in times.spent_s.most_common():
+    for name, spent_s in times.spent_s.items():
         print(f"  {name:10} {spent_s * 1000 / STEPS:6.2f} ms")
 
 
