@@ -30,6 +30,7 @@ from rekindle.chat.known_prefix import (
     matching_tokens,
     tokenise,
     tokens_after,
+    with_media,
 )
 from rekindle.chat.message_spans import (
     MessageSpan,
@@ -39,7 +40,7 @@ from rekindle.chat.message_spans import (
     token_offsets,
 )
 from rekindle.chat.messages import Message, with_text_after
-from rekindle.chat.pictures import extents, flattened, picture_text
+from rekindle.chat.pictures import flattened, picture_text, pictures_in
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens
@@ -58,6 +59,11 @@ class Prompt:
     known_tokens: int = 0  # leading tokens that were recalled
     raw: bool = False  # its author may write control tokens
     pictures: Pictures = field(default_factory=dict)
+
+    @property
+    def placed_pictures(self) -> list[tuple[str, tuple[int, int]]]:
+        """The texts that stand for its pictures, each with the first token and the end of it."""
+        return pictures_in(self.tokens, self.escaped, self.pictures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +231,7 @@ class Encoder:
     ) -> tuple[Tokens, KnownPrefix]:
         """The prompt's tokens, and the known prefix that was used for them."""
         known = recall(escaped) if recall else None
-        known = _with_media(known, pictures) if known and pictures else known
+        known = with_media(known, pictures) if known and pictures else known
         if known is not None:
             rest = tokens_after(
                 self._tokenizer, self._control, known, escaped, pictures, spaced=self._spaced
@@ -264,7 +270,7 @@ class Encoder:
         """The text of each token. What stands for a picture begins with its first token and ends
         with its last, so that no message seems to begin or end inside it."""
         pieces = [self._piece(token) if token < MEDIA_BIT else b"" for token in prompt.tokens]
-        for text, (start, stop) in _placed_pictures(prompt):
+        for text, (start, stop) in prompt.placed_pictures:
             inside = [b""] * (stop - start - 2)
             pieces[start:stop] = [text[:1].encode(), *inside, text[1:].encode()]
         return pieces
@@ -280,7 +286,7 @@ class Encoder:
     def _first(self, prompt: Prompt, count: int) -> Prompt:
         """The prompt up to a token; without escaped bytes where tokens do not match the text."""
         offsets, text = self._edges(prompt).offsets, unescape(prompt.escaped)
-        inside = (start for _, (start, stop) in _placed_pictures(prompt) if start < count < stop)
+        inside = (start for _, (start, stop) in prompt.placed_pictures if start < count < stop)
         count = next(inside, count)
         while offsets and not is_character_boundary(text, offsets[count]):
             count -= 1
@@ -298,22 +304,6 @@ def _hidden_tools(
     before = escaper.literals
     hidden = escaper.hide(tools)
     return hidden, escaper.literals == before
-
-
-def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:
-    """The prefix with the pictures in its tokens: those that come from disk have ids alone."""
-    named = [pictures[span.text] for span in spans_from(known.escaped, 0) if span.picture]
-    tokens = known.tokens.with_media([span for picture in named for span in picture.media])
-    return known._replace(tokens=tokens) if tokens is not None else None
-
-
-def _placed_pictures(prompt: Prompt) -> list[tuple[str, tuple[int, int]]]:
-    """The pictures of a prompt, each with its first token and its end."""
-    if not prompt.tokens.media:
-        return []
-    named = [span.text for span in spans_from(prompt.escaped, 0) if span.picture]
-    places = extents(prompt.tokens, [prompt.pictures[text] for text in named])
-    return list(zip(named, places, strict=True))
 
 
 def _alone(

@@ -78,6 +78,13 @@ def tokens_after(
     return None if first is None else Tokens.of(first) + rest
 
 
+def with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:
+    """The prefix with the pictures in its tokens: those that come from disk have ids alone."""
+    named = [pictures[span.text] for span in spans_from(known.escaped, 0) if span.picture]
+    tokens = known.tokens.with_media([span for picture in named for span in picture.media])
+    return known._replace(tokens=tokens) if tokens is not None else None
+
+
 def tokenise(
     tokenizer: Tokenizer, spans: Iterable[Span], pictures: Pictures = NO_PICTURES
 ) -> Tokens:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle.chat.capabilities.content import text_only
+from rekindle.chat.escaping import spans_from
 from rekindle.chat.messages import Message
 from rekindle.errors import BadRequest
 from rekindle.protocol.media import IMAGE, count_images
@@ -88,3 +89,14 @@ def extents(tokens: Tokens, pictures: Sequence[Tokens]) -> Iterator[tuple[int, i
         first, *_ = (next(spans) for _ in picture.media)
         start = first.start - picture.media[0].start
         yield start, start + len(picture)
+
+
+def pictures_in(
+    tokens: Tokens, escaped: bytes, pictures: Mapping[str, Tokens]
+) -> list[tuple[str, tuple[int, int]]]:
+    """The pictures of a prompt by the texts that stand for them, each with its first token and its
+    end."""
+    if not tokens.media:
+        return []
+    named = [span.text for span in spans_from(escaped, 0) if span.picture]
+    return list(zip(named, extents(tokens, [pictures[text] for text in named]), strict=True))
