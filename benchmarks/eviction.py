@@ -4,7 +4,7 @@ A trace has one JSON object a line with `hash_ids`: one id for each block of a p
 meaning an equal prefix (the format published with the Mooncake project). A hit needs the whole
 chain before it.
 
-    python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--cost]
+    python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--writes] [--cost]
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Container, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Protocol
+
+import disk_writes
 
 from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
 from rekindle.kvcache.density_ranking import DensityRanking
@@ -160,9 +162,19 @@ def rates(requests: Requests, found: list[int]) -> tuple[float, float]:
     )
 
 
-def report(trace: Path, capacities: list[int]) -> Iterator[str]:
+def read(trace: Path) -> Requests:
     lines = trace.read_text().splitlines()
-    requests = [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+    return [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+
+
+def writes(trace: Path, capacities: list[int]) -> Iterator[str]:
+    requests = read(trace)
+    for tokens in capacities:
+        yield from disk_writes.report(trace.stem, requests, tokens // TRACE_BLOCK_TOKENS)
+
+
+def report(trace: Path, capacities: list[int]) -> Iterator[str]:
+    requests = read(trace)
     rows: dict[str, list[tuple[float, float]]] = {}
     for name, new in policies(requests).items():
         rows[name] = [
@@ -241,12 +253,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, action="append", help="capacity; repeatable")
+    parser.add_argument("--writes", action="store_true", help="count what goes to disk instead")
     parser.add_argument("--cost", action="store_true", help="time uses and evictions instead")
     given = parser.parse_args()
     for line in cost() if given.cost else ():
         print(line, flush=True)
     for trace in given.traces:
-        for line in report(trace, given.tokens or TOKENS):
+        capacities = given.tokens or TOKENS
+        for line in writes(trace, capacities) if given.writes else report(trace, capacities):
             print(line, flush=True)
 
 

@@ -12,6 +12,7 @@ from rekindle.kvcache.hit_density import (
     RANK_TICKS,
     HitDensity,
     age_bin,
+    chances,
     densities,
 )
 
@@ -43,6 +44,14 @@ def test_what_is_never_used_again_is_worth_nothing() -> None:
     lives = [0.0] * AGES
     lives[8] = 10.0
     assert set(densities([0.0] * AGES, lives)) == {0.0}
+
+
+def test_the_chance_of_a_use_is_the_share_of_lives_that_end_in_one_later() -> None:
+    hits, lives = [0.0] * AGES, [0.0] * AGES
+    hits[3], lives[3] = 300.0, 400.0
+    lives[9] = 200.0
+    assert chances(hits, lives)[0] == chances(hits, lives)[3] == 0.5
+    assert chances(hits, lives)[4] == 1.0, "too few lives to say"
 
 
 def test_a_block_that_comes_back_after_it_has_left_is_known_as_used_before() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from rekindle.kvcache import placement
 from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
+from rekindle.kvcache.hit_density import AGES, CLASSES, LEAST_LIVES
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens
 from tests.support.memory_tier import MemoryTier
 
@@ -110,3 +111,47 @@ def test_none_is_evicted_for_a_block_that_would_not_fit_even_then() -> None:
     end = max((b for b in store if b.namespace == NAMESPACE), key=lambda block: block.stop)
     assert not store.put(NAMESPACE, end.key, Tokens.of([DEEP]), large, exact=False)
     assert store.counts.evicted_blocks == 0
+
+
+def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, MemoryTier]:
+    """Ten blocks have gone through a RAM of four, which has learnt that one in ten comes back."""
+    ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
+    hits, lives = [[0.1 * LEAST_LIVES] * AGES] * CLASSES, [[1.0 * LEAST_LIVES] * AGES] * CLASSES
+    ram.budget.learn({"counts": [hits, lives], "favourite": "hit-density"})
+    lower = MemoryTier(1 << 30, lambda _event: None)
+    store = Store(block_tokens=1, tiers=[ram, lower], least_chance=least_chance)
+    for token in range(10):
+        extend(store, NAMESPACE, range(token, token + 1), write_back)
+    return store, lower
+
+
+@pytest.mark.parametrize(
+    ("least_chance", "write_back", "written"),
+    [
+        (0.2, WriteBack.LATE, 0),
+        (0.2, WriteBack.SOON, 10),
+        (0.0, WriteBack.LATE, 6),
+        (0.05, WriteBack.LATE, 6),
+    ],
+)
+def test_what_leaves_ram_is_written_if_it_is_likely_to_be_used_again(
+    least_chance: float, write_back: WriteBack, written: int
+) -> None:
+    store, lower = full_store(least_chance, write_back)
+    assert sum(lower.holds(block) for block in store) == written
+    assert len(store) == (10 if written else 4)
+
+
+def test_a_stop_writes_what_is_unlikely_too() -> None:
+    store, lower = full_store(0.2, WriteBack.LATE)
+    store.write_everything()
+    assert sum(lower.holds(block) for block in store) == 4
+
+
+def test_what_nothing_is_known_of_is_written() -> None:
+    ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
+    lower = MemoryTier(1 << 30, lambda _event: None)
+    store = Store(block_tokens=1, tiers=[ram, lower], least_chance=1.0)
+    for token in range(10):
+        extend(store, NAMESPACE, range(token, token + 1), WriteBack.LATE)
+    assert sum(lower.holds(block) for block in store) == 6

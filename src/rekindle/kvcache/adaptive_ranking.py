@@ -41,6 +41,9 @@ class AdaptiveRanking:
             self._by_density.use(key)
             self._duel.see(key, self._by_density.parent(key), self._by_density.group(key))
 
+    def chance(self, key: bytes) -> float:
+        return self._by_density.chance(key)
+
     def leave(self, key: bytes) -> None:
         self._by_frequency.leave(key)
         self._by_density.leave(key)

@@ -85,6 +85,11 @@ class DensityRanking:
         place = self._places[key]
         return None if place.extensions >= COMMON else place.group
 
+    def chance(self, key: bytes) -> float:
+        """That a key is used again."""
+        place = self._places[key]
+        return self._learnt.chance(place.class_, place.used_tick)
+
     def use(self, key: bytes) -> None:
         """Count one use; of a key that has left it is ignored."""
         if place := self._places.get(key):

@@ -66,6 +66,10 @@ class FrequencyRanking:
         place = self._places.get(key)
         return place is not None and not place.children
 
+    def chance(self, key: bytes) -> float:
+        """That a key is used again: nothing is learnt here, so it may well be."""
+        return 1.0
+
     def use(self, key: bytes) -> None:
         """Count one use; of a key that has left it is ignored."""
         if place := self._places.get(key):

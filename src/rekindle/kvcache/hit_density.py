@@ -25,6 +25,7 @@ SPAN_TICKS = 16  # blocks that were last used within one such span are taken for
 RANK_TICKS = 1024  # between two looks at the counts
 FADE_RANKS = 12  # such looks until old lives count less
 FADE = 0.9
+LEAST_LIVES = 256  # to say how likely it is that one ends in a use
 GHOSTS = 4  # for each block that is held
 
 Counts = list[list[float]]  # by class and age
@@ -51,6 +52,8 @@ class HitDensity:
             [(2 if class_ & AGAIN else 1) / edge for edge in EDGES[:AGES]]
             for class_ in range(CLASSES)
         ]
+        #: That a block is used again, by class and age; sure as long as little is known.
+        self._chances: Counts = [[1.0] * AGES for _ in range(CLASSES)]
         #: Class and age of all that can be held now, those that go first first.
         self.order = _ordered(self.worths, AGES - 1)
 
@@ -93,6 +96,10 @@ class HitDensity:
                 for counts in (*self._hits, *self._lives):
                     counts[:] = [count * FADE for count in counts]
 
+    def chance(self, class_: int, used_tick: int) -> float:
+        """That such a block is used again while one like it would be remembered."""
+        return self._chances[class_][age_bin(self.tick - used_tick)]
+
     def age_starts(self) -> list[int]:
         """The first span of each age, and of what is older still: a span is of one age."""
         now = self.tick // SPAN_TICKS
@@ -107,6 +114,7 @@ class HitDensity:
         for class_, lives in enumerate(self._all_lives()):
             if any(lives):
                 self.worths[class_] = densities(self._hits[class_], lives)
+                self._chances[class_] = chances(self._hits[class_], lives)
         self.order = _ordered(self.worths, age_bin(2 * max(self.tick, RANK_TICKS)))
 
     def _all_lives(self) -> Counts:
@@ -159,6 +167,18 @@ def densities(hits: list[float], lives: list[float]) -> list[float]:
             ticks_until += ticks[stop]
             best[age] = max(best[age], hits_until / ticks_until)
     return best
+
+
+def chances(hits: list[float], lives: list[float]) -> list[float]:
+    """For each age, the share of lives that reach it and end in a use; 1 if they are too few."""
+    found = [1.0] * AGES
+    hits_after = lives_after = 0.0
+    for age in range(AGES - 1, -1, -1):
+        hits_after += hits[age]
+        lives_after += lives[age]
+        if lives_after >= LEAST_LIVES:
+            found[age] = hits_after / lives_after
+    return found
 
 
 def _ordered(worths: list[list[float]], oldest: int) -> list[tuple[int, int]]:

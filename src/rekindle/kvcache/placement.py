@@ -21,8 +21,10 @@ class Placement:
     written late goes down one tier when memory runs out.
     """
 
-    def __init__(self, tiered: TieredTree) -> None:
+    def __init__(self, tiered: TieredTree, least_chance: float = 0.0) -> None:
+        """What may be written late is, if it is at least as likely as this to be used again."""
         self._tiered = tiered
+        self._least_chance = least_chance
         self._tree = tiered.tree
         self._first, *self._lower = tiered.tiers
         self._under = {
@@ -230,10 +232,15 @@ class Placement:
         what waits to be written takes memory too."""
         if self._is_below(tier, block):
             return True
-        if block.write_back is WriteBack.NEVER:
+        if block.write_back is WriteBack.NEVER or self._is_unlikely(tier, block):
             return False
         under = self._under[tier.name]
         return any(each.has_queue_room and self._write(each, block, *needed) for each in under)
+
+    def _is_unlikely(self, tier: Tier, block: Block) -> bool:
+        """Whether a block that leaves a tier is not worth being written down."""
+        is_late = block.write_back is WriteBack.LATE
+        return is_late and tier.budget.chance(block) < self._least_chance
 
     def _is_below(self, tier: Tier, block: Block) -> bool:
         return not self._names_under[tier.name].isdisjoint(block.copies)

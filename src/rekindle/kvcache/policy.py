@@ -29,6 +29,9 @@ class Ranking(Protocol):
     def use(self, key: bytes) -> None:
         """Count one use; of a key that has left it is ignored."""
 
+    def chance(self, key: bytes) -> float:
+        """That a key that is here is used again, as far as is known."""
+
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
 
@@ -81,6 +84,11 @@ class Shares:
     def use(self, namespace: bytes, key: bytes) -> None:
         if ranking := self._rankings.get(namespace):
             ranking.use(key)
+
+    def chance(self, namespace: bytes, key: bytes) -> float:
+        """That a key is used again, as far as is known."""
+        ranking = self._rankings.get(namespace)
+        return ranking.chance(key) if ranking is not None and key in ranking else 1.0
 
     def leave(self, namespace: bytes, key: bytes, size_bytes: int) -> None:
         """Take a leaf off; a tenant that holds nothing is forgotten."""

@@ -22,16 +22,22 @@ class Store:
     """Blocks under byte budgets; leaves go first, so a stored block is always reachable.
 
     The tiers come in order, the fastest first; the first holds what it is given at once, the others
-    are written behind. What is read from those takes `fetch_bytes` of memory at most. Called by the
-    engine's thread only.
+    are written behind; what may be written late, if it is `least_chance` likely to be used again.
+    What is read from those takes `fetch_bytes` of memory at most. Called by the engine's thread
+    only.
     """
 
     def __init__(
-        self, *, block_tokens: int, tiers: Sequence[Tier], fetch_bytes: int = 64 << 20
+        self,
+        *,
+        block_tokens: int,
+        tiers: Sequence[Tier],
+        fetch_bytes: int = 64 << 20,
+        least_chance: float = 0.0,
     ) -> None:
         self._tree = Tree(block_tokens)
         self._tiered = TieredTree(self._tree, tiers)
-        self._placement = Placement(self._tiered)
+        self._placement = Placement(self._tiered, least_chance)
         self.tiers = self._tiered.tiers
         self.fetches = Fetches(self.tiers, fetch_bytes)
         self._events = TierEvents(self._tiered, self._placement, self.fetches)

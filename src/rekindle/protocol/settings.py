@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
-WritePolicy = Literal["always", "named", "on-evict"]
+WritePolicy = Literal["always", "named", "likely", "on-evict"]
 EvictionPolicy = Literal["adaptive", "frequency", "hit-density"]
 
 AUTO = "auto"  # a format that the model's template decides
@@ -213,7 +213,8 @@ class RuntimeSettings:
         Setting("Normalise this in prompts; repeatable", "Cache", ", ".join(USUAL)),
     ] = USUAL
     cache_write: Annotated[
-        WritePolicy, Setting("Write to disk always, named (only) or on-evict", "Cache")
+        WritePolicy,
+        Setting("Write to disk always, named (only), if likely (used again), on-evict", "Cache"),
     ] = "always"
     cache_eviction: Annotated[
         EvictionPolicy,

@@ -124,9 +124,11 @@ class Sessions:
             return WriteBack.NEVER
         if self._policy == "always" or encoded.request.prepare is not None:
             return WriteBack.SOON
-        if self._policy == "named":
-            return WriteBack.SOON if names is not None and _is_named(names) else WriteBack.NEVER
-        return WriteBack.LATE
+        if self._policy == "on-evict":
+            return WriteBack.LATE
+        if names is not None and _is_named(names):
+            return WriteBack.SOON
+        return WriteBack.LATE if self._policy == "likely" else WriteBack.NEVER
 
     def check_pin(self, candidate: PrefixHandle) -> None:
         """Raise unless everything pinned, and this too, has room for good; of several tenants each

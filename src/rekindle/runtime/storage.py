@@ -53,6 +53,7 @@ ENTRIES_SHARE = 8  # of it, what entries may take
 LEAST_ENTRIES_BYTES = 16 << 20
 ENTRIES_DISK_SHARE = 64  # of the disk budget, what they may take of the index
 LEAST_ENTRIES_DISK_BYTES = 256 << 10
+LIKELY = 0.2  # that a block is used again, for it to be written when it leaves RAM
 LOGGED_WRITE_BYTES = 64 << 20  # a stop that writes more than this says so
 FROZEN_CHUNKS = 8  # of blocks: when so many are taken in, collections leave them out
 BACKUP_TICKS = 10  # ticks between two copies of the index
@@ -305,7 +306,12 @@ def open_storage(
     ram_bytes = budgets.ram_bytes - queue_bytes - fetch_bytes - pictures_bytes
     tiers: list[Tier] = [RamTier(max(ram_bytes, 0), settings.cache_eviction)]
     tiers += [disk] if disk else []  # a further tier below goes here
-    store = Store(block_tokens=capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes)
+    store = Store(
+        block_tokens=capabilities.block_tokens,
+        tiers=tiers,
+        fetch_bytes=fetch_bytes,
+        least_chance=LIKELY if settings.cache_write == "likely" else 0.0,
+    )
     journal = disk.journal if disk else None
     entries_bytes = max(budgets.ram_bytes // ENTRIES_SHARE, LEAST_ENTRIES_BYTES)
     floor_bytes = settings.disk_floor

@@ -49,6 +49,10 @@ class TierBudget:
         """The key of the block to make room with; it stays until it leaves."""
         return self._shares.lowest(spared)
 
+    def chance(self, block: Block) -> float:
+        """That a block is used again, as far as is known."""
+        return self._shares.chance(block.tenant, block.key)
+
     # -- what is learnt ------------------------------------------------------------------------
 
     def learnt(self) -> dict[str, object]:
