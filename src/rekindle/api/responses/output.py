@@ -101,7 +101,7 @@ class ReplyItems:
         return [*events, self._in_content("response.content_part.added", part=part)]
 
     def _call(self, name: str, call_id: str) -> dict[str, Any]:
-        tool = self._toolbox.callable.get(name)
+        tool = self._toolbox.offered.get(name)
         custom = tool is not None and tool.is_custom
         item = {"type": "custom_tool_call" if custom else "function_call", "call_id": call_id}
         item["name"] = tool.tool.name if tool else name

@@ -172,6 +172,11 @@ class PromptFields(_Form):
     def structure(self) -> StructuredOutput | None:
         return self.text.structure if self.text else None
 
+    @property
+    def reserved_tokens(self) -> int:
+        """That the context has to hold beside the prompt."""
+        return 1
+
 
 class InputTokensRequest(PromptFields):
     """POST /v1/responses/input_tokens."""
@@ -205,6 +210,10 @@ class ResponsesRequest(PromptFields):
             if data.get(name) not in HARMLESS:
                 raise Unsupported(f"{instead} `{name}`", param=name)
         return data
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.max_output_tokens or 1
 
     @property
     def is_stored(self) -> bool:

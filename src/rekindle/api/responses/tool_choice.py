@@ -58,7 +58,7 @@ def tool_use(choice: ToolChoice | None, toolbox: Toolbox, *, parallel: bool) -> 
     match choice:
         case "none":
             return ToolUse(choice="none")
-        case "required" if toolbox.callable:
+        case "required" if toolbox.offered:
             return ToolUse(choice="required", parallel=parallel)
         case "required" if not toolbox.ignored:
             raise BadRequest('`tool_choice` "required" needs `tools`.', param=PARAM)
@@ -88,7 +88,7 @@ def _single(choice: AllowedTools, toolbox: Toolbox) -> str | None:
 
 def _found(choice: NamedTool, toolbox: Toolbox) -> str:
     name = toolbox.resolve(choice.name or "", choice.namespace)
-    if name not in toolbox.callable:
+    if name not in toolbox.offered:
         raise BadRequest(
             f"`tool_choice` names the tool {(choice.name or '')[:128]!r}, which is not among "
             "`tools`.",

@@ -156,7 +156,7 @@ Tools = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Callable:
+class OfferedTool:
     """A tool that a reply may call."""
 
     tool: FunctionTool | CustomTool
@@ -182,7 +182,7 @@ def full_name(name: str, namespace: str | None) -> str:
 class Toolbox:
     """The tools of one request."""
 
-    callable: dict[str, Callable] = field(default_factory=dict)  # by their full names
+    offered: dict[str, OfferedTool] = field(default_factory=dict)  # by their full names
     ignored: list[str] = field(default_factory=list)  # they are OpenAI's own
     unenforced: list[str] = field(default_factory=list)  # custom ones, by their full names
     _introductions: dict[str, str] = field(default_factory=dict)  # of namespaces, by their first
@@ -195,15 +195,15 @@ class Toolbox:
             if isinstance(tool, HostedTool):
                 box.ignored.append(tool.type)
                 continue
-            for each in _callable(tool):
+            for each in _offered(tool):
                 box._add(each, tool)
         return box
 
-    def _add(self, each: Callable, sent: Any) -> None:
+    def _add(self, each: OfferedTool, sent: Any) -> None:
         name = each.full_name
-        if name in self.callable:
+        if name in self.offered:
             raise BadRequest(f"`tools` has more than one called {name!r}.", param="tools")
-        self.callable[name] = each
+        self.offered[name] = each
         self._within.setdefault(each.tool.name, []).append(name)
         if isinstance(each.tool, CustomTool) and not each.tool.is_enforced:
             self.unenforced.append(name)
@@ -214,11 +214,11 @@ class Toolbox:
         """As templates read them; `allowed`: these alone."""
         return [
             {"type": "function", "function": {"name": name, **self._described(name, each)}}
-            for name, each in self.callable.items()
+            for name, each in self.offered.items()
             if allowed is None or name in allowed
         ]
 
-    def _described(self, name: str, each: Callable) -> dict[str, Any]:
+    def _described(self, name: str, each: OfferedTool) -> dict[str, Any]:
         described = each.tool.described()
         if introduction := self._introductions.get(name):
             own = described.get("description")
@@ -231,14 +231,14 @@ class Toolbox:
     def resolve(self, name: str, namespace: str | None = None) -> str:
         """The full name of a tool that a client calls by this name."""
         full = full_name(name, namespace)
-        if namespace or full in self.callable:
+        if namespace or full in self.offered:
             return full
         within = self._within.get(name, [])
         return within[0] if len(within) == 1 else full
 
 
-def _callable(tool: Any) -> Iterator[Callable]:
+def _offered(tool: Any) -> Iterator[OfferedTool]:
     if isinstance(tool, NamespaceTool):
-        yield from (Callable(inner, tool.name) for inner in tool.tools)
+        yield from (OfferedTool(inner, tool.name) for inner in tool.tools)
     else:
-        yield Callable(tool)
+        yield OfferedTool(tool)

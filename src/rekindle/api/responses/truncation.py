@@ -39,7 +39,7 @@ async def fitted(
     if body.truncation != "auto":
         return conversation
     limit = runtime.loaded.context_tokens
-    reserved = min(getattr(body, "max_output_tokens", None) or 1, limit // STEPS)
+    reserved = min(body.reserved_tokens, limit // STEPS)
 
     async def fits(shorter: Conversation) -> bool:
         asked = await beside_loop(request, token_question, body, _texts(shorter), None, config)
