@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.chat.detokenize import Detokenizer, StopMatcher
+from tests.support.effort import calls_made
 
 from .vocabulary import MERGES, Vocabulary
 
@@ -147,3 +149,11 @@ def test_hostile_stop_strings_take_linear_time() -> None:
     shown = sum(len(matcher.push("aaaa")) for _ in range(25_000)) + len(matcher.finish())
     assert shown == 100_000
     assert time.monotonic() - started < 2
+
+
+def test_text_in_which_no_stop_string_begins_is_passed_on_without_looking_at_each_letter() -> None:
+    matcher = StopMatcher(["###", "END"])
+    effort = [calls_made(partial(matcher.push, "a" * length)) for length in (2, 2000)]
+    assert effort[0] == effort[1]
+    assert matcher.push("#") == ""
+    assert matcher.push("#b") == "##b"

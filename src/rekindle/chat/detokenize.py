@@ -67,6 +67,8 @@ class StopMatcher:
         """The text that can no longer belong to a stop string."""
         if self.stopped:
             return ""
+        if not self._state and self._edges[0].keys().isdisjoint(text):
+            return text  # nothing is held back, and no stop string begins here: nearly always
         whole = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             self._state = self._after(character)
