@@ -51,7 +51,10 @@ class Answer:
         if not found:
             return ""
         report = json.loads(rest.partition("data: ")[2].partition("\n")[0])
-        return f"{report['status']} from {report['tier']}, {report['reused_tokens']} tokens"
+        stages = report.get("first_token_time", {}).items()
+        spent = ", ".join(f"{stage} {spent_s * 1000:.0f}" for stage, spent_s in stages)
+        found = f"{report['status']} from {report['tier']}, {report['reused_tokens']} tokens"
+        return f"{found} ({spent})" if spent else found
 
     def chunks_by(self, moment_s: float) -> int:
         return max((count for when, count in self.arrivals if when <= moment_s), default=0)

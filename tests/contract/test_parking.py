@@ -34,26 +34,23 @@ def test_a_parked_sequence_holds_no_cells(engine: Engine) -> None:
     assert engine.freed_tokens([sequence]) == 0
 
 
-def test_a_woken_sequence_answers_as_one_that_never_left(engine: Engine) -> None:
+def test_a_copy_of_a_parked_sequence_answers_as_one_that_never_left(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    sequence = engine.open(exact=False)
+    sequence, into = engine.open(exact=False), engine.open(exact=False)
     first = prefill(engine, sequence, PROMPT)
     parking_of(engine).park(sequence)
     cold(engine, PROMPT[::-1], exact=False)  # others use its cells meanwhile
-    free = engine.free_tokens()
-    parking_of(engine).wake(sequence)
-    assert not sequence.is_parked
-    assert engine.free_tokens() == free - len(PROMPT)
-    assert decode(engine, sequence, first, 12) == expected
+    engine.share(sequence, len(PROMPT), into)
+    assert decode(engine, into, first, 12) == expected
 
 
-def test_a_woken_sequence_exports_what_it_did_before(engine: Engine) -> None:
-    sequence = computed(engine, PROMPT)
+def test_a_copy_exports_what_the_sequence_did_before(engine: Engine) -> None:
+    sequence, into = computed(engine, PROMPT), engine.open(exact=False)
     size = engine.capabilities.block_tokens
     before = engine.export(sequence, size, 2 * size)
     parking_of(engine).park(sequence)
-    parking_of(engine).wake(sequence)
-    assert engine.export(sequence, size, 2 * size) == before
+    engine.share(sequence, len(PROMPT), into)
+    assert engine.export(into, size, 2 * size) == before
 
 
 @pytest.mark.parametrize("tokens", [1, 100, len(PROMPT)])
@@ -91,17 +88,15 @@ def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
     assert not three.is_parked
     engine.close_sequence(one)
     assert parking.park(three)
-    parking.wake(two)
     assert parking.park(computed(engine, PROMPT[:100]))
+    assert two.is_parked
 
 
-def test_what_does_not_fit_into_the_pool_is_not_woken_nor_copied(engine: Engine) -> None:
+def test_what_does_not_fit_into_the_pool_is_not_copied(engine: Engine) -> None:
     parking, sequence = parking_of(engine), computed(engine, PROMPT)
     parking.park(sequence)
     while engine.free_tokens() >= len(PROMPT):
         computed(engine, PROMPT)
-    with pytest.raises(PoolFull):
-        parking.wake(sequence)
     with pytest.raises(PoolFull):
         engine.share(sequence, 10, engine.open(exact=False))
     engine.close_sequence(sequence)
@@ -114,5 +109,4 @@ def test_a_rebuilt_engine_has_forgotten_what_was_parked(engine: Engine) -> None:
     engine.reset()
     sequences = [computed(engine, PROMPT) for _ in range(2)]
     assert all(parking_of(engine).park(sequence) for sequence in sequences)
-    parking_of(engine).wake(sequences[0])
     assert cold(engine, PROMPT, exact=False) == expected

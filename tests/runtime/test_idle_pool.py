@@ -257,7 +257,7 @@ def test_parked_conversations_are_exported_in_idle_moments() -> None:
     assert engine.free_tokens() == engine.pool_tokens - 80
 
 
-def test_a_pool_full_of_idle_sequences_makes_room_though_nothing_can_be_woken() -> None:
+def test_a_pool_full_of_idle_sequences_makes_room_though_nothing_can_be_copied() -> None:
     _, harness = parking_harness(pool_tokens=512, park_tokens=200)
     harness.ask([1] * 190, max_tokens=1)
     harness.ask([2] * 500, max_tokens=1)  # the first is parked, this one fills the pool

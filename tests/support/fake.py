@@ -125,14 +125,6 @@ class FakeParking:
         sequence.is_parked = True
         return True
 
-    def wake(self, sequence: Sequence) -> None:
-        assert sequence.is_parked
-        cells = self._engine.cells(sequence)
-        if cells.free < sequence.length:
-            raise PoolFull("no free cells for what is parked")
-        cells.append(sequence.slot, sequence.length)
-        self.leave(sequence)
-
     def leave(self, sequence: Sequence) -> None:
         self.used_tokens -= sequence.length
         sequence.is_parked = False

@@ -212,11 +212,8 @@ class Parking(Protocol):
     tokens: int  # that it has room for
 
     def park(self, sequence: Sequence) -> bool:
-        """Take a shared sequence of the usual KV type out of its pool. Until it is woken it can be
+        """Take a shared sequence of the usual KV type out of its pool. From then on it can be
         shared, which copies all of it, and closed. False: there is no memory for it."""
-
-    def wake(self, sequence: Sequence) -> None:
-        """Put it back; raises PoolFull."""
 
 
 class Engine(Protocol):

@@ -58,6 +58,7 @@ class IdlePool:
         self._parking = engine.parking if is_usual else None
         self._idle: list[IdleSequence] = []  # least recently used first
         self._asked: deque[_Asked] = deque()  # exports that somebody waits for
+        self._copied: IdleSequence | None = None  # the one that has a copy
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -86,6 +87,8 @@ class IdlePool:
             if idle.sequence is source:
                 self._idle.remove(idle)
                 if is_over:
+                    if idle is self._copied:
+                        self._close_copy()
                     self._engine.close_sequence(source)
                 else:
                     idle.is_leaving = False
@@ -95,6 +98,7 @@ class IdlePool:
     def clear(self) -> None:
         """The engine has lost them."""
         self._idle.clear()
+        self._copied = None
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -112,6 +116,8 @@ class IdlePool:
             victim = next((each for each in self._idle if each.sequence is not spared), None)
             if victim is None or not self._evict(victim):
                 return False
+        if self._engine.free_tokens(self.kv_type) < tokens:
+            self._close_copy()
         while self._engine.free_tokens(self.kv_type) < tokens:
             victim = next((each for each in self._in_pool if each.sequence is not spared), None)
             if victim is None or not self._move_out(victim, spared):
@@ -121,7 +127,7 @@ class IdlePool:
     @property
     def is_in_pool(self) -> bool:
         """Whether any of them holds cells."""
-        return next(self._in_pool, None) is not None
+        return self._copied is not None or next(self._in_pool, None) is not None
 
     @property
     def _in_pool(self) -> Iterator[IdleSequence]:
@@ -140,7 +146,7 @@ class IdlePool:
         while not parking.park(idle.sequence):
             parked = (each for each in self._idle if each.sequence.is_parked)
             oldest = next((each for each in parked if each.sequence is not spared), None)
-            if oldest is None or not (self._offloader.is_offloaded(oldest) or self._wake(oldest)):
+            if oldest is None or not self._can_leave(oldest):
                 return self._evict(idle)
             if not self._evict(oldest):
                 return False
@@ -157,6 +163,8 @@ class IdlePool:
         while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
             if not self._move_out(next(self._in_pool)):
                 return False
+        if self._parking and rows_ahead and self._copied and not self._copied.is_leaving:
+            self._close_copy()
         if self._parking:
             return not rows_ahead or all(self._move_out(idle) for idle in list(self._in_pool))
         return not self._by_cost or all(self._weigh(idle, rows_ahead) for idle in list(self._idle))
@@ -189,26 +197,42 @@ class IdlePool:
         return True
 
     def _close(self, idle: IdleSequence) -> None:
+        if idle is self._copied:
+            self._close_copy()
         self._idle.remove(idle)
         self._engine.close_sequence(idle.sequence)
 
     def _export(self, idle: IdleSequence) -> bool:
         while not self._offloader.is_offloaded(idle):
-            if self._allowance.is_spent or not self._wake(idle):
+            if self._allowance.is_spent or not self._can_export(idle):
                 return False
             self._offloader.offload_next(idle)
         return True
 
-    def _wake(self, idle: IdleSequence) -> bool:
-        """Exports are made from the pool; False: it has no room for the sequence."""
+    def _can_leave(self, idle: IdleSequence) -> bool:
+        return self._offloader.is_offloaded(idle) or self._can_export(idle)
+
+    def _can_export(self, idle: IdleSequence) -> bool:
+        """Exports are made from the pool, those of a parked sequence from a copy, of which there is
+        one at a time; False: there is no room for it."""
         if not idle.sequence.is_parked:
             self._gather(idle)
             return True
-        if self._parking is None or self._engine.free_tokens(self.kv_type) < len(idle.tokens):
+        if idle.copy is not None:
+            return True
+        self._close_copy()
+        if self._engine.free_tokens(self.kv_type) < len(idle.tokens):
             return False
-        self._parking.wake(idle.sequence)
-        idle.was_parked = True
+        idle.copy = self._engine.open(exact=False, kv_type=self.kv_type)
+        self._engine.share(idle.sequence, len(idle.tokens), idle.copy)
+        self._copied = idle
         return True
+
+    def _close_copy(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is not None and copied.copy is not None:
+            self._engine.close_sequence(copied.copy)
+            copied.copy = None
 
     def _gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
         """Do without state whose cells lie apart, or compute it again, side by side: both are
@@ -223,16 +247,11 @@ class IdlePool:
             self._engine.step([Work(idle.sequence, rest.ids(), None)])
             idle.tokens = tokens
 
-    def _park_again(self, idle: IdleSequence) -> None:
-        """What was woken to be exported goes back: the next turn would have to wait for that."""
-        if idle.was_parked and self._parking and self._parking.park(idle.sequence):
-            idle.was_parked = False
-
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
         for idle in list(self._idle):
             if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
-                if len(idle.tokens) > len(handle.tokens) and self._wake(idle):
+                if len(idle.tokens) > len(handle.tokens) and self._can_export(idle):
                     self._offloader.offload(idle)  # a longer conversation may rest on it
                 self._close(idle)
 
@@ -251,6 +270,9 @@ class IdlePool:
         if idle is None:
             return False
         self._gather(idle, computes=True)
+        if not idle.tokens:
+            self._close(idle)
+            return True
         return self._parking.park(idle.sequence)
 
     def _export_one(self) -> bool:
@@ -259,23 +281,21 @@ class IdlePool:
             if idle.offloaded.tokens >= len(idle.tokens):
                 continue
             self._gather(idle, computes=True)
-            if self._wake(idle):
+            if self._can_export(idle):
                 if not self._offloader.is_offloaded(idle):
                     self._offloader.offload_next(idle)
                 if self._offloader.is_offloaded(idle):
-                    self._park_again(idle)
+                    self._close_copy()
                 return True
         return False
 
     def export_all(self) -> None:
-        for idle in self._in_pool:
-            self._offloader.offload(idle)
-        for idle in [idle for idle in self._idle if idle.sequence.is_parked]:
+        for idle in [*self._in_pool, *self._idle]:
             for exported in list(self._in_pool):
-                if self._wake(idle):
+                if self._can_export(idle):
                     break
                 self._close(exported)  # for its cells
-            if self._wake(idle):
+            if idle in self._idle and self._can_export(idle):
                 self._offloader.offload(idle)
 
     def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
@@ -295,7 +315,7 @@ class IdlePool:
         while self._asked:
             asked = self._asked[0]
             while asked.idle in self._idle and not self._is_exported(asked):
-                if self._allowance.is_spent or not self._wake(asked.idle):
+                if self._allowance.is_spent or not self._can_export(asked.idle):
                     return False
                 self._offloader.offload_next(asked.idle)
             self._asked.popleft()

@@ -66,13 +66,16 @@ class KvManager:
         self._offloader = Offloader(engine, store, self.counts)
         self._transcoder = Transcoder(engine, self.counts, self.allowance)
 
+        copies = 0 if engine.parking is None else 1  # of parked sequences, to be exported
+        self._most_sequences = self._capabilities.sequences - copies
+
         def idle_pool(kv_type: KvType) -> IdlePool:
             return IdlePool(
                 engine,
                 self._offloader,
                 self.allowance,
                 kv_type=kv_type,
-                most_sequences=self._capabilities.sequences - parallel,
+                most_sequences=self._capabilities.sequences - parallel - copies,
                 most_tokens=idle_tokens,
                 by_cost=idle_by_cost,
             )
@@ -116,7 +119,7 @@ class KvManager:
             tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
         needed = tokens - self._free_of_charge(turn, plan) + headroom
         needed += _wanted_tokens(shared, kv_type)
-        most_idle = self._capabilities.sequences - len(shared) - 1
+        most_idle = self._most_sequences - len(shared) - 1
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
         if others:
@@ -189,7 +192,7 @@ class KvManager:
             idle, kv_type = self.idle.of(quantised.kv_type), quantised.kv_type
             shared = [other for other in others if other.cells_in(kv_type)]
             needed = turn.wanted_tokens(kv_type, HEADROOM_TOKENS) + _wanted_tokens(shared, kv_type)
-            most_idle = self._capabilities.sequences - len(shared) - 1
+            most_idle = self._most_sequences - len(shared) - 1
             if not idle.make_room(needed, most_idle) and (shared or len(idle)):
                 return False
         if not self._transcoder.advance(crossing, quantised.kv_type):

@@ -69,7 +69,7 @@ class IdleSequence:
     rows_meanwhile: int = 0  # that other turns have computed beside it
     is_unused: bool = False  # for some time
     is_leaving: bool = False  # its export was begun to make room
-    was_parked: bool = False  # and is in the pool to be exported
+    copy: Sequence | None = None  # in the pool, of one that is parked: it is exported from there
 
 
 class Offloader:
@@ -119,7 +119,8 @@ class Offloader:
         resumable = stop == len(idle.tokens) and not self._capabilities.can_truncate
         has_room = True
         if self._store.wants(idle.offloaded.key, tokens, exact=exact, resumable=resumable):
-            blob = self._engine.export(idle.sequence, start, stop, resumable=resumable)
+            source = idle.copy or idle.sequence
+            blob = self._engine.export(source, start, stop, resumable=resumable)
             self._counts.exported_bytes += len(blob)
             has_room = self._store.put(
                 idle.namespace,

@@ -39,8 +39,9 @@ def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaC
     said = decode(engine, last, first, 1)
     assert cells.peak == cells.used
     assert [first, *decode(engine, last, said[-1], 11)] == expected
-    engine.parking.wake(others[0])
-    assert others[0].length == len(PROMPT)
+    copy = engine.open(exact=False)
+    engine.share(others[0], len(PROMPT), copy)
+    assert copy.length == len(PROMPT)
 
 
 def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> None:

@@ -218,13 +218,6 @@ class Context:
         self._write(into, kept, bindings.STATE_ON_DEVICE)
         self._positions[into] = self._positions_of(slot)
 
-    def wake(self, slot: int, kept: bytes, one_token: Blob) -> None:
-        """Give a slot back what is parked of it, and that memory to the device."""
-        self._write(self.scratch, kept, bindings.STATE_ON_DEVICE)
-        self.drop_parked(slot, one_token)
-        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, -1, -1)
-        self._library.llama_memory_seq_rm(self._memory, self.scratch, -1, -1)
-
     def drop_parked(self, slot: int, one_token: Blob) -> None:
         """Give the memory of what was parked back, of a slot that is empty: llama.cpp frees it when
         a smaller state takes its place."""

@@ -69,16 +69,11 @@ class Parking:
             self._pool.context.compact(holders[0], self._one_token)
         cells.peak = cells.used
 
-    def wake(self, sequence: Sequence) -> None:
-        kept, tokens = self._fitting(sequence)
-        with self._guard():
-            self._pool.context.wake(sequence.slot, kept, self._one_token)
-        self._pool.cells.append(sequence.slot, tokens)
-        self._leave(sequence)
-
     def copy(self, source: Sequence, into: Sequence) -> None:
         """All of a parked sequence into the cells of an empty one; raises PoolFull."""
-        kept, tokens = self._fitting(source)
+        kept, tokens = self._kept[source.slot]
+        if self._pool.cells.free < tokens:
+            raise PoolFull("no free cells for what is parked")
         with self._guard():
             self._pool.context.unpark(source.slot, kept, into.slot)
         self._pool.cells.append(into.slot, tokens)
@@ -88,15 +83,6 @@ class Parking:
         """Forget a parked sequence."""
         with self._guard():
             self._pool.context.drop_parked(sequence.slot, self._one_token)
-        self._leave(sequence)
-
-    def _fitting(self, sequence: Sequence) -> tuple[bytes, int]:
-        kept, tokens = self._kept[sequence.slot]
-        if self._pool.cells.free < tokens:
-            raise PoolFull("no free cells for what is parked")
-        return kept, tokens
-
-    def _leave(self, sequence: Sequence) -> None:
         del self._kept[sequence.slot]
         sequence.is_parked = False
 
