@@ -2,7 +2,8 @@
 
 Its weights are random, as those of the tests are, with one direction of the embedding that all
 tokens share. The rows of the output matrix for the end of a reply, and for what ends a string in
-JSON, look along it: so they come once in some dozens of tokens, or in one dozen.
+JSON, look along it: whatever may end does, soon. A reply begins after a line break, which has the
+opposite of that direction: so none is empty, whatever a machine's rounding is like.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ SHARED = 6.0  # along the shared direction; the others are about one
 
 
 class EndingModel(TinyModel):
-    reply_ending = 0.5  # how much likelier than others its end is
-    value_ending = 0.9  # and what ends a string or an object
+    ending = 2.0  # how much likelier than others it makes an end
 
     @property
     def vocabulary_size(self) -> int:
         return VOCABULARY
 
     @property
-    def value_ends(self) -> list[int]:
-        return [len(CONTROL) + ord('"'), len(CONTROL) + ord("}")]
+    def ends(self) -> list[int]:
+        """What ends a reply, a string and an object."""
+        return [CONTROL.index("<|end|>"), len(CONTROL) + ord('"'), len(CONTROL) + ord("}")]
+
+    @property
+    def line_break(self) -> int:
+        return len(CONTROL) + ord("\n")
 
     def matrix(self, name: str, columns: int, rows: int, scale: float | None = None) -> None:
         if name != "token_embd.weight":
@@ -45,8 +50,8 @@ class EndingModel(TinyModel):
         output = self._random.standard_normal((rows, columns)).astype(np.float32) * columns**-0.5
         embedding[:, 0] = SHARED
         output[:, 0] = 0.0
-        output[CONTROL.index("<|end|>"), 0] = self.reply_ending
-        output[self.value_ends, 0] = self.value_ending
+        embedding[self.line_break, 0] = -SHARED
+        output[self.ends, 0] = self.ending
         self.writer.add_tensor(name, embedding)
         self.writer.add_tensor("output.weight", output)
 

@@ -15,15 +15,16 @@ import gguf
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests.support.ending_model import EndingModel, write_ending
-from tests.support.tiny import CONTROL, TEMPLATE
+from tests.support.tiny import CONTROL, TEMPLATE, spelling
 
 CONTEXT_TOKENS = 131_072
 LEARNT_TOKENS = 2048
+LINE_BREAK = spelling(ord("\n")).decode()
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
 class LearntVocabulary(EndingModel):
-    reply_ending = value_ending = 1.2
+    ending = 1.2
 
     @cached_property
     def _learnt(self) -> dict[str, Any]:
@@ -64,8 +65,12 @@ class LearntVocabulary(EndingModel):
         return len(self._tokens)
 
     @property
-    def value_ends(self) -> list[int]:
-        return [self._tokens.index(each) for each in ('"', "}")]
+    def ends(self) -> list[int]:
+        return [self._tokens.index(each) for each in ("<|end|>", '"', "}")]
+
+    @property
+    def line_break(self) -> int:
+        return self._tokens.index(LINE_BREAK)
 
 
 def write_model(path: Path) -> Path:

@@ -13,10 +13,11 @@ from tests.support.server import Server, running
 
 @pytest.fixture(scope="session", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """LangChain's suite makes models wherever it likes, which find it by their environment."""
+    """LangChain's suite makes models wherever it likes, which find it by their environment. Answers
+    are compared: none may depend on what was computed before."""
     folder = tmp_path_factory.mktemp("server")
     with (
-        running(write_ending(folder / "tiny.gguf"), folder) as started,
+        running(write_ending(folder / "tiny.gguf"), folder, "--exact") as started,
         pytest.MonkeyPatch.context() as patched,
     ):
         patched.setenv("OPENAI_API_BASE", f"{started.url}/v1")

@@ -17,6 +17,7 @@ EVERYWHERE = {
     "test_tool_calling_async": WITS,
     "test_tool_calling_with_no_arguments": WITS,
     "test_agent_loop": WITS,
+    "test_bind_runnables_as_tools": WITS,
     "test_unicode_tool_call_integration": WITS,
     "test_json_mode": KEYS,
     "test_pdf_inputs": NO_MEDIA,
@@ -34,7 +35,6 @@ LEFT_OUT = {
     "TestChatAnthropic": EVERYWHERE,
     "TestChatOllama": {
         **EVERYWHERE,
-        "test_bind_runnables_as_tools": NO_CHOICE,
         "test_tool_choice": NO_CHOICE,
         "test_anthropic_inputs": "sends blocks of Anthropic's API, which Ollama's has not",
     },
