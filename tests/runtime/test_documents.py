@@ -40,7 +40,7 @@ def harness(clock: FakeClock) -> RuntimeHarness:
 
 
 def store(harness: RuntimeHarness, content: bytes, key: str = KEY, salt: bytes = b"") -> bool:
-    op = StoreDocument(key=key, content=content, ttl_s=1000.0, waits_for_disk=True)
+    op = StoreDocument(key=key, content=content, ttl_s=1000.0)
     stored = harness.administer(op, salt=salt)
     assert isinstance(stored, DocumentStored)
     return stored.kept

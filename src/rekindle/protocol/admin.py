@@ -77,12 +77,11 @@ class ImportState(Struct, tag=True):
 
 class StoreDocument(Struct, tag=True, kw_only=True):
     """Keep a document with the tenant's own entry of this key; where there is none, as one without
-    state. Answered with DocumentStored."""
+    state. Answered with DocumentStored, when a restart would not lose it any more."""
 
     key: str
     content: bytes
     ttl_s: float | None = None  # of an entry without state
-    waits_for_disk: bool = False  # the answer comes when a restart would not lose it
 
 
 class GetDocument(Struct, tag=True):

@@ -24,18 +24,19 @@ class Documents:
 
     def __init__(self, storage: Storage) -> None:
         self._entries = storage.entries
-        self._flush = storage.store.tiers.flush
+        self._disk = storage.disk
 
     def answer(self, op: StoreDocument | GetDocument, namespace: bytes, reply: Reply) -> None:
-        """Reply, perhaps when the disk has done what was asked; raises CacheKeyNotFound."""
+        """Reply when the disk has done what was asked; raises CacheKeyNotFound."""
         if isinstance(op, GetDocument):
             reply(Document(op.key, self._read(namespace, op.key)))
             return
-        kept = self._store(op, namespace)
-        if op.waits_for_disk:
-            self._flush(lambda durable: reply(DocumentStored(kept, durable)))
+        if not self._store(op, namespace):
+            reply(DocumentStored(kept=False, durable=False))
+        elif self._disk is None:
+            reply(DocumentStored(kept=True, durable=False))
         else:
-            reply(DocumentStored(kept))
+            self._disk.commit(lambda durable: reply(DocumentStored(kept=True, durable=durable)))
 
     def _store(self, op: StoreDocument, namespace: bytes) -> bool:
         entry = self._entries.by_key(namespace, op.key) or self._entries.remember(

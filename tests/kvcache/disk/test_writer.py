@@ -12,7 +12,8 @@ import pytest
 
 from rekindle.kvcache.block import Block, chain_key
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.disk.index_db import IndexDb
+from rekindle.kvcache.disk.index_db import IndexDb, SetMeta
+from rekindle.kvcache.disk.writer import Commit, Remove, Writer
 from rekindle.kvcache.tiers.base import Flushed, TierEvent, Written
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.tokens import Tokens
@@ -99,6 +100,27 @@ def test_a_block_is_called_removed_after_file_folder_and_index_are_on_disk(
     recorded.flush()
     recorded.tier.remove(block)
     assert recorded.flush() == ["unlink", "fsync folder", "commit", Flushed.__name__]
+
+
+def test_what_was_noted_is_committed_before_what_waits(tmp_path: Path) -> None:
+    """And whether it was is no answer to whoever waits for the rest."""
+    folder = open_folder(tmp_path / "kv", b"model", limit_bytes=1 << 30)
+    told: SimpleQueue[TierEvent] = SimpleQueue()
+    writer = Writer("disk", told.put, 0)
+    answers: list[str] = []
+    writer.put(Remove(KEY, quarantine=False))
+    writer.put(Flushed(lambda _: answers.append("all")))
+    writer.note(SetMeta("noted", "yes"))
+    writer.put(Commit(lambda _: answers.append(str(folder.index_db.meta("noted")))))
+    writer.start(folder)
+    for _ in range(2):
+        event = told.get(timeout=PATIENCE_S)
+        assert isinstance(event, Flushed)
+        assert event.is_safe
+        event.then(event.is_safe)
+    writer.close()
+    folder.close()
+    assert answers == ["yes", "all"]
 
 
 def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:

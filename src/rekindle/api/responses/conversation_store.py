@@ -67,14 +67,11 @@ class ConversationStore:
             "created_at": int(time.time()),
             "metadata": metadata,
         }
-        kept = await self._documents.save(
-            self._first, created["id"], lines, created, waits_for_disk=True
-        )
-        if not kept:
+        if not await self._documents.save(self._first, created["id"], lines, created):
             raise NoRoomForConversation
         return created
 
-    async def change(self, key: str, change: Change, *, waits_for_disk: bool = True) -> Stored:
+    async def change(self, key: str, change: Change) -> Stored:
         """The conversation after a change, which sees what the one before it left."""
         async with self._locks.of(self._tenant, key):
             before = await self.load(key)
@@ -83,19 +80,13 @@ class ConversationStore:
                 raise BadRequest(
                     f"A conversation has at most {MOST_ITEMS} items: begin another.", param="items"
                 )
-            kept = await self._documents.save(
-                before.runtime, key, lines, changed, waits_for_disk=waits_for_disk
-            )
+            kept = await self._documents.save(before.runtime, key, lines, changed)
         if not kept:
             raise NoRoomForConversation
         return Stored(key, before.runtime, lines, changed)
 
-    async def append(self, key: str, lines: Lines, *, waits_for_disk: bool = True) -> None:
-        await self.change(
-            key,
-            lambda before: ((*before.lines, *lines), before.object),
-            waits_for_disk=waits_for_disk,
-        )
+    async def append(self, key: str, lines: Lines) -> None:
+        await self.change(key, lambda before: ((*before.lines, *lines), before.object))
 
     async def delete(self, key: str) -> None:
         async with self._locks.of(self._tenant, key):

@@ -37,7 +37,7 @@ class Record:
     async def _append(self, response: dict[str, Any]) -> bool:
         lines = (*self.conversation.own_lines, *as_lines(response["output"]))
         key = response["conversation"]["id"]
-        await self.conversations.append(key, lines, waits_for_disk=False)
+        await self.conversations.append(key, lines)
         return True
 
     async def _save(self, response: dict[str, Any]) -> bool:

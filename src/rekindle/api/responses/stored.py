@@ -7,6 +7,7 @@ begins with the one before it, and on disk they share what they have in common.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from rekindle.server.models import models_of
 from rekindle.server.runtime_client import RuntimeClient
 
 MOST_DOCUMENT_BYTES = 32 << 20
+DISK_S = 2.0  # that a client waits for the disk
 MOST_AT_ONCE = 16  # documents of a tenant: a quarter of the questions that a runtime takes
 DOCUMENT_SLOTS = "document_slots"  # in the state of the application
 
@@ -122,15 +124,18 @@ class DocumentClient:
         object_: dict[str, Any],
         *,
         ttl_s: float | None = None,
-        waits_for_disk: bool = False,
     ) -> bool:
-        """Whether there is room for it."""
+        """Whether there is room for it. On return it is on disk, unless that is slow or fails; in
+        memory it is in any case."""
         content = b"\n".join((*lines, orjson.dumps(object_)))
         if len(content) > MOST_DOCUMENT_BYTES:
             return False
-        op = StoreDocument(key=key, content=content, ttl_s=ttl_s, waits_for_disk=waits_for_disk)
+        op = StoreDocument(key=key, content=content, ttl_s=ttl_s)
         async with self._slots:
-            return (await self._admin.request(runtime, op, DocumentStored)).kept
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DISK_S):
+                    return (await self._admin.request(runtime, op, DocumentStored)).kept
+        return True
 
     async def delete(self, stored: Stored) -> None:
         """With the state that is no other's; it is gone when this returns, restart or not."""

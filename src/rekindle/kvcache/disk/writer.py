@@ -40,7 +40,14 @@ class KeepLearnt:
     learnt: Learnt
 
 
-Order = Write | Remove | Flushed | BackUp | KeepLearnt
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Have the index committed now; state that waits to be written goes on waiting."""
+
+    then: Callable[[bool], None]
+
+
+Order = Write | Remove | Flushed | BackUp | KeepLearnt | Commit
 
 
 class Writer:
@@ -69,8 +76,11 @@ class Writer:
 
     def put(self, order: Order) -> None:
         with self._wake:
-            self._orders.append(order)
-            self._urgent += isinstance(order, Flushed)
+            if isinstance(order, Commit):
+                self._orders.appendleft(order)  # it is about what was noted, and about no order
+            else:
+                self._orders.append(order)
+            self._urgent += isinstance(order, Flushed | Commit)
             self._wake.notify()
 
     def note(self, change: Change) -> None:
@@ -123,8 +133,8 @@ class Writer:
                 order = self._orders.popleft()
                 orders.append(order)
                 room -= order.size_bytes if isinstance(order, Write) else 0
-                if isinstance(order, Flushed | BackUp):
-                    self._urgent -= isinstance(order, Flushed)
+                if isinstance(order, Flushed | BackUp | Commit):
+                    self._urgent -= isinstance(order, Flushed | Commit)
                     break
             self._is_due = False
             return _Batch(orders, self._changes.listed(), self._unremoved)
@@ -158,6 +168,8 @@ class Writer:
             if isinstance(order, Flushed):
                 self._on_event(Flushed(order.then, is_safe=not self._has_failed))
                 self._has_failed = False  # the next one to ask asks about what comes now
+            elif isinstance(order, Commit):
+                self._on_event(Flushed(order.then, is_safe=commit_error is None))
             elif isinstance(order, BackUp):
                 self._back_up()
             elif isinstance(order, KeepLearnt):

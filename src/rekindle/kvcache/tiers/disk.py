@@ -17,7 +17,7 @@ from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.learnt_file import Learnt
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
-from rekindle.kvcache.disk.writer import BackUp, KeepLearnt, Remove, Writer
+from rekindle.kvcache.disk.writer import BackUp, Commit, KeepLearnt, Remove, Writer
 from rekindle.kvcache.tiers.base import (
     Fetch,
     Fetched,
@@ -139,6 +139,14 @@ class DiskTier(WriteBehindTier):
             self._writer.put(Flushed(then))
         elif self._folder is not None:
             self._flushes.append(Flushed(then))  # what there is to remove may not be found yet
+        else:
+            then(False)
+
+    def commit(self, then: Callable[[bool], None]) -> None:
+        """Have `Flushed` reported when the index has what was noted before, or has failed to take
+        it; it does not wait for state."""
+        if self.is_open:
+            self._writer.put(Commit(then))
         else:
             then(False)
 
