@@ -48,6 +48,6 @@ bench: install          ## measure beside llama.cpp's own server
 clients: install        ## real programs of others against a server of their own; needs npm and a network
 	mkdir -p build/clients && cp tools/clients/package.json build/clients
 	npm install --prefix build/clients --ignore-scripts --no-package-lock --no-audit --no-fund
-	test -x build/clients/aider/bin/aider || $(BIN)/uv venv --quiet --clear build/clients/aider
+	test -x build/clients/aider/bin/aider || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/clients/aider
 	$(BIN)/uv pip install --quiet --python build/clients/aider/bin/python -r tools/clients/requirements.txt
 	PYTHONPATH=. $(BIN)/python -m tools.clients.run build/clients $(ARGS)
