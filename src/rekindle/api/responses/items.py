@@ -103,14 +103,15 @@ def is_of_server(kind: str) -> bool:
 
 
 def _kind(item: Any) -> str | None:
+    """The tag of its form below."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         return "message"
     if not isinstance(kind, str):
         return None
-    return (
-        "unserved" if is_of_server(kind) else kind.replace("custom_tool_call_o", "function_call_o")
-    )
+    if is_of_server(kind):
+        return "unserved"
+    return "function_call_output" if kind == "custom_tool_call_output" else kind
 
 
 InputItem = Annotated[

@@ -62,13 +62,8 @@ async def create_response(
         caller_of(request).salt,
         names_of(body, response.id),
     )
-    record = Record(
-        runtime,
-        conversation,
-        DocumentClient(request),
-        ConversationStore(request),
-        is_stored=body.is_stored,
-    )
+    stores = DocumentClient(request), ConversationStore(request)
+    record = Record(runtime, conversation, *stores, is_stored=body.is_stored)
     items = ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning)
     answer = Answer(
         runtime,
