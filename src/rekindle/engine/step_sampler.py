@@ -15,7 +15,7 @@ from rekindle.protocol.settings import usable_cores
 #: and still in a core's cache.
 GROUP_LOGITS = 800_000
 
-_MOST_THREADS = 8  # more of them wait for that lock
+_MOST_THREADS, _LEAST_ROWS = 4, 16  # with more of them, or fewer rows each, they wait for that lock
 _DRAWN, _GREEDY = 70, 14  # work of a logit, as a team counts it
 
 
@@ -45,12 +45,13 @@ class StepSampler:
         return [sampled for start in sorted(chosen) for sampled in chosen[start]]
 
     def _share(self, compute: Compute, rows: int, work: int) -> None:
-        if self._threads < 2 or work < 2 * LEAST_WORK:
+        threads = min(self._threads, rows // _LEAST_ROWS)
+        if threads < 2 or work < 2 * LEAST_WORK:
             compute(slice(0, rows))
             return
         if self._team is None:
             self._team = Team(self._threads, "sampler")
-        self._team.share(compute, rows, work // rows)
+        self._team.share(compute, rows, work // rows, most=threads)
 
     def _own_scratch(self) -> Scratch:
         """That of the thread."""

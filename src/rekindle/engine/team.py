@@ -40,10 +40,13 @@ class Team:
         for thread in self._threads:
             thread.start()
 
-    def share(self, compute: Compute, count: int, item_work: int) -> None:
-        """Compute items 0 to `count`, which are so many multiplications each. The asking thread
-        takes a few more than the others, which it has to wake. Of what fails, one is raised."""
-        parts = max(min(self.size, count, count * item_work // LEAST_WORK), 1)
+    def share(
+        self, compute: Compute, count: int, item_work: int, *, most: int | None = None
+    ) -> None:
+        """Compute items 0 to `count`, which are so many multiplications each, on `most` threads at
+        most. The asking thread takes a few more than the others, which it has to wake. Of what
+        fails, one is raised."""
+        parts = max(min(most or self.size, self.size, count, count * item_work // LEAST_WORK), 1)
         ahead = min(WAKING_WORK // item_work * (parts - 1), count - parts)
         rest = count - ahead
         bounds = [0, *(count - rest * part // parts for part in range(parts - 1, -1, -1))]
