@@ -118,7 +118,7 @@ def test_a_failure_in_one_row_is_raised() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "busy", "threads"),
-    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (64, 0, 8), (8, 8, 1), (32, 16, 8)],
+    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (64, 0, 4), (8, 8, 1), (32, 16, 8)],
 )
 def test_threads_go_by_the_cores_that_are_left(
     cores: int, busy: int, threads: int, monkeypatch: pytest.MonkeyPatch
