@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
 from rekindle.kvcache.density_ranking import DensityRanking
+from rekindle.kvcache.duel import Duel, Rule
 from rekindle.kvcache.hit_density import HitDensity
+from rekindle.kvcache.policy import Ranking
 
 from .evicting import evict, use
 from .measure import allocated_bytes
@@ -72,9 +76,12 @@ class Forest(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ranking = DensityRanking(HitDensity())
+        self.ranking = self.new_ranking()
         self.parents: dict[bytes, bytes | None] = {}
         self.names = count()
+
+    def new_ranking(self) -> Ranking:
+        return DensityRanking(HitDensity())
 
     def leaves(self) -> set[bytes]:
         return self.parents.keys() - set(self.parents.values())
@@ -122,5 +129,19 @@ class Forest(RuleBasedStateMachine):
         assert not len(self.ranking)
 
 
+class AdaptiveForest(Forest):
+    """By either rule, while two caches without state look on."""
+
+    def new_ranking(self) -> Ranking:
+        self.duel = Duel()
+        return AdaptiveRanking(self.duel)
+
+    @rule(favourite=st.sampled_from(get_args(Rule)))
+    def change(self, favourite: Rule) -> None:
+        self.duel.favourite = favourite
+
+
+TestAdaptiveForest = AdaptiveForest.TestCase
+TestAdaptiveForest.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 TestForest = Forest.TestCase
 TestForest.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
