@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,6 +80,17 @@ def test_a_client_that_fails_says_what_it_said(
     client = Echo(tmp_path, tmp_path, "http://127.0.0.1:1")
     with pytest.raises(ProgramFailed, match="hello"):
         client.say("hello")
+
+
+def test_what_a_client_leaves_running_is_ended(tmp_path: Path) -> None:
+    client = Echo(tmp_path, tmp_path, "http://127.0.0.1:1")
+    left = subprocess.Popen(["sleep", "60"], env=client.environment)
+    other = subprocess.Popen(["sleep", "60"])
+    client.close()
+    assert left.wait(WAIT_S) == -signal.SIGTERM
+    assert other.poll() is None
+    other.kill()
+    other.wait()
 
 
 FUNCTION = {"type": "function", "function": {"name": "look"}}

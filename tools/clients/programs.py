@@ -6,8 +6,10 @@ environment may hold keys.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -85,6 +87,14 @@ class Program(ABC):
         if done.returncode:
             raise ProgramFailed(f"{self.name} failed: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def close(self) -> None:
+        """End what it has left running, which is known by its home: Cline starts a daemon."""
+        home = f"HOME={self.home}".encode()
+        for each in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another's
+                if home in each.read_bytes().split(b"\0"):
+                    os.kill(int(each.parent.name), signal.SIGTERM)
 
     def write(self, path: Path, content: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ little. The figures go into docs/clients.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,13 +70,13 @@ def try_out(
     outcome = Outcome(kind)
     seen.forced = kind.tool
     try:
-        program = kind(installed, folder, url, seen.ended_exchanges)
-        for stage in STAGES:
-            before = len(seen.exchanges)
-            try:
-                program.say(f"Say {stage}.", goes_on=stage == "second turn")
-            finally:
-                outcome.add(stage, seen.exchanges[before:])
+        with contextlib.closing(kind(installed, folder, url, seen.ended_exchanges)) as program:
+            for stage in STAGES:
+                before = len(seen.exchanges)
+                try:
+                    program.say(f"Say {stage}.", goes_on=stage == "second turn")
+                finally:
+                    outcome.add(stage, seen.exchanges[before:])
     except ProgramFailed as error:
         outcome.problems.append(str(error))
     outcome.judge()
