@@ -110,15 +110,15 @@ def test_a_failure_in_one_row_is_raised() -> None:
             raise MemoryError
 
     step = StepSampler(4)
-    samplers = [Broken(SamplingParams(temperature=2), (), None) for _ in range(16)]
+    samplers = [Broken(SamplingParams(temperature=2), (), None) for _ in range(64)]
     with pytest.raises(MemoryError):
-        step.sample(samplers, np.zeros((16, 50_000), np.float32))
+        step.sample(samplers, np.zeros((64, 50_000), np.float32))
     step.close()
 
 
 @pytest.mark.parametrize(
     ("cores", "busy", "threads"),
-    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (64, 0, 4), (8, 8, 1), (32, 16, 8)],
+    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (64, 0, 4), (8, 8, 1), (32, 16, 4)],
 )
 def test_threads_go_by_the_cores_that_are_left(
     cores: int, busy: int, threads: int, monkeypatch: pytest.MonkeyPatch

@@ -247,3 +247,15 @@ def test_a_record_is_written_as_every_version_before_wrote_it() -> None:
     record = Record(b"r" * KEY_BYTES, b"p" * KEY_BYTES, tokens, state, exact=True, resumable=True)
     digest = sha256(encode(record, SECRET)).hexdigest()
     assert digest == "edd1b490ce2cf336c693be5ab7490da95041f84d8ec95c436c5c56e7ff072f5c"
+
+
+def test_a_record_is_sealed_alike_however_many_cores_do_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = Record(
+        b"n" * 32, b"p" * 32, Tokens.of([1, 2, 3]), bytes(range(256)) * 8192, exact=True
+    )
+    alone = seal(record, SECRET)
+    monkeypatch.setattr(codec, "SHARED_BYTES", 1)
+    together = seal(record, SECRET)
+    assert [bytes(part) for part in alone] == [bytes(part) for part in together]
