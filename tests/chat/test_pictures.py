@@ -206,7 +206,7 @@ def test_a_preview_says_that_there_is_a_picture() -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_conversation_with_pictures_goes_on_as_one_that_is_encoded_whole(source: str) -> None:
     encoder = Encoder(Vocabulary(), TEMPLATES[source])
-    messages, earlier = [user("Look: ", image(ONE), "what?")], None
+    messages, earlier = [user("Look: ", image(ONE))], None
     for reply, question in (("A cat.", user("And ", image(OTHER), "?")), ("<s>", user("Why?"))):
         messages += [{"role": "assistant", "content": reply}, question]
         encode = partial(encoder.chat, messages, template_kwargs={}, pictures=PICTURES)

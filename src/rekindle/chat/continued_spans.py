@@ -6,7 +6,7 @@ conversation; here only what comes after the tokens that both prompts begin with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rekindle.chat.message_spans import (
@@ -43,19 +43,36 @@ def continued_spans(
     """
     common = before.tokens.common_prefix(now.tokens)
     kept = [span for span in spans if span.end <= common and span.index in known]
-    rest = now.tokens[common:]
-    if not kept or rest.media or before.tokens[common:].media:
+    if not kept:
         return None
-    at = len(before.text) - sum(map(len, pieces(before.tokens[common:])))
+    # From the last token of the last message that stays: the next one may begin inside of it.
+    first = max(span.end for span in kept) - 1
+    gone, rest = before.tokens[first:], now.tokens[first:]
+    if gone.media or rest.media:
+        return None
+    at = len(before.text) - sum(map(len, pieces(gone)))
     if at < 0 or now.text[:at] != before.text[:at]:
         return None
-    edges = TokenEdges(token_offsets(pieces(rest), now.text[at:]), common, at)
-    moved = {span.index for span in spans} - {span.index for span in kept}
-    wanted = [index for index in range(len(messages)) if index not in known or index in moved]
-    places = locate(((index, messages[index]) for index in wanted), now.text, at)
+    edges = TokenEdges(token_offsets(pieces(rest), now.text[at:]), first, at)
+    places = locate(_wanted(messages, spans, kept, known), now.text, at)
     if places is None or not edges.offsets:
         return None
     return *kept, *edges.message_spans(messages, places)
+
+
+def _wanted(
+    messages: Sequence[Message],
+    spans: Sequence[MessageSpan],
+    kept: Sequence[MessageSpan],
+    known: Container[int],
+) -> Iterator[tuple[int, Message]]:
+    """The messages to be looked for: new ones, those that stood where the prompts differ, and those
+    after them that had no place there. One before them that had none has none."""
+    found, had = {span.index for span in kept}, {span.index for span in spans}
+    for index, message in enumerate(messages):
+        is_old = index in known and index not in had and index < max(found)
+        if not is_old and index not in found:
+            yield index, message
 
 
 def locate(messages: Iterable[tuple[int, Message]], text: bytes, at: int) -> ByteSpans | None:

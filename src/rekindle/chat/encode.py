@@ -156,7 +156,7 @@ class Encoder:
             Encoding(unescape(prompt.escaped), prompt.tokens),
             prompt.messages,
             same,
-            lambda tokens: list(map(self._piece, tokens)),
+            lambda tokens: [self._piece(each) if each < MEDIA_BIT else b"" for each in tokens],
         )
 
     def prefix(
