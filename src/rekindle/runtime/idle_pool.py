@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, KvType, Sequence, Work
+from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.runtime.idle_exports import IdleExports
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.tokens import Tokens
 
@@ -49,8 +50,6 @@ class IdlePool:
     ) -> None:
         self._engine = engine
         self.kv_type = kv_type
-        self._offloader = offloader
-        self._allowance = allowance
         self._most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
@@ -58,7 +57,7 @@ class IdlePool:
         self._parking = engine.parking if is_usual else None
         self._idle: list[IdleSequence] = []  # least recently used first
         self._asked: deque[_Asked] = deque()  # exports that somebody waits for
-        self._copied: IdleSequence | None = None  # the one that has a copy
+        self._exports = IdleExports(engine, offloader, allowance, kv_type)
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -87,8 +86,7 @@ class IdlePool:
             if idle.sequence is source:
                 self._idle.remove(idle)
                 if is_over:
-                    if idle is self._copied:
-                        self._close_copy()
+                    self._exports.close_copy(idle)
                     self._engine.close_sequence(source)
                 else:
                     idle.is_leaving = False
@@ -98,7 +96,7 @@ class IdlePool:
     def clear(self) -> None:
         """The engine has lost them."""
         self._idle.clear()
-        self._copied = None
+        self._exports.copied = None
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -117,7 +115,7 @@ class IdlePool:
             if victim is None or not self._evict(victim):
                 return False
         if self._engine.free_tokens(self.kv_type) < tokens:
-            self._close_copy()
+            self._exports.close_copy()
         while self._engine.free_tokens(self.kv_type) < tokens:
             victim = next((each for each in self._in_pool if each.sequence is not spared), None)
             if victim is None or not self._move_out(victim, spared):
@@ -127,7 +125,7 @@ class IdlePool:
     @property
     def is_in_pool(self) -> bool:
         """Whether any of them holds cells."""
-        return self._copied is not None or next(self._in_pool, None) is not None
+        return self._exports.copied is not None or next(self._in_pool, None) is not None
 
     @property
     def _in_pool(self) -> Iterator[IdleSequence]:
@@ -137,7 +135,7 @@ class IdlePool:
         """Out of the pool: park a sequence, or else export and close it. False: the allowance did
         not do."""
         parking = self._parking
-        self._gather(idle)
+        self._exports.gather(idle)
         if not idle.tokens:
             self._close(idle)
             return True
@@ -146,7 +144,7 @@ class IdlePool:
         while not parking.park(idle.sequence):
             parked = (each for each in self._idle if each.sequence.is_parked)
             oldest = next((each for each in parked if each.sequence is not spared), None)
-            if oldest is None or not self._can_leave(oldest):
+            if oldest is None or not self._exports.can_leave(oldest):
                 return self._evict(idle)
             if not self._evict(oldest):
                 return False
@@ -163,17 +161,21 @@ class IdlePool:
         while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
             if not self._move_out(next(self._in_pool)):
                 return False
-        if self._parking and rows_ahead and self._copied and not self._copied.is_leaving:
-            self._close_copy()
         if self._parking:
-            return not rows_ahead or all(self._move_out(idle) for idle in list(self._in_pool))
+            return not rows_ahead or self._clear_pool()
         return not self._by_cost or all(self._weigh(idle, rows_ahead) for idle in list(self._idle))
+
+    def _clear_pool(self) -> bool:
+        """Leave no cells to anything idle, but to a copy that is on its way out."""
+        if self._exports.copied and not self._exports.copied.is_leaving:
+            self._exports.close_copy()
+        return all(self._move_out(idle) for idle in list(self._in_pool))
 
     def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
         """Let a sequence stay or go; its state is in the store either way, so that it can go at
         once. False: the allowance did not do."""
         if idle.rows_meanwhile + rows_ahead <= ROWS_WORTH_A_RESTORE:
-            return self._export(idle)
+            return self._exports.export(idle)
         return self._evict(idle)
 
     def count_rows(self, rows: int) -> None:
@@ -191,68 +193,22 @@ class IdlePool:
     def _evict(self, idle: IdleSequence) -> bool:
         """Export a sequence and close it; False: the allowance did not do."""
         idle.is_leaving = True
-        if not self._export(idle):
+        if not self._exports.export(idle):
             return False
         self._close(idle)
         return True
 
     def _close(self, idle: IdleSequence) -> None:
-        if idle is self._copied:
-            self._close_copy()
+        self._exports.close_copy(idle)
         self._idle.remove(idle)
         self._engine.close_sequence(idle.sequence)
-
-    def _export(self, idle: IdleSequence) -> bool:
-        while not self._offloader.is_offloaded(idle):
-            if self._allowance.is_spent or not self._can_export(idle):
-                return False
-            self._offloader.offload_next(idle)
-        return True
-
-    def _can_leave(self, idle: IdleSequence) -> bool:
-        return self._offloader.is_offloaded(idle) or self._can_export(idle)
-
-    def _can_export(self, idle: IdleSequence) -> bool:
-        """Exports are made from the pool, those of a parked sequence from a copy, of which there is
-        one at a time; False: there is no room for it."""
-        if not idle.sequence.is_parked:
-            self._gather(idle)
-            return True
-        if idle.copy is not None:
-            return True
-        self._close_copy()
-        if self._engine.free_tokens(self.kv_type) < len(idle.tokens):
-            return False
-        idle.copy = self._engine.open(exact=False, kv_type=self.kv_type)
-        self._engine.share(idle.sequence, len(idle.tokens), idle.copy)
-        self._copied = idle
-        return True
-
-    def _close_copy(self) -> None:
-        copied, self._copied = self._copied, None
-        if copied is not None and copied.copy is not None:
-            self._engine.close_sequence(copied.copy)
-            copied.copy = None
-
-    def _gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
-        """Do without state whose cells lie apart, or compute it again, side by side: both are
-        faster than to move it."""
-        start, tokens = idle.sequence.scattered_from, idle.tokens
-        if start is None or not self._engine.capabilities.can_truncate:
-            return
-        self._engine.truncate(idle.sequence, start)
-        idle.tokens = tokens[:start]
-        rest = tokens[start:]
-        if computes and len(rest) <= self._engine.capabilities.batch_tokens and not rest.media:
-            self._engine.step([Work(idle.sequence, rest.ids(), None)])
-            idle.tokens = tokens
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
         for idle in list(self._idle):
             if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
-                if len(idle.tokens) > len(handle.tokens) and self._can_export(idle):
-                    self._offloader.offload(idle)  # a longer conversation may rest on it
+                if len(idle.tokens) > len(handle.tokens):
+                    self._exports.export_at_once(idle)  # a longer conversation may rest on it
                 self._close(idle)
 
     # -- exporting -----------------------------------------------------------------------------
@@ -260,7 +216,8 @@ class IdlePool:
     def use_moment(self) -> bool:
         """For idle moments: copy one block to the store, or park what is not the newest; False when
         there is nothing left to do."""
-        return self._export_one() or self._park_one()
+        newest_first = reversed(self._idle)  # the newest is the likeliest to be asked for
+        return any(map(self._exports.export_block, newest_first)) or self._park_one()
 
     def _park_one(self) -> bool:
         if self._parking is None:
@@ -269,34 +226,20 @@ class IdlePool:
         idle = next(others, None)
         if idle is None:
             return False
-        self._gather(idle, computes=True)
+        self._exports.gather(idle, computes=True)
         if not idle.tokens:
             self._close(idle)
             return True
         return self._parking.park(idle.sequence)
 
-    def _export_one(self) -> bool:
-        """False when all of them are there."""
-        for idle in reversed(self._idle):  # the newest is the likeliest to be asked for
-            if idle.offloaded.tokens >= len(idle.tokens):
-                continue
-            self._gather(idle, computes=True)
-            if self._can_export(idle):
-                if not self._offloader.is_offloaded(idle):
-                    self._offloader.offload_next(idle)
-                if self._offloader.is_offloaded(idle):
-                    self._close_copy()
-                return True
-        return False
-
     def export_all(self) -> None:
         for idle in [*self._in_pool, *self._idle]:
             for exported in list(self._in_pool):
-                if self._can_export(idle):
+                if self._exports.can_leave(idle):
                     break
                 self._close(exported)  # for its cells
-            if idle in self._idle and self._can_export(idle):
-                self._offloader.offload(idle)
+            if idle in self._idle:
+                self._exports.export_at_once(idle)
 
     def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
         """Call back when the state of a conversation that is here is in the store, and nothing
@@ -314,17 +257,11 @@ class IdlePool:
         """Go on with what somebody waits for; False: the next step goes on."""
         while self._asked:
             asked = self._asked[0]
-            while asked.idle in self._idle and not self._is_exported(asked):
-                if self._allowance.is_spent or not self._can_export(asked.idle):
-                    return False
-                self._offloader.offload_next(asked.idle)
+            if asked.idle in self._idle and not self._exports.export(asked.idle, asked.tokens):
+                return False
             self._asked.popleft()
             asked.then()
         return True
-
-    def _is_exported(self, asked: _Asked) -> bool:
-        is_whole = self._offloader.is_offloaded(asked.idle)
-        return is_whole or asked.idle.offloaded.tokens >= asked.tokens
 
 
 def _is_along(one: Tokens, other: Tokens) -> bool:
