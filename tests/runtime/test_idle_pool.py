@@ -308,6 +308,7 @@ def test_what_lies_apart_is_not_moved_but_computed_again(park_tokens: int) -> No
         harness.kv.make_room(engine.pool_tokens)
     replies = [harness.ask([*tokens, 7], max_tokens=3) for tokens in said]
     assert [reply.reused for reply in replies] == [40, 40]
+    assert engine.counts.scattered_exports == 0
     plain = RuntimeHarness(FakeEngine())
     expected = [plain.ask([*tokens, 7], max_tokens=3).tokens for tokens in said]
     assert [reply.tokens for reply in replies] == expected
@@ -320,6 +321,7 @@ def test_in_an_idle_moment_it_is_computed_again_for_the_next_turn(park_tokens: i
     while harness.scheduler.step():
         pass
     assert engine.counts.exported_tokens == 2 * 49
+    assert engine.counts.scattered_exports == 0
     harness.kv.make_room(engine.pool_tokens)
     replies = [harness.ask([*tokens, 7], max_tokens=3) for tokens in said]
     assert [reply.reused for reply in replies] == [49, 49]

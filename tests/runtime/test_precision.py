@@ -441,6 +441,9 @@ def crowd(seed: int) -> None:
         exact_sequences=choose.choice([1, 2, 4]),
         break_steps=set(choose.sample(range(1, 400), choose.choice([0, 2]))),
         break_restores=choose.choice([0, 0, 1]),
+        park_tokens=choose.choice([0, 200, 600]) if same["can_truncate"] else 0,
+        computes_beside=choose.random() < 0.5,
+        scatters=choose.random() < 0.5,
         **same,
     )
     harness = RuntimeHarness(
@@ -468,11 +471,18 @@ def crowd(seed: int) -> None:
         if choose.random() < 0.1:
             list(harness.runtime.upkeep())
     harness.run()
-    assert engine.open_sequences == len(harness.kv.idle)
+    copies = sum(idle.copy is not None for idle in harness.kv.idle)
+    assert engine.open_sequences == len(harness.kv.idle) + copies
     for reply, tokens, request in asked:
-        if request["exact"] and not isinstance(reply.events[-1], Cancelled):
+        is_one_type = request["kv_bits"] is None
+        if (request["exact"] or is_one_type) and not isinstance(reply.events[-1], Cancelled):
             alone = RuntimeHarness(FakeEngine(**same)).ask(tokens, **request)
             assert reply.tokens == alone.tokens
+            assert reply.text == alone.text
+    harness.close()
+    assert engine.open_sequences == len(harness.kv.idle) + sum(
+        idle.copy is not None for idle in harness.kv.idle
+    )
 
 
 @pytest.mark.long

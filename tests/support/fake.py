@@ -135,6 +135,7 @@ class FakeCounts:
     computed_tokens: int = 0
     restored_tokens: int = 0
     exported_tokens: int = 0
+    scattered_exports: int = 0
     transcoded_tokens: int = 0
     steps: int = 0
     resets: int = 0
@@ -299,7 +300,7 @@ class FakeEngine:
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
         assert not sequence.is_parked
-        assert sequence.scattered_from is None or not self.can_truncate
+        self.counts.scattered_exports += sequence.scattered_from is not None
         self.counts.exported_tokens += stop - start
         cells = b"".join(self._state(sequence)[start:stop])
         if not resumable:
@@ -340,8 +341,9 @@ class FakeEngine:
         if self.computes_beside:
             self.meanwhile()
         for item in work if self.scatters and len(work) > 1 else ():
-            if len(item.tokens) == 1 and item.sequence.scattered_from is None:
-                item.sequence.scattered_from = item.sequence.length
+            sequence = item.sequence
+            if len(item.tokens) == 1 and sequence.scattered_from is None and not sequence.exact:
+                sequence.scattered_from = sequence.length
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:

@@ -110,15 +110,22 @@ class IdlePool:
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
         """Move sequences out of the pool until so many cells are free, and no more than so many
         sequences are here; False: there are no more, or the step's allowance is spent."""
-        while len(self) > sequences:
-            victim = next((each for each in self._idle if each.sequence is not spared), None)
-            if victim is None or not self._evict(victim):
-                return False
+        if not self._keep(sequences, spared):
+            return False
         if self._engine.free_tokens(self.kv_type) < tokens:
             self._exports.close_copy()
         while self._engine.free_tokens(self.kv_type) < tokens:
             victim = next((each for each in self._in_pool if each.sequence is not spared), None)
             if victim is None or not self._move_out(victim, spared):
+                return False
+        return True
+
+    def _keep(self, sequences: int, spared: Sequence | None = None) -> bool:
+        """No more than so many; False: the allowance did not do."""
+        while len(self) > sequences:
+            others = (each for each in self._idle if each.sequence is not spared)
+            victim = next(filter(self._exports.can_leave, others), None)
+            if victim is None or not self._evict(victim):
                 return False
         return True
 
@@ -143,8 +150,9 @@ class IdlePool:
             return self._evict(idle)
         while not parking.park(idle.sequence):
             parked = (each for each in self._idle if each.sequence.is_parked)
-            oldest = next((each for each in parked if each.sequence is not spared), None)
-            if oldest is None or not self._exports.can_leave(oldest):
+            others = (each for each in parked if each.sequence is not spared)
+            oldest = next(filter(self._exports.can_leave, others), None)
+            if oldest is None:
                 return self._evict(idle)
             if not self._evict(oldest):
                 return False
@@ -153,9 +161,8 @@ class IdlePool:
     def trim(self, rows_ahead: int = 0) -> bool:
         """Idle state in the pool slows every step down a little; keep it within its share, and to
         what is worth its place while so many rows are computed. False: the next step goes on."""
-        while len(self._idle) > self._most_sequences:
-            if not self._evict(self._idle[0]):
-                return False
+        if not self._keep(self._most_sequences):
+            return False
         if not self.is_in_pool:
             return True
         while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
