@@ -42,6 +42,6 @@ def test_a_switch_that_may_be_on_by_default_can_be_turned_off_and_no_other() -> 
     assert off == {"--no-context-cache", "--no-normalise", "--no-vlm"}
 
 
-@pytest.mark.parametrize("default", ["(2GiB)", "(10GB)", "(0.3)", "(16)", "(~/.cache/rekindle/kv)"])
+@pytest.mark.parametrize("default", ["(1GiB)", "(0.3)", "(16)", "(~/.cache/rekindle/kv)"])
 def test_a_default_is_shown_as_it_would_be_written(default: str, help_text: str) -> None:
     assert f"[default: {default}]" in help_text
