@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
+import pytest
+from msgspec import structs
+
+from rekindle.errors import ContextTooLong
 from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams
 from tests.chat.tool_templates import HERMES
 from tests.support.agent import TOOLS
@@ -41,3 +46,21 @@ def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
         Names(in_memory=True),
     ]
     assert len({id(each.decoding.parser) for each in choices}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "has 10"),
+        ({"tools": [{**TOOLS[0], "note": "x" * (16 << 20)}]}, "at least 10"),
+    ],
+    ids=["messages", "tools"],
+)
+def test_no_grammar_is_compiled_for_a_prompt_that_does_not_fit(fields: Any, found: str) -> None:
+    processor = Conversations(HERMES).runtime.input_processor
+    with (
+        patch.object(processor._output_format, "decoding", autospec=True) as compiled,
+        pytest.raises(ContextTooLong, match=found),
+    ):
+        processor.encode(structs.replace(ASK, **fields))
+    compiled.assert_not_called()

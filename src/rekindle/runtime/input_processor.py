@@ -35,6 +35,7 @@ from rekindle.runtime.request import (
     EncodedRequest,
     PictureTokens,
     RequestPictures,
+    check_room,
 )
 from rekindle.tokens import Tokenizer, Tokens
 
@@ -99,6 +100,8 @@ class InputProcessor:
         request, pictures = self._seen(request, request.salt)
         request, changes = self._normalised(request)
         encoded = self._encoded(request, pictures.in_prompt)
+        # Before a grammar is compiled.
+        check_room(request, encoded.prompt, pictures, self._capabilities.context_tokens)
         normalised = [*changes, *encoded.normalised]
         return [self._choice(each, encoded, normalised, pictures) for each in request.choices()]
 
@@ -134,7 +137,7 @@ class InputProcessor:
             return self._prefix(indexed.messages, indexed.tools, {}, pictures.in_prompt)
         shown, pictures = self._seen(op, salt)
         asked, _ = self._normalised(shown)
-        self._check_size(asked.messages, "messages")
+        self._check_size([asked.messages, asked.tools], "messages")
         tenant = self.namespace(salt)
         return self._chats.encode(asked, tenant, pictures.in_prompt, recalls=True)
 
@@ -163,7 +166,7 @@ class InputProcessor:
         """The tokens of a conversation that nobody has to answer."""
         shown, pictures = self._seen(op, b"")
         asked, _ = self._normalised(shown)
-        self._check_size(asked.messages, "messages")
+        self._check_size([asked.messages, asked.tools], "messages")
         return self._chats.plain(asked, pictures.in_prompt).tokens.ids()
 
     def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
@@ -201,7 +204,7 @@ class InputProcessor:
             if request.prepare is not None:
                 kwargs = request.template_kwargs
                 return self._prefix(request.messages, request.tools, kwargs, pictures)
-            self._check_size(request.messages, "messages")
+            self._check_size([request.messages, request.tools], "messages")
             if not request.reuse:
                 return EncodedPrompt(self._chats.plain(request, pictures))
             tenant = self.namespace(request.salt)
@@ -217,7 +220,7 @@ class InputProcessor:
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], pictures: Pictures
     ) -> EncodedPrompt:
         """What every conversation that begins with these messages begins with."""
-        self._check_size(messages, "messages")
+        self._check_size([messages, tools], "messages")
         prompt = self._encoder.prefix(
             [with_parsed_arguments(message) for message in messages],
             tools=without_strict(tools),

@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from enum import Enum
 
 from rekindle.engine.base import Engine, Sampled, Sequence
-from rekindle.errors import ContextTooLong
 from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.plan import Plan
 from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
@@ -28,7 +27,7 @@ from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager, Placed
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
-from rekindle.runtime.request import EncodedRequest
+from rekindle.runtime.request import EncodedRequest, check_room
 from rekindle.runtime.sessions import Sessions
 from rekindle.runtime.turn import Stopwatch, Turn
 
@@ -68,16 +67,9 @@ class Pipeline:
 
     def begin(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> Turn:
         """A turn of tokens. Any thread; raises ContextTooLong."""
-        request, prompt_tokens = encoded.request, len(encoded.prompt.tokens)
-        context_tokens = self._engine.capabilities.context_tokens
-        room = context_tokens - prompt_tokens
-        if room <= 0:
-            raise ContextTooLong(
-                prompt_tokens,
-                context_tokens,
-                param=request.source,
-                pictures=len(encoded.pictures.in_prompt),
-            )
+        request, context_tokens = encoded.request, self._engine.capabilities.context_tokens
+        check_room(request, encoded.prompt, encoded.pictures, context_tokens)
+        room = context_tokens - len(encoded.prompt.tokens)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
         output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
         return Turn(encoded, output, stopwatch)

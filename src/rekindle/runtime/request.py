@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.pictures import picture_text
+from rekindle.errors import ContextTooLong
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Reason
@@ -39,6 +40,19 @@ class RequestPictures:
             in_prompt[picture_text(picture.digest.hex())] = tokens
             by_span.update({span.digest: picture for span in tokens.media})
         return cls(namespace, in_prompt, by_span)
+
+
+def check_room(
+    request: GenerateRequest, prompt: Prompt, pictures: RequestPictures, context_tokens: int
+) -> None:
+    """The context has to hold the prompt, and a token of the reply; raises ContextTooLong."""
+    if len(prompt.tokens) >= context_tokens:
+        raise ContextTooLong(
+            len(prompt.tokens),
+            context_tokens,
+            param=request.source,
+            pictures=len(pictures.in_prompt),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,14 @@ def test_n8n_needs_responses_without_a_version() -> None:
 # -- what one request can cost -------------------------------------------------------------------
 
 
+def patterned(number: int, pattern: str) -> dict[str, Any]:
+    form = {"type": "grammar", "syntax": "regex", "definition": pattern}
+    return {"type": "custom", "name": f"t{number}", "format": form}
+
+
+PATCH = patterned(1, "a")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -352,9 +360,19 @@ def test_n8n_needs_responses_without_a_version() -> None:
         {"input": [{"type": "function_call_output", "call_id": "c", "output": "x" * (17 << 20)}]},
         {"instructions": "x" * (17 << 20)},
         {"tools": [{**TOOL, "name": f"t{number}"} for number in range(1025)]},
+        {"tools": [patterned(number, "a" * 40_000) for number in range(2)]},
+        {
+            "tools": [
+                {"type": "namespace", "name": "n", "tools": [patterned(0, "a" * 65_536)]},
+                PATCH,
+            ]
+        },
         {"include": ["x"] * 33},
     ],
-    ids=["items", "parts", "text", "texts", "output", "instructions", "tools", "include"],
+    ids=[
+        *("items", "parts", "text", "texts", "output", "instructions", "tools"),
+        *("grammars", "grammars of namespaces", "include"),
+    ],
 )
 def test_a_request_has_bounds(fields: Any) -> None:
     assert "at most" in refused(**fields)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
+from rekindle.chat.grammar.limits import MOST_PATTERN_CHARACTERS
 from rekindle.chat.grammar.schema import check
 from rekindle.errors import BadRequest
 from tests.chat.grammar.writer import Writer
@@ -114,3 +115,17 @@ def test_ordinary_combinations_are_not_refused() -> None:
         for n in range(40)
     ]
     check({"$defs": {"s": {"anyOf": [*shapes, {"type": "null"}]}}, "$ref": "#/$defs/s"})
+
+
+@pytest.mark.parametrize("way", ["one", "many", "named"])
+def test_patterns_have_a_size_in_all(way: str) -> None:
+    half = "a" * (MOST_PATTERN_CHARACTERS // 2)
+    patterns = {"one": [half + half + "a"], "many": [half, half + "a"], "named": [half]}[way]
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "string", "pattern": p} for n, p in enumerate(patterns)},
+    }
+    if way == "named":
+        schema["patternProperties"] = {half + "b": {"type": "string"}}
+    with pytest.raises(BadRequest, match="characters in all"):
+        check(schema)

@@ -25,7 +25,7 @@ from rekindle.api.fields import shallow, takes
 from rekindle.errors import BadRequest
 
 MOST_TOOLS = 1024  # in all namespaces together
-MOST_GRAMMAR_CHARACTERS = 65_536
+MOST_GRAMMAR_CHARACTERS = 65_536  # of all custom tools together
 SEPARATOR = "__"  # between a namespace and a name
 INPUT = "input"  # of a custom tool, its one argument
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -150,8 +150,24 @@ def _few(tools: Any) -> Any:
     return tools
 
 
+def _short(tools: list[Any]) -> list[Any]:
+    """What is enforced is compiled first, which takes its time."""
+    inner = [each for tool in tools for each in getattr(tool, "tools", [tool])]
+    grammars = (tool.grammar or "" for tool in inner if isinstance(tool, CustomTool))
+    if (found := sum(map(len, grammars))) > MOST_GRAMMAR_CHARACTERS:
+        raise ValueError(
+            f"may have at most {MOST_GRAMMAR_CHARACTERS} characters of `definition` in all custom "
+            f"tools together, not {found}"
+        )
+    return tools
+
+
 Tools = Annotated[
-    list[AnyTool], Field(fail_fast=True), BeforeValidator(shallow), BeforeValidator(_few)
+    list[AnyTool],
+    Field(fail_fast=True),
+    AfterValidator(_short),
+    BeforeValidator(shallow),
+    BeforeValidator(_few),
 ]
 
 

@@ -15,6 +15,7 @@ Schema = Mapping[str, Any]
 
 MOST_VALUES = 20_000  # of JSON, in all schemas of a reply together
 MOST_LEVELS = 100  # of JSON; llguidance reads 128
+MOST_PATTERN_CHARACTERS = 1 << 17  # in all schemas together: half a second at worst
 MOST_PROPERTIES = 1_000  # of one object: the cost of their order is quadratic
 MOST_CASES = 1_000  # to multiply out where schemas are combined
 _PATTERN_CASES = 2  # combining regular expressions costs about that much for each
@@ -75,13 +76,29 @@ def _is_schema(value: object) -> bool:
 
 def check_values(schemas: object, param: str) -> None:
     """Refuse JSON that is too large, or nested too deep, to be examined any further."""
-    values = -1  # what holds all schemas is no value of any
+    values, characters = -1, 0  # what holds all schemas is no value of any
     for depth, level in enumerate(levels(schemas), start=1):
         values += len(level)
+        characters += sum(map(_pattern_characters, level))
         if values > MOST_VALUES:
             raise BadRequest(f"Schemas may have at most {MOST_VALUES} values.", param=param)
         if depth > MOST_LEVELS:
             raise BadRequest(f"Schemas may be nested at most {MOST_LEVELS} deep.", param=param)
+        if characters > MOST_PATTERN_CHARACTERS:
+            raise BadRequest(
+                f"The patterns of schemas may have at most {MOST_PATTERN_CHARACTERS} characters in "
+                "all.",
+                param=param,
+            )
+
+
+def _pattern_characters(value: object) -> int:
+    """Of the regular expressions directly inside a value."""
+    if not isinstance(value, Mapping):
+        return 0
+    named = value.get("patternProperties")
+    patterns = [value.get("pattern"), *(named if isinstance(named, Mapping) else ())]
+    return sum(len(pattern) for pattern in patterns if isinstance(pattern, str))
 
 
 class Cost(NamedTuple):
