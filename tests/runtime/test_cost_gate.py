@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rekindle.engine.base import Sequence
-from rekindle.kvcache.block import Block
 from rekindle.kvcache.plan import Plan
 from rekindle.protocol.events import Reason
-from rekindle.runtime.cost_gate import LAST_TIMES, LEAST_TIMES, CostGate
+from rekindle.runtime.cost_gate import (
+    LAST_TIMES,
+    LEAST_BYTES,
+    LEAST_TIMES,
+    TRIED_AGAIN,
+    CostGate,
+)
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -30,7 +35,7 @@ def learn(gate: CostGate, *, token_s: float, byte_s: float, times: int = LAST_TI
     for _ in range(times):
         for bits in range(10):
             gate.learn_computing(1 << bits, 100, 100 * token_s)
-        gate.learn_restoring(100, 100 * byte_s)
+        gate.learn_restoring(LEAST_BYTES, LEAST_BYTES * byte_s)
 
 
 def test_nothing_is_known_of_a_machine_at_first(harness: RuntimeHarness) -> None:
@@ -90,13 +95,27 @@ def test_a_plan_is_cut_where_it_saves_most(harness: RuntimeHarness) -> None:
     assert gate.apply(plan, may_cut=False).blocks == plan.blocks
 
 
-def blocks_bytes(blocks: tuple[Block, ...]) -> int:
-    return sum(block.size_bytes for block in blocks)
-
-
 def test_a_slow_tier_is_judged_by_its_own_speed(harness: RuntimeHarness) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-3, byte_s=1e-9)
     for _ in range(LEAST_TIMES):
-        gate.learn_reading("disk", blocks_bytes(plan.blocks), 60.0)
+        gate.learn_reading("disk", LEAST_BYTES, LEAST_BYTES * 1.0)
     assert gate.apply(plan, may_cut=True).blocks == plan.blocks  # they are in RAM
+
+
+def test_short_transfers_teach_nothing(harness: RuntimeHarness) -> None:
+    gate, plan = harness.kv.cost_gate, plan_of(harness)
+    learn(gate, token_s=1e-6, byte_s=1e-9)
+    for _ in range(LAST_TIMES):
+        gate.learn_restoring(1000, 10.0)
+        gate.learn_reading("ram", 1000, 10.0)
+    assert gate.apply(plan, may_cut=True) is plan
+
+
+def test_now_and_then_a_plan_is_carried_out_to_see_whether_it_pays_by_now(
+    harness: RuntimeHarness,
+) -> None:
+    gate, plan = harness.kv.cost_gate, plan_of(harness)
+    learn(gate, token_s=1e-6, byte_s=1.0)
+    cut = [gate.apply(plan, may_cut=True).is_cut for _ in range(3 * TRIED_AGAIN)]
+    assert cut.count(False) == 3

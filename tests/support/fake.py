@@ -419,6 +419,7 @@ class FakeEngine:
         if not sequence.exact:
             self._pools[sequence.kv_type].close(sequence.slot)
         sequence.length = 0
+        sequence.scattered_from = None
 
     def close(self) -> None:
         self._empty()

@@ -137,14 +137,17 @@ class HitDensity:
         """Go on from what `dump` gave; raises ValueError if that is not what it is."""
         try:
             found = np.asarray(counts, np.float64)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
         if found.shape != (2, CLASSES, AGES) or not all(map(isfinite, found.flat)):
             raise ValueError("these are no counts of hits and lives")
         if (found < 0).any() or (found[0] > found[1]).any():
             raise ValueError("there are more hits than lives")
         self._hits, self._lives = found.tolist()
-        self._rank()
+        try:
+            self._rank()
+        except ArithmeticError as error:
+            raise ValueError(str(error)) from None
 
 
 def densities(hits: list[float], lives: list[float]) -> list[float]:

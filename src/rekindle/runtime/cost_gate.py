@@ -19,7 +19,11 @@ from rekindle.kvcache.tiered import Tiers
 LAST_TIMES = 8  # that are remembered of each kind
 LEAST_TIMES = 3  # with fewer nothing is known
 LEAST_ROWS = 64  # of a step that shows how fast prompts are computed
+LEAST_BYTES = 16 << 20  # of a transfer that shows how fast tiers are: short ones show latencies
 LEAST_GAIN_S = 0.2  # for less nothing is computed again
+TRIED_AGAIN = (
+    16  # plans that would be cut: then one is not, or it would never be known if that pays
+)
 
 
 class _Fastest:
@@ -45,6 +49,7 @@ class CostGate:
         self._computing: dict[int, _Fastest] = {}  # by the bits of the depth: it slows down with it
         self._restoring = _Fastest()
         self._reading: dict[str, _Fastest] = {}  # by tier
+        self._cuts = 0  # that would have been made
 
     def learn_computing(self, depth: int, rows: int, took_s: float) -> None:
         """A step has computed so many rows of one prompt, and no more, after so many tokens."""
@@ -52,17 +57,22 @@ class CostGate:
             self._computing.setdefault(depth.bit_length(), _Fastest()).learn(rows, took_s)
 
     def learn_restoring(self, size_bytes: int, took_s: float) -> None:
-        self._restoring.learn(size_bytes, took_s)
+        if size_bytes >= LEAST_BYTES:
+            self._restoring.learn(size_bytes, took_s)
 
     def learn_reading(self, tier: str, size_bytes: int, took_s: float) -> None:
         """A lower tier has brought so much into memory."""
-        self._reading.setdefault(tier, _Fastest()).learn(size_bytes, took_s)
+        if size_bytes >= LEAST_BYTES:
+            self._reading.setdefault(tier, _Fastest()).learn(size_bytes, took_s)
 
     def apply(self, plan: Plan[EngineSequence], *, may_cut: bool) -> Plan[EngineSequence]:
         """The plan, without blocks at its end whose tokens are sooner computed; all of them where
         it may not be cut between two."""
         count = self._worth(plan.blocks, may_cut=may_cut)
         if count == len(plan.blocks):
+            return plan
+        self._cuts += 1
+        if self._cuts % TRIED_AGAIN == 0:
             return plan
         blocks = plan.blocks[:count]
         reused = blocks[-1].stop if blocks else plan.shared_tokens

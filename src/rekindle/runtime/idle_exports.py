@@ -89,6 +89,7 @@ class IdleExports:
         self._engine.truncate(idle.sequence, start)
         idle.tokens = tokens[:start]
         rest = tokens[start:]
-        if computes and len(rest) <= capabilities.batch_tokens and not rest.media:
+        most = min(capabilities.batch_tokens, self._engine.free_tokens(self._kv_type))
+        if computes and len(rest) <= most and not rest.media:
             self._engine.step([Work(idle.sequence, rest.ids(), None)])
             idle.tokens = tokens

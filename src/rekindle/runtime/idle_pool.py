@@ -50,6 +50,7 @@ class IdlePool:
     ) -> None:
         self._engine = engine
         self.kv_type = kv_type
+        self._allowance = allowance
         self._most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
@@ -123,9 +124,13 @@ class IdlePool:
     def _keep(self, sequences: int, spared: Sequence | None = None) -> bool:
         """No more than so many; False: the allowance did not do."""
         while len(self) > sequences:
-            others = (each for each in self._idle if each.sequence is not spared)
+            others = [each for each in self._idle if each.sequence is not spared]
+            if not others or self._allowance.is_spent:
+                return False
             victim = next(filter(self._exports.can_leave, others), None)
-            if victim is None or not self._evict(victim):
+            if victim is None:
+                self._close(others[0])  # there is no room to export any: it is computed again
+            elif not self._evict(victim):
                 return False
         return True
 
@@ -214,6 +219,7 @@ class IdlePool:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
         for idle in list(self._idle):
             if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
+                self._exports.gather(idle)
                 if len(idle.tokens) > len(handle.tokens):
                     self._exports.export_at_once(idle)  # a longer conversation may rest on it
                 self._close(idle)

@@ -82,18 +82,20 @@ class KvManager:
 
         self.idle = IdlePools(self._capabilities.kv_type, idle_pool)
         self.broken: EngineBroken | None = None  # since the last step
+        self.is_computing = False  # a step is under way
+        self._forgotten: list[PrefixHandle] = []  # conversations that were deleted meanwhile
 
     # -- starting ------------------------------------------------------------------------------
 
-    def plan(self, turn: Turn, running: list[Turn]) -> Plan[Sequence]:
-        """The longest prefix that can be reused, of what is stored and of what is here; the turn
-        knows then which cells it begins in."""
-        route = self._planner.route(turn, lambda space: self._live(space, running))
+    def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
+        """The longest prefix that can be reused, of what is stored and of what is here, be it
+        parked or not; the turn knows then which cells it begins in."""
+        route = self._planner.route(turn, lambda space: self._live(space, running, parked))
         turn.space, turn.cross_at = route.space, route.cross_at
         may_cut = self._capabilities.can_truncate and not turn.request.exact
         return self.cost_gate.apply(route.plan, may_cut=may_cut)
 
-    def _live(self, space: KvSpace, running: list[Turn]) -> Iterator[Live[Sequence]]:
+    def _live(self, space: KvSpace, running: list[Turn], parked: bool) -> Iterator[Live[Sequence]]:
         shared = self._planner.shared_namespace
         is_usual = space.kv_type == self._capabilities.kv_type
         allowed = (space.namespace, shared if is_usual else None)
@@ -101,6 +103,7 @@ class KvManager:
             if turn.shares and turn.space.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
         idle = [idle for idle in self.idle if idle.namespace in allowed]
+        idle = [each for each in idle if parked or not each.sequence.is_parked]
         for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # the nearest first
             yield Live(each.sequence, each.tokens, is_copied=each.sequence.is_parked)
 
@@ -122,12 +125,15 @@ class KvManager:
         most_idle = self._most_sequences - len(shared) - 1
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
+        if plan.share is not None and plan.share.is_parked:  # all of it takes room
+            running = [other for other in others if not other.restoration and not other.crossing]
+            return self.reserve(turn, self.plan(turn, running, parked=False), others)
         if others:
             return None
         has_room = idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, most_idle)
         if not has_room and len(idle):
             return None  # the next step goes on
-        return self.plan(turn, others)  # without the idle sequence it had counted on
+        return self.plan(turn, others, parked=False)  # nor with what it had counted on
 
     def _free_of_charge(self, turn: Turn, plan: Plan[Sequence]) -> int:
         """Tokens that are shared and take no cells more: none of a parked source, and where
@@ -318,9 +324,16 @@ class KvManager:
         self._engine.release_idle()
 
     def forget(self, handle: PrefixHandle) -> None:
-        """Close idle sequences of a conversation that was deleted: it is not reused from here."""
+        """Close idle sequences of a conversation that was deleted: it is not reused from here.
+        While a step is under way none is touched: they are forgotten after it."""
+        self._forgotten.append(handle)
+        if not self.is_computing:
+            self.forget_rest()
+
+    def forget_rest(self) -> None:
         with self._noting_breakage():
-            self.idle.forget(handle)
+            while self._forgotten:
+                self.idle.forget(self._forgotten.pop(0))
 
     @contextmanager
     def _noting_breakage(self) -> Iterator[None]:

@@ -73,7 +73,10 @@ class Scheduler:
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
         self._check_engine()
-        self._settle()
+        try:
+            self._settle()
+        except EngineBroken as error:
+            self._restart_all(error)
         for turn in [*self._waiting, *self._restoring, *self._running]:
             if turn.id == turn_id:
                 self._emit([Cancelled(turn.id)])
@@ -125,12 +128,15 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> bool:
         started = time.perf_counter()
+        self._kv.is_computing = True
         try:
             results = self._engine.step([work for _, work in batch])
         except PoolFull:
-            self._settle()
+            self._kv.is_computing = False
             self._preempt(batch)
             return True
+        finally:
+            self._kv.is_computing = False
         self._settle()
         self._take_in(batch, results, time.perf_counter() - started)
         return True
@@ -286,6 +292,7 @@ class Scheduler:
     def _settle(self) -> None:
         """Deliver, and keep what ended turns have computed, no step being under way."""
         self._deliver()
+        self._kv.forget_rest()
         while self._ended:  # all have left, before keeping the first can break the engine
             self._pipeline.retire(self._ended.pop(0))
 
@@ -328,6 +335,7 @@ class Scheduler:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
         rows = _shared_rows(batch)
         full = [name for name in rows if self._engine.free_tokens(name) < rows[name]]
+        self._settle()
         if not full:
             self._engine.reset()
             raise EngineBroken("the engine found no room where there must be some")
@@ -337,6 +345,8 @@ class Scheduler:
             return  # the next step goes on
         shared = (turn for turn in (*self._restoring, *self._running) if not turn.request.exact)
         holding = [turn for turn in shared if turn.space.kv_type in full]
+        if not holding:
+            return  # all have ended meanwhile
         last = max(holding, key=lambda turn: turn.place)
         self._kv.counts.preemptions += 1
         self._remove(last)

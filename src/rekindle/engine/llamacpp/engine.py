@@ -43,7 +43,13 @@ from rekindle.engine.llamacpp.layouts import BITS, Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.parking import Parking
 from rekindle.engine.llamacpp.pools import Pools
-from rekindle.engine.llamacpp.sizes import Sizes, choose_sizes, free_bytes, measure_layout
+from rekindle.engine.llamacpp.sizes import (
+    Sizes,
+    choose_sizes,
+    evenly_free_bytes,
+    free_bytes,
+    measure_layout,
+)
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.engine.sampling import build_sampler
@@ -60,7 +66,8 @@ class LlamaCppEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
-        arena = lock_memory(bindings.load_library(), options.host_bytes)
+        host_bytes = 0 if options.gpu_layers == 0 else options.host_bytes
+        arena = lock_memory(bindings.load_library(), host_bytes)
         self._model = LlamaModel(options, on_progress)
         if not self._model.is_causal:
             raise ModelError(
@@ -77,7 +84,7 @@ class LlamaCppEngine:
 
         self._pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
         self._exact = ExactContexts(library, native, sizes.exact, free)
-        self.parking = self._build_parking(sizes, free)
+        self.parking = self._build_parking(sizes)
         self.meanwhile = nothing_meanwhile
         self.allocate = arena.allocate if arena else plain_memory
         measure = partial(measure_layout, self._model, options)
@@ -92,14 +99,14 @@ class LlamaCppEngine:
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
-    def _build_parking(self, sizes: Sizes, free_bytes: Callable[[], int]) -> Parking | None:
+    def _build_parking(self, sizes: Sizes) -> Parking | None:
         if not sizes.park_tokens:
             return None
         return Parking(
             self._pools.usual,
             sizes.park_tokens,
             sizes.layouts[self._options.kv_type].each,
-            free_bytes,
+            partial(evenly_free_bytes, self._model),
             self._reset_when_broken,
         )
 

@@ -11,6 +11,8 @@ import ctypes
 import logging
 import threading
 import weakref
+from collections import deque
+from functools import cache
 from typing import Any
 
 from rekindle.buffers import plain_memory
@@ -59,7 +61,8 @@ class HostArena:
         self._buffer_type = buffer_type
         self._slab_bytes = min(SLAB_BYTES, limit_bytes)
         self._slabs: list[_Slab] = []
-        self._lock = threading.RLock()  # what is collected while it is held comes back at once
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[_Slab, int, int]] = deque()  # by whatever thread collects it
         self._locking = threading.Thread(
             target=self._lock_slabs, args=(limit_bytes,), name="page-locking", daemon=True
         )
@@ -96,21 +99,22 @@ class HostArena:
     def allocate(self, size_bytes: int) -> memoryview:
         taken_bytes = -(-size_bytes // GRAIN_BYTES) * GRAIN_BYTES
         with self._lock:
+            while self._returned:
+                slab, start, returned_bytes = self._returned.popleft()
+                slab.give_back(start, returned_bytes)
             for slab in self._slabs:
-                start = slab.take(taken_bytes)
-                if start is not None:
-                    memory = (ctypes.c_uint8 * size_bytes).from_address(slab.address + start)
-                    weakref.finalize(memory, self._give_back, slab, start, taken_bytes)
+                at = slab.take(taken_bytes)
+                if at is not None:
+                    memory = (ctypes.c_uint8 * size_bytes).from_address(slab.address + at)
+                    weakref.finalize(memory, self._returned.append, (slab, at, taken_bytes))
                     return memoryview(memory).cast("B")
         return plain_memory(size_bytes)
 
-    def _give_back(self, slab: _Slab, start: int, size_bytes: int) -> None:
-        with self._lock:
-            slab.give_back(start, size_bytes)
 
-
+@cache
 def lock_memory(library: Any, limit_bytes: int) -> HostArena | None:
-    """Begin to lock memory for blocks if there is a device that profits from it."""
+    """Begin to lock memory for blocks if there is a device that profits from it. Once a process:
+    a model may be loaded again, without its projector."""
     limit_bytes = min(limit_bytes, int(MOST_LOCKED * host_free_bytes()))
     for index in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(index)

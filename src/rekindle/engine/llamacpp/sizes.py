@@ -178,6 +178,14 @@ def _shape(
     )
 
 
+def evenly_free_bytes(model: LlamaModel) -> int:
+    """Memory for cells that lie on all GPUs alike: what the fullest has left, of each."""
+    if not model.on_gpu:
+        return host_free_bytes()
+    free = [gpu.free_bytes for gpu in find_gpus(model.library)]
+    return min(free, default=0) * len(free)
+
+
 def free_bytes(model: LlamaModel) -> int:
     """Memory that is left where the KV cells go: of all GPUs together, after the weights."""
     if not model.on_gpu:

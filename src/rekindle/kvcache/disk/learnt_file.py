@@ -41,7 +41,7 @@ def read_learnt(folder: Path) -> Learnt:
         return _parsed(content, size_bytes)
     except FileNotFoundError:
         return {}
-    except (OSError, CorruptBlock, ValueError) as error:
+    except (OSError, CorruptBlock, ValueError, RecursionError) as error:
         log.warning("what eviction had learnt cannot be read and is learnt again: %s", error)
         return {}
 
