@@ -328,3 +328,58 @@ def test_in_an_idle_moment_it_is_computed_again_for_the_next_turn(park_tokens: i
     plain = RuntimeHarness(FakeEngine())
     expected = [plain.ask([*tokens, 7], max_tokens=3).tokens for tokens in said]
     assert [reply.tokens for reply in replies] == expected
+
+
+def test_parked_state_that_does_not_fit_into_the_pool_is_done_without() -> None:
+    engine = FakeEngine(device="gpu", pool_tokens=1024, context_tokens=1020, park_tokens=2000)
+    harness = RuntimeHarness(engine)
+    harness.ask([1] * 1000, max_tokens=1)
+    harness.ask([2] * 300, max_tokens=3)  # the first is parked, this one stays in the pool
+    prompt = [1] * 200 + [5] * 10
+    cold = RuntimeHarness(FakeEngine()).ask(prompt, max_tokens=40)
+    assert harness.ask(prompt, max_tokens=40).tokens == cold.tokens
+
+
+def test_a_turn_does_not_wait_for_room_that_only_its_parked_source_needs() -> None:
+    engine = FakeEngine(device="gpu", pool_tokens=1024, context_tokens=1020, park_tokens=2000)
+    harness = RuntimeHarness(engine)
+    harness.ask([1] * 900, max_tokens=1)
+    talker = harness.submit([2] * 100, max_tokens=400)
+    while len(talker.tokens) < 3:
+        harness.scheduler.step()
+    harness.run(reply := harness.submit([1] * 200 + [5] * 10, max_tokens=2))
+    assert reply.tokens
+    assert not talker.ended
+
+
+@pytest.mark.parametrize("park_tokens", [400, 2000])
+def test_many_idle_conversations_in_a_full_pool_let_others_in(park_tokens: int) -> None:
+    engine = FakeEngine(
+        device="gpu", pool_tokens=512, context_tokens=500, park_tokens=park_tokens, sequences=7
+    )
+    harness = RuntimeHarness(engine)
+    for number in range(12):
+        harness.ask([number] * 300, max_tokens=3)  # no idle moment between two
+    assert len(harness.kv.idle) <= 7
+
+
+def test_branches_of_one_reply_are_gathered_only_where_there_is_room() -> None:
+    for pool_tokens in (240, 300, 400):
+        engine = FakeEngine(
+            device="gpu",
+            pool_tokens=pool_tokens,
+            context_tokens=pool_tokens - 10,
+            park_tokens=1000,
+            scatters=True,
+            batch_tokens=300,
+            sequences=20,
+        )
+        harness = RuntimeHarness(engine)
+        replies = [harness.submit([number] * 40, max_tokens=80) for number in (1, 2)]
+        harness.run(*replies)
+        ids = replies[0].turn.tokens.ids[:-1]
+        branches = [harness.submit([*ids, number] + [8] * 20, max_tokens=2) for number in (7, 9)]
+        harness.run(*branches)
+        while harness.scheduler.step():
+            pass
+        assert engine.counts.resets == 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.errors import ContextTooLong
+from rekindle.errors import ContextTooLong, EngineBroken
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
+from rekindle.protocol.requests import Names
 from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import RuntimeHarness
 from tests.support.rounds import rounds
@@ -474,3 +477,60 @@ def test_a_turn_ends_at_a_stop_string_though_a_step_is_under_way() -> None:
     assert reply.finished.completion_tokens == expected.index(expected[6]) + 1
     again = harness.ask([*[1] * 20, *expected[:8]], max_tokens=1)
     assert again.tokens == expected[8:9]
+
+
+def test_a_turn_that_ends_while_the_pool_is_full_resets_nothing() -> None:
+    for max_tokens in range(60, 80):
+        engine = FakeEngine(computes_beside=True, pool_tokens=280, context_tokens=270)
+        harness = RuntimeHarness(engine)
+        harness.submit([1] * 80, max_tokens=max_tokens, reuse=False)
+        harness.submit([2] * 60, max_tokens=190)
+        harness.run()
+        assert engine.counts.resets == 0
+
+
+def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None:
+    class Breaking(FakeEngine):
+        is_bad = False
+
+        def export(self, *given: Any, **named: Any) -> bytes:
+            if self.is_bad:
+                self.is_bad = False
+                self.reset()
+                raise EngineBroken("export failed")
+            return super().export(*given, **named)
+
+    engine = Breaking(computes_beside=True)
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    ending = harness.submit([1] * 40, max_tokens=5)
+    other = harness.submit([2] * 40, max_tokens=50)
+    third = harness.submit([3] * 40, max_tokens=50)
+    while len(ending.tokens) < 5:
+        harness.scheduler.step()
+    assert not ending.ended  # its end is not delivered yet
+    engine.is_bad = True
+    harness.cancel(other)
+    assert isinstance(other.events[-1], Cancelled)
+    assert ending.ended
+    harness.run(third)
+    assert third.tokens == RuntimeHarness(FakeEngine()).ask([3] * 40, max_tokens=50).tokens
+
+
+def test_a_conversation_that_is_deleted_during_a_step_is_forgotten_after_it() -> None:
+    engine = FakeEngine(computes_beside=True)
+    harness = RuntimeHarness(engine)
+    key = harness.ask([1] * 40, max_tokens=1, names=Names(return_cache_key=True))
+    entry = harness.entries.by_key(harness.namespace(), key.finished.cache.new_cache_key or "")
+    assert entry is not None
+    deliver = engine.meanwhile
+    seen: list[int] = []
+
+    def delete() -> None:
+        deliver()
+        harness.kv.forget(entry)
+        seen.append(engine.open_sequences)
+
+    engine.meanwhile = delete
+    harness.ask([2] * 40, max_tokens=4)
+    assert seen[0] == 2  # nothing was touched
+    assert engine.open_sequences == 1
