@@ -62,6 +62,24 @@ def test_items_are_added_listed_and_taken_out() -> None:
         assert rest == [everything[0], *everything[2:]]
 
 
+def test_no_two_items_have_the_same_id() -> None:
+    """Or paging would never end."""
+    twice: Any = [{**HELLO, "id": "msg_a"}, {**HELLO, "id": "msg_a"}]
+    with client_of() as (client, _):
+        made = client.conversations.create(items=twice)
+        added = client.conversations.items.create(made.id, items=twice)
+        client.responses.create(model="tiny", input=twice, conversation=made.id)
+        first = client.responses.create(model="tiny", input=twice)
+        second = client.responses.create(model="tiny", input=twice, previous_response_id=first.id)
+        kept = list(client.conversations.items.list(made.id, limit=1, order="asc"))
+        shown = list(client.responses.input_items.list(second.id, limit=1, order="asc"))
+    assert (len(kept), len(shown)) == (7, 5)
+    for items in (kept, shown):
+        assert len({item.id for item in items}) == len(items)
+        assert items[0].id == "msg_a"
+    assert [item.id for item in added.data] == [item.id for item in kept[2:4]]
+
+
 def test_a_response_goes_on_from_its_conversation_and_adds_to_it() -> None:
     with client_of(reply("Hel", "lo"), reply("Fine.")) as (client, runtime):
         made = client.conversations.create(items=[HELLO])

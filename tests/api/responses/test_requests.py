@@ -256,6 +256,24 @@ def test_calls_one_at_a_time() -> None:
     assert not requested(tools=[TOOL], parallel_tool_calls=False).tool_use.parallel
 
 
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "assistant", "content": [PICTURE]},
+        {"type": "reasoning", "summary": [], "content": [PICTURE]},
+        {"type": "reasoning", "summary": [PICTURE]},
+    ],
+    ids=["message", "reasoning", "summary"],
+)
+def test_a_picture_is_none_of_the_models(item: Any) -> None:
+    assert "no `input_image`" in refused(input=[item])
+    kept = front_of().post("/v1/conversations", {"items": [item]})
+    assert kept.status_code == httpx.codes.BAD_REQUEST
+
+
 @pytest.mark.parametrize(
     ("fields", "about"),
     [
@@ -385,3 +403,15 @@ def test_schemas_have_a_depth() -> None:
     assert "nested" in refused(tools=[{**TOOL, "parameters": deep}])
     form = {"type": "json_schema", "name": "f", "schema": deep}
     assert "nested" in refused(text={"format": form})
+
+
+def test_what_is_only_told_again_has_a_depth() -> None:
+    deep: dict[str, Any] = {"x": True}
+    for _ in range(300):
+        deep = {"x": deep}
+    part = {"type": "input_text", "text": "x", "prompt_cache_breakpoint": deep}
+    assert "nested" in refused(input=[{"role": "user", "content": [part]}])
+    assert "nested" in refused(tool_choice={"type": "web_search", "x": deep})
+    named = {"type": "function", "name": "look", "x": deep}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
+    assert "nested" in refused(tool_choice=allowed, tools=[TOOL])

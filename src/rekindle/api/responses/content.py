@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -13,6 +15,7 @@ from pydantic import (
     WrapValidator,
 )
 
+from rekindle.api.fields import shallow
 from rekindle.api.media_parts import ImagePart as MessageImage
 from rekindle.api.message import TextPart as MessageText
 from rekindle.api.validation import fault
@@ -26,7 +29,9 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
     # A mark for a cache that keeps what it is told to keep; here all of it is kept.
-    prompt_cache_breakpoint: dict[str, Any] | bool | None = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | bool | None, BeforeValidator(shallow)] = (
+        None
+    )
 
 
 class TextPart(Part):
@@ -81,7 +86,15 @@ def _refuse_unserved(value: Any) -> None:
             )
 
 
+def without_pictures(content: Any) -> Any:
+    """What a model writes is text."""
+    if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
+        raise ValueError("takes text here, and no `input_image`: send pictures as the user's")
+    return content
+
+
 Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
+TextParts = Annotated[Parts, AfterValidator(without_pictures)]
 Content = Annotated[str | Parts, WrapValidator(_explained)]
 
 

@@ -13,9 +13,10 @@ from starlette.requests import Request
 
 from rekindle.api.responses.errors import ConversationNotFound
 from rekindle.api.responses.items import MOST_ITEMS
-from rekindle.api.responses.stored import DocumentClient, Lines, Stored
+from rekindle.api.responses.stored import DocumentClient, Lines, Stored, beside
 from rekindle.errors import BadRequest, ServerError
 from rekindle.server.auth import caller_of
+from rekindle.server.json_route import beside_loop_if_large
 from rekindle.server.models import models_of
 
 PREFIX = "conv_"
@@ -48,6 +49,7 @@ class ConversationStore:
     """The conversations of one caller."""
 
     def __init__(self, request: Request) -> None:
+        self._request = request
         self._documents = DocumentClient(request)
         self._first = models_of(request).runtimes[0]
         self._tenant = caller_of(request).salt
@@ -75,7 +77,9 @@ class ConversationStore:
         """The conversation after a change, which sees what the one before it left."""
         async with self._locks.of(self._tenant, key):
             before = await self.load(key)
-            lines, changed = change(before)
+            lines, changed = await beside_loop_if_large(
+                self._request, before.size_bytes, change, before
+            )
             if len(lines) > MOST_ITEMS:
                 raise BadRequest(
                     f"A conversation has at most {MOST_ITEMS} items: begin another.", param="items"
@@ -85,8 +89,14 @@ class ConversationStore:
             raise NoRoomForConversation
         return Stored(key, before.runtime, lines, changed)
 
-    async def append(self, key: str, lines: Lines) -> None:
-        await self.change(key, lambda before: ((*before.lines, *lines), before.object))
+    async def append(self, key: str, lines: Lines) -> Lines:
+        """As they are stored: ids that are taken are replaced."""
+
+        def appended(before: Stored) -> tuple[Lines, dict[str, Any]]:
+            return (*before.lines, *beside(before.lines, lines)), before.object
+
+        changed = await self.change(key, appended)
+        return changed.lines[len(changed.lines) - len(lines) :]
 
     async def delete(self, key: str) -> None:
         async with self._locks.of(self._tenant, key):

@@ -97,8 +97,8 @@ async def delete_conversation(conversation_id: str, request: Request) -> Respons
 async def create_items(conversation_id: str, body: AddItems, request: Request) -> Response:
     """Add items at its end."""
     lines = await beside_loop(request, _lines, body.items)
-    await ConversationStore(request).append(conversation_id, lines)
-    added = [orjson.loads(line) for line in lines]
+    kept = await ConversationStore(request).append(conversation_id, lines)
+    added = [orjson.loads(line) for line in kept]
     return JsonResponse(page(added, limit=len(added), order="asc", after=None))
 
 

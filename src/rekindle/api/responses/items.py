@@ -6,10 +6,20 @@ import secrets
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+)
 
 from rekindle.api.fields import MOST_ID_CHARACTERS, bounded_text
-from rekindle.api.responses.content import Content, Parts
+from rekindle.api.responses.content import Content, TextParts, without_pictures
 
 MOST_ITEMS = 20_000
 MOST_PARTS = 20_000  # of content, in all items together
@@ -47,6 +57,11 @@ class MessageItem(Item):
     content: Content
     phase: str | None = Field(None, max_length=64)
 
+    @field_validator("content")
+    @classmethod
+    def _is_what_the_role_sends(cls, content: Any, info: ValidationInfo) -> Any:
+        return without_pictures(content) if info.data.get("role") == "assistant" else content
+
 
 class FunctionCall(Item):
     type: Literal["function_call"]
@@ -74,8 +89,8 @@ class ReasoningItem(Item):
     """What a model here wrote for itself, shown or packed; of other providers, nothing is read."""
 
     type: Literal["reasoning"]
-    summary: Parts = []
-    content: Parts | None = None
+    summary: TextParts = []
+    content: TextParts | None = None
     encrypted_content: str | None = None
 
 
@@ -152,16 +167,23 @@ InputItems = Annotated[list[InputItem], Field(fail_fast=True), BeforeValidator(b
 stored_items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
-def identified(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items as they are stored and shown, each with an id."""
-    return [_identified(item) for item in items]
+def new_id(kind: str) -> str:
+    return f"{PREFIXES[kind]}_{secrets.token_hex(ID_BYTES)}"
 
 
-def _identified(item: Item) -> dict[str, Any]:
+def identified(items: Iterable[Item], taken: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The items as they are stored and shown, each with an id of its own; `taken`: ids of others
+    beside which they are stored."""
+    known = set(taken)
+    return [_identified(item, known) for item in items]
+
+
+def _identified(item: Item, known: set[str]) -> dict[str, Any]:
     fields = item.model_dump(exclude_none=True)
     kind = fields["type"]
-    if "id" not in fields:
-        fields["id"] = f"{PREFIXES[kind]}_{secrets.token_hex(ID_BYTES)}"
+    if "id" not in fields or fields["id"] in known:
+        fields["id"] = new_id(kind)
+    known.add(fields["id"])
     if kind == "message":
         fields["content"] = _parts(fields["role"], fields["content"])
     return {**fields, "status": fields.get("status", "completed")}

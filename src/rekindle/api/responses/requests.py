@@ -62,7 +62,9 @@ class Conversation:
                 f"The conversation has more than {MOST_ITEMS} items: begin another one.",
                 param="input",
             )
-        items, own_lines = [*parsed(history), *own], as_lines(identified(own))
+        before = parsed(history)
+        own_lines = as_lines(identified(own, taken=(item.id for item in before)))
+        items = [*before, *own]
         return cls(
             instructions=body.instructions,
             items=items,

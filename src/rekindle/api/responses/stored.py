@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import orjson
 from starlette.requests import Request
 
-from rekindle.api.responses.items import stored_items
+from rekindle.api.responses.items import new_id, stored_items
 from rekindle.errors import CacheKeyNotFound, NotFound, ServerError
 from rekindle.protocol.admin import (
     DeleteEntry,
@@ -70,6 +70,15 @@ class Stored:
 
 def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
     return tuple(orjson.dumps(item) for item in items)
+
+
+def beside(before: Lines, added: Lines) -> Lines:
+    """Items to be stored behind others, with new ids where theirs are taken."""
+    taken = {orjson.loads(line)["id"] for line in before}
+    items = [orjson.loads(line) for line in added]
+    return as_lines(
+        {**item, "id": new_id(item["type"])} if item["id"] in taken else item for item in items
+    )
 
 
 def place_of(item_id: str, lines: Sequence[bytes]) -> int | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from rekindle.api.fields import takes
+from rekindle.api.fields import shallow, takes
 from rekindle.api.responses.tools import MOST_TOOLS, Toolbox
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import ToolUse
@@ -42,6 +42,7 @@ ToolChoice = Annotated[
         '"none", "auto", "required", {"type": "function", "name": …}, {"type": "custom", '
         '"name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}'
     ),
+    BeforeValidator(shallow),
 ]
 
 
