@@ -36,13 +36,17 @@ def test_any_arguments_are_read_without_an_error(arguments: str, size: int) -> N
         ('{"input": 5}', '{"input": 5}'),
         ('{"input": "cut o', "cut o"),
         (r'{"input": "a\qb"}', r"a\qb"),
+        (r'{"input": "a\ud800b"}', r"a\ud800b"),
+        (r'{"input": "a\uDC00b\udfff"}', r"a\uDC00b\udfff"),
         ('{"input" : "a", "more": 1}', "a"),
         ("", ""),
     ],
 )
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_nothing_that_a_model_wrote_is_lost(arguments: str, text: str, size: int) -> None:
-    assert read(arguments, size) == text
+    found = read(arguments, size)
+    assert found == text
+    found.encode()  # it can be sent
 
 
 def test_text_comes_as_soon_as_it_is_known() -> None:

@@ -12,7 +12,7 @@ _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _SAFE = re.compile(
     r"(?:[^\"\\]"
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves of a character
-    r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"  # half a character alone is none
     r"|\\[\"\\/bfnrt])*"
 )
 _LONGEST_ESCAPE = 12  # what is longer, and not safe, is no JSON
