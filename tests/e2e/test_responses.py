@@ -153,10 +153,11 @@ def test_tenants_do_not_see_each_others_responses(server: Server) -> None:
             lambda: two.delete(response.id),
             lambda: two.cancel(response.id),
             lambda: two.input_items.list(response.id),
-            lambda: two.create(model="tiny", input="x", previous_response_id=response.id),
         ):
             with pytest.raises(openai.NotFoundError):
                 attempt()
+        with pytest.raises(openai.BadRequestError, match="No response"):
+            two.create(model="tiny", input="x", previous_response_id=response.id)
         assert one.retrieve(response.id).id == response.id
 
 

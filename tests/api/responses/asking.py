@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rekindle.protocol.admin import (
     AdminOp,
@@ -19,7 +23,15 @@ from rekindle.protocol.admin import (
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from tests.api.responses.stream_grammar import events_of, response_of
-from tests.api.scripted import Front, Script, ScriptedRuntime, error, unknown_key
+from tests.api.scripted import (
+    PATIENCE_S,
+    Front,
+    Script,
+    ScriptedRuntime,
+    error,
+    lifespan,
+    unknown_key,
+)
 
 PATH = "/v1/responses"
 HELLO: dict[str, Any] = {"input": "hello"}
@@ -68,6 +80,43 @@ def front_of(*scripts: Script, **settings: Any) -> Front:
 
 def ask(front: Front, **fields: Any) -> httpx.Response:
     return front.post(PATH, {**HELLO, **fields})
+
+
+Act = Callable[[httpx.AsyncClient, str], Awaitable[httpx.Response]]
+
+
+def interrupted(front: Front, at: str, act: Act) -> tuple[httpx.Response, list[httpx.Response]]:
+    """A stream, and what other requests, of a client and the response's path, are answered right
+    after each such event was sent and before the next one is."""
+    return asyncio.run(_interrupted(front, at, act))
+
+
+async def _interrupted(
+    front: Front, at: str, act: Act
+) -> tuple[httpx.Response, list[httpx.Response]]:
+    answers, path = list[httpx.Response](), ""
+    async with lifespan(front.app()) as app:
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sent(message: Message) -> None:
+                nonlocal path
+                await send(message)
+                body = bytes(message.get("body", b""))
+                if found := re.search(rb'"id":"(resp_[0-9a-f]+)"', body):
+                    path = f"{PATH}/{found[1].decode()}"
+                if body.startswith(f"event: {at}\n".encode()):
+                    answers.append(await act(_client(app), path))
+
+            await app(scope, receive, sent)
+
+        async with asyncio.timeout(PATIENCE_S), _client(watched) as http:
+            streamed = await http.post(PATH, json={**HELLO, "stream": True})
+    return streamed, answers
+
+
+def _client(app: ASGIApp) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def answered(front: Front, **fields: Any) -> dict[str, Any]:

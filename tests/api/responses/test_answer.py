@@ -10,6 +10,7 @@ import pytest
 
 from rekindle.api.allowance import TextAllowance
 from rekindle.api.responses import answer
+from rekindle.api.responses.answer import Answer
 from rekindle.api.signature import signed_text
 from rekindle.protocol.admin import StoreDocument
 from rekindle.protocol.events import Prefill, Started, TokenLogprob
@@ -187,6 +188,7 @@ def test_overflow_is_a_failed_response_in_a_stream() -> None:
     response = answered(front, stream=True)
     assert response["status"] == "failed"
     assert response["error"]["code"] == "context_length_exceeded"
+    assert response["error"]["param"] == "input"
     whole = ask(front)
     assert whole.status_code == httpx.codes.BAD_REQUEST
     assert error(whole) == {
@@ -215,11 +217,20 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
 
 def test_a_long_prompt_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "PING_S", 0.01)
+    signs, enough = list[bytes](), asyncio.Event()
+    sign_of_life = Answer._sign_of_life
+
+    def counted(self: Answer) -> bytes:
+        signs.append(sign_of_life(self))
+        if len(signs) == 2:
+            enough.set()
+        return signs[-1]
 
     class Slow(ScriptedRuntime):
         async def paused(self) -> None:
-            await asyncio.sleep(0.1)
+            await enough.wait()
 
+    monkeypatch.setattr(Answer, "_sign_of_life", counted)
     runtime = Slow([Pause(), *reply("x")], answers=Documents().answer)
     told = events_of(ask(Front(runtime), stream=True))
     assert [event.name for event in told].count("response.in_progress") > 2

@@ -135,7 +135,7 @@ def test_a_stored_response_is_retrieved_listed_gone_on_from_and_deleted() -> Non
         client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)
-        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(**ASK, previous_response_id=first.id)
         client.responses.create(**ASK, previous_response_id=second.id)
     sent = runtime.requests[1].messages

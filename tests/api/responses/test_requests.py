@@ -386,10 +386,12 @@ PATCH = patterned(1, "a")
             ]
         },
         {"include": ["x"] * 33},
+        {"user": "x" * 513},
+        {"safety_identifier": "x" * 513},
     ],
     ids=[
         *("items", "parts", "text", "texts", "output", "instructions", "tools"),
-        *("grammars", "grammars of namespaces", "include"),
+        *("grammars", "grammars of namespaces", "include", "user", "safety"),
     ],
 )
 def test_a_request_has_bounds(fields: Any) -> None:

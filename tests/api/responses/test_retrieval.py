@@ -11,8 +11,28 @@ import pytest
 
 from rekindle.protocol.events import Started
 from tests.api.live import live
-from tests.api.responses.asking import PATH, answered, ask, front_of, runtime_of
-from tests.api.scripted import Front, Pause, Script, calling, delta, error, reasoning, reply
+from tests.api.responses.asking import (
+    PATH,
+    Documents,
+    answered,
+    ask,
+    front_of,
+    interrupted,
+    runtime_of,
+)
+from tests.api.responses.stream_grammar import events_of, response_of
+from tests.api.scripted import (
+    Front,
+    Pause,
+    Script,
+    ScriptedRuntime,
+    calling,
+    delta,
+    error,
+    finished,
+    reasoning,
+    reply,
+)
 
 GOING_ON: Script = [Started(0, 10, 0), reasoning("Hm."), delta("one, "), delta("two, "), Pause()]
 
@@ -32,10 +52,14 @@ def test_unknown_responses_are_404s() -> None:
         assert error(response)["code"] == "response_not_found"
 
 
-def test_an_unknown_previous_response_is_a_404_with_a_remedy() -> None:
-    response = ask(front_of(), previous_response_id="resp_x")
-    assert response.status_code == httpx.codes.NOT_FOUND
+@pytest.mark.parametrize("key", ["resp_x", "conv_x"])
+def test_an_unknown_previous_response_is_an_error_with_a_remedy(key: str) -> None:
+    documents = Documents()
+    documents.kept["conv_x"] = b"{}"  # which is none
+    response = ask(Front(ScriptedRuntime(answers=documents.answer)), previous_response_id=key)
+    assert response.status_code == httpx.codes.BAD_REQUEST
     told = error(response)
+    assert told["code"] == "previous_response_not_found"
     assert told["param"] == "previous_response_id"
     assert "Send the whole conversation as `input`" in told["message"]
 
@@ -87,6 +111,59 @@ def test_a_response_that_has_ended_is_not_cancelled() -> None:
     response = front.request("POST", f"{PATH}/{answered(front)['id']}/cancel")
     assert response.status_code == httpx.codes.BAD_REQUEST
     assert "completed" in error(response)["message"]
+
+
+async def cancel(http: httpx.AsyncClient, path: str) -> httpx.Response:
+    return await http.post(f"{path}/cancel")
+
+
+@pytest.mark.parametrize(
+    "at", ["response.output_text.done", "response.output_item.done", "response.completed"]
+)
+def test_a_response_that_is_ending_ends_once(at: str) -> None:
+    front = front_of(reply("Hello"))
+    streamed, [refusal] = interrupted(front, at, cancel)
+    response = response_of(events_of(streamed))
+    assert response["status"] == "completed"
+    assert refusal.status_code == httpx.codes.BAD_REQUEST
+    assert front.get(f"{PATH}/{response['id']}").json() == response
+
+
+def test_no_item_opens_in_a_response_that_was_cancelled() -> None:
+    front = front_of([delta("Hello"), finished()])
+    streamed, [answer] = interrupted(front, "response.created", cancel)
+    response = response_of(events_of(streamed))
+    assert response == answer.json() == front.get(f"{PATH}/{response['id']}").json()
+    assert (response["status"], response["output"]) == ("cancelled", [])
+
+
+def test_a_response_that_is_deleted_while_it_is_computed_ends_and_is_not_kept() -> None:
+    async def delete(http: httpx.AsyncClient, path: str) -> httpx.Response:
+        shown = await http.get(f"{path}/input_items")
+        assert [item["content"][0]["text"] for item in shown.json()["data"]] == ["hello"]
+        return await http.delete(path)
+
+    documents = Documents()
+    front = Front(ScriptedRuntime(GOING_ON, answers=documents.answer))
+    streamed, [answer, *_] = interrupted(front, "response.output_text.delta", delete)
+    response = response_of(events_of(streamed))
+    assert answer.json() == {"id": response["id"], "object": "response", "deleted": True}
+    assert (response["status"], response["store"]) == ("cancelled", False)
+    assert front.runtime.cancelled_turns == 1
+    assert not documents.kept
+
+
+@pytest.mark.parametrize(
+    ("at", "status"), [("response.output_item.done", 409), ("response.completed", 200)]
+)
+def test_a_response_that_is_deleted_while_it_ends_is_deleted_or_asked_for_again(
+    at: str, status: int
+) -> None:
+    streamed, [answer] = interrupted(
+        front_of(reply("Hello")), at, lambda http, path: http.delete(path)
+    )
+    assert response_of(events_of(streamed))["status"] == "completed"
+    assert answer.status_code == status
 
 
 def test_references_stand_for_stored_items() -> None:

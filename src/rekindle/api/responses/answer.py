@@ -19,6 +19,7 @@ from rekindle.api.responses.output import ReplyItems
 from rekindle.api.responses.record import Record
 from rekindle.api.responses.response import ResponseObject
 from rekindle.api.responses.schema import ResponsesRequest
+from rekindle.api.responses.stored import Lines
 from rekindle.api.responses.usage import usage
 from rekindle.api.x_cache import log_line, x_cache
 from rekindle.errors import BadRequest, ContextTooLong, ServerError, Unavailable
@@ -100,15 +101,30 @@ class Answer:
         begun = {**self._response.begun(), "output": self._items.so_far}
         return self._cancelled or self._finished or begun
 
+    @property
+    def input_lines(self) -> Lines:
+        return self._record.conversation.lines
+
     async def cancel(self) -> dict[str, Any]:
         if self._is_over:
             raise BadRequest("The response has just ended.", param="response_id")
         if self._cancelled is None:
-            assert self._turns is not None
-            self._last_events = self._items.close("incomplete")
-            self._cancelled = self._response.ended("cancelled", self._items.items)
-            self._turns.give_up()
-            await self._record.save(self._cancelled)
+            await self._record.save(self._given_up())
+        assert self._cancelled is not None
+        return self._cancelled
+
+    def discard(self) -> bool:
+        if self._is_over or self._cancelled is not None:
+            return False
+        self._given_up().update(store=False, conversation=None)
+        return True
+
+    def _given_up(self) -> dict[str, Any]:
+        """The response, as far as it has come."""
+        assert self._turns is not None
+        self._last_events = self._items.close("incomplete")
+        self._cancelled = self._response.ended("cancelled", self._items.items)
+        self._turns.give_up()
         return self._cancelled
 
     # -- whole ---------------------------------------------------------------------------------
@@ -148,6 +164,7 @@ class Answer:
         return []
 
     async def _refused(self, error: ServerError) -> AsyncGenerator[bytes, None]:
+        self._is_over = True
         for chunk in self._beginning():
             yield chunk
         yield self._failed(error)
@@ -158,7 +175,7 @@ class Answer:
         for chunk in self._beginning():
             yield chunk
         first = deque(event for _, event in begun)
-        while first or turns.open:
+        while self._cancelled is None and (first or turns.open):
             event = first.popleft() if first else await self._next(turns)
             if event is None:
                 break
@@ -178,6 +195,7 @@ class Answer:
                 self._has_output = True
                 return [self._numbered(each) for each in self._items.add(part)]
             case Finished():
+                self._is_over = True  # before any of these is sent: no other may end it now
                 return [self._numbered(each) for each in self._items.close(_status(event))]
         return []
 
@@ -191,6 +209,7 @@ class Answer:
 
     def _failed(self, error: ServerError) -> bytes:
         """How an error ends the stream."""
+        self._is_over = True
         return self._lifecycle("failed", self._response.failed(error, self._items.so_far))
 
     def _lifecycle(self, state: str, response: dict[str, Any]) -> bytes:

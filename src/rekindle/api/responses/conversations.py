@@ -113,7 +113,7 @@ async def list_items(
     """Its items, page by page."""
     stored = await ConversationStore(request).load(conversation_id)
     shown = await beside_loop_if_large(
-        request, stored.size_bytes, page_of, stored, limit=limit, order=order, after=after
+        request, stored.size_bytes, page_of, stored.lines, limit=limit, order=order, after=after
     )
     return JsonResponse(shown)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle.errors import NotFound, ServerError
+from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.server.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
@@ -24,7 +24,16 @@ class ResponseNotFound(NotFound):
         )
 
 
-class PreviousResponseNotFound(NotFound):
+class ResponseIsEnding(ServerError):
+    status, kind, code = 409, "invalid_request_error", "response_is_ending"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The response is just ending: delete it again in a moment.", param="response_id"
+        )
+
+
+class PreviousResponseNotFound(BadRequest):
     code = "previous_response_not_found"
 
     def __init__(self, key: str) -> None:
@@ -52,9 +61,13 @@ def speaks_responses(path: str) -> bool:
     return any(path == root or path.startswith(f"{root}/") for root in ROOTS)
 
 
+def field_of(error: ServerError) -> str | None:
+    """The request's field that an error is about, as it is called here."""
+    return FIELDS.get(error.param or "", error.param)
+
+
 def _body(error: ServerError) -> Mapping[str, Any]:
-    fields = error.body()["error"]
-    return {"error": {**fields, "param": FIELDS.get(error.param or "", error.param)}}
+    return {"error": {**error.body()["error"], "param": field_of(error)}}
 
 
 def _event(error: ServerError) -> bytes:

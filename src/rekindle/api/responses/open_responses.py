@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from rekindle.api.responses.stored import Lines
+
 OPEN_RESPONSES = "open_responses"  # in the state of the application
 
 
@@ -11,7 +13,14 @@ class OpenResponse(Protocol):
     async def cancel(self) -> dict[str, Any]:
         """End it as it is; the response."""
 
+    def discard(self) -> bool:
+        """End it, and keep nothing of it; False: it is ending, and may be kept."""
+
     def so_far(self) -> dict[str, Any]: ...
+
+    @property
+    def input_lines(self) -> Lines:
+        """The items that it answers."""
 
 
 class OpenResponses:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import Query
 
 from rekindle.api.fields import MOST_ID_CHARACTERS
-from rekindle.api.responses.stored import Stored
+from rekindle.api.responses.stored import Lines
 from rekindle.errors import BadRequest
 
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -19,9 +20,9 @@ After = Annotated[
 ]
 
 
-def page_of(stored: Stored, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
+def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
     """A page of a document's items."""
-    return page(stored.items, limit=limit, order=order, after=after)
+    return page(list(map(orjson.loads, lines)), limit=limit, order=order, after=after)
 
 
 def page(

@@ -6,6 +6,7 @@ import secrets
 import time
 from typing import Any
 
+from rekindle.api.responses.errors import field_of
 from rekindle.api.responses.schema import ResponsesRequest
 from rekindle.config import Config
 from rekindle.errors import ServerError
@@ -49,7 +50,7 @@ class ResponseObject:
             "code": error.code or "server_error",
             "message": str(error),
             "type": error.kind,
-            "param": error.param,
+            "param": field_of(error),
         }
         return self._with("failed", output, error=told)
 

@@ -8,16 +8,16 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.responses.errors import ResponseNotFound
+from rekindle.api.responses.errors import ResponseIsEnding, ResponseNotFound
 from rekindle.api.responses.open_responses import OPEN_RESPONSES, OpenResponse, OpenResponses
 from rekindle.api.responses.pages import After, Limit, Order, page_of
 from rekindle.api.responses.response import PREFIX
 from rekindle.api.responses.routes import ROOT
-from rekindle.api.responses.stored import DocumentClient, Stored
-from rekindle.errors import BadRequest, Unsupported
+from rekindle.api.responses.stored import DocumentClient, Stored, size_bytes
+from rekindle.errors import BadRequest, NotFound, Unsupported
 from rekindle.server.auth import caller_of
 from rekindle.server.json_route import JsonRoute, beside_loop_if_large
-from rekindle.server.responses import JsonResponse
+from rekindle.server.responses import JsonResponse, documented
 
 ONE = f"{ROOT}/{{response_id}}"
 
@@ -40,11 +40,15 @@ async def retrieve_response(
     return JsonResponse((await _stored(request, response_id)).object)
 
 
-@router.delete(ONE)
+@router.delete(ONE, responses=documented(409))
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a response, and the state that is no other's."""
-    stored = await _stored(request, response_id)
-    await DocumentClient(request).delete(stored)
+    """Forget a response, and the state that is no other's; one that is being computed ends."""
+    answer = _being_computed(request, response_id)
+    if answer is None or not answer.discard():
+        try:
+            await DocumentClient(request).delete(await _stored(request, response_id))
+        except NotFound:
+            raise ResponseIsEnding if answer else ResponseNotFound(response_id) from None
     return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -57,9 +61,10 @@ async def list_input_items(
     after: After = None,
 ) -> Response:
     """The items that a response answered, those of the responses before it included."""
-    stored = await _stored(request, response_id)
+    answer = _being_computed(request, response_id)
+    lines = answer.input_lines if answer else (await _stored(request, response_id)).lines
     shown = await beside_loop_if_large(
-        request, stored.size_bytes, page_of, stored, limit=limit, order=order, after=after
+        request, size_bytes(lines), page_of, lines, limit=limit, order=order, after=after
     )
     return JsonResponse(shown)
 

@@ -21,7 +21,7 @@ from rekindle.api.responses.requests import (
     names_of,
     token_question,
 )
-from rekindle.api.responses.response import ResponseObject, new_number
+from rekindle.api.responses.response import PREFIX, ResponseObject, new_number
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
 from rekindle.api.responses.stored import DocumentClient, Lines, Stored
 from rekindle.api.responses.truncation import fitted
@@ -99,7 +99,10 @@ async def count_input_tokens(
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
     """What the request goes on from: a response, or a conversation."""
     if key := body.previous_response_id:
-        return await DocumentClient(request).load(key, PreviousResponseNotFound(key))
+        missing = PreviousResponseNotFound(key)
+        if not key.startswith(PREFIX):  # other entries are not responses
+            raise missing
+        return await DocumentClient(request).load(key, missing)
     key = body.conversation_id
     return await ConversationStore(request).load(key) if key else None
 

@@ -34,6 +34,7 @@ from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput
 
 MOST_PAIRS = 16
+MOST_NAME_CHARACTERS = 512  # of whom a client asks for
 FORMAT = "text.format"
 # Fields that ask for what is not to be had here: refused, never ignored.
 NOT_SERVED = {
@@ -194,8 +195,8 @@ class ResponsesRequest(PromptFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     seed: Seed | None = None
     metadata: Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: str | None = Field(None, max_length=MOST_NAME_CHARACTERS)
+    safety_identifier: str | None = Field(None, max_length=MOST_NAME_CHARACTERS)
     session_id: Id | None = Field(None, description="Names the conversation's state")
     use_kv_cache: bool | None = None
     cache_exact: bool | None = None

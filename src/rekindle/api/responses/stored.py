@@ -17,7 +17,7 @@ import orjson
 from starlette.requests import Request
 
 from rekindle.api.responses.items import new_id, stored_items
-from rekindle.errors import CacheKeyNotFound, NotFound, ServerError
+from rekindle.errors import CacheKeyNotFound, ServerError
 from rekindle.protocol.admin import (
     DeleteEntry,
     Document,
@@ -59,13 +59,13 @@ class Stored:
         return (*self.lines, *as_lines(self.object.get("output", ())))
 
     @property
-    def items(self) -> list[dict[str, Any]]:
-        return [orjson.loads(line) for line in self.lines]
-
-    @property
     def size_bytes(self) -> int:
         """Of its items."""
-        return sum(map(len, self.lines))
+        return size_bytes(self.lines)
+
+
+def size_bytes(lines: Lines) -> int:
+    return sum(map(len, lines))
 
 
 def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
@@ -116,7 +116,7 @@ class DocumentClient:
         self._admin = AdminClient.of_tenant(request)
         self._runtimes = models_of(request).runtimes
 
-    async def load(self, key: str, missing: NotFound) -> Stored:
+    async def load(self, key: str, missing: ServerError) -> Stored:
         """Raises `missing` where there is none."""
         try:
             async with self._slots:
