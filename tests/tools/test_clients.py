@@ -16,6 +16,7 @@ import pytest
 from tools.clients.figures import Turn, turn_of
 from tools.clients.programs import Program, ProgramFailed
 from tools.clients.recorder import Exchange, Recorder, recording
+from tools.clients.terminal import type_into
 
 WAIT_S = 20
 
@@ -156,3 +157,18 @@ def test_what_was_reused_is_read_in_each_dialect(answer: str) -> None:
 )
 def test_an_error_in_a_stream_is_one(answer: str) -> None:
     assert Exchange("POST", "/", {}, 200, bytearray(answer.encode())).failed
+
+
+@pytest.mark.parametrize("command", [["/does/not/exist"], ["/bin/echo", "hello"]])
+def test_a_program_that_cannot_be_run_or_ends_at_once_is_not_waited_for(
+    command: list[str], tmp_path: Path
+) -> None:
+    assert not type_into(
+        command,
+        "hello",
+        folder=tmp_path,
+        environment={},
+        asks=b"?",
+        is_done=lambda: False,
+        patience_s=1e9,
+    )

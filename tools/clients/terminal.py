@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import select
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 STEP_S = 0.5
+CANNOT_BE_RUN = 127  # the status with which shells say so
 WHERE_IS_THE_CURSOR, AT_THE_TOP = b"\x1b[6n", b"\x1b[1;1R"
 
 
@@ -27,12 +29,18 @@ def type_into(
     """Start it, type the text once it asks, and end it when that is done; False: it never was."""
     process, terminal = pty.fork()
     if process == 0:
-        os.chdir(folder)
-        os.execve(command[0], [*command], {**environment, "TERM": "xterm-256color"})
+        try:
+            os.chdir(folder)
+            os.execve(command[0], [*command], {**environment, "TERM": "xterm-256color"})
+        finally:  # this process is a copy of one that goes on by itself
+            os._exit(CANNOT_BE_RUN)
     try:
         deadline, shown, typed = time.monotonic() + patience_s, b"", False
         while time.monotonic() < deadline and not (typed and is_done()):
-            shown += _read(terminal)
+            new = _read(terminal)
+            if new is None:
+                break
+            shown += new
             if WHERE_IS_THE_CURSOR in shown:
                 os.write(terminal, AT_THE_TOP)
                 shown = shown.replace(WHERE_IS_THE_CURSOR, b"")
@@ -49,7 +57,14 @@ def type_into(
         os.close(terminal)
 
 
-def _read(terminal: int) -> bytes:
-    """What has come, if anything does soon."""
+def _read(terminal: int) -> bytes | None:
+    """What has come, if anything does soon; None: the program has ended, and no more will."""
     readable, _, _ = select.select([terminal], [], [], STEP_S)
-    return os.read(terminal, 1 << 16) if readable else b""
+    if not readable:
+        return b""
+    try:
+        return os.read(terminal, 1 << 16) or None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return None
