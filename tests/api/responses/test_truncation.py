@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from rekindle.api.responses import truncation
+from rekindle.api.responses.requests import Conversation
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.tokenisation import Tokenize, Tokenized
+from rekindle.server.json_route import VALIDATORS
 from tests.api.responses.asking import Documents, answered
 from tests.api.scripted import Front, ScriptedRuntime
 
@@ -86,3 +90,26 @@ def test_a_message_that_does_not_fit_alone_is_left_to_be_refused() -> None:
     assert len(messages[0]["content"]) == 9000
     messages, _ = sent([*turns(3), {"role": "user", "content": "x" * 9000}], truncation="auto")
     assert [message["role"] for message in messages] == ["developer", "user"]
+
+
+def test_a_long_conversation_is_cut_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = dict[str, set[str]]()
+
+    def watched(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name.split("_")[0])
+            return work(*args, **options)
+
+        monkeypatch.setattr(owner, name, called)
+
+    watched(truncation, "_texts")
+    watched(truncation, "_cuts")
+    watched(Conversation, "cut")
+    documents = Counting()
+    front = Front(ScriptedRuntime(answers=documents.answer))
+    first = answered(front, input=turns(100))["id"]
+    answered(front, input="x", previous_response_id=first, truncation="auto")
+    assert documents.questions > 1
+    assert threads == {name: {VALIDATORS} for name in ("_texts", "_cuts", "cut")}

@@ -20,7 +20,7 @@ from rekindle.api.responses.items import (
     identified,
 )
 from rekindle.api.responses.schema import PromptFields, ResponsesRequest
-from rekindle.api.responses.stored import Lines, as_lines, parsed
+from rekindle.api.responses.stored import Lines, as_lines, parsed, size_bytes
 from rekindle.api.responses.tool_choice import forces_call, shown_tools, tool_use
 from rekindle.api.responses.tools import Toolbox
 from rekindle.api.responses.usage import LIFETIMES_S
@@ -76,8 +76,15 @@ class Conversation:
             is_marked=_marked(own),
         )
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its items."""
+        return size_bytes(self.lines)
+
     def cut(self, begin: int) -> Conversation:
         """The same from this item on, behind the instructions that it begins with."""
+        if not begin:
+            return self
         leading = takewhile(_instructs, self.items[:begin])
         kept = [*leading, *self.items[begin:]]
         return self.with_messages(messages_of(self.instructions, kept, self.toolbox))

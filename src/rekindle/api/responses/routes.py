@@ -28,7 +28,7 @@ from rekindle.api.responses.truncation import fitted
 from rekindle.protocol.tokenisation import Tokenized
 from rekindle.server.admin_client import AdminClient
 from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop, beside_loop_if_large
+from rekindle.server.json_route import JsonRoute, beside_loop_if_large
 from rekindle.server.models import ModelNumber, models_of
 from rekindle.server.responses import MAY_STREAM, JsonResponse
 
@@ -52,8 +52,9 @@ async def create_response(
     conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
     response = ResponseObject(body, new_number(), runtime.name, models.config)
-    asked = await beside_loop(
+    asked = await beside_loop_if_large(
         request,
+        len(await request.body()) + conversation.size_bytes,
         generate_request,
         body,
         conversation,
@@ -89,8 +90,14 @@ async def count_input_tokens(
     conversation = await _conversation(request, body, previous)
     conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
-    asked = await beside_loop(
-        request, token_question, body, conversation, illustrated, models.config
+    asked = await beside_loop_if_large(
+        request,
+        len(await request.body()) + conversation.size_bytes,
+        token_question,
+        body,
+        conversation,
+        illustrated,
+        models.config,
     )
     found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": found.count})

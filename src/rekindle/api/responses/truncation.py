@@ -7,7 +7,7 @@ long for that as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -19,9 +19,9 @@ from rekindle.api.responses.requests import Conversation, token_question
 from rekindle.api.responses.schema import PromptFields
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.protocol.tokenisation import Tokenized
+from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from rekindle.server.admin_client import AdminClient
-from rekindle.server.json_route import beside_loop
+from rekindle.server.json_route import beside_loop_if_large
 from rekindle.server.runtime_client import RuntimeClient
 
 STEPS = 2  # between two cuts there are at least so many parts of the context, in characters
@@ -35,14 +35,19 @@ async def fitted(
     config: Config,
 ) -> Conversation:
     """The conversation as far as the model's context holds it, if that is what is asked for; one
-    that does not fit with its last message alone stays as it is, and is refused as any other."""
+    that does not fit with the user's last message alone is cut to that, and refused as any other.
+    """
     if body.truncation != "auto":
         return conversation
     limit = runtime.loaded.context_tokens
     reserved = min(body.reserved_tokens, limit // STEPS)
+    size_bytes = len(await request.body()) + conversation.size_bytes
 
-    async def fits(shorter: Conversation) -> bool:
-        asked = await beside_loop(request, token_question, body, _texts(shorter), None, config)
+    def question(begin: int) -> Tokenize:
+        return token_question(body, _texts(conversation.cut(begin)), None, config)
+
+    async def fits(begin: int) -> bool:
+        asked = await beside_loop_if_large(request, size_bytes, question, begin)
         try:
             found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
         except ServerError as error:
@@ -51,31 +56,35 @@ async def fitted(
             return False
         return found.count + reserved <= limit
 
-    if await fits(conversation):
+    if await fits(0):
         return conversation
-    cuts = list(_cuts(conversation.items, step=max(limit // STEPS, 1)))
+    cuts = await beside_loop_if_large(
+        request, size_bytes, _cuts, conversation.items, step=max(limit // STEPS, 1)
+    )
     least, most = 0, len(cuts) - 1
     while least < most:  # the first cut behind which it fits
         middle = (least + most) // 2
-        if await fits(conversation.cut(cuts[middle])):
+        if await fits(cuts[middle]):
             most = middle
         else:
             least = middle + 1
-    return conversation.cut(cuts[least]) if cuts else conversation
+    if not cuts:
+        return conversation
+    return await beside_loop_if_large(request, size_bytes, conversation.cut, cuts[least])
 
 
-def _cuts(items: Sequence[Any], *, step: int) -> Iterator[int]:
+def _cuts(items: Sequence[Any], *, step: int) -> list[int]:
     """Where the conversation may begin instead: at messages of the user, a step apart."""
-    characters, reached, last = 0, 0, None
+    cuts, characters, reached = list[int](), 0, 0
+    last = None
     for place, item in enumerate(items):
         if isinstance(item, MessageItem) and item.role == "user" and place:
             last = place
             if characters - reached >= step:
                 reached, last = characters, None
-                yield place
+                cuts.append(place)
         characters += _characters(item)
-    if last is not None:  # at least the last message
-        yield last
+    return cuts if last is None else [*cuts, last]  # at least the last message
 
 
 def _characters(item: Any) -> int:
