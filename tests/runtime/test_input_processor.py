@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from msgspec import structs
 
+from rekindle.engine.base import TokenMask
 from rekindle.errors import ContextTooLong
-from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams
+from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams, ToolUse
 from tests.chat.tool_templates import HERMES
 from tests.support.agent import TOOLS
 from tests.support.conversations import Conversations
@@ -48,6 +50,27 @@ def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
     assert len({id(each.decoding.parser) for each in choices}) == 3
 
 
+def test_a_grammar_is_compiled_once_and_followed_by_each_choice_for_itself() -> None:
+    processor = Conversations(HERMES).runtime.input_processor
+    compiler = processor._output_format._compiler
+    asked = structs.replace(ASK, tool_use=ToolUse(choice="required"))
+    with patch.object(compiler, "compile", autospec=True, side_effect=compiler.compile) as compiled:
+        first, *others = (each.decoding.token_mask for each in processor.encode(asked))
+    assert compiled.call_count == 1
+    assert first is not None
+
+    def allowed(mask: TokenMask | None) -> list[bool]:
+        assert mask is not None
+        logits = np.zeros(processor._tokenizer.size, np.float32)
+        mask.mask(logits)
+        return list(np.isfinite(logits))
+
+    before = allowed(first)
+    first.accept(before.index(True))
+    assert allowed(first) != before
+    assert [allowed(each) for each in others] == [before, before]
+
+
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
@@ -59,7 +82,7 @@ def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
 def test_no_grammar_is_compiled_for_a_prompt_that_does_not_fit(fields: Any, found: str) -> None:
     processor = Conversations(HERMES).runtime.input_processor
     with (
-        patch.object(processor._output_format, "decoding", autospec=True) as compiled,
+        patch.object(processor._output_format, "decodings", autospec=True) as compiled,
         pytest.raises(ContextTooLong, match=found),
     ):
         processor.encode(structs.replace(ASK, **fields))

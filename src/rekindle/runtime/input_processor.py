@@ -103,7 +103,12 @@ class InputProcessor:
         # Before a grammar is compiled.
         check_room(request, encoded.prompt, pictures, self._capabilities.context_tokens)
         normalised = [*changes, *encoded.normalised]
-        return [self._choice(each, encoded, normalised, pictures) for each in request.choices()]
+        choices = request.choices()
+        decodings = self._output_format.decodings(request, encoded.prompt, len(choices))
+        return [
+            self._choice(each, encoded, normalised, pictures, decoding)
+            for each, decoding in zip(choices, decodings, strict=True)
+        ]
 
     def _choice(
         self,
@@ -111,9 +116,9 @@ class InputProcessor:
         encoded: EncodedPrompt,
         normalised: list[str],
         pictures: RequestPictures,
+        decoding: ReplyDecoding,
     ) -> EncodedRequest:
         """One choice, with a parser and a grammar's state of its own."""
-        decoding = self._output_format.decoding(request, encoded.prompt)
         if request.ignore_eos:
             request = structs.replace(request, sampling=self._endless(request.sampling, decoding))
         is_shared = request.prepare is not None and request.prepare.shared

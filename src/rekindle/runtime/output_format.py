@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,22 +52,37 @@ class OutputFormat:
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._control[text] for text in texts if text in self._control)
 
-    def decoding(self, request: GenerateRequest, prompt: Prompt) -> ReplyDecoding:
-        """Raises BadRequest for a schema that cannot be enforced."""
+    def decodings(
+        self, request: GenerateRequest, prompt: Prompt, count: int
+    ) -> list[ReplyDecoding]:
+        """One for each choice of a request; what all of them follow is compiled once. Raises
+        BadRequest for a schema that cannot be enforced."""
         output = request.structured_output
         if request.messages is None or request.prepare is not None:
-            mask = self._compiler.compile(self._grammars.text(output)) if output else None
-            return ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens)
+            masks = self._masks(self._grammars.text(output) if output else None, count)
+            return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
         end = unescape(prompt.escaped[-PROMPT_END_BYTES:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
         tools = [*(request.tools or ()), *request.loaded_tools]
         calls = bool(tools) and request.tool_use.choice != "none"
-        grammar = self._grammar(request, tools if calls else [], opened=opened)
-        token_mask = self._compiler.compile(grammar) if grammar else None
+        masks = self._masks(self._grammar(request, tools if calls else [], opened=opened), count)
         if not calls and self.format.reasoning is None:
-            return ReplyDecoding(token_mask=token_mask, end_tokens=self.end_tokens)
-        parser = self.format.parser(tools, calls=calls, opened=opened)
-        return ReplyDecoding(parser, self._shown, token_mask, self.end_tokens)
+            return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
+        return [
+            ReplyDecoding(
+                self.format.parser(tools, calls=calls, opened=opened),
+                self._shown,
+                mask,
+                self.end_tokens,
+            )
+            for mask in masks
+        ]
+
+    def _masks(self, grammar: Grammar | None, count: int) -> Sequence[TokenMask | None]:
+        if grammar is None:
+            return [None] * count
+        first = self._compiler.compile(grammar)
+        return [first, *(first.copy() for _ in range(count - 1))]
 
     def _grammar(
         self, request: GenerateRequest, tools: list[Any], *, opened: bool

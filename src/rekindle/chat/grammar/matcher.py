@@ -30,6 +30,10 @@ class TokenMatcher:
         self._beginning = matcher
         self._matcher = matcher.deep_copy()  # an error stays with a matcher for ever
 
+    def copy(self) -> TokenMatcher:
+        """For another reply that has to follow the same, from its beginning."""
+        return TokenMatcher(self._beginning.deep_copy())
+
     @property
     def trouble(self) -> str | None:
         """Why this reply cannot be continued."""
