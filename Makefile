@@ -23,7 +23,7 @@ test: install           ## every test, on the real model too; chance and repetit
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 stress: install         ## the tests with chance or repetition in them, in their long form
-	LONG_TESTS=1 $(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile $(ARGS)
+	LONG_TESTS=1 $(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: install          ## format, lint, types and dependencies; changes nothing, needs no network
 	$(BIN)/ruff format --check .

@@ -15,6 +15,11 @@ from rekindle.models.pull import pull
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes a quarter of an hour comes first: others then run beside it."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model, pulled once and kept for later runs."""
