@@ -21,9 +21,7 @@ LEAST_TIMES = 3  # with fewer nothing is known
 LEAST_ROWS = 64  # of a step that shows how fast prompts are computed
 LEAST_BYTES = 16 << 20  # of a transfer that shows how fast tiers are: short ones show latencies
 LEAST_GAIN_S = 0.2  # for less nothing is computed again
-TRIED_AGAIN = (
-    16  # plans that would be cut: then one is not, or it would never be known if that pays
-)
+TRIED_AGAIN = 16  # of so many plans that would be cut one is not: it may pay by now
 
 
 class _Fastest:
