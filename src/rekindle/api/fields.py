@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -42,6 +43,23 @@ def takes(what: str) -> WrapValidator:
             raise PydanticCustomError("takes", "takes {what}", {"what": what}) from None
 
     return WrapValidator(check)
+
+
+def _named(most: int) -> WrapValidator:
+    """A name of so many characters at most, as tools have it."""
+    pattern = re.compile(rf"[a-zA-Z0-9_.-]{{1,{most}}}")
+    what = f"a name of 1 to {most} letters, digits, dots, dashes and underscores"
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise PydanticCustomError("takes", "takes {what}", {"what": what})
+        return handler(value)
+
+    return WrapValidator(check)
+
+
+FunctionName = Annotated[str, _named(64)]  # in OpenAI's chat
+ToolName = Annotated[str, _named(128)]
 
 
 def _few(value: Any) -> Any:

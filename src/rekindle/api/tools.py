@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from rekindle.api.fields import shallow, takes
+from rekindle.api.fields import FunctionName, shallow
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-
-def _named(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ValueError
-    return name
-
-
-FunctionName = Annotated[
-    str,
-    AfterValidator(_named),
-    takes("a name of 1 to 64 letters, digits, dots, dashes and underscores"),
-]
 
 
 class Function(BaseModel):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from rekindle.errors import BadRequest
 
 TAKES = {
@@ -67,6 +69,17 @@ def fault(error: Mapping[str, Any]) -> str:
     if kind in WRONG_TYPE and (name := JSON_NAMES.get(type(error["input"]))):
         return f"{takes}, not {name}"
     return takes
+
+
+def fault_among(error: ValidationError, what: str, otherwise: str) -> str:
+    """One sentence about the first item of a list that is wrong, called `what`, or `otherwise`."""
+    for each in error.errors():
+        match each["loc"]:
+            case (_, int() as place, *field) if field:
+                return f"{what} {place}: `{field[-1]}` {fault(each)}"
+            case (_, int() as place):
+                return f"{what} {place}: {fault(each)}"
+    return otherwise
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from rekindle.api.fields import shallow
-from rekindle.api.validation import fault
+from rekindle.api.validation import fault_among
 
 MOST_BLOCKS = 20_000
 #: What tools of Anthropic's own servers leave in a conversation; there is no such tool here.
@@ -137,13 +137,8 @@ def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
     except ValidationError as error:
-        for each in error.errors():
-            match each["loc"]:
-                case (_, int() as place, *field) if field:
-                    raise ValueError(f"block {place}: `{field[-1]}` {fault(each)}") from None
-                case (_, int() as place):
-                    raise ValueError(f"block {place}: {fault(each)}") from None
-        raise ValueError("takes a string, or a list of content blocks") from None
+        takes = "takes a string, or a list of content blocks"
+        raise ValueError(fault_among(error, "block", takes)) from None
 
 
 ResultBlock = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -17,26 +16,12 @@ from pydantic import (
 )
 
 from rekindle.api.anthropic.blocks import CacheControl
-from rekindle.api.fields import shallow, takes
+from rekindle.api.fields import ToolName, shallow
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import ToolUse
 
 MOST_TOOLS = 1024
 CUSTOM = "custom"  # the type of a tool that the client defines itself
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-
-
-def _named(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ValueError
-    return name
-
-
-ToolName = Annotated[
-    str,
-    AfterValidator(_named),
-    takes("a name of 1 to 128 letters, digits, dots, dashes and underscores"),
-]
 
 
 class Tool(BaseModel):

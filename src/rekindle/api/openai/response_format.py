@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rekindle.api.fields import shallow, takes
-from rekindle.api.tools import FunctionName
+from rekindle.api.fields import FunctionName, shallow, takes
 from rekindle.protocol.requests import StructuredOutput
 
 Schema = Annotated[

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rekindle.api.fields import takes
-from rekindle.api.tools import FunctionName, Tool
+from rekindle.api.fields import FunctionName, takes
+from rekindle.api.tools import Tool
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import ToolUse
 

@@ -18,7 +18,7 @@ from pydantic import (
 from rekindle.api.fields import shallow
 from rekindle.api.media_parts import ImagePart as MessageImage
 from rekindle.api.message import TextPart as MessageText
-from rekindle.api.validation import fault
+from rekindle.api.validation import fault_among
 from rekindle.errors import Unsupported
 
 NOT_SERVED = ("input_file", "input_audio", "computer_screenshot")
@@ -60,13 +60,7 @@ def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     try:
         return handler(value)
     except ValidationError as error:
-        for each in error.errors():
-            match each["loc"]:
-                case (_, int() as place, *field) if field:
-                    raise ValueError(f"part {place}: `{field[-1]}` {fault(each)}") from None
-                case (_, int() as place):
-                    raise ValueError(f"part {place}: {fault(each)}") from None
-        raise ValueError(TAKES) from None
+        raise ValueError(fault_among(error, "part", TAKES)) from None
 
 
 def _refuse_unserved(value: Any) -> None:

@@ -6,7 +6,6 @@ namespace has the namespace in its name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -21,27 +20,13 @@ from pydantic import (
     Tag,
 )
 
-from rekindle.api.fields import shallow, takes
+from rekindle.api.fields import ToolName, shallow
 from rekindle.errors import BadRequest
 
 MOST_TOOLS = 1024  # in all namespaces together
 MOST_GRAMMAR_CHARACTERS = 65_536  # of all custom tools together
 SEPARATOR = "__"  # between a namespace and a name
 INPUT = "input"  # of a custom tool, its one argument
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-
-
-def _named(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ValueError
-    return name
-
-
-ToolName = Annotated[
-    str,
-    AfterValidator(_named),
-    takes("a name of 1 to 128 letters, digits, dots, dashes and underscores"),
-]
 
 
 class _Form(BaseModel):
