@@ -12,15 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.tiny import (
-    CONTROL,
-    HEAD_WIDTH,
-    HEADS,
-    KV_HEADS,
-    VOCABULARY,
-    WIDTH,
-    TinyModel,
-)
+from tests.support.tiny import CONTROL, VOCABULARY, TinyModel, write_llama
 
 SHARED = 6.0  # along the shared direction; the others are about one
 
@@ -59,15 +51,4 @@ class EndingModel(TinyModel):
 def write_ending(
     path: Path, *, context: int = 8192, layers: int = 1, kind: type[EndingModel] = EndingModel
 ) -> Path:
-    model = kind(path, "llama", layers, 0, context)
-    model.number("attention.head_count", HEADS)
-    model.number("attention.head_count_kv", KV_HEADS)
-    model.number("rope.dimension_count", HEAD_WIDTH)
-    model.ones("output_norm.weight", WIDTH)
-    for layer in range(layers):
-        block = f"blk.{layer}."
-        model.ones(block + "attn_norm.weight", WIDTH)
-        model.ones(block + "ffn_norm.weight", WIDTH)
-        model.attention_and_hidden(block)
-    model.finish()
-    return path
+    return write_llama(path, layers=layers, context=context, kind=kind)

@@ -86,10 +86,16 @@ class TinyModel:
 
 
 def write_llama(
-    path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096, pooling: int | None = None
+    path: Path,
+    *,
+    layers: int = 2,
+    seed: int = 0,
+    context: int = 4096,
+    pooling: int | None = None,
+    kind: type[TinyModel] = TinyModel,
 ) -> Path:
     """Full attention: state can be truncated anywhere."""
-    model = TinyModel(path, "llama", layers, seed, context)
+    model = kind(path, "llama", layers, seed, context)
     if pooling is not None:
         model.number("pooling_type", pooling)
     model.number("attention.head_count", HEADS)
