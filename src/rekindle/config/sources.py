@@ -1,0 +1,146 @@
+"""The sources of settings, merged: file, `MAX_KV_SIZE_GB`, `REKINDLE_*`, flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from rekindle.config.settings import SETTINGS, Config
+from rekindle.config.spelling import Spell, as_flag, unknown_setting
+from rekindle.errors import ConfigError
+from rekindle.protocol.settings import GB
+
+CONFIG_FILE = Path("rekindle.yaml")
+ENV_PREFIX = "REKINDLE_"
+OUTSIDE_SETTINGS = {"llama_lib", "config", "engine_module"}  # REKINDLE_ variables read elsewhere
+DISK_VARIABLE = "MAX_KV_SIZE_GB"
+
+_NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
+_config = TypeAdapter(Config)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """Settings from one place, and how a setting is spelled there."""
+
+    settings: Mapping[str, Any]
+    spell: Spell
+
+
+def load_config(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    *,
+    spell: Spell = as_flag,
+) -> Config:
+    """Merge the sources; raises ConfigError that names the setting and where it came from."""
+    environment = os.environ if environment is None else environment
+    sources = [
+        _from_file(file or _default_file(environment)),
+        _from_disk_variable(environment),
+        _from_environment(environment),
+        _from_flags(flags, spell),
+    ]
+    merged = {
+        name: value
+        for source in sources
+        for name, value in source.settings.items()
+        if value is not None or SETTINGS[name].takes_null
+    }
+    try:
+        config = _config.validate_python(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(dict(e), sources) for e in error.errors())) from None
+    paths: dict[str, Any] = {
+        name: value.expanduser() for name, value in vars(config).items() if isinstance(value, Path)
+    }
+    folders = tuple(folder.expanduser() for folder in config.media_folder)
+    return dataclasses.replace(config, media_folder=folders, **paths)
+
+
+def _default_file(environment: Mapping[str, str]) -> Path | None:
+    if named := environment.get("REKINDLE_CONFIG"):
+        return Path(named)
+    return CONFIG_FILE if CONFIG_FILE.exists() else None
+
+
+def _from_file(path: Path | None) -> Source:
+    raw = _read(path) if path else None
+    if raw is None:
+        return Source({}, str)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold settings, one `name: value` a line")
+    settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
+    return _known(Source(settings, lambda name: f"`{name}` in {path}"))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {problem}") from None
+
+
+def _from_disk_variable(environment: Mapping[str, str]) -> Source:
+    """The disk budget in gigabytes, under the name that similar programs use."""
+    written = environment.get(DISK_VARIABLE, "").strip()
+    if not written:
+        return Source({}, str)
+    if not _NUMBER.fullmatch(written) or not (size := int(Fraction(written) * GB)):
+        raise ConfigError(f"`{DISK_VARIABLE}`: takes a positive number of GB (got {written!r})")
+    return Source({"disk_cache": size}, lambda _name: f"`{DISK_VARIABLE}`")
+
+
+def _from_environment(environment: Mapping[str, str]) -> Source:
+    """An empty variable counts as one that is not set."""
+    written = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(ENV_PREFIX) and value
+    }
+    ours = {name: value for name, value in written.items() if name not in OUTSIDE_SETTINGS}
+    source = _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
+    settings = {name: None if _is_null(name, value) else value for name, value in ours.items()}
+    return Source(settings, source.spell)
+
+
+def _is_null(name: str, written: str) -> bool:
+    """Whether a variable says null; `none` may also be a value, such as the name of a format."""
+    return written.lower() in (("null", "none") if SETTINGS[name].takes_null else ("null",))
+
+
+def _from_flags(flags: Mapping[str, Any], spell: Spell) -> Source:
+    given = {name: value for name, value in flags.items() if value not in (None, (), [])}
+    return _known(Source(given, spell))
+
+
+def _known(source: Source) -> Source:
+    """Refuse a setting that does not exist."""
+    for name in source.settings:
+        if name not in SETTINGS:
+            raise ConfigError(unknown_setting(name, SETTINGS, source.spell))
+    return source
+
+
+def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
+    name = str(error["loc"][0])
+    spell = next(source.spell for source in reversed(sources) if name in source.settings)
+    path = error["loc"][1:] if name == "projects" else ()
+    inside = f", `{'.'.join(map(str, path))}`" if path else ""
+    secret = SETTINGS[name].setting.secret or (inside and isinstance(error["input"], dict))
+    got = "" if secret else f" (got {error['input']!r})"
+    return f"{spell(name)}{inside}: {error['msg'].removeprefix('Value error, ')}{got}"
