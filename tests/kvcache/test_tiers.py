@@ -81,6 +81,7 @@ class Tiers(RuleBasedStateMachine):
         entries = folder.index_db.entries()
         self.store.load()
         self.entries.load(entries)
+        self.entries.settle()
 
     def open_more(self) -> list[Tier]:
         """Tiers below the disk."""

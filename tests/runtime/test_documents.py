@@ -120,11 +120,11 @@ def test_a_document_expires_unless_it_is_pinned(harness: RuntimeHarness, clock: 
 
 def test_documents_stay_within_the_budget_of_entries(harness: RuntimeHarness) -> None:
     entries = harness.storage.entries
-    entries.limit_bytes = 4 * MIB
+    entries.budget.limit_bytes = 4 * MIB
     assert not store(harness, bytes(5 * MIB), key="huge")
     for number in range(10):
         assert store(harness, bytes([number]) * MIB, key=f"resp_{number}")
-        assert entries.index.used_bytes <= entries.limit_bytes
+        assert entries.index.used_bytes <= entries.budget.limit_bytes
     assert content_of(harness, "resp_9") == bytes([9]) * MIB
     with pytest.raises(CacheKeyNotFound):
         content_of(harness, "resp_0")

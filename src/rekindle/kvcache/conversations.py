@@ -19,7 +19,8 @@ class Conversations:
 
     def attach(self, handle: PrefixHandle) -> None:
         """Let a conversation's end rest on its last block, from now on and as blocks change."""
-        self._tree.place(handle)
+        if handle.tokens:  # else it has no state to rest on
+            self._tree.place(handle)
 
     def move(self, handle: PrefixHandle, namespace: bytes) -> None:
         """Let a conversation's end rest on its state in another namespace."""

@@ -9,23 +9,16 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from rekindle.kvcache.disk.index_db import Change, DropEntry, EntryRow, PutEntry, TouchEntry
-from rekindle.kvcache.entry import (
-    Clock,
-    Draft,
-    Entry,
-    Name,
-    decode_replies,
-    encode_replies,
-)
+from rekindle.kvcache.disk.index_db import Change, EntryRow
+from rekindle.kvcache.entry import Clock, Draft, Entry, Name, decode_replies
+from rekindle.kvcache.entry_budget import EntryBudget
 from rekindle.kvcache.entry_index import EntryIndex
+from rekindle.kvcache.entry_journal import EntryJournal, from_row
 from rekindle.kvcache.store import Store
-from rekindle.tokens import Tokens
 
 __all__ = ["Draft", "Entries", "Entry", "Name"]
 
 KEY_BYTES = 16  # of randomness in a cache key
-GRACE_S = 300.0  # what an entry lives at least after a restart: the wall clock may have jumped
 MOST_EXPIRED = 10_000  # keys remembered as expired, to say so
 
 
@@ -42,12 +35,12 @@ class Entries:
         limit_bytes: int = 64 << 20,
     ) -> None:
         self.index = EntryIndex()
+        self.budget = EntryBudget(self.index, limit_bytes)
         #: Called with an entry whose state is to go, for state that the store does not hold.
         self.on_remove: Callable[[Entry], None] = lambda _entry: None
         self._conversations = store.conversations
         self._clock = clock
-        self._journal = _Journal(journal or (lambda _change: None), clock)
-        self.limit_bytes = limit_bytes
+        self._journal = EntryJournal(journal or (lambda _change: None), clock)
         self._removed_early: list[Entry] | None = None  # while blocks are still being read
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
@@ -67,10 +60,6 @@ class Entries:
 
     def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
         return _living(self.index.by_key(namespace, key), self._clock)
-
-    def any_by_key(self, namespace: bytes | None, key: str) -> Entry | None:
-        """Expired or not."""
-        return self.index.by_key(namespace, key)
 
     def by_name(self, namespace: bytes, name: Name) -> Entry | None:
         return _living(self.index.by_name(namespace, name), self._clock)
@@ -99,10 +88,10 @@ class Entries:
         if entry is None:
             entry = _new_entry(draft, self._clock)
             reply_bytes = sum(reply.cost_bytes for reply in draft.replies)
-            if entry.cost_bytes + reply_bytes > self.limit_bytes:
+            if not self.budget.could_fit(entry.cost_bytes + reply_bytes):
                 return None
             self.index.add(entry)
-            self._attach(entry)
+            self._conversations.attach(entry)
         elif entry.namespace != _kv_namespace(draft) and (draft.pinned or not entry.pinned):
             self._conversations.move(entry, _kv_namespace(draft))  # computed again, in other cells
         self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
@@ -111,7 +100,7 @@ class Entries:
             entry.pin_until(self._clock.steady_s() + draft.pin_s)
         self.index.use(entry, self._clock)
         left_behind = [self.index.set_name(entry, name) for name in draft.names]
-        others = self._superseded(entry, [*left_behind, draft.after, equal])
+        others = _superseded(self.index, entry, [*left_behind, draft.after, equal])
         for other in others:  # what they are pinned for, this one is
             other.end_pin(entry.pinned_until_s or 0.0)
         # It is the same conversation as these, a turn later.
@@ -122,32 +111,19 @@ class Entries:
                 self.forget(other)
             else:
                 self._journal.save(other)
-        self._make_room()
+        self.budget.enforce(self.forget)
         return entry
-
-    def _superseded(self, entry: Entry, left_behind: Iterable[Entry | None]) -> set[Entry]:
-        """Entries that this one goes on from, or that have lost their name to it; of those that are
-        free nothing is needed any more."""
-        shorter = self.index.recall(entry.tenant, entry.text[:-1]) if entry.text else None
-        if shorter and shorter.text_tokens < len(shorter.tokens):
-            # Its text is not all of it: another reply to the same prompt leaves it as it is.
-            shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
-        return {other for other in (*left_behind, shorter) if other not in (None, entry)}
 
     def store(self, entry: Entry, document: bytes) -> bool:
         """Keep a document with an entry, instead of the one it has; whether there is room."""
         more_bytes = len(document) - len(entry.document)
-        if not entry.place or entry.cost_bytes + more_bytes > self.limit_bytes:
+        if not entry.place or not self.budget.could_fit(entry.cost_bytes + more_bytes):
             return False
         self.index.set_document(entry, document)
         self.index.use(entry, self._clock)
         self._journal.save(entry)
-        self._make_room()
+        self.budget.enforce(self.forget)
         return bool(entry.place)
-
-    def _attach(self, entry: Entry) -> None:
-        if entry.tokens:  # else it has no state to rest on
-            self._conversations.attach(entry)
 
     def touch(self, entry: Entry) -> None:
         """Its time begins again."""
@@ -203,40 +179,14 @@ class Entries:
             self._expired.popitem(last=False)
         return self.remove(entry)
 
-    def _make_room(self) -> None:
-        """Keep what entries take within bounds. The tenant that has most gives way: its oldest that
-        nobody named, then its oldest."""
-        index, limit_bytes = self.index, self.limit_bytes
-        if index.used_bytes <= limit_bytes:
-            return
-        share = limit_bytes // len(index.held_bytes)
-        for namespace, _ in index.held_bytes.most_common():
-            unpinned = [entry for entry in index.of(namespace) if not entry.pinned]
-            unpinned.sort(key=lambda entry: not entry.is_free)  # stable: the oldest stay first
-            for entry in unpinned:
-                if index.used_bytes <= limit_bytes or index.held_bytes[namespace] <= share:
-                    break
-                self.forget(entry)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether something else could make room for one more."""
-        pinned = sum(entry.cost_bytes for entry in self.index.of(None) if entry.pinned)
-        return pinned < self.limit_bytes
-
     # -- after a restart -----------------------------------------------------------------------
 
     def load(self, rows: Iterable[EntryRow]) -> None:
-        """Take in what was remembered before a restart, oldest use first."""
-        self.load_early(rows)
-        self.settle()
-
-    def load_early(self, rows: Iterable[EntryRow]) -> None:
         """Take in what was remembered, though the blocks it rests on are still being read; `settle`
         when they are. What was named in the meantime keeps its name."""
         self._removed_early = []
         for row in sorted(rows, key=lambda row: row.last_used_at):
-            entry = _from_row(row, self._clock)
+            entry = from_row(row, self._clock)
             self.index.add(entry)
             self._conversations.claim(entry)
             self.index.add_replies(entry, decode_replies(row.replies))
@@ -248,12 +198,12 @@ class Entries:
         """Let entries rest on their blocks, and remove the state of those that are gone already."""
         for entry in self.index.of(None):
             if entry.block is None:
-                self._attach(entry)
+                self._conversations.attach(entry)
         removed, self._removed_early = self._removed_early or [], None
         for entry in removed:
-            self._attach(entry)
+            self._conversations.attach(entry)
             self._conversations.release(entry)
-        self._make_room()  # the budget may have become smaller
+        self.budget.enforce(self.forget)  # the budget may have become smaller
 
 
 def _living(entry: Entry | None, clock: Clock) -> Entry | None:
@@ -270,6 +220,16 @@ def _new_entry(draft: Draft, clock: Clock) -> Entry:
     return entry
 
 
+def _superseded(index: EntryIndex, entry: Entry, left_behind: Iterable[Entry | None]) -> set[Entry]:
+    """Entries that this one goes on from, or that have lost their name to it; of those that are
+    free nothing is needed any more."""
+    shorter = index.recall(entry.tenant, entry.text[:-1]) if entry.text else None
+    if shorter and shorter.text_tokens < len(shorter.tokens):
+        # Its text is not all of it: another reply to the same prompt leaves it as it is.
+        shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
+    return {other for other in (*left_behind, shorter) if other not in (None, entry)}
+
+
 def _kv_namespace(draft: Draft) -> bytes:
     return draft.kv_namespace or draft.namespace
 
@@ -283,68 +243,3 @@ def _update(entry: Entry, draft: Draft) -> None:
         entry.pinned, entry.pinned_until_s = True, None
     if draft.ttl_s is not None or draft.pinned:
         entry.ttl_s = draft.ttl_s
-
-
-class _Journal:
-    """Changes of durable entries, to be written to the index."""
-
-    def __init__(self, write: Callable[[Change], None], clock: Clock) -> None:
-        self._write = write
-        self._clock = clock
-
-    def save(self, entry: Entry) -> None:
-        if entry.durable:
-            self._write(PutEntry(_to_row(entry, self._clock)))
-
-    def touch(self, entry: Entry) -> None:
-        if entry.durable:
-            expires_at = entry.expires_at(self._clock)
-            self._write(TouchEntry(entry.key, entry.last_used_at, expires_at, entry.hits))
-
-    def drop(self, entry: Entry) -> None:
-        if entry.durable:
-            self._write(DropEntry(entry.key))
-
-
-def _to_row(entry: Entry, clock: Clock) -> EntryRow:
-    return EntryRow(
-        key=entry.key,
-        namespace=entry.tenant,
-        kv_namespace=None if entry.namespace == entry.tenant else entry.namespace,
-        packed=entry.tokens.packed,
-        text=entry.text,
-        segments=entry.segments,
-        created_at=entry.created_at,
-        last_used_at=entry.last_used_at,
-        ttl_s=entry.ttl_s,
-        expires_at=entry.expires_at(clock),
-        pinned=entry.is_pinned_for_good,
-        hits=entry.hits,
-        keyed=entry.keyed,
-        names=tuple(entry.names),
-        text_tokens=None if entry.text_tokens == len(entry.tokens) else entry.text_tokens,
-        replies=encode_replies(entry.replies),
-        document=entry.document,
-    )
-
-
-def _from_row(row: EntryRow, clock: Clock) -> Entry:
-    """The entry, but for its names and replies."""
-    namespace, tokens = row.kv_namespace or row.namespace, Tokens(row.packed)
-    entry = Entry(row.key, namespace, tokens, row.text, clock, tenant=row.namespace)
-    entry.segments = row.segments
-    entry.document = row.document
-    entry.created_at, entry.last_used_at = row.created_at, row.last_used_at
-    entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned
-    entry.ttl_s = row.ttl_s
-    entry.used_s -= _age_s(row, clock)
-    if row.text_tokens is not None:
-        entry.text_tokens = row.text_tokens
-    return entry
-
-
-def _age_s(row: EntryRow, clock: Clock) -> float:
-    """How long ago it was used, by the wall clock; that may have jumped, so an entry is never so
-    old that it has less than a little time left."""
-    age = max(clock.wall_s() - row.last_used_at, 0.0)
-    return age if row.ttl_s is None else min(age, max(row.ttl_s - GRACE_S, 0.0))

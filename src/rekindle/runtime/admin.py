@@ -194,7 +194,9 @@ class Admin:
 
     def _flush(self, view: View, key: str, reply: Reply) -> None:
         """Reply when the entry is stored as safely as this server can."""
-        entry = self._entries.any_by_key(view, key)  # its time may have been shorter than the work
+        entry = self._entries.index.by_key(
+            view, key
+        )  # expired or not: the work may have outlasted it
         if entry is None:
             raise CacheKeyNotFound
         self._kv.export(entry, lambda: self._write(entry, reply))

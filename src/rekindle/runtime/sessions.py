@@ -144,7 +144,7 @@ class Sessions:
                 self._kv_layout.token_bytes,
                 self._kv_layout.checkpoint_bytes,
             )
-            if needed > most or not self._entries.has_room:
+            if needed > most or not self._entries.budget.has_room:
                 raise NoRoomForPins(
                     f"With this one, pinned entries would take {needed} of the {most} bytes they "
                     "may take. Unpin or delete another, or raise --disk-cache."

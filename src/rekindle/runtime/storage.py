@@ -96,14 +96,14 @@ class Storage:
         self._no_disk_reason = no_disk_reason
         self._log = log
         self._gives_way = gives_way  # the engine computes on the cores that writing takes, too
-        self._entries_bytes = entries.limit_bytes  # of memory, whatever the index has room for
+        self._entries_bytes = entries.budget.limit_bytes  # whatever the index has room for
         self._ticks = 0
         self._chunks = 0  # of blocks, that were found in the folder
         if disk and not disk.is_open:
             self._no_disk_reason = "opening"
         else:
             if disk:  # first: an entry says whose the blocks of its namespace are
-                entries.load_early(disk.folder.index_db.entries())
+                entries.load(disk.folder.index_db.entries())
                 self._attach_pictures(disk.folder)
             store.load()
             entries.settle()
@@ -166,9 +166,9 @@ class Storage:
         for line in opened_lines(folder):
             self._log(line)
         index_bytes = max(folder.limit_bytes // ENTRIES_DISK_SHARE, LEAST_ENTRIES_DISK_BYTES)
-        self.entries.limit_bytes = min(self._entries_bytes, index_bytes)
-        self.disk.attach(folder, self.entries.limit_bytes, self._attach_pictures(folder))
-        self.entries.load_early(self.disk.opening.entries)
+        self.entries.budget.limit_bytes = min(self._entries_bytes, index_bytes)
+        self.disk.attach(folder, self.entries.budget.limit_bytes, self._attach_pictures(folder))
+        self.entries.load(self.disk.opening.entries)
 
     def _attach_pictures(self, folder: Folder) -> int:
         """Keep encoded pictures in the folder, too; what they may take of it."""
