@@ -23,7 +23,8 @@ from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 
 STEP_TOKENS = 2048
 PROMPT_TOKENS = 100
-STEPS = 40
+FIRST_STEPS = 40  # that are a hundred tokens deep, nearly
+WARM_UP_STEPS = 5
 SPARE = 64
 
 
@@ -43,14 +44,14 @@ class Caller:
         )
 
     @contextmanager
-    def context(self, cells: int, sequences: int) -> Iterator[_Context]:
+    def context(self, cells: int, sequences: int, unified: bool = True) -> Iterator[_Context]:
         params = self.library.llama_context_default_params()
         params.n_ctx = cells
         params.n_batch = params.n_ubatch = STEP_TOKENS
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = self._threads
         params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
-        params.kv_unified = True
+        params.kv_unified = unified
         native = self.library.llama_init_from_model(self._model, params)
         if not native:
             raise RuntimeError(f"no context of {cells} cells")
@@ -103,28 +104,42 @@ def _tokens(count: int, seed: int, vocabulary: int) -> list[int]:
 
 
 def steps(caller: Caller, sizes: Sizes) -> Iterator[Figures]:
-    """A step of so many rows, each behind a hundred tokens of its own."""
+    """Steps of so many rows, as many as the servers' replies have tokens, behind as long prompts:
+    in one pool, as both servers have it, and with a stream of cells for each row."""
     for count in sizes.streams:
-        cells = count * (PROMPT_TOKENS + STEPS + SPARE) + 256
-        with caller.context(max(cells, 512), count) as context:
-            for slot in range(count):
-                context.prefill(slot, _tokens(PROMPT_TOKENS, slot, caller.vocabulary))
-            taken, greedy = [], []
-            for step in range(STEPS):
-                rows = [Rows(slot, PROMPT_TOKENS + step, [1000], True) for slot in range(count)]
-                logits: list[Any] = []
-                taken.append(_timed_ms(lambda: logits.extend(context.call(rows))))  # noqa: B023
-                greedy.append(taken[-1] + _timed_ms(lambda: context.argmax(logits)))  # noqa: B023
-        step_ms = median(taken[5:])
+        taken, greedy = _replies(caller, count, sizes.stream_tokens, unified=True)
+        step_ms = median(taken)
         yield {
             f"streams-{count}.step ms": step_ms,
-            f"streams-{count}.step and argmax ms": median(greedy[5:]),
+            f"streams-{count}.step and argmax ms": median(greedy),
             f"streams-{count}.greedy tokens/s": count * 1000 / step_ms,
             f"streams-{count}.sampled tokens/s": count * 1000 / step_ms,
+            f"streams-{count}.first steps tokens/s": count * 1000 / median(taken[:FIRST_STEPS]),
         }
+        apart, _ = _replies(caller, count, sizes.stream_tokens, unified=False)
+        yield {f"streams-{count}.apart tokens/s": count * 1000 / median(apart)}
         if count == 1:
             for state in ("empty", "kept"):
                 yield {f"decode-1.{state} tokens/s": 1000 / step_ms}
+
+
+def _replies(
+    caller: Caller, count: int, tokens: int, *, unified: bool
+) -> tuple[list[float], list[float]]:
+    """The time of each step, and with the choice of its tokens."""
+    cells = count * (PROMPT_TOKENS + tokens + SPARE) + 256
+    taken, greedy = [], []
+    with caller.context(
+        cells if unified else count * max(cells // count, 512), count, unified
+    ) as context:
+        for slot in range(count):
+            context.prefill(slot, _tokens(PROMPT_TOKENS, slot, caller.vocabulary))
+        for step in range(tokens):
+            rows = [Rows(slot, PROMPT_TOKENS + step, [1000], True) for slot in range(count)]
+            logits: list[Any] = []
+            taken.append(_timed_ms(lambda: logits.extend(context.call(rows))))  # noqa: B023
+            greedy.append(taken[-1] + _timed_ms(lambda: context.argmax(logits)))  # noqa: B023
+    return taken[WARM_UP_STEPS:], greedy[WARM_UP_STEPS:]
 
 
 def cold(caller: Caller, sizes: Sizes) -> Iterator[Figures]:

@@ -15,7 +15,7 @@ WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 MOST_SLOWER = 1.5  # that replies on a GPU become while a prompt is read beside them
-FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 64  # of a slice beside them
+FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 16  # of a slice beside them
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 

@@ -1,0 +1,90 @@
+"""Whether a build computes for minutes without an error: batches of all sizes, over and over.
+
+python benchmarks/gpu/soak.py MODEL.gguf --seconds 60 [--raw]
+
+`--raw` makes llama.cpp's calls and nothing else; without it a runtime in this process has as many
+streams come and go, is idle between them, and parks and exports what they leave. It prints what it
+computed; a device that fails ends the process, with llama.cpp's message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from random import Random
+
+from raw_calls import STEP_TOKENS, Caller
+
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from tests.support.harness import RuntimeHarness
+
+STREAMS = 64
+CELLS = 64 * 1024
+MOST_PROMPT_TOKENS = 300
+REPORT_S = 10.0
+
+
+def soak_calls(path: Path, seconds: float, chance: Random) -> None:
+    """Steps of random rows and prompts in one pool; sequences end and begin."""
+    caller = Caller(path, 8)
+    lengths = [0] * STREAMS
+    steps, until_s = 0, time.monotonic() + seconds
+    with caller.context(CELLS, STREAMS) as context:
+        while time.monotonic() < until_s:
+            rows: list[Rows] = []
+            filled = 0
+            for slot in chance.sample(range(STREAMS), chance.randint(1, STREAMS)):
+                if lengths[slot] > 700:
+                    context.forget(slot)
+                    lengths[slot] = 0
+                count = 1 if lengths[slot] else chance.randint(2, MOST_PROMPT_TOKENS)
+                filled += count
+                if filled > STEP_TOKENS:
+                    break
+                tokens = [chance.randrange(1000, 40_000) for _ in range(count)]
+                rows.append(Rows(slot, lengths[slot], tokens, True))
+                lengths[slot] += count
+            context.argmax(context.call(rows))
+            steps += 1
+    print(f"{steps} calls", flush=True)
+
+
+def soak_runtime(path: Path, seconds: float, chance: Random) -> None:
+    options = EngineOptions(
+        path=path, parallel=STREAMS, context_tokens=2048, kv_fraction=0.08, park_fraction=0.1,
+        host_bytes=4 << 30, threads=8,
+    )  # fmt: skip
+    harness = RuntimeHarness(LlamaCppEngine(options), parallel=STREAMS, ram_bytes=4 << 30)
+    turns, told_s = 0, time.monotonic()
+    until_s = told_s + seconds
+    while time.monotonic() < until_s:
+        for _ in range(chance.choice((1, 8, 32, STREAMS))):
+            prompt = [chance.randrange(1000, 40_000) for _ in range(chance.randint(60, 300))]
+            harness.submit(prompt, max_tokens=chance.randint(20, 256), ignore_eos=True)
+            turns += 1
+        while harness.scheduler.turns:
+            harness.scheduler.step()
+        for _ in range(chance.randint(0, 40)):  # idle
+            harness.scheduler.step()
+        if time.monotonic() - told_s > REPORT_S:
+            told_s = time.monotonic()
+            print(f"{turns} turns", flush=True)
+    print(f"{turns} turns", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--raw", action="store_true", help="llama.cpp's calls alone")
+    given = parser.parse_args()
+    soak = soak_calls if given.raw else soak_runtime
+    soak(given.model, given.seconds, Random(given.seed))
+
+
+if __name__ == "__main__":
+    main()
