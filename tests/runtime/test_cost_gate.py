@@ -76,7 +76,7 @@ def test_a_moment_of_load_decides_nothing(harness: RuntimeHarness) -> None:
 
 def plan_of(harness: RuntimeHarness) -> Plan[Sequence]:
     turn = harness.submit([*PROMPT, 7]).turn
-    return harness.kv.plan(turn, [])
+    return harness.runtime.admission.plan(turn, [])
 
 
 def test_a_plan_is_cut_where_it_saves_most(harness: RuntimeHarness) -> None:

@@ -17,6 +17,7 @@ from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin import Admin
+from rekindle.runtime.admission import Admission
 from rekindle.runtime.background import Pieces
 from rekindle.runtime.cache_info import CacheInfo
 from rekindle.runtime.input_processor import InputProcessor
@@ -32,7 +33,7 @@ from rekindle.runtime.state_transfer import StateTransfer
 from rekindle.runtime.storage import Storage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """One loaded model with its cache. A process serves it; tests drive it step by step."""
 
@@ -40,6 +41,7 @@ class Runtime:
     storage: Storage
     input_processor: InputProcessor
     sessions: Sessions
+    admission: Admission
     kv: KvManager
     pipeline: Pipeline
     scheduler: Scheduler
@@ -68,50 +70,75 @@ def build(
 ) -> Runtime:
     """`emit` takes the events of turns, `log` lines for the server's log. `idle_tokens` is what
     finished sequences may hold of the engine's pool."""
-    settings, capabilities = storage.settings, engine.capabilities
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
-    input_processor = InputProcessor(
-        capabilities,
+    input_processor = _input_processor(engine, storage, encoder, template)
+    sessions = _sessions(engine, storage, encoder, log)
+    planner = Planner(engine.capabilities, storage.store, input_processor.shared_namespace)
+    kv = _kv_manager(engine, storage, idle_tokens)
+    storage.entries.on_remove = partial(_forget, kv, input_processor.recent_chats)
+    admission = Admission(engine, storage.store, planner, kv)
+    pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
+    pictures = PictureEncoder(engine, storage.pictures)
+    parallel = storage.settings.parallel
+    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=parallel)
+    preview = Preview(template, engine.tokenizer.control_texts)
+    cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
+    transfer = StateTransfer(engine, storage, kv)
+    return Runtime(
+        engine=engine,
+        storage=storage,
+        input_processor=input_processor,
+        sessions=sessions,
+        admission=admission,
+        kv=kv,
+        pipeline=pipeline,
+        scheduler=scheduler,
+        cache_info=cache_info,
+        admin=Admin(storage, input_processor, sessions, kv, planner, cache_info, transfer),
+    )
+
+
+def _input_processor(
+    engine: Engine, storage: Storage, encoder: Encoder, template: ChatTemplate | None
+) -> InputProcessor:
+    return InputProcessor(
+        engine.capabilities,
         engine.tokenizer,
         encoder,
         storage.entries,
         storage.secret,
-        _output_format(engine, settings, template),
-        normalisers=settings.normaliser,
+        _output_format(engine, storage.settings, template),
+        normalisers=storage.settings.normaliser,
         picture_tokens=engine.picture_tokens,
     )
-    sessions = Sessions(
+
+
+def _sessions(
+    engine: Engine, storage: Storage, encoder: Encoder, log: Callable[[LogLine], None]
+) -> Sessions:
+    return Sessions(
         storage.entries,
         storage.store,
         encoder,
         log,
-        policy=settings.cache_write,
-        key_ttl_s=settings.key_ttl,
-        kv_layout=capabilities.kv_layout,
+        policy=storage.settings.cache_write,
+        key_ttl_s=storage.settings.key_ttl,
+        kv_layout=engine.capabilities.kv_layout,
     )
-    planner = Planner(capabilities, storage.store, input_processor.shared_namespace)
-    kv = KvManager(
+
+
+def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> KvManager:
+    """Unless it is told what idle sequences may hold, a CPU keeps those that are worth it."""
+    capabilities = engine.capabilities
+    is_told = idle_tokens is not None
+    return KvManager(
         engine,
         storage.store,
-        planner,
         storage.clock.steady_s,
         idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
-        idle_by_cost=idle_tokens is None
-        and capabilities.device == "cpu"
-        and not capabilities.idle_is_free,
-        parallel=settings.parallel,
-    )
-    storage.entries.on_remove = partial(_forget, kv, input_processor.recent_chats)
-    pictures = PictureEncoder(engine, storage.pictures)
-    pipeline = Pipeline(engine, input_processor, sessions, kv)
-    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=settings.parallel)
-    preview = Preview(template, engine.tokenizer.control_texts)
-    cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
-    transfer = StateTransfer(engine, storage, kv)
-    admin = Admin(storage, input_processor, sessions, kv, planner, cache_info, transfer)
-    return Runtime(
-        engine, storage, input_processor, sessions, kv, pipeline, scheduler, cache_info, admin
+        idle_by_cost=not is_told and capabilities.device == "cpu" and not capabilities.idle_is_free,
+        parallel=storage.settings.parallel,
     )
 
 

@@ -23,8 +23,9 @@ from rekindle.kvcache.entries import Entry
 from rekindle.kvcache.plan import Plan
 from rekindle.protocol.events import CacheReport, Event, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.runtime.admission import Admission, Placed
 from rekindle.runtime.input_processor import InputProcessor
-from rekindle.runtime.kv_manager import KvManager, Placed
+from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedRequest, check_room
@@ -43,11 +44,17 @@ class Pipeline:
     """The steps of a turn; the scheduler decides when each is taken."""
 
     def __init__(
-        self, engine: Engine, input_processor: InputProcessor, sessions: Sessions, kv: KvManager
+        self,
+        engine: Engine,
+        input_processor: InputProcessor,
+        sessions: Sessions,
+        admission: Admission,
+        kv: KvManager,
     ) -> None:
         self._engine = engine
         self._input_processor = input_processor
         self._sessions = sessions
+        self._admission = admission
         self._kv = kv
         #: Turns by what they found, by namespace; None: in all of them.
         self.statuses: defaultdict[bytes | None, Counter[Status]] = defaultdict(Counter)
@@ -81,20 +88,21 @@ class Pipeline:
     def start(self, turn: Turn, running: list[Turn], restoring: list[Turn]) -> Start:
         """Plan as late as possible and place. What is computed is then up to the scheduler."""
         turn.stopwatch.lap("queue")
-        plan = self._kv.reserve(turn, self._kv.plan(turn, running), [*running, *restoring])
+        planned = self._admission.plan(turn, running)
+        plan = self._admission.reserve(turn, planned, [*running, *restoring])
         turn.stopwatch.lap("plan")
         if plan is None:
             return Start.NO_ROOM
-        self._kv.place(turn, plan)
+        self._admission.place(turn, plan)
         return self.restore(turn)
 
     def restore(self, turn: Turn) -> Start:
         """Restore what a step may; then report what was reused."""
-        is_over = self._kv.restore(turn)
+        is_over = self._admission.restore(turn)
         turn.stopwatch.lap("restore")
         if not is_over:
             return Start.RESTORING
-        placed = self._kv.placed(turn)
+        placed = self._admission.placed(turn)
         if placed is None:
             return Start.GONE
         if turn.report is None:  # a turn that starts again has reported
@@ -102,9 +110,13 @@ class Pipeline:
             self._kv.counts.reused_tokens += placed.reused_tokens
         return Start.STARTED
 
+    def wait_s(self, turn: Turn) -> float | None:
+        """How long a tier still has to answer the turn; None: it waits for none."""
+        return self._admission.wait_s(turn)
+
     def cross(self, turn: Turn, others: list[Turn]) -> Start:
         """Bring over what a step may into the cells that a turn goes on in."""
-        return Start.STARTED if self._kv.cross(turn, others) else Start.RESTORING
+        return Start.STARTED if self._admission.cross(turn, others) else Start.RESTORING
 
     def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
         """What one step of the engine brings the client, of a token that the turn has taken;

@@ -59,7 +59,7 @@ class Scheduler:
     @property
     def wait_s(self) -> float | None:
         """How long there is nothing to do unless something is reported; None: for ever."""
-        waits = [self._kv.wait_s(turn) for turn in self._restoring]
+        waits = [self._pipeline.wait_s(turn) for turn in self._restoring]
         waits += [self._pictures.wait_s(turn) for turn in self._running if turn.waits_for_vectors]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
