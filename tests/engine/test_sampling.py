@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Row
-from rekindle.engine.sampling import build_sampler, choose
-from rekindle.engine.weighted_rows import Scratch
+from rekindle.engine.sampling import Chooser, build_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sorted_sampling import chances
+
+pytestmark = pytest.mark.usefixtures("chooser")
 
 ROW = np.array([0.0, 3.0, 2.0, 1.0, -1.0], np.float32)
 DRAWS = 4000
@@ -53,9 +54,9 @@ def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
     assert sampling.seed is not None
     seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
-    scratch = Scratch()
+    chooser = Chooser()
     steps = [
-        choose(samplers, np.tile(row, (TOGETHER, 1)), scratch) for _ in range(DRAWS // TOGETHER)
+        chooser.choose(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)
     ]
     return [sampled.token for step in steps for sampled in step]
 

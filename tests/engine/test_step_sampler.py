@@ -15,6 +15,8 @@ from rekindle.engine.sampling import TokenSampler, build_sampler
 from rekindle.engine.step_sampler import StepSampler
 from rekindle.protocol.requests import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("chooser")
+
 WAYS = [
     SamplingParams(temperature=0.8, top_p=0.9),
     SamplingParams(temperature=0),
@@ -88,9 +90,9 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
     seen: set[str] = set()
 
     class Watched(TokenSampler):
-        def draw(self, row: object) -> int:
+        def accept(self, token: int) -> Sampled:
             seen.add(threading.current_thread().name)
-            return 0
+            return Sampled(token)
 
     step = StepSampler(4)
     hot = SamplingParams(temperature=2)
@@ -106,7 +108,7 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
 
 def test_a_failure_in_one_row_is_raised() -> None:
     class Broken(TokenSampler):
-        def draw(self, row: object) -> int:
+        def accept(self, token: int) -> Sampled:
             raise MemoryError
 
     step = StepSampler(4)
@@ -118,10 +120,17 @@ def test_a_failure_in_one_row_is_raised() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "busy", "threads"),
-    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (64, 0, 4), (8, 8, 1), (32, 16, 4)],
+    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (8, 8, 1), (32, 24, 4)],
 )
 def test_threads_go_by_the_cores_that_are_left(
     cores: int, busy: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: cores)
     assert step_sampler.spare_threads(busy) == threads
+
+
+def test_more_threads_choose_where_they_do_not_wait_for_the_interpreter(
+    chooser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_sampler, "usable_cores", lambda: 64)
+    assert step_sampler.spare_threads(0) == {"compiled": 8, "numpy": 4}[chooser]

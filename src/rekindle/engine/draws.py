@@ -29,10 +29,18 @@ class Draws:
         """Words of 64 random bits, as many as all proposals for a token take."""
         return shake_128(b"%d %d" % (self._seed, self._token)).digest(PROPOSALS * UNIFORMS * 8)
 
+    def attempts(self, count: int) -> bytes:
+        """The first words of 64 random bits, one for each attempt."""
+        return b"".join([self._attempt(number) for number in range(count)])
+
+    def _attempt(self, number: int) -> bytes:
+        name = b"%d %d %d" % (self._seed, self._token, number)
+        return blake2b(name, digest_size=8).digest()[::-1]
+
     def uniform(self, attempt: int) -> float:
         """In [0, 1)."""
-        name = b"%d %d %d" % (self._seed, self._token, attempt)
-        return (int.from_bytes(blake2b(name, digest_size=8).digest()) >> 64 - _BITS) / (1 << _BITS)
+        word = int.from_bytes(self._attempt(attempt), "little")
+        return (word >> 64 - _BITS) / (1 << _BITS)
 
 
 def uniforms(draws: Seq[Draws]) -> Doubles:

@@ -1,4 +1,4 @@
-"""The sampler of every engine: tokens chosen from rows of logits, in NumPy.
+"""The sampler of every engine: tokens chosen from rows of logits.
 
 The order is that of llama.cpp's chain: mask, bias, penalties, top-k, top-p, min-p, temperature,
 draw. Each draw depends on the seed, its number in the reply and the row alone.
@@ -12,14 +12,18 @@ from math import inf, log
 
 import numpy as np
 
+from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
 from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
+from rekindle.engine.compiled_rows import COLDEST, UNDECIDED
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
 from rekindle.engine.weighted_rows import Scratch, WeightedRows
 from rekindle.protocol.requests import SamplingParams
 
-_COLDEST = 1e-6  # a lower temperature is 0 in float32
+_GREEDY_CHOICE = bytes(compiled_rows.CHOICE_BYTES)
+_FEW_DRAWS = 2  # enough for nearly all rows
+_NO_MORE_WORDS = bytes(8 * (compiled_rows.WORDS - _FEW_DRAWS))
 
 
 def build_sampler(
@@ -37,7 +41,7 @@ class TokenSampler:
     ) -> None:
         self._sampling = sampling
         self.top_p = sampling.top_p
-        self.temperature = max(sampling.temperature, _COLDEST)
+        self.temperature = max(sampling.temperature, COLDEST)
         self.is_greedy = sampling.temperature == 0
         #: Whether a token comes of `temperature` and `top_p` alone, as proposals do.
         self.is_plain = 0 < sampling.temperature <= 1 and not sampling.top_k and not sampling.min_p
@@ -54,10 +58,15 @@ class TokenSampler:
         )
         self._given: Row | None = None  # as the model gave it, if log probabilities are wanted
         self.draws = Draws(sampling.seed)
+        self._proposed = compiled_rows.pack(sampling, compiled_rows.PROPOSE)
+        self._drawn = compiled_rows.pack(sampling, compiled_rows.DRAW, draws=_FEW_DRAWS)
+        self._drawn_often = compiled_rows.pack(
+            sampling, compiled_rows.DRAW, draws=compiled_rows.WORDS
+        )
 
     def sample(self, row: Row, /) -> Sampled:
         """Choose from one row of logits, which is used up."""
-        return choose([self], row[None], Scratch())[0]
+        return Chooser().choose([self], row[None])[0]
 
     def prepare(self, row: Row) -> None:
         """Change the logits to those that are chosen from."""
@@ -83,6 +92,18 @@ class TokenSampler:
             return Sampled(token)
         given, self._given = self._given, None
         return with_logprobs(token, given, self._sampling.top_logprobs or 0)
+
+    def first_choice(self) -> bytes:
+        """What compiled code chooses the next token by."""
+        if self.is_greedy:
+            return _GREEDY_CHOICE
+        if self.is_plain:
+            return self._proposed + self.draws.proposals()
+        return self._drawn + self.draws.attempts(_FEW_DRAWS) + _NO_MORE_WORDS
+
+    def second_choice(self) -> bytes:
+        """The same, where the first did not come to a token."""
+        return self._drawn_often + self.draws.attempts(compiled_rows.WORDS)
 
     def draw(self, row: Row) -> int:
         """A token by its chance, whatever the parameters; the row is used up."""
@@ -137,11 +158,39 @@ class TokenSampler:
         raise AssertionError("the heaviest weight is in every nucleus")
 
 
-def choose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[Sampled]:
-    """The next token of each reply, from a row of logits each, which are used up."""
-    for row, sampler in enumerate(samplers):
-        if sampler.is_involved:
-            sampler.prepare(logits[row])
+class Chooser:
+    """Chooses the tokens of many replies, for one thread at a time: by compiled code if there is
+    any, and otherwise, or where that does not come to a decision, by NumPy."""
+
+    def __init__(self) -> None:
+        self._compiled = compiled_rows.load()
+        self._memory = np.empty(0, np.float32)
+        self._scratch = Scratch()
+
+    def choose(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[Sampled]:
+        """The next token of each reply, from a row of logits each, which are used up."""
+        for row, sampler in enumerate(samplers):
+            if sampler.is_involved:
+                sampler.prepare(logits[row])
+        tokens = self._tokens(samplers, logits)
+        return [sampler.accept(token) for sampler, token in zip(samplers, tokens, strict=True)]
+
+    def _tokens(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[int]:
+        if self._compiled is None:
+            return _choose_by_numpy(samplers, logits, self._scratch)
+        needed = compiled_rows.memory_floats(logits.shape[1])
+        if self._memory.size < needed:
+            self._memory = np.empty(needed, np.float32)
+        choices = b"".join([each.first_choice() for each in samplers])
+        tokens = self._compiled.choose(choices, logits, self._memory)
+        for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:
+            again = samplers[row].second_choice()
+            [token] = self._compiled.choose(again, logits[row : row + 1], self._memory)
+            tokens[row] = samplers[row].draw(logits[row]) if token == UNDECIDED else token
+        return tokens
+
+
+def _choose_by_numpy(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[int]:
     tokens: dict[int, int] = {}
     if greedy := [row for row, sampler in enumerate(samplers) if sampler.is_greedy]:
         tokens.update(zip(greedy, highest_of_each(_only(greedy, logits)), strict=True))
@@ -149,7 +198,7 @@ def choose(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> lis
         drawn = _propose([samplers[row] for row in plain], _only(plain, logits), scratch)
         tokens.update(zip(plain, drawn, strict=True))
     return [
-        sampler.accept(tokens[row] if row in tokens else sampler.draw(logits[row]))
+        tokens[row] if row in tokens else sampler.draw(logits[row])
         for row, sampler in enumerate(samplers)
     ]
 

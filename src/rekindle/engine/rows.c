@@ -1,0 +1,406 @@
+/* Tokens chosen from rows of logits: what sampling.py does with NumPy, without a call for every pass.
+ *
+ * A sum has a fixed order, whatever instructions compute it, so a row gives the same token on every
+ * machine. Nothing here allocates, keeps or shares memory. What is not a plain number, and what the
+ * random numbers at hand do not decide, is left to NumPy.
+ */
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { GREEDY, PROPOSE, DRAW }; /* ways to choose, as in compiled_rows.py */
+enum { UNDECIDED = -1 };
+enum { PROPOSALS = 7, DEPTH = 64, LANES = 32, BLOCK = LANES * 64, GROUPS = 512 };
+
+static const double ROUNDING = 1e-5; /* of a sum: more than float32 loses in one of the sums below */
+static const double LEAST = 1e-14, MOST = 1e32; /* that weights may sum up to */
+
+typedef struct {
+    int32_t way, top_k;
+    int64_t draws; /* that may be tried */
+    double temperature, top_p, min_score;
+    uint64_t words[3 * PROPOSALS]; /* of random bits: three for a proposal, one for a draw */
+} Choice;
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+INLINE double uniform(uint64_t word) { return (double)(word >> 11) * 0x1p-53; }
+
+/* e to the power of x, to about one unit in the last place; 0 below the normal numbers; what is not
+ * a number, or too high for one, becomes 1.7e38, which is above MOST. */
+INLINE float exp_of(float x) {
+    const float magic = 0x1.8p23f; /* what is added to it is rounded to a whole number */
+    float bounded = x < 88.0f ? x : 88.0f;
+    bounded = bounded > -87.0f ? bounded : -87.0f;
+    float shifted = bounded * 0x1.715476p0f + magic;
+    float whole = shifted - magic;
+    float rest = bounded - whole * 0.693359375f; /* ln 2, in two parts */
+    rest = rest - whole * -2.12194440e-4f;
+    float tail = 0.00138145324f;
+    tail = tail * rest + 0.00836874638f;
+    tail = tail * rest + 0.0416683927f;
+    tail = tail * rest + 0.166665211f;
+    tail = tail * rest + 0.49999994f;
+    float power = tail * (rest * rest) + rest + 1.0f;
+    int32_t exponent;
+    memcpy(&exponent, &shifted, sizeof exponent);
+    exponent = (int32_t)((uint32_t)(exponent + 127) << 23);
+    float scale;
+    memcpy(&scale, &exponent, sizeof scale);
+    return x < -87.0f ? 0.0f : power * scale;
+}
+
+/* ---- Greedy ---- */
+
+/* As candidates.highest: the first of the highest; NaN is above minus infinity alone. */
+INLINE int32_t highest(const float *row, int64_t size) {
+    float most = -INFINITY;
+    int64_t from = 0;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        float lanes[LANES], block = most;
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = most;
+        int64_t end = start + BLOCK < size ? start + BLOCK : size, at = start;
+        for (; at + LANES <= end; at += LANES)
+            for (int lane = 0; lane < LANES; lane++)
+                lanes[lane] = row[at + lane] > lanes[lane] ? row[at + lane] : lanes[lane];
+        for (int lane = 0; at + lane < end; lane++)
+            lanes[lane] = row[at + lane] > lanes[lane] ? row[at + lane] : lanes[lane];
+        for (int lane = 0; lane < LANES; lane++) block = lanes[lane] > block ? lanes[lane] : block;
+        if (block > most) most = block, from = start;
+    }
+    if (most > -FLT_MAX) {
+        while (row[from] != most) from++;
+        return (int32_t)from;
+    }
+    int64_t found = 0;
+    most = -INFINITY;
+    for (int64_t at = 0; at < size; at++) {
+        float value = row[at] == row[at] ? row[at] : -FLT_MAX;
+        if (value > most) most = value, found = at;
+    }
+    return (int32_t)found;
+}
+
+/* ---- The nucleus ---- */
+
+/* The sum of those that are above a bound. */
+INLINE double sum_above(const float *weights, int64_t size, float bound) {
+    double total = 0;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        float lanes[LANES] = {0};
+        int64_t end = start + BLOCK < size ? start + BLOCK : size, at = start;
+        for (; at + LANES <= end; at += LANES)
+            for (int lane = 0; lane < LANES; lane++)
+                lanes[lane] += weights[at + lane] > bound ? weights[at + lane] : 0.0f;
+        for (int lane = 0; at + lane < end; lane++)
+            lanes[lane] += weights[at + lane] > bound ? weights[at + lane] : 0.0f;
+        for (int half = LANES / 2; half; half /= 2)
+            for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+        total += lanes[0];
+    }
+    return total;
+}
+
+INLINE double exact_sum_above(const float *weights, int64_t size, float bound) {
+    double lanes[LANES] = {0}, total = 0;
+    for (int64_t at = 0; at < size; at++)
+        lanes[at % LANES] += weights[at] > bound ? (double)weights[at] : 0.0;
+    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+    return total;
+}
+
+typedef struct {
+    const float *weights; /* those that may be in */
+    const float *all;     /* those that the share is of */
+    int64_t size, all_size;
+    double total, share;
+} Nucleus;
+
+/* As candidates.Nucleus: whether what is heavier, or as heavy and before it, has less than a share. */
+INLINE int is_in(const Nucleus *nucleus, int64_t place) {
+    const float *weights = nucleus->weights, *after = weights + place;
+    int64_t rest = nucleus->size - place;
+    float weight = weights[place], below = nextafterf(weight, -1.0f);
+    double before = sum_above(weights, place, below) + sum_above(after, rest, weight);
+    double limit = nucleus->share * nucleus->total;
+    if (fabs(before - limit) < ROUNDING * (before + limit)) {
+        before = exact_sum_above(weights, place, below) + exact_sum_above(after, rest, weight);
+        limit = nucleus->share * exact_sum_above(nucleus->all, nucleus->all_size, -1.0f);
+    }
+    return before < limit || before == 0;
+}
+
+/* ---- Temperatures to 1: proposals, as in weighted_rows.py ---- */
+
+typedef struct {
+    const float *weights;
+    float *sums;     /* of columns */
+    double *running; /* sums of those */
+    int64_t size, columns;
+} Columns;
+
+INLINE void weigh(const float *restrict row, float *restrict weights, float *restrict sums,
+                  int64_t size, int64_t columns) {
+    memset(sums, 0, (size_t)columns * sizeof *sums);
+    for (int64_t start = 0; start < size; start += columns) {
+        int64_t width = start + columns < size ? columns : size - start;
+        for (int64_t column = 0; column < width; column++) {
+            float weight = exp_of(row[start + column]);
+            weights[start + column] = weight;
+            sums[column] += weight;
+        }
+    }
+}
+
+/* The first running sum above what is wanted, or the last. */
+INLINE int64_t find_column(const Columns *all, double wanted) {
+    int64_t low = 0, high = all->columns - 1;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (all->running[middle] > wanted) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+INLINE int64_t find_token(const Columns *all, int64_t column, double share) {
+    double total = 0, sum = 0;
+    for (int64_t at = column; at < all->size; at += all->columns) total += all->weights[at];
+    for (int64_t at = column; at < all->size; at += all->columns) {
+        sum += all->weights[at];
+        if (sum > share * total) return at;
+    }
+    return column;
+}
+
+/* What is heavier is in a column whose sum is. */
+INLINE int is_surely_in(const Columns *all, double total, double share, float weight) {
+    float lanes[LANES] = {0};
+    double before = -(double)weight;
+    int64_t at = 0;
+    for (; at + LANES <= all->columns; at += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            lanes[lane] += all->sums[at + lane] >= weight ? all->sums[at + lane] : 0.0f;
+    for (; at < all->columns; at++) before += all->sums[at] >= weight ? all->sums[at] : 0.0f;
+    for (int lane = 0; lane < LANES; lane++) before += lanes[lane];
+    return before * (1 + ROUNDING) < (share - ROUNDING) * total;
+}
+
+INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, float *scratch) {
+    Columns all = {.weights = scratch, .size = size, .columns = (size + DEPTH - 1) / DEPTH};
+    all.sums = scratch + size + size % 2;
+    all.running = (double *)(all.sums + all.columns + all.columns % 2);
+    weigh(row, scratch, all.sums, size, all.columns);
+    double total = 0;
+    float most = 0, outside = 0;
+    for (int64_t column = 0; column < all.columns; column++) {
+        all.running[column] = total += all.sums[column];
+        most = all.sums[column] > most ? all.sums[column] : most;
+    }
+    if (!(total > LEAST && total < MOST)) return UNDECIDED;
+    Nucleus nucleus = {scratch, scratch, size, size, total, choice->top_p};
+    double power = 1 / choice->temperature - 1;
+    for (int number = 0; number < PROPOSALS; number++) {
+        const uint64_t *words = choice->words + 3 * number;
+        int64_t column = find_column(&all, uniform(words[0]) * total);
+        int64_t token = find_token(&all, column, uniform(words[1]));
+        float weight = all.weights[token];
+        if (!(uniform(words[2]) < pow(weight / most, power))) continue;
+        if (choice->top_p >= 1) return token;
+        if (!(weight > outside)) continue; /* one as heavy is not in */
+        if (is_surely_in(&all, total, choice->top_p, weight)) return token;
+        if (is_in(&nucleus, token)) return token;
+        outside = weight;
+    }
+    return UNDECIDED;
+}
+
+/* ---- All other ways: a draw from the whole row, as in sampling.py ---- */
+
+/* NaN if one of them is. */
+INLINE float maximum(const float *values, int64_t size) {
+    float lanes[LANES], most = -INFINITY;
+    int32_t odd[LANES] = {0}, is_odd = 0;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = -INFINITY;
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            float value = values[at + lane];
+            lanes[lane] = value > lanes[lane] ? value : lanes[lane];
+            odd[lane] |= value != value;
+        }
+    for (; at < size; at++) {
+        most = values[at] > most ? values[at] : most;
+        is_odd |= values[at] != values[at];
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        most = lanes[lane] > most ? lanes[lane] : most;
+        is_odd |= odd[lane];
+    }
+    return is_odd ? NAN : most;
+}
+
+/* The places of those that reach a floor; minus infinity does not. */
+INLINE int64_t collect(const float *values, int64_t size, float floor, int32_t *places) {
+    int64_t found = 0;
+    floor = floor > -FLT_MAX ? floor : -FLT_MAX;
+    for (int64_t start = 0; start < size; start += LANES) {
+        int64_t end = start + LANES < size ? start + LANES : size;
+        int32_t any = 0;
+        if (end == start + LANES)
+            for (int lane = 0; lane < LANES; lane++) any |= values[start + lane] >= floor;
+        if (!any && end < size) continue;
+        for (int64_t at = start; at < end; at++) {
+            places[found] = (int32_t)at;
+            found += values[at] >= floor;
+        }
+    }
+    return found;
+}
+
+/* The `count`-th largest: the root of a heap of the largest so far, in which none is above those
+ * below it. */
+INLINE float nth_largest(const float *values, int64_t size, int64_t count, float *heap) {
+    for (int64_t at = 0; at < size; at++) {
+        int64_t place = 0;
+        if (at < count) {
+            for (place = at; place && heap[(place - 1) / 2] > values[at]; place = (place - 1) / 2)
+                heap[place] = heap[(place - 1) / 2];
+        } else if (values[at] <= heap[0]) {
+            continue;
+        } else {
+            for (int64_t child; (child = 2 * place + 1) < count; place = child) {
+                child += child + 1 < count && heap[child + 1] < heap[child];
+                if (heap[child] >= values[at]) break;
+                heap[place] = heap[child];
+            }
+        }
+        heap[place] = values[at];
+    }
+    return heap[0];
+}
+
+/* As candidates.largest: the places of the largest; of equal ones the first. */
+INLINE int64_t largest(const float *row, int64_t size, int64_t count, float *values, float *heap,
+                       int32_t *places) {
+    int64_t groups = 4 * count > GROUPS ? 4 * count : GROUPS, depth = size / groups;
+    float floor;
+    if (depth < 4) {
+        floor = nth_largest(row, size, count, heap);
+    } else {
+        memcpy(values, row, (size_t)groups * sizeof *row);
+        for (int64_t start = groups; start < depth * groups; start += groups)
+            for (int64_t group = 0; group < groups; group++)
+                values[group] =
+                    row[start + group] > values[group] ? row[start + group] : values[group];
+        floor = nth_largest(values, groups, count, heap);
+    }
+    int64_t found = collect(row, size, floor, places), kept = 0;
+    if (found <= count) return found;
+    for (int64_t at = 0; at < found; at++) values[at] = row[places[at]];
+    floor = nth_largest(values, found, count, heap);
+    int64_t equal = count;
+    for (int64_t at = 0; at < found; at++) equal -= values[at] > floor;
+    for (int64_t at = 0; at < found; at++)
+        if (values[at] > floor || (values[at] == floor && equal-- > 0)) places[kept++] = places[at];
+    return kept;
+}
+
+/* As candidates.pick: a place by its chance. */
+INLINE int64_t pick(const float *chances, int64_t size, double share) {
+    double wanted = share * sum_above(chances, size, 0.0f), sum = 0;
+    int64_t block = 0, last = 0;
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        int64_t width = start + BLOCK < size ? BLOCK : size - start;
+        double added = sum_above(chances + start, width, 0.0f);
+        if (added > 0) block = start; /* if sums are rounded up, it is the last */
+        if (sum + added > wanted) break;
+        sum += added;
+    }
+    for (int64_t at = block; at < size && at < block + BLOCK; at++) {
+        if (chances[at] > 0) last = at;
+        sum += chances[at];
+        if (sum > wanted) break;
+    }
+    return last;
+}
+
+typedef struct {
+    float *scores, *weights, *kept; /* `kept`: weights of those that are left */
+    int32_t *places;                /* of those that are left, in the row */
+    int64_t size;                   /* how many are left */
+} Left;
+
+/* Leave what top-p and min-p may leave; not worth it for top-p alone if that is more than a quarter. */
+INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *among) {
+    double floor = choice->min_score;
+    if (choice->top_p < 1) {
+        for (int64_t at = 0; at < left->size; at++) left->weights[at] = exp_of(left->scores[at]);
+        double total = sum_above(left->weights, left->size, 0.0f);
+        double lightest = log(0.99 * (1 - choice->top_p) * total / (double)left->size);
+        floor = lightest > floor ? lightest : floor;
+        *nucleus = (Nucleus){left->weights, left->weights, left->size, left->size, total, choice->top_p};
+    }
+    if (floor == -INFINITY) return;
+    int64_t found = collect(left->scores, left->size, (float)floor, among);
+    if (choice->min_score == -INFINITY && 4 * found > left->size) return;
+    for (int64_t at = 0; at < found; at++) {
+        left->scores[at] = left->scores[among[at]];
+        left->kept[at] = left->weights[among[at]];
+        left->places[at] = left->places[among[at]];
+    }
+    nucleus->weights = left->kept;
+    nucleus->size = left->size = found;
+}
+
+INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float *scratch) {
+    Left left = {scratch, scratch + size, scratch + 2 * size, (int32_t *)(scratch + 3 * size), size};
+    int32_t *among = left.places + size;
+    float most = maximum(row, size);
+    if (!(fabsf(most) <= FLT_MAX)) return UNDECIDED;
+    if (0 < choice->top_k && choice->top_k < size) {
+        left.size = largest(row, size, choice->top_k, left.weights, left.kept, left.places);
+        for (int64_t at = 0; at < left.size; at++) left.scores[at] = row[left.places[at]] - most;
+    } else {
+        for (int64_t at = 0; at < size; at++) left.places[at] = (int32_t)at;
+        for (int64_t at = 0; at < size; at++) left.scores[at] = row[at] - most;
+    }
+    Nucleus nucleus = {0};
+    cut(&left, choice, &nucleus, among);
+    float *chances = left.scores, factor = (float)(1 / choice->temperature);
+    for (int64_t at = 0; at < left.size; at++) chances[at] = exp_of(left.scores[at] * factor);
+    for (int64_t number = 0; number < choice->draws; number++) {
+        int64_t place = pick(chances, left.size, uniform(choice->words[number]));
+        if (choice->top_p >= 1 || is_in(&nucleus, place)) return left.places[place];
+        float weight = nucleus.weights[place]; /* nor is what comes after it */
+        for (int64_t at = 0; at < left.size; at++)
+            chances[at] = nucleus.weights[at] > weight ? chances[at]
+                : nucleus.weights[at] < weight || at >= place ? 0.0f : chances[at];
+    }
+    return UNDECIDED;
+}
+
+/* ---- All ---- */
+
+const int32_t choice_bytes = sizeof(Choice); /* for compiled_rows.py to compare */
+
+/* A token for each of some rows; `scratch` has room for five rows and a few numbers more. */
+FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, const char *choices,
+                                float *scratch, int32_t *tokens) {
+    for (int64_t at = 0; at < count; at++) {
+        const float *row = rows + at * size;
+        Choice choice;
+        memcpy(&choice, choices + at * (int64_t)sizeof choice, sizeof choice);
+        if (choice.way == GREEDY) tokens[at] = highest(row, size);
+        else if (choice.way == PROPOSE) tokens[at] = (int32_t)propose(row, size, &choice, scratch);
+        else tokens[at] = (int32_t)draw(row, size, &choice, scratch);
+    }
+}

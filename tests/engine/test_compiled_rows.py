@@ -1,0 +1,87 @@
+"""Compiled code chooses what NumPy would choose."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rekindle.engine import compiled_rows
+from rekindle.engine.base import Matrix
+from rekindle.engine.sampling import Chooser, TokenSampler, build_sampler
+from rekindle.protocol.requests import SamplingParams
+
+WAYS = {
+    "greedy": SamplingParams(temperature=0),
+    "top p": SamplingParams(temperature=0.8, top_p=0.9),
+    "as the model": SamplingParams(temperature=1, top_p=1),
+    "cold": SamplingParams(temperature=0.3, top_p=0.5),
+    "hot": SamplingParams(temperature=3, top_p=0.9),
+    "few": SamplingParams(temperature=1, top_p=0.01),
+    "top k": SamplingParams(temperature=1, top_p=1, top_k=7),
+    "min p": SamplingParams(temperature=1.5, top_p=1, min_p=0.1),
+    "usual": SamplingParams(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05),
+    "many": SamplingParams(temperature=1.2, top_p=0.8, top_k=700, min_p=0.001),
+}
+ROWS = 40
+
+
+def make_logits(size: int, spread: float) -> Matrix:
+    """A third of the rows has ties, a third has tokens that are forbidden."""
+    rows = np.random.default_rng(size).normal(0, spread, (ROWS, size)).astype(np.float32)
+    rows[1::3] = rows[1::3].round(1)
+    rows[2::3, 1::2] = -inf
+    return rows
+
+
+def choose(way: SamplingParams, logits: Matrix) -> list[int]:
+    samplers = [build_sampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
+    return [sampled.token for sampled in Chooser().choose(samplers, logits.copy())]
+
+
+def test_there_is_compiled_code_where_there_is_a_compiler() -> None:
+    assert compiled_rows.load() or not shutil.which("cc"), "run `python hatch_build.py`"
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+@pytest.mark.parametrize("size", [1, 12, 65, 3001, 20_000])
+def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
+    way: SamplingParams, spread: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one of the rows: sums are rounded elsewhere, and a number may fall between two."""
+    logits = make_logits(size, spread)
+    compiled = choose(way, logits)
+    monkeypatch.setattr(compiled_rows, "load", lambda: None)
+    by_numpy = choose(way, logits)
+    assert sum(np.not_equal(compiled, by_numpy)) <= 1
+
+
+@pytest.mark.skipif(compiled_rows.load() is None, reason="no C compiler built the package")
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_compiled_code_leaves_nothing_to_numpy(
+    way: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise AssertionError("NumPy is asked")
+
+    monkeypatch.setattr(TokenSampler, "draw", fail)
+    for spread in (0.0, 1.0, 6.0):
+        choose(way, make_logits(3001, spread))
+
+
+def test_code_that_is_missing_damaged_or_of_another_version_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"\x7fELF and no more")
+    for library in (tmp_path / "missing.so", damaged):
+        monkeypatch.setattr(compiled_rows, "LIBRARY", library)
+        assert compiled_rows.load.__wrapped__() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled_rows, "CHOICE_BYTES", 1)
+    assert compiled_rows.load.__wrapped__() is None
