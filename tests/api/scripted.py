@@ -36,14 +36,13 @@ from rekindle.protocol.events import (
     ToolCallStart,
 )
 from rekindle.protocol.frames import DISK, RAM, Ready, Room, TurnRequest
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, LoadModel
+from rekindle.protocol.settings import RuntimeSettings
 from rekindle.server.app import build_app
 from rekindle.server.drain import Drain
 from rekindle.server.model_file import ModelFile
 from rekindle.server.models import ServedModels
-from rekindle.server.open_turns import OpenTurns
 from rekindle.server.runtime_client import OnEvent, RuntimeClient
-from rekindle.server.watchdog import Watchdog
 
 PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -157,16 +156,14 @@ class ScriptedRuntime(RuntimeClient):
     def __init__(
         self, *scripts: Script, name: str = "tiny", answers: Answers = refuse, sees: bool = False
     ) -> None:
-        self.name = name
-        self.ready = Ready(
-            context_tokens=4096, pool_tokens=8192, chat_template="{{ x }}", rooms=ROOMS
+        super().__init__(name, LoadModel(path="", settings=RuntimeSettings()), queue=0)
+        self.supervisor.ready = Ready(
+            context_tokens=4096,
+            pool_tokens=8192,
+            chat_template="{{ x }}",
+            rooms=ROOMS,
+            modalities=("image", "text") if sees else ("text",),
         )
-        if sees:
-            self.ready.modalities = ("image", "text")
-        self.down_reason = "a model is loading"
-        self.restarts = 0
-        self._watchdog = Watchdog(limit_s=1e9)
-        self._turns = OpenTurns(places=0)  # those that are played are counted below
         self.frames: list[GenerateRequest] = []  # as they are sent
         self.requests: list[GenerateRequest] = []  # of those, each choice's own
         self.asked: list[EmbedRequest | RankRequest] = []

@@ -187,7 +187,7 @@ def test_a_model_that_cannot_see_refuses_before_anything_is_fetched(path: str, k
 
 def test_while_a_model_is_loading_nothing_is_fetched() -> None:
     runtime = ScriptedRuntime(sees=True)
-    runtime.ready = None
+    runtime.supervisor.ready = None
     answer = Front(runtime).chat(messages=[user(RED_PART)])
     assert answer.status_code == 503
 

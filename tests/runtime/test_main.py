@@ -10,7 +10,7 @@ from msgspec import structs
 from rekindle.errors import ModelError
 from rekindle.protocol.events import Event, Failed, Finished
 from rekindle.runtime.encoders import LARGE_BYTES
-from rekindle.server import runtime_client
+from rekindle.server import supervisor
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import answer, ask, load, run, running, soon
 from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_restarts")
 
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_client, "RESTART_DELAYS_S", (0.01,))
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
     async def scene() -> None:
         try:
             await runtime.start()
-            assert runtime.modalities == ("text",)
+            assert runtime.loaded.modalities == ("text",)
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
         finally:
             await runtime.stop()
@@ -75,7 +75,7 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
                 assert isinstance(failed, Failed)
                 assert (failed.error.status, failed.error.code) == (503, "model_restarting")
                 assert "exit status 1" in failed.error.message
-            await soon(lambda: runtime.restarts == 1)
+            await soon(lambda: runtime.supervisor.restarts == 1)
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
 
     run(scene)
@@ -84,20 +84,20 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
 def test_a_process_whose_engine_is_stuck_is_replaced(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_client, "WATCH_S", 0.05)
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.05)
 
     async def scene() -> None:
         async with running(model, step_timeout_s=5.0) as runtime:
             assert runtime.ready is not None
             stuck = begin(runtime, HANG)
             await soon(lambda: runtime.ready is None)
-            assert "no progress" in runtime.down_reason
+            assert "no progress" in runtime.supervisor.down_reason
             await soon(lambda: any(isinstance(event, Failed) for event in stuck))
             assert isinstance(failed := stuck[-1], Failed)
             assert (failed.error.status, failed.error.code) == (503, "model_restarting")
             assert "made no progress" in failed.error.message
-            await soon(lambda: runtime.restarts == 1)
-            assert runtime.watchdog_fired == 1
+            await soon(lambda: runtime.supervisor.restarts == 1)
+            assert runtime.supervisor.watchdog.fired == 1
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
 
     run(scene)

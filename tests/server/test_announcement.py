@@ -44,7 +44,7 @@ def test_the_cache_folder_and_what_was_found_in_it_are_said(found: list[Ready], 
 def test_every_line_stays_one_however_narrow_the_console_is() -> None:
     file = io.StringIO()
     runtime = ScriptedRuntime(name="a [model]")
-    runtime.ready = ready(3)
+    runtime.supervisor.ready = ready(3)
     announce(CONFIG, [runtime], [8080], Console(file=file, width=20))
     loaded, cache, address = file.getvalue().splitlines()
     assert loaded == "a [model] is loaded: context 4096 tokens, up to 16 turns at once"

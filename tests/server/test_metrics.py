@@ -65,7 +65,7 @@ def test_a_disk_that_is_not_written_is_told_with_the_reason(state: str, degraded
 
 def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
     away = ScriptedRuntime(name="away")
-    away.ready, away.restarts = None, 2
+    away.supervisor.ready, away.supervisor.restarts = None, 2
     found = samples(Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics"))
     assert (found["rekindle_up", "away"], found["rekindle_up", "tiny"]) == (0, 1)
     assert found["rekindle_runtime_restarts_total", "away"] == 2

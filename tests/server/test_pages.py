@@ -58,7 +58,7 @@ def test_the_browser_is_told_to_load_nothing_and_allow_this_style_alone(path: st
 
 def test_the_first_page_says_what_runs_here() -> None:
     loading = ScriptedRuntime(name="<other>")
-    loading.ready = None
+    loading.supervisor.ready = None
     page = Front(ScriptedRuntime(), loading).get("/").text
     assert f"<h1>Rekindle {__version__}</h1>" in page
     assert "<code>tiny</code>: context 4096 tokens" in page

@@ -22,7 +22,7 @@ from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
 from rekindle.protocol.requests import Choice, GenerateRequest, LoadModel, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.server import runtime_client as process
+from rekindle.server import open_admin_requests, runtime_client, supervisor
 from rekindle.server.runtime_client import RuntimeClient
 from tests.support.tiny import VOCABULARY, write_llama
 
@@ -210,16 +210,16 @@ def test_requests_that_a_runtime_does_not_read_are_refused_before_they_fill_memo
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of clients that have left: their place is free, their bytes are not yet sent."""
-    monkeypatch.setattr(process, "MOST_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(runtime_client, "MOST_UNSENT_BYTES", 1 << 20)
 
     async def scene() -> None:
         async with running(model) as runtime:
-            assert runtime.pid is not None
-            os.kill(runtime.pid, signal.SIGSTOP)
+            assert runtime.supervisor.pid is not None
+            os.kill(runtime.supervisor.pid, signal.SIGSTOP)
             with pytest.raises(Unavailable, match="behind with reading"):
                 flood(runtime)
-            os.kill(runtime.pid, signal.SIGCONT)
-            await soon(lambda: runtime._process.unsent_bytes == 0)  # type: ignore[union-attr]
+            os.kill(runtime.supervisor.pid, signal.SIGCONT)
+            await soon(lambda: runtime.supervisor.process.unsent_bytes == 0)  # type: ignore[union-attr]
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 
     run(scene)
@@ -250,7 +250,7 @@ def test_a_tenant_that_fills_the_queue_makes_room_for_another(model: Path) -> No
 def test_unanswered_admin_requests_of_a_tenant_are_bounded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "MOST_ADMIN_REQUESTS", 2)
+    monkeypatch.setattr(open_admin_requests, "MOST_OPEN", 2)
 
     async def scene() -> None:
         async with running(model) as runtime:
@@ -273,7 +273,7 @@ def test_a_request_to_a_runtime_that_has_just_gone_fails_as_one_that_was_there(
 
     async def scene() -> None:
         async with running(model) as runtime:
-            process, ended = runtime._process, asyncio.Queue[Event]()
+            process, ended = runtime.supervisor.process, asyncio.Queue[Event]()
             assert process is not None
             process._transport.abort()
             await soon(process._transport.is_closing)
@@ -317,11 +317,11 @@ def test_a_refused_turn_ends_in_one_failure(
 def test_a_killed_process_fails_its_turns_and_comes_back(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "RESTART_DELAYS_S", (0.01,))
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
 
     async def scene() -> None:
         async with running(model) as runtime:
-            first_pid = runtime.pid
+            first_pid = runtime.supervisor.pid
             assert first_pid is not None
             async with asyncio.timeout(PATIENCE_S), aclosing(runtime.stream(endless())) as events:
                 assert isinstance(await anext(events), Started)
@@ -331,10 +331,13 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
             assert (last.error.status, last.error.code) == (503, "model_restarting")
             with pytest.raises(Unavailable):
                 await answer(runtime, ask())
-            assert runtime.down_reason == "the process of a model died and is being restarted"
+            assert (
+                runtime.supervisor.down_reason
+                == "the process of a model died and is being restarted"
+            )
             await soon(lambda: runtime.ready is not None)
-            assert runtime.restarts == 1
-            assert runtime.pid != first_pid
+            assert runtime.supervisor.restarts == 1
+            assert runtime.supervisor.pid != first_pid
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 
     run(scene)
@@ -343,14 +346,14 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
 def test_a_process_killed_again_and_again_comes_back(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "RESTART_DELAYS_S", (0.01,))
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
 
     async def scene() -> None:
         async with running(model) as runtime:
             for deaths in (1, 2):
-                assert runtime.pid is not None
-                os.kill(runtime.pid, signal.SIGKILL)
-                await soon(lambda expected=deaths: runtime.restarts == expected)  # type: ignore[misc]
+                assert runtime.supervisor.pid is not None
+                os.kill(runtime.supervisor.pid, signal.SIGKILL)
+                await soon(lambda expected=deaths: runtime.supervisor.restarts == expected)  # type: ignore[misc]
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 
     run(scene)
@@ -359,8 +362,8 @@ def test_a_process_killed_again_and_again_comes_back(
 def test_an_interrupt_at_the_terminal_is_left_to_the_front(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
-            assert runtime.pid is not None
-            os.kill(runtime.pid, signal.SIGINT)
+            assert runtime.supervisor.pid is not None
+            os.kill(runtime.supervisor.pid, signal.SIGINT)
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
 
     run(scene)
@@ -369,7 +372,7 @@ def test_an_interrupt_at_the_terminal_is_left_to_the_front(model: Path) -> None:
 def test_stopping_ends_the_process_in_mid_turn_too(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
-            pid = runtime.pid
+            pid = runtime.supervisor.pid
             assert pid is not None
             async with aclosing(runtime.stream(endless())) as events:
                 await anext(events)
@@ -443,7 +446,7 @@ def test_a_process_does_not_outlive_a_front_that_was_killed(model: Path) -> None
         "from tests.server.test_runtime_client import running\n"
         "async def main():\n"
         "    async with running(Path(sys.argv[1])) as runtime:\n"
-        "        print(runtime.pid, flush=True)\n"
+        "        print(runtime.supervisor.pid, flush=True)\n"
         "        await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

@@ -56,7 +56,7 @@ async def load_pictures(
     hold: Hold = lambda _bytes: None,
 ) -> Illustrated:
     """Raises before anything is fetched where the model cannot see."""
-    if IMAGE not in runtime.modalities:
+    if IMAGE not in runtime.loaded.modalities:
         raise Unsupported(
             f"the model {runtime.name} reads text alone: leave pictures and videos out, or serve a "
             "model that has a projector (--vlm, --mmproj)",

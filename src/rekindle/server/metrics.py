@@ -85,7 +85,8 @@ async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
             stats = await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
         pass  # shown as a model that is not up
-    return Reading(runtime.name, runtime.restarts, runtime.watchdog_fired, runtime.turns, stats)
+    process = runtime.supervisor
+    return Reading(runtime.name, process.restarts, process.watchdog.fired, runtime.turns, stats)
 
 
 class Readings(Collector):

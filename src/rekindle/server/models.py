@@ -118,7 +118,7 @@ class ServedModels:
     @property
     def problem(self) -> str | None:
         """Why not every model answers; None: all do."""
-        down = (runtime.down_reason for runtime in self.all if runtime.ready is None)
+        down = (runtime.supervisor.down_reason for runtime in self.all if runtime.ready is None)
         return next(down, None)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.events import TERMINAL, Event, Started
+from rekindle.protocol.events import TERMINAL, Event, Failed, Started
 
 Listener = Callable[[Event], None]
 
@@ -87,3 +87,10 @@ class OpenTurns:
         if turn.is_started:
             del self._turns[number]
         return listener
+
+    def displace(self, number: int) -> None:
+        """Refuse a turn after all: others have come, and its tenant has more than its share."""
+        listener = self.give_up(number)
+        assert listener is not None, "somebody waits for it"
+        refusal = TooManyRequests("other clients need the place of this request; try again later")
+        listener(Failed(number, refusal.info))

@@ -114,7 +114,7 @@ def test_an_unknown_key_is_not_found_whatever_it_looks_like(
 
 def test_a_model_that_is_away_may_be_the_one_that_knows_the_key() -> None:
     front = front_of(holding(), holding(ENTRY))
-    front.runtimes[1].ready = None
+    front.runtimes[1].supervisor.ready = None
     assert front.get("/v1/cache/key-1").status_code == 503
     assert front.get("/v1/cache").status_code == 503
 

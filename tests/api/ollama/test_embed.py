@@ -26,7 +26,7 @@ def tokens(op: AdminOp) -> AdminResult:
 def front() -> Front:
     embedded = Embedded(0, VECTORS.tobytes(), 2, prompt_tokens=7, reused_tokens=0)
     embedder = ScriptedRuntime([embedded], name="bert", answers=tokens)
-    embedder.ready = Ready(context_tokens=16, pool_tokens=0, dimensions=2)
+    embedder.supervisor.ready = Ready(context_tokens=16, pool_tokens=0, dimensions=2)
     return Front(embedders=[embedder])
 
 

@@ -23,7 +23,7 @@ ANSWER: list[Step] = [Started(0, 3, 0), Embedded(0, struct.pack("<4f", *VECTORS)
 
 def embedder(script: list[Step]) -> ScriptedRuntime:
     runtime = ScriptedRuntime(script, name="minilm")
-    runtime.ready = Ready(context_tokens=512, pool_tokens=0, dimensions=2)
+    runtime.supervisor.ready = Ready(context_tokens=512, pool_tokens=0, dimensions=2)
     return runtime
 
 
@@ -119,6 +119,6 @@ def test_a_client_that_hangs_up_cancels(script: list[Step]) -> None:
 
 def test_while_the_model_is_away_the_server_is_unhealthy_and_chat_goes_on() -> None:
     served = front(ANSWER)
-    served.embedders[0].ready = None
+    served.embedders[0].supervisor.ready = None
     assert served.get("/health").status_code == 503
     assert served.chat().status_code == 200

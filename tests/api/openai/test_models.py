@@ -52,8 +52,10 @@ def test_health_is_good_once_the_startup_model_answers() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_health_is_bad_with_a_reason_while_a_model_is_away(front: Front, place: int) -> None:
-    front.runtimes[place].ready = None
-    front.runtimes[place].down_reason = "the process of a model died and is being restarted"
+    front.runtimes[place].supervisor.ready = None
+    front.runtimes[
+        place
+    ].supervisor.down_reason = "the process of a model died and is being restarted"
     answer = front.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {

@@ -165,7 +165,7 @@ def test_a_key_of_another_model_is_told_to_be_that(path: str, stream: bool) -> N
 
 def test_a_key_that_no_model_knows_is_not_found() -> None:
     others = [ScriptedRuntime(name="b"), ScriptedRuntime(name="c")]
-    others[0].ready = None
+    others[0].supervisor.ready = None
     answer = Front(runtime_reporting(not_found()), *others).chat(cache_key="k")
     assert answer.json()["x_cache"]["reason"] == "cache_key_not_found"
     assert len(others[1].admin_requests) == 1

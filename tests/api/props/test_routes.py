@@ -19,7 +19,7 @@ def test_tools_learn_the_context_the_template_and_what_the_model_sees() -> None:
 
 def test_a_model_that_is_away_is_unavailable() -> None:
     front = Front()
-    front.runtimes[0].ready = None
+    front.runtimes[0].supervisor.ready = None
     answer = front.get("/props")
     assert answer.status_code == 503
     assert "loading" in error(answer)["message"]

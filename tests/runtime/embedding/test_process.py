@@ -17,7 +17,7 @@ from rekindle.protocol.embeddings import Embedded, EmbedRequest
 from rekindle.protocol.events import Failed, Started
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.server import runtime_client
+from rekindle.server import supervisor
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import PATIENCE_S, run, soon
 from tests.support.tiny_bert import WIDTH, write_bert
@@ -71,19 +71,21 @@ def test_a_process_embeds_counts_and_refuses_what_it_has_not(model: Path) -> Non
 def test_a_killed_process_fails_what_was_asked_and_comes_back(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_client, "RESTART_DELAYS_S", (0.01,))
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
 
     async def scene() -> None:
         async with running(model) as runtime:
-            assert runtime.pid is not None
-            os.kill(runtime.pid, signal.SIGSTOP)  # so that it cannot answer before it dies
+            assert runtime.supervisor.pid is not None
+            os.kill(
+                runtime.supervisor.pid, signal.SIGSTOP
+            )  # so that it cannot answer before it dies
             asked = asyncio.ensure_future(anext(runtime.stream(EmbedRequest(inputs=["the cat"]))))
             await asyncio.sleep(0)
-            os.kill(runtime.pid, signal.SIGKILL)
+            os.kill(runtime.supervisor.pid, signal.SIGKILL)
             failed = await asked
             assert isinstance(failed, Failed)
             assert failed.error.code == "model_restarting"
-            await soon(lambda: runtime.restarts == 1)
+            await soon(lambda: runtime.supervisor.restarts == 1)
             assert await embed(runtime, "the cat")
 
     run(scene)
