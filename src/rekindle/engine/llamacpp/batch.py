@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.positions import PLANES, Places
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Consecutive tokens of one sequence; `wanted` asks for the last one's logits. A picture's are
     computed from `vectors`."""
 
@@ -35,6 +34,9 @@ class BatchArrays:
         self._slots = np.zeros(rows, np.int32)
         self._wanted = np.zeros(rows, np.int8)
         self._ones = np.ones(rows, np.int32)
+        # The same memory, for single rows: NumPy takes several times as long to set one.
+        self._each_token, self._each_slot = self._tokens.data, self._slots.data
+        self._each_position, self._each_wanted = self._positions.data, self._wanted.data
         int_pointer = ctypes.POINTER(ctypes.c_int32)
         base = self._slots.ctypes.data
         self._slot_pointers = (int_pointer * rows)(
@@ -58,23 +60,33 @@ class BatchArrays:
         filled = 0
         last = []
         for run in rows:
-            stop = filled + len(run.tokens)
-            if run.vectors is None:
-                self._tokens[filled:stop] = run.tokens
-            is_flat = run.places is None
-            self._positions[filled:stop] = (
-                np.arange(run.start, run.start + len(run.tokens)) if is_flat else run.start
-            )
-            self._slots[filled:stop] = run.slot
-            self._wanted[filled:stop] = all_wanted
-            self._wanted[stop - 1] = run.wanted
-            last.append(stop - 1)
-            filled = stop
+            count = len(run.tokens)
+            if count == 1 and run.vectors is None:
+                self._each_token[filled] = run.tokens[0]
+                self._each_position[filled] = run.start
+                self._each_slot[filled] = run.slot
+                self._each_wanted[filled] = run.wanted
+            else:
+                self._fill_run(run, filled, all_wanted=all_wanted)
+            filled += count
+            last.append(filled - 1)
         self._native.n_tokens = filled
         self._take_vectors([run.vectors for run in rows if run.vectors is not None])
         if places := [run.places for run in rows if run.places is not None]:
             self._take_places(np.concatenate(places))
         return self._native, last
+
+    def _fill_run(self, run: Rows, start: int, *, all_wanted: bool) -> None:
+        stop = start + len(run.tokens)
+        if run.vectors is None:
+            self._tokens[start:stop] = run.tokens
+        is_flat = run.places is None
+        self._positions[start:stop] = (
+            np.arange(run.start, run.start + len(run.tokens)) if is_flat else run.start
+        )
+        self._slots[start:stop] = run.slot
+        self._wanted[start:stop] = all_wanted
+        self._wanted[stop - 1] = run.wanted
 
     def _take_vectors(self, vectors: Seq[Matrix]) -> None:
         """Let the rows be those of pictures; of text, where there are no vectors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 from rekindle.engine.llamacpp.positions import Positions, split_places
 from rekindle.engine.llamacpp.state import cut_cells
 from rekindle.errors import EngineBroken, ModelError, PoolFull
+
+LOGIT_BYTES = ctypes.sizeof(ctypes.c_float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Context:
         self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
         self._positions: dict[int, Positions] = {}  # by slot, where they are not token numbers
+        self._logits: dict[tuple[int, int], Matrix] = {}  # views by address and rows
         self._build()
 
     def _build(self) -> None:
@@ -85,6 +88,7 @@ class Context:
         """Throw the native context away, with all its cells, and build it again."""
         self.close()
         self._positions.clear()
+        self._logits.clear()
         self._build()
 
     def close(self) -> None:
@@ -114,7 +118,7 @@ class Context:
             raise PoolFull("no free cells for this step")
         if status != bindings.DECODE_OK:
             raise EngineBroken(f"llama_decode failed with status {status}")
-        for run, own in zip(rows, placed, strict=True):
+        for run, own in zip(rows, placed, strict=True) if self.shape.has_places else ():
             if own.places is not None:
                 positions = self._positions_of(run.slot)
                 self._positions[run.slot] = positions.with_picture(run.start, own.places)
@@ -124,10 +128,10 @@ class Context:
         """A run as it stands in the model's positions."""
         positions = self._positions_of(run.slot)
         if run.vectors is None:
-            return replace(run, start=positions.of(run.start))
+            return run._replace(start=positions.of(run.start))
         vectors, places = split_places(run.vectors)
-        return replace(
-            run, start=positions.place(run.start, places), vectors=vectors, places=places
+        return run._replace(
+            start=positions.place(run.start, places), vectors=vectors, places=places
         )
 
     def _positions_of(self, slot: int) -> Positions:
@@ -267,14 +271,18 @@ class Context:
         """A writable view on the logits of all rows of the last call that have any, given by their
         batch indices in ascending order; valid until the next native call. llama.cpp keeps them
         one after the other, in this order."""
-        first = self._library.llama_get_logits_ith(self.native, indices[0])
-        last = self._library.llama_get_logits_ith(self.native, indices[-1])
-        row = ctypes.c_float * vocabulary_size
-        if not first or last != first + (len(indices) - 1) * ctypes.sizeof(row):
+        count = len(indices)
+        first = last = self._library.llama_get_logits_ith(self.native, indices[0])
+        if count > 1:
+            last = self._library.llama_get_logits_ith(self.native, indices[-1])
+        if not first or last != first + (count - 1) * vocabulary_size * LOGIT_BYTES:
             raise EngineBroken("llama.cpp has no logits of rows that were asked for")
-        # Several times faster than `as_array`, which counts once for each step.
-        rows = memoryview((row * len(indices)).from_address(first)).cast("B")
-        return np.frombuffer(rows, np.float32).reshape(len(indices), vocabulary_size)
+        if (first, count) not in self._logits:  # nearly always the same few
+            floats = ctypes.c_float * (count * vocabulary_size)
+            rows = memoryview(floats.from_address(first)).cast("B")
+            view = np.frombuffer(rows, np.float32).reshape(count, vocabulary_size)
+            self._logits[first, count] = view
+        return self._logits[first, count]
 
 
 def _address(memory: Blob) -> Any:

@@ -240,7 +240,6 @@ class LlamaCppEngine:
         return build_sampler(sampling, prompt, token_mask)
 
     def step(self, work: Seq[Work]) -> list[Sampled | None]:
-        results: dict[int, Sampled | None] = {}
         shared: dict[KvType, list[Work]] = {}
         for item in work:
             if not item.sequence.exact:
@@ -251,17 +250,21 @@ class LlamaCppEngine:
             for kv_type, items in shared.items()
             for group in self._native_calls(items)
         ]
+        if len(calls) == 1 and len(calls[0][1]) == len(work):  # nearly always
+            return self._step_in(*calls[0], is_first=True)
+        results: dict[int, Sampled | None] = {}
         for number, (context, group) in enumerate(calls):
             try:
-                results.update(self._step_in(context, group, is_first=not number))
+                sampled = self._step_in(context, group, is_first=not number)
             except PoolFull as error:
                 if not number:
                     raise
                 self.reset()  # some of the work is done: there is no way back
                 raise EngineBroken("no room for the second part of a step") from error
+            results.update(zip(map(id, group), sampled, strict=True))
         for item in work:
             if item.sequence.exact:
-                results.update(self._step_in(self._exact[item.sequence.slot], [item]))
+                results[id(item)] = self._step_in(self._exact[item.sequence.slot], [item])[0]
         return [results[id(item)] for item in work]
 
     def _check_room(self, shared: Mapping[KvType, Seq[Work]]) -> None:
@@ -272,67 +275,65 @@ class LlamaCppEngine:
         if shared and self.parking:
             self.parking.compact()
 
-    def _native_calls(self, work: Seq[Work]) -> Iterator[Seq[Work]]:
+    def _native_calls(self, work: Seq[Work]) -> list[Seq[Work]]:
         """Text and pictures are computed in calls of their own."""
         pictures = [item for item in work if item.vectors is not None]
-        if text := [item for item in work if item.vectors is None]:
-            yield text
+        if not pictures:
+            return [work]
+        text = [item for item in work if item.vectors is None]
+        groups: list[Seq[Work]] = [text] if text else []
         if self.capabilities.whole_pictures:
-            yield from ([item] for item in pictures)
-        elif pictures:
-            yield pictures
+            return [*groups, *([item] for item in pictures)]
+        return [*groups, pictures]
 
     def _step_in(
         self, context: Context, work: Seq[Work], *, is_first: bool = False
-    ) -> dict[int, Sampled | None]:
+    ) -> list[Sampled | None]:
+        rows = []
         for item in work:
-            if item.vectors is not None and item.vectors.shape != self._vision.shape(item.tokens):
+            sequence, vectors = item.sequence, item.vectors
+            if vectors is not None and vectors.shape != self._vision.shape(item.tokens):
                 raise ValueError("these are not the vectors of this picture")
-        rows = [
-            Rows(
-                0 if item.sequence.exact else item.sequence.slot,
-                item.sequence.length,
-                item.tokens,
-                item.sampler is not None,
-                item.vectors,
-            )
-            for item in work
-        ]
-        with self._reset_when_broken():
+            slot = 0 if sequence.exact else sequence.slot
+            wanted = item.sampler is not None
+            rows.append(Rows(slot, sequence.length, item.tokens, wanted, vectors))
+        try:
             last = context.decode(rows, causal=not self._sees_ahead(work))
+        except EngineBroken:
+            self.reset()
+            raise
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
+        self._lengthen(work)
+        return self._sample(context, work, last)
+
+    def _lengthen(self, work: Seq[Work]) -> None:
+        """What was computed is part of its sequence."""
         is_mixed = self._model.on_gpu and len(work) > 1
         for item in work:
-            sequence = item.sequence
-            if is_mixed and len(item.tokens) == 1 and sequence.scattered_from is None:
+            sequence, tokens = item.sequence, len(item.tokens)
+            if is_mixed and tokens == 1 and sequence.scattered_from is None:
                 sequence.scattered_from = sequence.length  # rows of a step lie side by side
             if not sequence.exact:
-                self._pools[sequence.kv_type].cells.append(sequence.slot, len(item.tokens))
-            sequence.length += len(item.tokens)
-        return self._sample(context, work, last)
+                self._pools[sequence.kv_type].cells.append(sequence.slot, tokens)
+            sequence.length += tokens
 
     def _sees_ahead(self, work: Seq[Work]) -> bool:
         return self.capabilities.whole_pictures and work[0].vectors is not None
 
-    def _sample(
-        self, context: Context, work: Seq[Work], last: Seq[int]
-    ) -> dict[int, Sampled | None]:
-        chosen = {
-            index: (item, item.sampler)
-            for item, index in zip(work, last, strict=True)
-            if item.sampler is not None
-        }
-        results: dict[int, Sampled | None] = {id(item): None for item in work}
-        if not chosen:
+    def _sample(self, context: Context, work: Seq[Work], last: Seq[int]) -> list[Sampled | None]:
+        wanted = [at for at, item in enumerate(work) if item.sampler is not None]
+        results: list[Sampled | None] = [None] * len(work)
+        if not wanted:
             return results
-        items, samplers = zip(*chosen.values(), strict=True)
-        logits = context.logits(list(chosen), self.tokenizer.size)
+        logits = context.logits([last[at] for at in wanted], self.tokenizer.size)
         if self.observe is not None:
-            for item, row in zip(items, logits, strict=True):
-                self.observe(item.sequence, row)
+            for at, row in zip(wanted, logits, strict=True):
+                self.observe(work[at].sequence, row)
+        samplers = [item.sampler for item in work if item.sampler is not None]
         sampled = self._step_sampler.sample(samplers, logits)
-        results.update(zip(map(id, items), sampled, strict=True))
+        for at, each in zip(wanted, sampled, strict=True):
+            results[at] = each
         return results
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
