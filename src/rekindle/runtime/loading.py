@@ -1,0 +1,49 @@
+"""A model's engine, loaded as its settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rekindle.engine.base import Engine, EngineOptions
+from rekindle.engine.registry import load_engine
+from rekindle.errors import ProjectorError
+from rekindle.protocol.frames import Loading, LogLine, ToFront
+from rekindle.protocol.requests import LoadModel
+from rekindle.runtime.budgets import Budgets
+
+
+def load_model(load: LoadModel, budgets: Budgets, send: Callable[[ToFront], None]) -> Engine:
+    """Tells the front how far it is; a projector that cannot be used leaves text to be served,
+    unless the model was to see."""
+
+    def on_progress(fraction: float) -> None:
+        send(Loading(fraction))
+
+    options = replace(engine_options(load), host_bytes=budgets.ram_bytes)
+    name = load.settings.engine
+    try:
+        return load_engine(options, on_progress, name=name)
+    except ProjectorError as error:
+        if load.must_see:
+            raise
+        text = f"serving text alone: {error}. --no-vlm silences this warning"
+        send(LogLine("warning", text))
+    return load_engine(replace(options, mmproj=None), on_progress, name=name)
+
+
+def engine_options(load: LoadModel) -> EngineOptions:
+    settings = load.settings
+    return EngineOptions(
+        path=Path(load.path),
+        mmproj=Path(load.mmproj) if load.mmproj else None,
+        adapter=Path(load.adapter) if load.adapter else None,
+        parallel=settings.parallel,
+        context_tokens=settings.max_model_len,
+        kv_fraction=settings.kv_fraction,
+        park_fraction=settings.park_fraction,
+        threads=settings.thread_count,
+        gpu_layers=settings.gpu_layers,
+        kv_type=settings.kv_type,
+    )

@@ -1,0 +1,252 @@
+"""The runtime process: one loaded model behind a socket.
+
+Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
+of the disk tier, two that tick, and the main thread, which alone owns the engine and the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from rekindle.chat.tools.registry import check_names
+from rekindle.errors import ServerError, as_server_error
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
+from rekindle.protocol.events import Cancelled, Event, Failed
+from rekindle.protocol.frames import Device, Events, LogLine, Ready, Received, ToFront
+from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+from rekindle.protocol.tokenisation import Detokenize, Tokenize
+from rekindle.runtime.background import Background, Pieces
+from rekindle.runtime.budgets import choose_budgets
+from rekindle.runtime.build import Runtime, build, formats
+from rekindle.runtime.encoders import Encoders, Job
+from rekindle.runtime.link import Link
+from rekindle.runtime.loading import load_model
+from rekindle.runtime.precision import check_kv_bits
+from rekindle.runtime.request import EncodedPrompt
+from rekindle.runtime.rooms import rooms
+from rekindle.runtime.storage import open_storage
+from rekindle.runtime.tokenisation import Tokenisation
+from rekindle.runtime.turn import Stopwatch, Turn
+
+TICK_S = 60.0
+FOLDER_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadyAdmin:
+    """An admin request, with its prompt encoded if it is about one."""
+
+    request: AdminRequest
+    prompt: EncodedPrompt | None = None
+
+
+class _Tick:
+    """A minute has gone by."""
+
+
+_Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
+_Encoded = Turn | Failed | _ReadyAdmin | AdminReply  # what becomes of a request, or its refusal
+
+
+class RuntimeProcess:
+    """Serves one model until the front hangs up."""
+
+    def __init__(self, load: LoadModel, sock: socket.socket) -> None:
+        self.link = Link(sock)
+        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._background = Background()
+        check_names(*formats(load.settings))  # before anything slow
+        budgets = choose_budgets(load)
+        engine = load_model(load, budgets, self.send)
+        check_kv_bits(engine.capabilities, load.settings.kv_bits)
+        storage = open_storage(
+            load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
+        )
+        self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
+        self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
+        self._tokenisation = Tokenisation(
+            engine.tokenizer,
+            engine.capabilities.context_tokens,
+            self._runtime.input_processor.encode_wrapped,
+            self._runtime.input_processor.encode_conversation,
+        )
+        self.ticking = (self.tick, self.link.beat)
+
+    def _await_folder(self) -> None:
+        """Most cache folders are read in no time: then the first request finds its state. A large
+        one is read on beside the turns."""
+        until_s = time.monotonic() + FOLDER_PATIENCE_S
+        with contextlib.suppress(Empty):
+            while not self._runtime.storage.is_settled:
+                self._handle(self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0)))
+
+    def ready(self) -> Ready:
+        """What the model is like, and how much of the cache folder was read by then."""
+        self._await_folder()
+        engine, storage = self._runtime.engine, self._runtime.storage
+        capabilities, tokenizer = engine.capabilities, engine.tokenizer
+        return Ready(
+            context_tokens=capabilities.context_tokens,
+            pool_tokens=capabilities.pool_tokens,
+            chat_template=engine.chat_template,
+            vocabulary=tokenizer.size,
+            bos=tokenizer.text(tokenizer.bos),
+            eos=tokenizer.text(tokenizer.eos),
+            reasons=self._runtime.input_processor.reasons,
+            architecture=capabilities.architecture,
+            parameters=capabilities.parameters,
+            quantization=capabilities.quantization,
+            modalities=tuple(sorted(capabilities.modalities)),
+            gpus=tuple(Device(each.name, each.memory_bytes) for each in capabilities.gpus),
+            layers=capabilities.layers,
+            gpu_layers=capabilities.gpu_layers,
+            rooms=rooms(engine, storage.store.tiers),
+            on_disk=storage.is_on_disk,
+            conversations=storage.conversations,
+        )
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def send(self, message: ToFront) -> None:
+        self.link.send(message)
+
+    def _emit(self, events: list[Event]) -> None:
+        self.send(Events(events))
+
+    def _reply(self, request: AdminRequest, result: AdminResult | ServerError) -> None:
+        if isinstance(result, ServerError):
+            self.send(AdminReply(request.id, error=result.info))
+        else:
+            self.send(AdminReply(request.id, result))
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def read(self, received: Iterator[Received]) -> None:
+        """The reader thread."""
+        with contextlib.suppress(ConnectionResetError):
+            for message, size_bytes in received:
+                match message:
+                    case GenerateRequest():
+                        encode = partial(self._encode, message, Stopwatch(message.received_s))
+                        job = Job(message.salt, size_bytes, encode, tuple(message.turns))
+                        self._encoders.submit(job)
+                    case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
+                        encode_admin = partial(self._encode_admin, message)
+                        self._encoders.submit(Job(message.salt, size_bytes, encode_admin))
+                    case AdminRequest() if isinstance(message.op, Tokenize | Detokenize):
+                        tokenise = partial(self._tokenisation.reply, message)
+                        self._encoders.submit(Job(message.salt, size_bytes, tokenise))
+                    case AdminRequest():
+                        self._inbox.put(_ReadyAdmin(message))
+                    case Cancel(turn) if self._encoders.cancel(turn):
+                        pass
+                    case Cancel() | Stop():
+                        self._inbox.put(message)
+        self._inbox.put(Stop())  # a runtime without a front must not go on
+
+    def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> Sequence[_Encoded]:
+        """An encoder thread: the request as its turns, or their refusal."""
+        try:
+            return self._runtime.pipeline.encode_choices(request, stopwatch)
+        except Exception as error:
+            failure = as_server_error(error, "encoding the prompt").info
+            return [Failed(turn, failure) for turn in request.turns]
+
+    def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
+        """An encoder thread: the prompt that an admin request is about."""
+        assert isinstance(request.op, Validate | IndexPrompt)
+        try:
+            prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
+        except Exception as error:
+            failure = as_server_error(error, "encoding the prompt").info
+            return [AdminReply(request.id, error=failure)]
+        return [_ReadyAdmin(request, prompt)]
+
+    def _deliver(self, encoded: _Encoded | Cancelled) -> None:
+        """An encoder thread, or the reader: what has become of a request."""
+        match encoded:
+            case AdminReply():
+                self.send(encoded)
+            case Failed() | Cancelled():
+                self._emit([encoded])
+            case Turn() | _ReadyAdmin():
+                self._inbox.put(encoded)
+
+    # -- the engine's thread -------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step while there is work; sleep on the inbox while there is none."""
+        idle = False
+        while True:
+            for message in self._messages(wait=idle):
+                self.link.working_since_s = time.monotonic()
+                if isinstance(message, Stop):
+                    return
+                self._handle(message)
+            self.link.working_since_s = time.monotonic()
+            has_more = self._background.run()
+            busy = self._runtime.scheduler.step()
+            self._runtime.storage.give_way(busy)
+            idle = not (busy or has_more)
+            self.link.working_since_s = None
+
+    def _messages(self, *, wait: bool) -> Iterator[_Message]:
+        with contextlib.suppress(Empty):
+            if wait:  # not longer than the next turn does for a tier that is slow
+                yield self._inbox.get(timeout=self._runtime.scheduler.wait_s)
+            while True:
+                yield self._inbox.get_nowait()
+
+    def _handle(self, message: _Message) -> None:
+        match message:
+            case Cancel(turn):
+                self._runtime.scheduler.cancel(turn)
+            case Turn():
+                self._submit(message)
+            case _ReadyAdmin(request, prompt):
+                self._background.add(self._administer(request, prompt))
+            case _Tick():
+                self._background.add(self._runtime.upkeep())
+            case Stop():
+                raise AssertionError("handled by run")
+            case _:
+                self._runtime.storage.on_event(message)
+
+    def _submit(self, turn: Turn) -> None:
+        try:
+            self._runtime.pipeline.find(turn)
+        except ServerError as error:
+            self._emit([Failed(turn.id, error.info)])
+        else:
+            self._runtime.scheduler.submit(turn)
+
+    def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> Pieces[None]:
+        """An admin request must not cost the turns that are running."""
+        reply = partial(self._reply, request)
+        try:
+            yield from self._runtime.admin.answer(request, prompt, reply)
+        except ServerError as error:
+            self._reply(request, error)
+        except Exception as error:
+            line = f"an admin request failed: {error!r}"
+            self.send(LogLine("error", line, request.request_id))
+            self._reply(request, ServerError("the request failed; see the log"))
+
+    def tick(self) -> None:
+        """The ticking thread."""
+        while True:
+            time.sleep(TICK_S)
+            self._inbox.put(_Tick())
+
+    def close(self) -> None:
+        """The engine is closed last: whatever its end is like, everything has been sent."""
+        self._runtime.close()
+        self.link.close()
+        self._runtime.engine.close()
