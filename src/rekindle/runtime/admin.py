@@ -38,10 +38,11 @@ from rekindle.runtime.cache_info import CacheInfo, View
 from rekindle.runtime.documents import Documents
 from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
+from rekindle.runtime.pins import Pins
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedPrompt
-from rekindle.runtime.sessions import MESSAGE, NUMBER, SESSION, Sessions
+from rekindle.runtime.session_names import MESSAGE, NUMBER, SESSION
 from rekindle.runtime.state_transfer import StateTransfer
 from rekindle.runtime.storage import Storage
 
@@ -55,7 +56,7 @@ class Admin:
         self,
         storage: Storage,
         input_processor: InputProcessor,
-        sessions: Sessions,
+        pins: Pins,
         kv: KvManager,
         planner: Planner,
         cache_info: CacheInfo,
@@ -64,7 +65,7 @@ class Admin:
         self._entries = storage.entries
         self._store = storage.store
         self._input_processor = input_processor
-        self._sessions = sessions
+        self._pins = pins
         self._kv = kv
         self._planner = planner
         self._cache_info = cache_info
@@ -153,7 +154,7 @@ class Admin:
 
     def _pin(self, entry: Entry, reply: Reply, *, pinned: bool) -> None:
         if pinned and not entry.pinned:
-            self._sessions.check_pin(entry)
+            self._pins.check(entry)
             self._entries.pin(entry)
             if entry.block is not None and entry.durable:
                 self._store.write_chain(entry.block)
@@ -175,7 +176,7 @@ class Admin:
         """An entry that knows its tokens before any of them is computed."""
         prompt = encoded.prompt
         if op.prepare.pinned:
-            self._sessions.check_pin(PrefixHandle(namespace, prompt.tokens))
+            self._pins.check(PrefixHandle(namespace, prompt.tokens))
         entry = self._entries.remember(
             Draft(
                 namespace=namespace,

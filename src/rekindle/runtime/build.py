@@ -24,6 +24,7 @@ from rekindle.runtime.input_processor import InputProcessor
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.output_format import OutputFormat
 from rekindle.runtime.picture_encoder import PictureEncoder
+from rekindle.runtime.pins import Pins
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.planner import Planner
 from rekindle.runtime.recent_chats import RecentChats
@@ -73,7 +74,8 @@ def build(
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
     input_processor = _input_processor(engine, storage, encoder, template)
-    sessions = _sessions(engine, storage, encoder, log)
+    pins = Pins(storage.entries, storage.store, engine.capabilities.kv_layout)
+    sessions = _sessions(storage, pins, encoder, log)
     planner = Planner(engine.capabilities, storage.store, input_processor.shared_namespace)
     kv = _kv_manager(engine, storage, idle_tokens)
     storage.entries.on_remove = partial(_forget, kv, input_processor.recent_chats)
@@ -95,7 +97,7 @@ def build(
         pipeline=pipeline,
         scheduler=scheduler,
         cache_info=cache_info,
-        admin=Admin(storage, input_processor, sessions, kv, planner, cache_info, transfer),
+        admin=Admin(storage, input_processor, pins, kv, planner, cache_info, transfer),
     )
 
 
@@ -115,16 +117,15 @@ def _input_processor(
 
 
 def _sessions(
-    engine: Engine, storage: Storage, encoder: Encoder, log: Callable[[LogLine], None]
+    storage: Storage, pins: Pins, encoder: Encoder, log: Callable[[LogLine], None]
 ) -> Sessions:
     return Sessions(
         storage.entries,
-        storage.store,
+        pins,
         encoder,
         log,
         policy=storage.settings.cache_write,
         key_ttl_s=storage.settings.key_ttl,
-        kv_layout=engine.capabilities.kv_layout,
     )
 
 

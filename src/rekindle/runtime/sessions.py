@@ -6,35 +6,23 @@ A name proposes an entry; what is reused is decided by comparing tokens.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import EntryHashes
-from rekindle.engine.base import KvLayout
-from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
-from rekindle.kvcache.entries import Draft, Entries, Entry, Name
-from rekindle.kvcache.store import Store
+from rekindle.kvcache.entries import Draft, Entries, Entry
 from rekindle.protocol.events import Finished, Reason
-from rekindle.protocol.frames import LogLine
-from rekindle.protocol.requests import GenerateRequest, Names
+from rekindle.protocol.requests import Names
 from rekindle.protocol.settings import WritePolicy
+from rekindle.runtime.auto_sessions import AutoSessions, Log
+from rekindle.runtime.pins import Pins
 from rekindle.runtime.replay import replies_after
 from rekindle.runtime.request import EncodedRequest, Lookup
+from rekindle.runtime.session_names import is_named, new_names, proposals
 from rekindle.runtime.turn import Turn
 from rekindle.tokens import Tokens
-
-SESSION, NUMBER, MESSAGE, PROMPT = (
-    "session_id",
-    "kv_cache_session_id",
-    "message_id",
-    "prompt_cache_key",
-)
-FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
-
-Log = Callable[[LogLine], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +41,19 @@ class Sessions:
     def __init__(
         self,
         entries: Entries,
-        store: Store,
+        pins: Pins,
         encoder: Encoder,
         log: Log,
         *,
         policy: WritePolicy,
         key_ttl_s: float | None,
-        kv_layout: KvLayout,
     ) -> None:
         self._entries = entries
-        self._store = store
+        self._pins = pins
+        self._auto_sessions = AutoSessions(entries, log)
         self._encoder = encoder
-        self._log = log
         self._policy = policy
         self._key_ttl_s = key_ttl_s
-        self._kv_layout = kv_layout
-        self._last_auto: dict[bytes, int] = {}  # the last number given, by namespace
 
     # -- before a turn -------------------------------------------------------------------------
 
@@ -80,7 +65,7 @@ class Sessions:
             if request.prepare.pinned:
                 tokens = encoded.prompt.tokens
                 space = encoded.precision.space_of(len(tokens))
-                self.check_pin(PrefixHandle(space.namespace, tokens, tenant=namespace))
+                self._pins.check(PrefixHandle(space.namespace, tokens, tenant=namespace))
             return Lookup(write_back=write_back)
         names = request.names
         if names is None or not request.reuse:
@@ -88,7 +73,7 @@ class Sessions:
         entry, problem = self._by_key(namespace, names)
         auto_session = None
         if names.by_fingerprint and encoded.hashes is not None:
-            entry, auto_session = self._by_fingerprint(encoded, entry)
+            entry, auto_session = self._auto_sessions.find(encoded, entry)
         if entry is not None:
             self._entries.touch(entry)
         return Lookup(
@@ -109,7 +94,7 @@ class Sessions:
         if names.cache_key is not None:
             entry = self._entries.by_key(namespace, names.cache_key)
             problem = None if entry else self._why_missing(namespace, names.cache_key)
-        found = (self._entries.by_name(namespace, name) for name in _proposals(names))
+        found = (self._entries.by_name(namespace, name) for name in proposals(names))
         return entry or next((each for each in found if each), None), problem
 
     def _why_missing(self, namespace: bytes, key: str) -> Reason:
@@ -126,55 +111,9 @@ class Sessions:
             return WriteBack.SOON
         if self._policy == "on-evict":
             return WriteBack.LATE
-        if names is not None and _is_named(names):
+        if names is not None and is_named(names):
             return WriteBack.SOON
         return WriteBack.LATE if self._policy == "likely" else WriteBack.NEVER
-
-    def check_pin(self, candidate: PrefixHandle) -> None:
-        """Raise unless everything pinned, and this too, has room for good; of several tenants each
-        may pin its share."""
-        living = self._entries.of(None)
-        pinned = [entry for entry in living if entry.pinned]
-        own = [entry for entry in pinned if entry.tenant == candidate.tenant]
-        tenants = {candidate.tenant, *(entry.tenant for entry in living)}
-        limit = self._store.conversations.pin_limit_bytes
-        for entries, most in ((pinned, limit), (own, limit // len(tenants))):
-            needed = self._store.conversations.lasting_bytes(
-                [*entries, candidate],
-                self._kv_layout.token_bytes,
-                self._kv_layout.checkpoint_bytes,
-            )
-            if needed > most or not self._entries.budget.has_room:
-                raise NoRoomForPins(
-                    f"With this one, pinned entries would take {needed} of the {most} bytes they "
-                    "may take. Unpin or delete another, or raise --disk-cache."
-                )
-
-    def _by_fingerprint(
-        self, encoded: EncodedRequest, entry: Entry | None
-    ) -> tuple[Entry | None, str]:
-        """The entry and the session of a conversation that is known by its looks."""
-        assert encoded.hashes is not None
-        namespace, previous = encoded.namespace, encoded.hashes.previous_fingerprint
-        found = self._entries.by_name(namespace, (FINGERPRINT, previous)) if previous else None
-        known = _auto_session(found)
-        if found is not None and known is not None:
-            self._info(encoded.request, f"matched existing session {known}")
-            return found, known
-        session = self._new_auto_session(namespace)
-        self._info(encoded.request, f"registered new session {session}")
-        return entry, session
-
-    def _info(self, request: GenerateRequest, text: str) -> None:
-        self._log(LogLine("info", f"FingerprintManager: {text}", request.request_id))
-
-    def _new_auto_session(self, namespace: bytes) -> str:
-        last = self._last_auto.get(namespace)
-        if last is None:  # those of a runtime before this one
-            taken = (_auto_session(entry) for entry in self._entries.of(namespace))
-            last = max((int(name.rpartition("_")[2]) for name in taken if name), default=-1)
-        self._last_auto[namespace] = last + 1
-        return f"auto_session_{last + 1}"
 
     # -- after a turn --------------------------------------------------------------------------
 
@@ -191,10 +130,7 @@ class Sessions:
         if names.return_cache_key or turn.request.prepare is not None:
             finished.cache.new_cache_key = entry.key
         if turn.lookup.auto_session is not None:
-            session = turn.lookup.auto_session
-            self._info(
-                turn.request, f"extended session {session} fingerprint with assistant response"
-            )
+            self._auto_sessions.extend(turn.request, turn.lookup.auto_session)
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
         end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
@@ -208,6 +144,7 @@ class Sessions:
         )
         own_key = names.entry_key
         keyed = names.return_cache_key or prepare is not None or own_key is not None
+        has_room = names.pin_s and self._pins.has_room_for_a_while(turn.namespace, end.tokens)
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
             key=own_key,
@@ -219,24 +156,13 @@ class Sessions:
             replies=replies,
             after=before,
             segments=hashes.segments if hashes else (),
-            names=tuple(_new_names(turn, names, finished, hashes)),
+            names=tuple(new_names(names, finished.message_id, turn.lookup.auto_session, hashes)),
             ttl_s=prepare.ttl_s if prepare else ttl_s,
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
-            pin_s=names.pin_s if names.pin_s and self._has_room_to_pin(turn, end) else None,
+            pin_s=names.pin_s if has_room else None,
             durable=turn.lookup.write_back > WriteBack.NEVER or own_key is not None,
         )
-
-    def _has_room_to_pin(self, turn: Turn, end: ConversationEnd) -> bool:
-        """Whether a pin for a while may be added. They share half of the room for pins, in equal
-        parts for each tenant; each counts as if it shared nothing, which is soon found."""
-        living = self._entries.of(None)
-        tenants = {turn.namespace, *(entry.tenant for entry in living)}
-        own = (entry for entry in living if entry.pinned and entry.tenant == turn.namespace)
-        going_on = (each for each in own if not end.tokens.startswith(each.tokens))
-        tokens = len(end.tokens) + sum(len(entry.tokens) for entry in going_on)
-        most = self._store.conversations.pin_limit_bytes // (2 * len(tenants))
-        return tokens * self._kv_layout.token_bytes <= most
 
     def _end(self, turn: Turn) -> ConversationEnd:
         prompt, output = turn.encoded.prompt, turn.output
@@ -259,30 +185,6 @@ class Sessions:
         return ConversationEnd(everything, known.escaped, count, reply_tokens)
 
 
-def _proposals(names: Names) -> Iterator[Name]:
-    """The names a request was given but its key, the surest first."""
-    if names.session_id is not None:
-        yield SESSION, names.session_id
-    if names.session_number is not None:
-        yield NUMBER, str(names.session_number)
-    for message in names.message_ids:
-        yield MESSAGE, message
-    if names.prompt_cache_key is not None:
-        yield PROMPT, names.prompt_cache_key
-
-
-def _new_names(
-    turn: Turn, names: Names, finished: Finished, hashes: EntryHashes | None
-) -> Iterator[Name]:
-    """What this turn's entry is called from now on."""
-    yield from (name for name in _proposals(names) if name[0] != MESSAGE)
-    if finished.message_id is not None:
-        yield MESSAGE, finished.message_id
-    if turn.lookup.auto_session is not None and hashes is not None:
-        yield AUTO_SESSION, turn.lookup.auto_session
-        yield FINGERPRINT, hashes.fingerprint
-
-
 def _hashes_after(turn: Turn) -> EntryHashes | None:
     """Those of the conversation with the reply, if there is one."""
     hashes = turn.encoded.hashes
@@ -291,14 +193,3 @@ def _hashes_after(turn: Turn) -> EntryHashes | None:
     if turn.request.prepare is not None:
         return hashes.as_sent()
     return hashes.after(turn.output.message.as_dict())
-
-
-def _is_named(names: Names) -> bool:
-    keyed = names.cache_key or names.entry_key or names.return_cache_key
-    asked = keyed or names.wants_message_id or names.message_id is not None
-    return bool(asked or names.by_fingerprint or any(True for _ in _proposals(names)))
-
-
-def _auto_session(entry: Entry | None) -> str | None:
-    names = entry.names if entry else ()
-    return next((name for kind, name in names if kind == AUTO_SESSION), None)
