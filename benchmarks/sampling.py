@@ -1,37 +1,44 @@
-"""What choosing a token costs, beside llama.cpp's own chain on the same rows.
+"""What choosing a token costs, by compiled code and by NumPy, beside llama.cpp's own chain.
 
-Run it with `python -m benchmarks.sampling`. Each row is given to both by turns, ten times each. The
-chain's time is that of copying its candidates, which stands for making them of logits, and of
-`llama_sampler_apply`.
+Run it with `python -m benchmarks.sampling`. Each row is given to all of them by turns, ten times
+each. The chain's time is that of copying its candidates, which stands for making them of logits,
+and of `llama_sampler_apply`.
 
-Then whole steps, by rows and threads. Rows are written anew before each step, as an engine does,
-and more of them than caches hold. CPU time, of all threads, says what a step costs where other
-programs have the cores; what waits for the interpreter's lock does not show in it.
+Then whole steps, by rows and threads (`--steps`: these alone, without llama.cpp). Rows are written
+anew before each step, as an engine does, and more of them than caches hold. CPU time, of all
+threads, says what a step costs where other programs have the cores; what waits for the
+interpreter's lock does not show in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import time
 from ctypes import c_bool, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import replace
+from itertools import product
 from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rekindle.engine.base import Row, Sampler
+from rekindle.engine import compiled_rows
+from rekindle.engine.base import Row
+from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.llamacpp.bindings import declare, load_library
 from rekindle.engine.sampling import build_sampler
 from rekindle.engine.step_sampler import StepSampler
 from rekindle.protocol.requests import SamplingParams
 
 ROUNDS = 5
-STEPS = 40
+STEPS = 30
 STEP_ROWS = (1, 8, 32, 64)
-STEP_WAYS = ("greedy", "temperature 0.8, top-p 0.9")
+STEP_KINDS = ("peaked", "flat")
+STEP_WAYS = ("greedy", "temperature 0.8, top-p 0.9", "0.8, top-k 40, 0.95, 0.05")
 THREADS = (1, 2, 4, 8)
 VOCABULARIES = (49_152, 151_936)
+CHOOSERS = {"compiled": compiled_rows.load(), "NumPy": None}
 WAYS = {
     "greedy": SamplingParams(temperature=0),
     "temperature 0.8, top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
@@ -40,6 +47,9 @@ WAYS = {
     "temperature 0.8": SamplingParams(temperature=0.8, top_p=1, seed=1),
     "temperature 0.8, top-k 40": SamplingParams(temperature=0.8, top_p=1, top_k=40, seed=1),
     "temperature 0.8, min-p 0.05": SamplingParams(temperature=0.8, top_p=1, min_p=0.05, seed=1),
+    "0.8, top-k 40, 0.95, 0.05": SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, seed=1
+    ),  # llama.cpp's own defaults
 }
 
 Candidate = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -118,29 +128,36 @@ def rows(size: int) -> dict[str, Row]:
     return {name: row.astype(np.float32) for name, row in made.items()}
 
 
-def compare_us(library: Any, sampling: SamplingParams, row: Row) -> tuple[float, float]:
-    """Medians of ours and of the chain, by turns."""
-    sampler, chain = build_sampler(sampling, ()), Chain(library, sampling)
-    ours, theirs = [], []
+def compare_us(library: Any, sampling: SamplingParams, row: Row) -> list[float]:
+    """Medians of compiled code, of NumPy and of the chain, by turns."""
+    chain = Chain(library, sampling)
+    sides = [*(OneRow(sampling, each).measure_us for each in CHOOSERS.values()), chain.measure_us]
+    measured: list[list[float]] = [[] for _ in sides]
     for _ in range(ROUNDS):
-        ours += [measure_us(sampler, row) for _ in range(10)]
-        theirs += [chain.measure_us(row) for _ in range(10)]
+        for times, measure_us in zip(measured, sides, strict=True):
+            times += [measure_us(row) for _ in range(10)]
     chain.close()
-    return median(ours), median(theirs)
+    return [median(times) for times in measured]
 
 
-def measure_us(sampler: Sampler, row: Row) -> float:
-    own = row.copy()
-    started = time.perf_counter()
-    sampler.sample(own)
-    return (time.perf_counter() - started) * 1e6
+class OneRow:
+    """A reply by itself."""
+
+    def __init__(self, sampling: SamplingParams, compiled: CompiledRows | None) -> None:
+        self._step = StepSampler(1, compiled)
+        self._samplers = [build_sampler(sampling, ())]
+
+    def measure_us(self, row: Row) -> float:
+        own = row[None].copy()
+        started = time.perf_counter()
+        self._step.sample(self._samplers, own)
+        return (time.perf_counter() - started) * 1e6
 
 
 def measure_step_us(
-    sampling: SamplingParams, row: Row, count: int, threads: int
+    sampling: SamplingParams, row: Row, count: int, step: StepSampler
 ) -> tuple[int, int]:
     """Medians of a step's time and of its CPU time."""
-    step = StepSampler(threads)
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in range(count)]
     given = np.stack([np.roll(row, shift) for shift in range(count)])
     logits = given.copy()
@@ -158,26 +175,31 @@ def measure_step_us(
 def compare_with_chain() -> None:
     library = load_library()
     declare(library, _SIGNATURES)
-    print(f"{'µs a token: ours, llama.cpp':38}{'peaked':>16}{'wide':>16}{'flat':>16}")
+    kinds = "".join(f"{kind:>24}" for kind in ("peaked", "wide", "flat"))
+    print(f"{'µs a token: compiled, NumPy, llama.cpp':38}{kinds}")
     for size in VOCABULARIES:
         for label, sampling in WAYS.items():
-            pairs = [compare_us(library, sampling, row) for row in rows(size).values()]
-            cells = "".join(f"{ours:8.0f}{theirs:8.0f}" for ours, theirs in pairs)
+            times = [compare_us(library, sampling, row) for row in rows(size).values()]
+            cells = "".join(f"{each:8.0f}" for three in times for each in three)
             print(f"{size:7}  {label:29}{cells}")
 
 
 def measure_steps() -> None:
-    print(f"\n{'µs a step: wall, CPU; threads:':42}" + "".join(f"{each:>16}" for each in THREADS))
-    for label in STEP_WAYS:
-        for kind, row in rows(VOCABULARIES[0]).items():
-            for count in STEP_ROWS:
-                pairs = [measure_step_us(WAYS[label], row, count, each) for each in THREADS]
-                cells = "".join(f"{wall:8}{cpu:8}" for wall, cpu in pairs)
-                print(f"{label:28}{kind:7}{count:3} rows{cells}")
+    print(f"\n{'µs a step: wall, CPU; threads:':50}" + "".join(f"{each:>16}" for each in THREADS))
+    for (name, compiled), label in product(CHOOSERS.items(), STEP_WAYS):
+        for kind, count in product(STEP_KINDS, STEP_ROWS):
+            row = rows(VOCABULARIES[0])[kind]
+            steps = [StepSampler(threads, compiled) for threads in THREADS]
+            pairs = [measure_step_us(WAYS[label], row, count, step) for step in steps]
+            cells = "".join(f"{wall:8}{cpu:8}" for wall, cpu in pairs)
+            print(f"{name:9}{label:27}{kind:7}{count:3} rows{cells}", flush=True)
 
 
 def main() -> None:
-    compare_with_chain()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", action="store_true", help="whole steps alone")
+    if not parser.parse_args().steps:
+        compare_with_chain()
     measure_steps()
 
 

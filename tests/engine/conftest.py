@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from rekindle.engine import compiled_rows
+from rekindle.engine.compiled_rows import CompiledRows
 
-CHOOSERS = ["numpy"] if compiled_rows.load() is None else ["compiled", "numpy"]
+COMPILED = compiled_rows.load()
+CHOOSERS = {"numpy": None} | ({"compiled": COMPILED} if COMPILED else {})
 
 
-@pytest.fixture(params=CHOOSERS)
-def chooser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What chooses tokens: tests that ask for it hold for both."""
-    if request.param == "numpy":
-        monkeypatch.setattr(compiled_rows, "load", lambda: None)
-    name: str = request.param
-    return name
+@pytest.fixture(params=CHOOSERS.values(), ids=list(CHOOSERS))
+def compiled(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> CompiledRows | None:
+    """Compiled code, and none: tests that ask for it hold for both."""
+    chosen: CompiledRows | None = request.param
+    monkeypatch.setattr(compiled_rows, "load", lambda: chosen)
+    return chosen

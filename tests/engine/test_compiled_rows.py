@@ -12,6 +12,7 @@ import pytest
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix
+from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.sampling import Chooser, TokenSampler, build_sampler
 from rekindle.protocol.requests import SamplingParams
 
@@ -38,9 +39,9 @@ def make_logits(size: int, spread: float) -> Matrix:
     return rows
 
 
-def choose(way: SamplingParams, logits: Matrix) -> list[int]:
+def choose(way: SamplingParams, logits: Matrix, compiled: CompiledRows | None) -> list[int]:
     samplers = [build_sampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
-    return [sampled.token for sampled in Chooser().choose(samplers, logits.copy())]
+    return [sampled.token for sampled in Chooser(compiled).choose(samplers, logits.copy())]
 
 
 def test_there_is_compiled_code_where_there_is_a_compiler() -> None:
@@ -51,14 +52,12 @@ def test_there_is_compiled_code_where_there_is_a_compiler() -> None:
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 @pytest.mark.parametrize("size", [1, 12, 65, 3001, 20_000])
 def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
-    way: SamplingParams, spread: float, size: int, monkeypatch: pytest.MonkeyPatch
+    way: SamplingParams, spread: float, size: int
 ) -> None:
     """All but one of the rows: sums are rounded elsewhere, and a number may fall between two."""
     logits = make_logits(size, spread)
-    compiled = choose(way, logits)
-    monkeypatch.setattr(compiled_rows, "load", lambda: None)
-    by_numpy = choose(way, logits)
-    assert sum(np.not_equal(compiled, by_numpy)) <= 1
+    tokens = choose(way, logits, compiled_rows.load())
+    assert sum(np.not_equal(tokens, choose(way, logits, None))) <= 1
 
 
 @pytest.mark.skipif(compiled_rows.load() is None, reason="no C compiler built the package")
@@ -71,7 +70,7 @@ def test_compiled_code_leaves_nothing_to_numpy(
 
     monkeypatch.setattr(TokenSampler, "draw", fail)
     for spread in (0.0, 1.0, 6.0):
-        choose(way, make_logits(3001, spread))
+        choose(way, make_logits(3001, spread), compiled_rows.load())
 
 
 def test_code_that_is_missing_damaged_or_of_another_version_is_not_used(

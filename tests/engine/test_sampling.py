@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rekindle.engine import compiled_rows
 from rekindle.engine.base import Row
 from rekindle.engine.sampling import Chooser, build_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sorted_sampling import chances
 
-pytestmark = pytest.mark.usefixtures("chooser")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 ROW = np.array([0.0, 3.0, 2.0, 1.0, -1.0], np.float32)
 DRAWS = 4000
@@ -54,7 +55,7 @@ def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
     assert sampling.seed is not None
     seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
-    chooser = Chooser()
+    chooser = Chooser(compiled_rows.load())
     steps = [
         chooser.choose(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)
     ]

@@ -11,11 +11,12 @@ import pytest
 
 from rekindle.engine import step_sampler
 from rekindle.engine.base import Matrix, Sampled
+from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.sampling import TokenSampler, build_sampler
-from rekindle.engine.step_sampler import StepSampler
+from rekindle.engine.step_sampler import Sharing, StepSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("chooser")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 WAYS = [
     SamplingParams(temperature=0.8, top_p=0.9),
@@ -63,8 +64,8 @@ def alone(ways: list[SamplingParams], size: int) -> list[list[Sampled]]:
 
 
 @pytest.fixture(params=[1, 2, 8])
-def step(request: pytest.FixtureRequest) -> Iterator[StepSampler]:
-    made = StepSampler(request.param)
+def step(request: pytest.FixtureRequest, compiled: CompiledRows | None) -> Iterator[StepSampler]:
+    made = StepSampler(request.param, compiled)
     yield made
     made.close()
 
@@ -78,7 +79,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
     group: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_sampler, "GROUP_LOGITS", group)
+    monkeypatch.setattr(step, "_sharing", Sharing(8, 1, group, 70, 70))
     monkeypatch.setattr(step_sampler, "LEAST_WORK", 1)
     monkeypatch.setattr("rekindle.engine.team.LEAST_WORK", 1)
     samplers = make_samplers(ways)
@@ -86,7 +87,9 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
     assert together == alone(ways, size)
 
 
-def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are_not() -> None:
+def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are_not(
+    compiled: CompiledRows | None,
+) -> None:
     seen: set[str] = set()
 
     class Watched(TokenSampler):
@@ -94,7 +97,7 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
             seen.add(threading.current_thread().name)
             return Sampled(token)
 
-    step = StepSampler(4)
+    step = StepSampler(4, compiled)
     hot = SamplingParams(temperature=2)
     try:
         step.sample([Watched(hot, (), None)], np.zeros((1, 50_000), np.float32))
@@ -106,12 +109,12 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
         step.close()
 
 
-def test_a_failure_in_one_row_is_raised() -> None:
+def test_a_failure_in_one_row_is_raised(compiled: CompiledRows | None) -> None:
     class Broken(TokenSampler):
         def accept(self, token: int) -> Sampled:
             raise MemoryError
 
-    step = StepSampler(4)
+    step = StepSampler(4, compiled)
     samplers = [Broken(SamplingParams(temperature=2), (), None) for _ in range(64)]
     with pytest.raises(MemoryError):
         step.sample(samplers, np.zeros((64, 50_000), np.float32))
@@ -126,11 +129,11 @@ def test_threads_go_by_the_cores_that_are_left(
     cores: int, busy: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: cores)
-    assert step_sampler.spare_threads(busy) == threads
+    assert build_step_sampler(busy).threads == threads
 
 
 def test_more_threads_choose_where_they_do_not_wait_for_the_interpreter(
-    chooser: str, monkeypatch: pytest.MonkeyPatch
+    compiled: CompiledRows | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: 64)
-    assert step_sampler.spare_threads(0) == {"compiled": 8, "numpy": 4}[chooser]
+    assert build_step_sampler(0).threads == (8 if compiled else 4)

@@ -27,7 +27,7 @@ typedef struct {
 #define INLINE static inline __attribute__((always_inline))
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_CPU
 #endif
@@ -266,47 +266,49 @@ INLINE int64_t collect(const float *values, int64_t size, float floor, int32_t *
     return found;
 }
 
-/* The `count`-th largest: the root of a heap of the largest so far, in which none is above those
- * below it. */
-INLINE float nth_largest(const float *values, int64_t size, int64_t count, float *heap) {
-    for (int64_t at = 0; at < size; at++) {
-        int64_t place = 0;
-        if (at < count) {
-            for (place = at; place && heap[(place - 1) / 2] > values[at]; place = (place - 1) / 2)
-                heap[place] = heap[(place - 1) / 2];
-        } else if (values[at] <= heap[0]) {
-            continue;
-        } else {
-            for (int64_t child; (child = 2 * place + 1) < count; place = child) {
-                child += child + 1 < count && heap[child + 1] < heap[child];
-                if (heap[child] >= values[at]) break;
-                heap[place] = heap[child];
-            }
-        }
-        heap[place] = values[at];
+/* A whole number that compares as the float does. */
+INLINE int32_t key_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits < 0 ? bits ^ INT32_MAX : bits;
+}
+
+/* A value that `count` of them reach, and no more but for equal ones. */
+INLINE float nth_largest(const float *values, int64_t size, int64_t count, int32_t *keys) {
+    int64_t low = key_of(-INFINITY), high = (int64_t)key_of(INFINITY) + 1;
+    for (int64_t at = 0; at < size; at++) keys[at] = key_of(values[at]);
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2, reaching = 0;
+        for (int64_t at = 0; at < size; at++) reaching += keys[at] >= (int32_t)middle;
+        if (reaching >= count) low = middle;
+        else high = middle;
+        if (reaching == count) break;
     }
-    return heap[0];
+    int32_t bits = low < 0 ? (int32_t)low ^ INT32_MAX : (int32_t)low;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* As candidates.largest: the places of the largest; of equal ones the first. */
-INLINE int64_t largest(const float *row, int64_t size, int64_t count, float *values, float *heap,
+INLINE int64_t largest(const float *row, int64_t size, int64_t count, float *values, int32_t *keys,
                        int32_t *places) {
     int64_t groups = 4 * count > GROUPS ? 4 * count : GROUPS, depth = size / groups;
     float floor;
     if (depth < 4) {
-        floor = nth_largest(row, size, count, heap);
+        floor = nth_largest(row, size, count, keys);
     } else {
         memcpy(values, row, (size_t)groups * sizeof *row);
         for (int64_t start = groups; start < depth * groups; start += groups)
             for (int64_t group = 0; group < groups; group++)
                 values[group] =
                     row[start + group] > values[group] ? row[start + group] : values[group];
-        floor = nth_largest(values, groups, count, heap);
+        floor = nth_largest(values, groups, count, keys);
     }
     int64_t found = collect(row, size, floor, places), kept = 0;
     if (found <= count) return found;
     for (int64_t at = 0; at < found; at++) values[at] = row[places[at]];
-    floor = nth_largest(values, found, count, heap);
+    floor = nth_largest(values, found, count, keys);
     int64_t equal = count;
     for (int64_t at = 0; at < found; at++) equal -= values[at] > floor;
     for (int64_t at = 0; at < found; at++)
@@ -350,8 +352,10 @@ INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *amo
         *nucleus = (Nucleus){left->weights, left->weights, left->size, left->size, total, choice->top_p};
     }
     if (floor == -INFINITY) return;
-    int64_t found = collect(left->scores, left->size, (float)floor, among);
+    int64_t found = 0;
+    for (int64_t at = 0; at < left->size; at++) found += left->scores[at] >= (float)floor;
     if (choice->min_score == -INFINITY && 4 * found > left->size) return;
+    collect(left->scores, left->size, (float)floor, among);
     for (int64_t at = 0; at < found; at++) {
         left->scores[at] = left->scores[among[at]];
         left->kept[at] = left->weights[among[at]];
@@ -367,7 +371,7 @@ INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float 
     float most = maximum(row, size);
     if (!(fabsf(most) <= FLT_MAX)) return UNDECIDED;
     if (0 < choice->top_k && choice->top_k < size) {
-        left.size = largest(row, size, choice->top_k, left.weights, left.kept, left.places);
+        left.size = largest(row, size, choice->top_k, left.weights, among, left.places);
         for (int64_t at = 0; at < left.size; at++) left.scores[at] = row[left.places[at]] - most;
     } else {
         for (int64_t at = 0; at < size; at++) left.places[at] = (int32_t)at;

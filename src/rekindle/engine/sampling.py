@@ -15,7 +15,7 @@ import numpy as np
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
 from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
-from rekindle.engine.compiled_rows import COLDEST, UNDECIDED
+from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, CompiledRows
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
 from rekindle.engine.weighted_rows import Scratch, WeightedRows
@@ -66,7 +66,7 @@ class TokenSampler:
 
     def sample(self, row: Row, /) -> Sampled:
         """Choose from one row of logits, which is used up."""
-        return Chooser().choose([self], row[None])[0]
+        return Chooser(compiled_rows.load()).choose([self], row[None])[0]
 
     def prepare(self, row: Row) -> None:
         """Change the logits to those that are chosen from."""
@@ -162,8 +162,8 @@ class Chooser:
     """Chooses the tokens of many replies, for one thread at a time: by compiled code if there is
     any, and otherwise, or where that does not come to a decision, by NumPy."""
 
-    def __init__(self) -> None:
-        self._compiled = compiled_rows.load()
+    def __init__(self, compiled: CompiledRows | None) -> None:
+        self._compiled = compiled
         self._memory = np.empty(0, np.float32)
         self._scratch = Scratch()
 

@@ -8,34 +8,38 @@ from typing import NamedTuple
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Sampled, Sampler
+from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.sampling import Chooser, TokenSampler
 from rekindle.engine.team import LEAST_WORK, Compute, Team
 from rekindle.protocol.settings import usable_cores
 
-#: What a group of rows has at most: few calls of NumPy, each of which needs the interpreter's lock,
-#: and still in a core's cache.
-GROUP_LOGITS = 800_000
 
-_DRAWN, _GREEDY = 70, 14  # work of a logit, as a team counts it
-
-
-class Limits(NamedTuple):
-    """Of what is worth sharing: more threads, or fewer rows for each, only wait for that lock."""
+class Sharing(NamedTuple):
+    """What is worth a thread, and how much a thread takes at a time."""
 
     most_threads: int
-    least_rows: int
+    least_rows: int  # of a thread
+    group_logits: int
+    drawn_work: int  # of a logit, as a team counts it
+    greedy_work: int
 
 
-COMPILED, BY_NUMPY = Limits(8, 4), Limits(4, 16)
+#: A greedy choice is as fast as its logits come from memory.
+COMPILED = Sharing(8, 2, 1 << 40, drawn_work=70, greedy_work=27)
+#: More threads, or fewer rows for each, wait for the interpreter's lock, which every call needs:
+#: as few calls as a core's cache allows.
+BY_NUMPY = Sharing(4, 16, 800_000, drawn_work=70, greedy_work=14)
 
 
 class StepSampler:
     """Used by one thread at a time. What it chooses depends neither on its threads nor on which
     rows come together."""
 
-    def __init__(self, threads: int) -> None:
-        """`threads` counts the one that asks."""
-        self._threads = threads
+    def __init__(self, threads: int, compiled: CompiledRows | None) -> None:
+        """`threads` counts the one that asks; without compiled code NumPy chooses."""
+        self.threads = threads
+        self._compiled = compiled
+        self._sharing = _sharing(compiled)
         self._team: Team | None = None
         self._choosers = local()
 
@@ -43,7 +47,7 @@ class StepSampler:
         """The next token of each reply, from a row of logits each, which are used up."""
         ours = [_ours(sampler) for sampler in samplers]
         vocabulary = logits.shape[1]
-        group = max(GROUP_LOGITS // vocabulary, 1)
+        group = max(self._sharing.group_logits // vocabulary, 1)
         chosen: dict[int, list[Sampled]] = {}
 
         def compute(part: slice) -> None:
@@ -51,22 +55,25 @@ class StepSampler:
                 rows = slice(start, min(start + group, part.stop))
                 chosen[start] = self._own_chooser().choose(ours[rows], logits[rows])
 
-        self._share(compute, len(ours), vocabulary * sum(map(_work, ours)))
+        self._share(compute, len(ours), vocabulary * sum(map(self._work, ours)))
         return [sampled for start in sorted(chosen) for sampled in chosen[start]]
 
     def _share(self, compute: Compute, rows: int, work: int) -> None:
-        threads = min(self._threads, rows // _limits().least_rows)
+        threads = min(self.threads, rows // self._sharing.least_rows)
         if threads < 2 or work < 2 * LEAST_WORK:
             compute(slice(0, rows))
             return
         if self._team is None:
-            self._team = Team(self._threads, "sampler")
+            self._team = Team(self.threads, "sampler")
         self._team.share(compute, rows, work // rows, most=threads)
+
+    def _work(self, sampler: TokenSampler) -> int:
+        return self._sharing.greedy_work if sampler.is_greedy else self._sharing.drawn_work
 
     def _own_chooser(self) -> Chooser:
         """That of the thread."""
         if not hasattr(self._choosers, "own"):
-            self._choosers.own = Chooser()
+            self._choosers.own = Chooser(self._compiled)
         own: Chooser = self._choosers.own
         return own
 
@@ -76,20 +83,18 @@ class StepSampler:
             self._team = None
 
 
-def spare_threads(busy_cores: int) -> int:
-    """How many threads should choose, on half of the cores that nothing keeps busy: threads of
+def build_step_sampler(busy_cores: int) -> StepSampler:
+    """With compiled code if there is any, on half of the cores that nothing keeps busy: threads of
     OpenMP wait busily for their next step on others."""
-    return max(min((usable_cores() - busy_cores) // 2, _limits().most_threads), 1)
+    compiled = compiled_rows.load()
+    threads = min((usable_cores() - busy_cores) // 2, _sharing(compiled).most_threads)
+    return StepSampler(max(threads, 1), compiled)
 
 
-def _limits() -> Limits:
-    return COMPILED if compiled_rows.load() else BY_NUMPY
+def _sharing(compiled: CompiledRows | None) -> Sharing:
+    return BY_NUMPY if compiled is None else COMPILED
 
 
 def _ours(sampler: Sampler) -> TokenSampler:
     assert isinstance(sampler, TokenSampler)
     return sampler
-
-
-def _work(sampler: TokenSampler) -> int:
-    return _GREEDY if sampler.is_greedy else _DRAWN

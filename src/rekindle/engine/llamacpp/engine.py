@@ -53,7 +53,7 @@ from rekindle.engine.llamacpp.sizes import (
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import StepSampler, spare_threads
+from rekindle.engine.step_sampler import build_step_sampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.protocol.requests import SamplingParams
@@ -93,7 +93,7 @@ class LlamaCppEngine:
         self.chat_template = self._model.chat_template
         self.capabilities = _capabilities(options, self._model, sizes, self._projector)
         busy_cores = 0 if self._model.on_gpu else options.threads
-        self._step_sampler = StepSampler(spare_threads(busy_cores))
+        self._step_sampler = build_step_sampler(busy_cores)
         if arena:
             arena.settle()
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.

@@ -42,7 +42,7 @@ from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import StepSampler, spare_threads
+from rekindle.engine.step_sampler import build_step_sampler
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
@@ -84,7 +84,7 @@ class MlxEngine:
         self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         busy_cores = 0 if self._device == "gpu" else options.threads
-        self._step_sampler = StepSampler(spare_threads(busy_cores))
+        self._step_sampler = build_step_sampler(busy_cores)
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
