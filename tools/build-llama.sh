@@ -100,6 +100,19 @@ write_pack() {
   echo "wrote $target ($(du -h "$target" | cut -f1)); build with --source $2"
 }
 
+# Where the number of rows changes from step to step, an executable CUDA graph that is updated in place
+# ends the process with "an illegal instruction was encountered" (seen on an H200 with CUDA 13.0). A new
+# one is made instead.
+mend_cuda_graphs() {
+  local file=$1/ggml/src/ggml-cuda/ggml-cuda.cu
+  local drop='if (cuda_graph_update_required \&\& graph->instance) {'
+  drop+=' CUDA_CHECK(cudaGraphExecDestroy(graph->instance)); graph->instance = nullptr; }'
+  sed -i.orig -e "s|^\( *\)\(if (graph->instance == nullptr) { // Create executable.*\)|\1$drop \2|" \
+    -e 's|if (cuda_graph_update_required) { // Update graph executable|if (false) {|' "$file"
+  [ "$(diff "$file.orig" "$file" | grep -c '^>')" = 2 ] ||
+    fail "$file is not of the pinned version: CUDA graphs could not be mended"
+}
+
 configure() {
   local options=(-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF
@@ -133,6 +146,9 @@ if [ "$sources" = "$work/source" ] || [[ $sources == "$work"/* ]]; then
   rm -rf "$out/source"  # kept beside the build, which refers to it
   mv "$sources" "$out/source"
   sources=$out/source
+  [ $device != cuda ] || mend_cuda_graphs "$sources"
+elif [ $device = cuda ]; then
+  echo "build-llama: $sources is built as it is: docs/gpu.md says what is mended in an archive" >&2
 fi
 configure "$sources"
 [ -z "$configure_only" ] || exit 0

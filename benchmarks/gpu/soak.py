@@ -1,4 +1,4 @@
-"""Whether a build computes for minutes without an error: batches of all sizes, over and over.
+"""Whether a build computes steps of all sizes without an error, over and over.
 
 python benchmarks/gpu/soak.py MODEL.gguf --seconds 60 [--raw]
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from raw_calls import STEP_TOKENS, Caller
+from raw_calls import Caller
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.batch import Rows
@@ -22,33 +22,24 @@ from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.support.harness import RuntimeHarness
 
 STREAMS = 64
-CELLS = 64 * 1024
-MOST_PROMPT_TOKENS = 300
+CELLS = 8192
+MOST_ROWS, SAME_STEPS = 128, 8
 REPORT_S = 10.0
 
 
-def soak_calls(path: Path, seconds: float, chance: Random) -> None:
-    """Steps of random rows and prompts in one pool; sequences end and begin."""
+def soak_calls(path: Path, seconds: float, _chance: Random) -> None:
+    """Steps of one row, of two, and so on, each size often enough to become a CUDA graph."""
     caller = Caller(path, 8)
-    lengths = [0] * STREAMS
     steps, until_s = 0, time.monotonic() + seconds
-    with caller.context(CELLS, STREAMS) as context:
+    with caller.context(CELLS, MOST_ROWS) as context:
         while time.monotonic() < until_s:
-            rows: list[Rows] = []
-            filled = 0
-            for slot in chance.sample(range(STREAMS), chance.randint(1, STREAMS)):
-                if lengths[slot] > 700:
-                    context.forget(slot)
-                    lengths[slot] = 0
-                count = 1 if lengths[slot] else chance.randint(2, MOST_PROMPT_TOKENS)
-                filled += count
-                if filled > STEP_TOKENS:
-                    break
-                tokens = [chance.randrange(1000, 40_000) for _ in range(count)]
-                rows.append(Rows(slot, lengths[slot], tokens, True))
-                lengths[slot] += count
-            context.argmax(context.call(rows))
-            steps += 1
+            for count in range(1, MOST_ROWS + 1):
+                rows = [Rows(slot, 0, [1000 + slot], True) for slot in range(count)]
+                for _ in range(SAME_STEPS):
+                    context.argmax(context.call(rows)[:1])
+                    for slot in range(count):
+                        context.forget(slot)
+                steps += SAME_STEPS
     print(f"{steps} calls", flush=True)
 
 

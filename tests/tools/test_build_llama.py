@@ -81,3 +81,46 @@ def test_a_missing_compiler_is_named_with_what_to_do(sources: Path, tmp_path: Pa
     assert done.returncode != 0
     assert "needs nvcc" in done.stderr
     assert "--vulkan" in done.stderr
+
+
+GRAPHS = """
+        if (graph->instance == nullptr) { // Create executable graph from captured graph.
+        }
+        if (cuda_graph_update_required) { // Update graph executable
+        }
+"""
+
+
+def configure_cuda(sources: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Of an archive, with tools that do nothing."""
+    archive, tools = tmp_path / "pack.tar.gz", tmp_path / "bin"
+    assert run("--source", sources, "--pack", archive).returncode == 0
+    tools.mkdir()
+    for name in ("cmake", "nvcc"):
+        (tools / name).write_text("#!/bin/sh\n")
+        (tools / name).chmod(0o755)
+    out, path = tmp_path / "out", f"{tools}:{os.environ['PATH']}"
+    return run("--cuda", "--configure", "--source", archive, "--out", out, path=path)
+
+
+def test_cuda_graphs_are_made_anew_where_they_would_be_updated(
+    sources: Path, tmp_path: Path
+) -> None:
+    source = "ggml/src/ggml-cuda/ggml-cuda.cu"
+    written = sources / "thirdparty/llama.cpp" / source
+    written.parent.mkdir(parents=True)
+    written.write_text(GRAPHS)
+    done = configure_cuda(sources, tmp_path)
+    assert done.returncode == 0, done.stderr
+    mended = (tmp_path / "out" / "source" / source).read_text()
+    assert "cudaGraphExecDestroy(graph->instance)" in mended
+    assert "if (cuda_graph_update_required) {" not in mended
+
+
+def test_sources_that_cannot_be_mended_are_not_built(sources: Path, tmp_path: Path) -> None:
+    written = sources / "thirdparty/llama.cpp/ggml/src/ggml-cuda/ggml-cuda.cu"
+    written.parent.mkdir(parents=True)
+    written.write_text("another version")
+    done = configure_cuda(sources, tmp_path)
+    assert done.returncode != 0
+    assert "could not be mended" in done.stderr
