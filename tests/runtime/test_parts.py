@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rekindle.engine.base import Sampled
-from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Reason, TextDelta
+from rekindle.protocol.events import CacheReport, Delta, Event, Reason, TextDelta
 from rekindle.protocol.requests import GenerateRequest, SamplingParams, ToolUse
 from rekindle.runtime.turn import Turn
 from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
@@ -36,7 +36,7 @@ def heard(turn: Turn, tokens: list[int]) -> list[Event]:
     for token in tokens:
         turn.take(Sampled(token, -1.0, ()))
         events += turn.accept(Sampled(token, -1.0, ()))
-        if events and isinstance(events[-1], Finished):
+        if turn.output.finish_reason is not None:
             break
     return events
 

@@ -40,8 +40,9 @@ from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.output_format import ReplyDecoding
 from rekindle.runtime.precision import precision
 from rekindle.runtime.request import EncodedPrompt, EncodedRequest
+from rekindle.runtime.stopwatch import Stopwatch
 from rekindle.runtime.storage import Storage
-from rekindle.runtime.turn import Stopwatch, Turn
+from rekindle.runtime.turn import Turn
 from rekindle.tokens import Tokens
 from tests.support.memory_tier import MemoryTier
 

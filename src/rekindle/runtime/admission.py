@@ -72,7 +72,7 @@ class Admission:
         idle, kv_type = self._idle.of(turn.space.kv_type), turn.space.kv_type
         shared = [other for other in others if other.cells_in(kv_type)]
         tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
-        headroom = min(turn.remaining_tokens, HEADROOM_TOKENS)
+        headroom = min(turn.output.remaining_tokens, HEADROOM_TOKENS)
         if plan.share is not None and plan.share.is_parked:
             tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
         needed = tokens - self._free_of_charge(turn, plan) + headroom

@@ -30,7 +30,9 @@ from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.report import Evidence, changed_at, compare, first_message_tokens, judge
 from rekindle.runtime.request import EncodedRequest, check_room
 from rekindle.runtime.sessions import Sessions
-from rekindle.runtime.turn import Stopwatch, Turn
+from rekindle.runtime.stopwatch import Stopwatch
+from rekindle.runtime.turn import Turn
+from rekindle.runtime.turn_end import end_of
 
 
 class Start(Enum):
@@ -121,16 +123,17 @@ class Pipeline:
     def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
         """What one step of the engine brings the client, of a token that the turn has taken;
         remembers a turn that has ended."""
+        events: list[Event] = []
         if sampled is not None:
             events = turn.accept(sampled)
-        else:
-            events = turn.end_prepared() if turn.request.prepare else []
-        if events and isinstance(events[-1], Finished):
-            layout = self._engine.capabilities.kv[turn.space.kv_type]
-            events[-1].cache.kv_bits = layout.bits
-            events[-1].cache.kv_group_size = layout.group_size
-            self._sessions.remember(turn, events[-1])
-        return events
+        elif turn.request.prepare:
+            turn.finish_prepared()
+        if turn.output.finish_reason is None:
+            return events
+        end = end_of(turn, self._engine.capabilities.kv[turn.space.kv_type])
+        if isinstance(end, Finished):
+            self._sessions.remember(turn, end)
+        return [*events, end]
 
     def retire(self, turn: Turn) -> None:
         """Keep what a turn computed, however it ended, and free what it holds."""

@@ -31,9 +31,10 @@ from rekindle.runtime.loading import load_model
 from rekindle.runtime.precision import check_kv_bits
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.rooms import rooms
+from rekindle.runtime.stopwatch import Stopwatch
 from rekindle.runtime.storage import open_storage
 from rekindle.runtime.tokenisation import Tokenisation
-from rekindle.runtime.turn import Stopwatch, Turn
+from rekindle.runtime.turn import Turn
 
 TICK_S = 60.0
 FOLDER_PATIENCE_S = 5.0

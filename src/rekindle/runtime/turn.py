@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from dataclasses import dataclass
-from typing import Literal
 
 from rekindle.engine.base import KvType, Matrix, Sampled, Sampler, Sequence, Work
-from rekindle.errors import BadRequest
 from rekindle.kvcache.block import WriteBack, chain_key
-from rekindle.protocol.events import CacheReport, Delta, Event, Failed, Finished, Reason, Stages
+from rekindle.protocol.events import CacheReport, Delta, Event, Reason
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.crossing import Crossing
 from rekindle.runtime.output import ReplyOutput
 from rekindle.runtime.request import EncodedRequest, Lookup
 from rekindle.runtime.restoration import Restoration
+from rekindle.runtime.stopwatch import Stopwatch
 from rekindle.tokens import Media, TokenBuffer, Tokens
-
-Stage = Literal["front", "encode", "queue", "plan", "restore", "compute"]
-
-
-class Stopwatch:
-    """Each lap adds the time since the last one to a stage, so stages add up to the whole.
-
-    The clock is the machine's monotonic one, which front and runtime share.
-    """
-
-    def __init__(self, received_s: float | None = None) -> None:
-        self.stages = Stages()
-        self._is_running = True
-        self._last_s = time.monotonic() if received_s is None else received_s
-
-    def lap(self, stage: Stage) -> None:
-        """Nothing counts after the first token, which ends the stage "compute"."""
-        if not self._is_running:
-            return
-        self._is_running = stage != "compute"
-        now_s = time.monotonic()
-        setattr(self.stages, stage, getattr(self.stages, stage) + now_s - self._last_s)
-        self._last_s = now_s
-
-    def copy(self) -> Stopwatch:
-        """One that goes on from here by itself, for a turn of its own."""
-        other = copy(self)
-        other.stages = copy(self.stages)
-        return other
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +76,7 @@ class Turn:
         # Its progress.
         self.prompt_eval_s = 0.0
         self.unreported_s = 0.0  # of that, since its progress was last reported
-        self._first_token_at_s: float | None = None
+        self.first_token_at_s: float | None = None
 
     @property
     def is_fetching(self) -> bool:
@@ -118,10 +87,6 @@ class Turn:
     @property
     def generated_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
-
-    @property
-    def remaining_tokens(self) -> int:
-        return self.output.remaining_tokens
 
     @property
     def held_tokens(self) -> int:
@@ -157,7 +122,7 @@ class Turn:
 
     def wanted_tokens(self, kv_type: KvType, headroom: int) -> int:
         """Cells of a type that it still needs for its prompt, and some for its reply."""
-        headroom = min(self.remaining_tokens, headroom)
+        headroom = min(self.output.remaining_tokens, headroom)
         if self.crossing is None or self.space.kv_type == kv_type:
             return self.pending_tokens + headroom
         into = self.crossing.into
@@ -223,50 +188,17 @@ class Turn:
             self.is_over = True
         else:
             self.tokens.append(sampled.token)
-            self.is_over = self.remaining_tokens <= 1
+            self.is_over = self.output.remaining_tokens <= 1
 
     def accept(self, sampled: Sampled) -> list[Event]:
-        """The text of a token that was taken, and the end of the turn when it is the end."""
-        if self._first_token_at_s is None:
-            self._first_token_at_s = time.monotonic()
+        """The text of a token that was taken."""
+        if self.first_token_at_s is None:
+            self.first_token_at_s = time.monotonic()
             self.stopwatch.lap("compute")
-        parts = self.output.accept(sampled)
-        events: list[Event] = [Delta(self.id, part) for part in parts]
-        return events if self.output.finish_reason is None else [*events, self._end()]
+        return [Delta(self.id, part) for part in self.output.accept(sampled)]
 
-    def end_prepared(self) -> list[Event]:
-        """The end of a turn that computes its prompt and generates nothing."""
-        if self.pending_tokens:
-            return []
-        self.stopwatch.lap("compute")
-        self.output.finish("stop")
-        return [self._end()]
-
-    def _too_costly(self, trouble: str) -> BadRequest:
-        """What some grammars cost shows only while a reply follows them."""
-        output = self.request.structured_output
-        return BadRequest(
-            f"Holding the reply to what was asked for costs too much: {trouble}. Make it simpler.",
-            param=output.param if output else "tools",
-        )
-
-    def _end(self) -> Event:
-        token_mask = self.encoded.decoding.token_mask
-        if token_mask is not None and token_mask.trouble:
-            return Failed(self.id, self._too_costly(token_mask.trouble).info)
-        assert self.report is not None, "a turn that ends has started"
-        assert self.output.finish_reason is not None
-        self.report.cached_tokens = self.held_tokens if self.request.reuse else 0
-        return Finished(
-            self.id,
-            self.output.finish_reason,
-            self.prompt_tokens,
-            self.generated_tokens,
-            self.prompt_eval_s,
-            self.report,
-            stages=self.stopwatch.stages,
-            first_token_at_s=self._first_token_at_s,
-            reasoning_tokens=self.output.reasoning_tokens,
-            completion_s=time.monotonic() - (self._first_token_at_s or time.monotonic()),
-            stop_string=self.output.stop_string,
-        )
+    def finish_prepared(self) -> None:
+        """A turn that generates nothing is over when its prompt is computed."""
+        if not self.pending_tokens:
+            self.stopwatch.lap("compute")
+            self.output.finish("stop")

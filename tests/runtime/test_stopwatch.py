@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from rekindle.protocol.requests import Prepare
-from rekindle.runtime.turn import Stopwatch
+from rekindle.runtime.stopwatch import Stopwatch
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("rekindle.runtime.turn.time", clock)
+    monkeypatch.setattr("rekindle.runtime.stopwatch.time", clock)
     return clock
 
 
