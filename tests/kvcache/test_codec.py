@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
+from dataclasses import replace
 from hashlib import sha256
 from itertools import accumulate
 
@@ -19,6 +20,7 @@ from rekindle.kvcache.codec import (
     MAC_BYTES,
     MAGIC,
     MOST_TOKENS,
+    STRIPED_BYTES,
     Header,
     Record,
     parse_header,
@@ -212,7 +214,7 @@ def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
 
 def test_a_record_of_another_format_is_refused_though_it_is_sealed() -> None:
     body = encode(RECORD, SECRET)[:-MAC_BYTES]
-    refuse(sealed(b"RKB2" + body[len(MAGIC) :]))
+    refuse(sealed(b"RKB9" + body[len(MAGIC) :]))
 
 
 def test_a_state_moved_under_other_tokens_is_refused() -> None:
@@ -247,6 +249,20 @@ def test_a_record_is_written_as_every_version_before_wrote_it() -> None:
     record = Record(b"r" * KEY_BYTES, b"p" * KEY_BYTES, tokens, state, exact=True, resumable=True)
     digest = sha256(encode(record, SECRET)).hexdigest()
     assert digest == "edd1b490ce2cf336c693be5ab7490da95041f84d8ec95c436c5c56e7ff072f5c"
+
+
+def test_a_large_record_is_written_in_stripes_as_it_will_be_for_good() -> None:
+    state = bytes(range(256)) * (STRIPED_BYTES // 256) + b"end"
+    record = replace(RECORD, blob=state)
+    header, packed, blob, mac = seal(record, SECRET)
+    assert parse_header(header).is_striped
+    assert blob is state
+    assert not parse_header(seal(replace(record, blob=state[3:-1]), SECRET)[0]).is_striped
+    digest = sha256(b"".join((header, packed, mac))).hexdigest()
+    assert digest == "091cc16448e08d7a07b39e251756e42cd3a62b163f8dea0f0ed7a44fc6ea7776"
+    assert verify(header, packed, blob, mac, SECRET) == record
+    with pytest.raises(CorruptBlock, match="checksum"):
+        verify(header, packed, state[:-1] + b"x", mac, SECRET)
 
 
 def test_a_record_is_sealed_alike_however_many_cores_do_it(

@@ -271,11 +271,17 @@ def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt
         read = cache.disk.folder.block_files.read
         order: list[tuple[bytes, int]] = []
 
-        def later(key: bytes, size_bytes: int, _allocate: object) -> Record:
-            order.append((key, size_bytes))
-            raise OSError(errno.EMFILE, "no handles")
+        class Later:
+            def __init__(self, key: bytes, size_bytes: int, _allocate: object) -> None:
+                order.append((key, size_bytes))
 
-        patch.setattr(cache.disk.folder.block_files, "read", later)
+            def take_part(self, _is_wanted: object) -> bool:
+                return True
+
+            def record(self) -> Record:
+                raise OSError(errno.EMFILE, "no handles")
+
+        patch.setattr(cache.disk.folder.block_files, "reading", Later)
         fetch = cache.store.fetches.start(blocks)
         assert fetch is not None
         event = cache.events.get(timeout=PATIENCE_S)

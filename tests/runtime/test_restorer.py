@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.buffers import Allocate, plain_memory
+from rekindle.kvcache import codec
 from rekindle.kvcache.codec import Record
+from rekindle.kvcache.disk.block_reading import BlockReading
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.events import Cancelled
 from rekindle.runtime.restorer import FETCH_TIMEOUT_S
+from rekindle.tokens import Tokens
+from tests.kvcache.records import flip
 from tests.support.clock import FakeClock
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
@@ -107,15 +112,22 @@ class HungDisk:
     def __init__(self, disk: DiskTier) -> None:
         self._go_on = threading.Event()
         self._files = disk.folder.block_files
-        self._read = self._files.read
-        self._files.read = self._hang  # type: ignore[method-assign]
+        self._reading = self._files.reading
+        self._files.reading = self._hang  # type: ignore[method-assign]
 
-    def _hang(self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory) -> Record:
-        self._go_on.wait(PATIENCE_S)
-        return self._read(key, size_bytes, allocate)
+    def _hang(self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory) -> BlockReading:
+        reading = self._reading(key, size_bytes, allocate)
+        take_part = reading.take_part
+
+        def hang(is_wanted: Callable[[], bool]) -> bool:
+            self._go_on.wait(PATIENCE_S)
+            return take_part(is_wanted)
+
+        reading.take_part = hang  # type: ignore[assignment, method-assign]
+        return reading
 
     def let_go(self) -> None:
-        self._files.read = self._read  # type: ignore[method-assign]
+        self._files.reading = self._reading  # type: ignore[method-assign]
         self._go_on.set()
 
 
@@ -225,16 +237,43 @@ def test_a_block_larger_than_the_share_is_still_fetched_one_at_a_time() -> None:
     assert reply.reused == len(SYSTEM) - 1
 
 
-def test_the_next_window_is_read_while_one_is_restored() -> None:
+def test_the_next_windows_are_read_while_others_are_restored() -> None:
     resumed = Resumed([1] * 240, ram_bytes=0, fetch_bytes=8 * BLOCK_BYTES)
     reply = resumed.harness.submit([1] * 240)
     resumed.harness.scheduler.step()
     resumed.harness.take_events()
-    resumed.harness.scheduler.step()  # restores the first window of two blocks
-    assert reply.turn.held_tokens == 2 * 8
+    resumed.harness.scheduler.step()  # restores the first two windows of two blocks
+    assert reply.turn.held_tokens == 4 * 8
     assert reply.turn.is_fetching
+    assert resumed.harness.store.fetches.used_bytes == 4 * BLOCK_BYTES
     resumed.harness.run(reply)
     assert reply.tokens == cold([1] * 240)
+
+
+@pytest.mark.parametrize("damaged", [0, 3, 7])
+def test_a_damaged_stripe_is_noticed_before_any_of_its_block_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """Blocks are read beside one another; those before the damaged one are of use."""
+    monkeypatch.setattr(codec, "STRIPE_BYTES", 32)
+    monkeypatch.setattr(codec, "STRIPED_BYTES", 64)
+    monkeypatch.setattr("rekindle.kvcache.tiers.disk.READER_BYTES", 64)
+    monkeypatch.setattr("rekindle.kvcache.fetches.WINDOW_BYTES", BLOCK_BYTES)
+    before = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    before.ask(SYSTEM)
+    before.close()
+    blocks = before.store.match(before.replies[1].turn.namespace, Tokens.of(SYSTEM)).blocks
+    [file] = tmp_path.rglob(blocks[damaged].key.hex())
+    flip(file, file.stat().st_size - codec.MAC_BYTES - 40)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
+    reply = harness.ask([*SYSTEM, 1])
+    assert reply.tokens == cold([*SYSTEM, 1])
+    assert (reply.reused, reply.finished.cache.reason) == (damaged * 8, "corrupt")
+    while harness.store.fetches.used_bytes:  # of what nobody wants any more
+        harness.take_events(wait=True)
+    assert harness.disk is not None
+    assert harness.disk.counts.corrupt_blocks == 1
+    harness.close()
 
 
 # -- clients that leave --------------------------------------------------------------------------

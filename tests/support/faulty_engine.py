@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
 
-from rekindle.buffers import Allocate, plain_memory
 from rekindle.engine.base import EngineOptions, OnProgress, Sampled, Work
 from rekindle.engine.registry import EngineKind
-from rekindle.kvcache.codec import Record
-from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.disk.block_reading import BlockReading
 from rekindle.kvcache.tiers import disk
 from rekindle.protocol.requests import ENGINE_MODULE
 from rekindle.runtime import restorer
@@ -54,14 +53,12 @@ def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:
     engine = FaultyEngine(context_tokens=options.context_tokens or 512)
     engine.tokenizer = FaultyTokenizer()
     if HUNG_READS in os.environ:
-        BlockFiles.read = _hang  # type: ignore[method-assign]
+        BlockReading.take_part = _hang  # type: ignore[assignment, method-assign]
         restorer.FETCH_TIMEOUT_S, disk.LAST_READS_S = FETCH_TIMEOUT_S, 0.0
     return engine
 
 
-def _hang(
-    self: BlockFiles, key: bytes, size_bytes: int, allocate: Allocate = plain_memory
-) -> Record:
+def _hang(self: BlockReading, is_wanted: Callable[[], bool]) -> bool:
     threading.Event().wait()
     raise AssertionError("nobody sets the event")
 

@@ -10,7 +10,9 @@ from rekindle.kvcache.block import Block
 from rekindle.kvcache.tiered import Tiers
 from rekindle.kvcache.tiers.base import Fetch, Tier
 
-WINDOWS = 4  # of a tier, at once: a turn restores one while the next is read; others want some too
+WINDOWS = 4  # of a tier's share, in which windows are cut
+WINDOW_BYTES = 64 << 20  # at most, unless one block has more: what is read first is restored first
+TURNS = 2  # that a tier reads for at once; others wait until there is room
 
 
 class Fetches:
@@ -21,6 +23,7 @@ class Fetches:
         self._tiers = tiers
         self.limit_bytes = limit_bytes
         self._tier_bytes = limit_bytes // max(len(tiers) - 1, 1)
+        self.turn_bytes = self._tier_bytes // TURNS  # that a turn has read ahead
         self._in_flight: dict[str, set[Fetch]] = {tier.name: set() for tier in tiers}
         self._late: Counter[str] = Counter()  # reads that were given up and have not ended
         #: Called with a tier that has stopped answering reads, or that answers again.
@@ -65,14 +68,19 @@ class Fetches:
 
     def _window(self, tier: Tier, missing: Iterable[Block]) -> Iterator[Block]:
         room_bytes = self._tier_bytes - self._used_bytes(tier.name)
-        room_bytes = min(room_bytes, self._tier_bytes // WINDOWS)
         may_exceed = not self._in_flight[tier.name]
+        window_bytes = 0
         for block in missing:
             room_bytes -= block.size_bytes
-            if self._source(block) is not tier or (room_bytes < 0 and not may_exceed):
+            window_bytes += block.size_bytes
+            is_first = window_bytes == block.size_bytes
+            if self._source(block) is not tier or (
+                room_bytes < 0 and not (is_first and may_exceed)
+            ):
+                return
+            if not is_first and window_bytes > min(self._tier_bytes // WINDOWS, WINDOW_BYTES):
                 return
             yield block
-            may_exceed = False
 
     def abandoned(self, block: Block) -> list[Fetch]:
         """Reads that nobody waits for, where they alone take the room that a block's would."""

@@ -1,13 +1,12 @@
 """Stored state into the engine: blocks fetched from lower tiers a window at a time, then restored.
 
-A turn restores one window while the next is read. What waits in memory is bounded by the store, how
-long a turn waits by a deadline, and how much one step restores by its allowance.
+A turn restores one window while the next ones are read. What waits in memory is bounded by the
+store, how long a turn waits by a deadline, and how much one step restores by its allowance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import dropwhile
 
 from rekindle.engine.base import Blob, Engine, Sequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
@@ -68,7 +67,6 @@ class Restorer:
                 if self._is_coming(block, restoration):
                     return False
                 break
-            self._read_ahead(block, restoration)
             if not self._append(sequence, block, blob, is_last=is_last):
                 break
             self._count(block, restoration)
@@ -104,9 +102,12 @@ class Restorer:
             if self._store.knows(block.key) and restoration.problem is None:
                 restoration.problem = Reason.FETCH_TIMEOUT
             return False
-        if window := self._fetches.start(restoration.rest):
-            restoration.fetches.append(window)
-            restoration.waits_since_s = self._now_s()
+        if window := self._fetches.start(restoration.unclaimed):
+            now_s = restoration.waits_since_s = self._now_s()
+            if not restoration.fetches:
+                restoration.reads_since_s, restoration.read_bytes = now_s, 0
+            restoration.fetches.insert(0, window)
+            self._read_ahead(restoration)
             return True
         abandoned = self._fetches.abandoned(block)  # else others look after what takes the room
         restoration.waits_since_s = restoration.waits_since_s if abandoned else None
@@ -122,26 +123,34 @@ class Restorer:
             restoration.waits_since_s = self._now_s()
         return self.wait_s(restoration) == 0.0
 
-    def _read_ahead(self, block: Block, restoration: Restoration) -> None:
-        """Have the next window read while this one is restored."""
-        window = restoration.window_of(block)
-        if window is not None and window is restoration.fetches[-1]:
-            last = next(reversed(window.blocks))
-            behind = dropwhile(lambda each: each.key != last, restoration.rest)
-            if ahead := self._fetches.start(tuple(behind)[1:]):
-                restoration.fetches.append(ahead)
+    def _read_ahead(self, restoration: Restoration) -> None:
+        """Have what comes next read while this is restored, as far as a turn's share goes."""
+        held_bytes = sum(window.size_bytes for window in restoration.fetches)
+        while restoration.fetches and held_bytes < self._fetches.turn_bytes:
+            window = self._fetches.start(restoration.unread)
+            if window is None:
+                return
+            restoration.fetches.append(window)
+            held_bytes += window.size_bytes
 
     def _count(self, block: Block, restoration: Restoration) -> None:
         """A block is restored; a window whose last it was is not needed any more."""
         restoration.restored += 1
-        window, since_s = restoration.window_of(block), restoration.waits_since_s
-        if window is not None and since_s is not None:
-            took_s = self._now_s() - since_s
-            self._cost_gate.learn_reading(window.tier, window.size_bytes, took_s)
         restoration.waits_since_s = None
+        window = restoration.window_of(block)
         restoration.tiers.add(window.tier if window else self._store.tiers[0].name)
         if window is not None and block.key == next(reversed(window.blocks)):
+            restoration.read_bytes += window.size_bytes
             self._drop(window, restoration, restoration.problem)
+            self._read_ahead(restoration)
+            if not restoration.fetches:
+                self._learn_reading(window.tier, restoration)
+
+    def _learn_reading(self, tier: str, restoration: Restoration) -> None:
+        """All that a tier was asked for is restored. Windows are read beside one another, and while
+        others are restored: what any one of them took says nothing."""
+        took_s = self._now_s() - restoration.reads_since_s
+        self._cost_gate.learn_reading(tier, restoration.read_bytes, took_s)
 
     def _drop(self, window: Fetch, restoration: Restoration, problem: Reason | None) -> None:
         restoration.fetches.remove(window)

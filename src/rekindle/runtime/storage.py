@@ -34,7 +34,7 @@ from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
-from rekindle.protocol.settings import RuntimeSettings
+from rekindle.protocol.settings import RuntimeSettings, usable_cores
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.budgets import Budgets
 from rekindle.runtime.encoded_pictures import EncodedPictures
@@ -47,6 +47,7 @@ LEAST_QUEUE_BYTES = 16 << 20
 QUEUE_SHARE = 8  # of the RAM budget, what they may take at most
 MOST_FETCH_BYTES = 256 << 20  # blocks that are being read, or wait to be restored
 FETCHED_BLOCKS = 16  # but so many of them in any case
+LEAST_READERS, MOST_READERS = 2, 16  # that read them
 FETCH_SHARE = 8  # of the RAM budget, what they may take at most
 PICTURES_SHARE = 16  # of it, and of the disk budget, what encoded pictures may take
 ENTRIES_SHARE = 8  # of it, what entries may take
@@ -301,6 +302,7 @@ def open_storage(
             queue_bytes=queue_bytes,
             eviction=settings.cache_eviction,
             allocate=allocate,
+            readers=_readers(capabilities),
         )
     pictures_bytes = budgets.ram_bytes // PICTURES_SHARE if capabilities.sees else 0
     ram_bytes = budgets.ram_bytes - queue_bytes - fetch_bytes - pictures_bytes
@@ -331,6 +333,14 @@ def open_storage(
         no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",
     )
+
+
+def _readers(capabilities: Capabilities) -> int:
+    """Threads that read blocks: fewer where the engine computes on the same cores."""
+    cores = usable_cores()
+    if capabilities.device == "cpu":
+        return min(max(cores // 2, LEAST_READERS), MOST_READERS // 2)
+    return min(max(cores, LEAST_READERS), MOST_READERS)
 
 
 @dataclass(frozen=True, slots=True)

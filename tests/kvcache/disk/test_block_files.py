@@ -215,7 +215,7 @@ def reading_fails(open_place: Opener, kind: str, error: int) -> Place:
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("kind", ["open", "readv"])
+@pytest.mark.parametrize("kind", ["open", "preadv"])
 def test_a_disk_that_fails_to_read_is_a_bad_block(kind: str, open_place: Opener) -> None:
     refuse(reading_fails(open_place, kind, errno.EIO), "cannot be read")
 

@@ -167,14 +167,15 @@ def test_short_writes_are_continued_where_they_stopped(
 ) -> None:
     written = bytearray()
 
-    def writev(handle: int, views: Sequence[memoryview]) -> int:
+    def writev(views: Sequence[memoryview], moved_bytes: int) -> int:
         assert 1 <= len(views) <= 16
+        assert moved_bytes == len(written)
         steps.append(steps.pop(0))
         taken = b"".join(views)[: steps[-1]]
         written.extend(taken)
         return len(taken)
 
-    assert _transfer(writev, 0, parts) == len(written)
+    assert _transfer(writev, parts) == len(written)
     assert written == b"".join(parts)
 
 
@@ -194,7 +195,7 @@ def test_a_write_that_makes_no_progress_is_an_error(path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(path: Path) -> None:
-    files = Files(path, replace(SYSTEM, readv=lambda handle, views: 0))
+    files = Files(path, replace(SYSTEM, preadv=lambda handle, views, start: 0))
     files.write("a", [b"xyz"])
     with pytest.raises(CorruptBlock, match="shorter"):
         files.read_into("a", [bytearray(3)], 3)

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from rekindle.buffers import Allocate, plain_memory
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import KEY_BYTES, chain_key
-from rekindle.kvcache.codec import (
-    HEADER_BYTES,
-    MAC_BYTES,
-    Header,
-    Record,
-    parse_header,
-    seal,
-    verify,
-)
+from rekindle.kvcache.codec import HEADER_BYTES, Header, Record, parse_header, seal
+from rekindle.kvcache.disk.block_reading import BlockReading, blamed_on_the_file
 from rekindle.kvcache.disk.files import Files, is_temporary
 from rekindle.tokens import Tokens
 
 MOST_QUARANTINE = 16  # bad files kept for a look at them
 MOST_QUARANTINE_BYTES = 64 << 20  # unless the tier grants them less
-#: What says nothing about the file: this process has too much open, or too little memory.
-_OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 
 
 class BlockFiles:
@@ -50,16 +40,17 @@ class BlockFiles:
 
         An OSError means that this process lacks handles or memory: the file may be fine.
         """
-        with _blamed_on_the_file():
-            header = self._header(key, size_bytes)
-            raw, mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
-            packed = bytearray(header.packed_bytes)
-            blob = allocate(header.blob_bytes)
-            self._files.read_into(_name(key), (raw, packed, blob, mac), size_bytes)
-        record = verify(raw, packed, blob, mac, self._secret)
-        if chain_key(record.parent, record.tokens) != key:
-            raise CorruptBlock("it is another block than its name says")
+        reading = self.reading(key, size_bytes, allocate)
+        reading.take_part()
+        record = reading.record()
+        assert record is not None, "it was wanted all the time"
         return record
+
+    def reading(
+        self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory
+    ) -> BlockReading:
+        """The same, for several threads to take part in."""
+        return BlockReading(self._files, _checked(key), size_bytes, self._secret, allocate)
 
     def _header(self, key: bytes, size_bytes: int) -> Header:
         """The header of a file whose size is the one expected and the one it claims."""
@@ -76,7 +67,7 @@ class BlockFiles:
 
         Good enough to rebuild an index, which is believed no further: `read` verifies the rest.
         """
-        with _blamed_on_the_file():
+        with blamed_on_the_file():
             _, size_bytes = self._files.read_start(_name(key), 0)
             header = self._header(key, size_bytes)
             raw, _ = self._files.read_start(_name(key), HEADER_BYTES + header.packed_bytes)
@@ -184,19 +175,10 @@ def _key(name: str) -> bytes | None:
 
 
 def _name(key: bytes) -> str:
+    return _checked(key).hex()
+
+
+def _checked(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError("not a block's key")
-    return key.hex()
-
-
-@contextmanager
-def _blamed_on_the_file() -> Iterator[None]:
-    """To whoever wants the block, a file that cannot be read is as bad as a wrong one."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise CorruptBlock("its file is missing") from None
-    except OSError as error:
-        if error.errno in _OUR_OWN_FAULT:
-            raise
-        raise CorruptBlock(f"its file cannot be read: {error.strerror}") from error
+    return key

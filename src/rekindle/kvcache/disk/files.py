@@ -27,7 +27,7 @@ class Calls:
     """The system calls whose failure matters most; tests hand in failing ones."""
 
     open: Callable[..., int] = os.open
-    readv: Callable[..., int] = os.readv
+    preadv: Callable[..., int] = os.preadv
     writev: Callable[..., int] = os.writev
     fsync: Callable[[int], None] = os.fsync
     replace: Callable[..., None] = os.replace
@@ -58,6 +58,28 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """An open file, and its size when it was opened."""
+
+    _calls: Calls
+    _handle: int
+    size_bytes: int
+
+    def check_size(self, size_bytes: int) -> None:
+        if self.size_bytes != size_bytes:
+            raise CorruptBlock(f"its file has {self.size_bytes} bytes instead of {size_bytes}")
+
+    def read_into(self, buffers: Sequence[bytearray | memoryview], start: int) -> None:
+        """Fill the buffers with what comes from `start` on."""
+
+        def read(views: Sequence[memoryview], moved_bytes: int) -> int:
+            return self._calls.preadv(self._handle, views, start + moved_bytes)
+
+        if _transfer(read, buffers) != sum(map(len, buffers)):
+            raise CorruptBlock("its file became shorter while it was read")
 
 
 class Files:
@@ -101,7 +123,8 @@ class Files:
     def _write_temporary(self, name: str, parts: Sequence[Buffer]) -> None:
         handle = self._create(name)
         try:
-            if _transfer(self._calls.writev, handle, parts) != sum(map(len, parts)):
+            moved_bytes = _transfer(lambda views, _: self._calls.writev(handle, views), parts)
+            if moved_bytes != sum(map(len, parts)):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             # Before the rename: a crash may lose the file, never tear it. After a failure the
             # kernel may have dropped the pages, so a second fsync would lie: none is made.
@@ -154,22 +177,19 @@ class Files:
         """Fill the buffers with a file of exactly `size` bytes."""
         if sum(map(len, buffers)) != size:
             raise ValueError("the buffers are not as large as the file")
-        with self._reading(name) as (handle, size_bytes):
-            if size_bytes != size:
-                raise CorruptBlock(f"its file has {size_bytes} bytes instead of {size}")
-            if _transfer(self._calls.readv, handle, buffers) != size:
-                raise CorruptBlock("its file became shorter while it was read")
+        with self.reading(name) as file:
+            file.check_size(size)
+            file.read_into(buffers, 0)
 
     def read_start(self, name: str, count: int) -> tuple[bytes, int]:
         """The first bytes of a file, as many as it has of these, and its size."""
-        with self._reading(name) as (handle, size_bytes):
-            start = bytearray(min(count, size_bytes))
-            if _transfer(self._calls.readv, handle, [start]) != len(start):
-                raise CorruptBlock("its file became shorter while it was read")
-            return bytes(start), size_bytes
+        with self.reading(name) as file:
+            start = bytearray(min(count, file.size_bytes))
+            file.read_into([start], 0)
+            return bytes(start), file.size_bytes
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[tuple[int, int]]:
+    def reading(self, name: str) -> Iterator[ReadFile]:
         # O_NONBLOCK: a FIFO in place of a file would wait for its writer for ever.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = self._calls.open(_plain(name), flags, dir_fd=self._folder)
@@ -177,7 +197,7 @@ class Files:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptBlock("it is not a regular file")
-            yield handle, status.st_size
+            yield ReadFile(self._calls, handle, status.st_size)
         finally:
             os.close(handle)
 
@@ -240,12 +260,13 @@ def _plain(name: str) -> str:
     return name
 
 
-def _transfer(call: Callable[..., int], handle: int, buffers: Sequence[Buffer]) -> int:
-    """Move all bytes, or as many as there are before the file ends."""
+def _transfer(call: Callable[[list[memoryview], int], int], buffers: Sequence[Buffer]) -> int:
+    """Move all bytes, or as many as there are before the file ends; a call is given how many have
+    been moved before."""
     views = deque(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
     moved_bytes = 0
     while views:
-        count = call(handle, _window(views))
+        count = call(_window(views), moved_bytes)
         if not count:
             break
         moved_bytes += count

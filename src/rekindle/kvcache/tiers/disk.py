@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +12,7 @@ from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block
 from rekindle.kvcache.codec import record_bytes
 from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES
+from rekindle.kvcache.disk.block_reading import BlockReading
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.learnt_file import Learnt
@@ -33,7 +33,8 @@ from rekindle.tokens import Tokens
 log = logging.getLogger("rekindle.cache")
 
 NAME = "disk"
-READERS = min(max(os.cpu_count() or 1, 4) // 2, 8)
+READERS = 2  # unless there are cores for more
+READER_BYTES = 8 << 20  # of a block that are worth another reader
 LAST_READS_S = 5.0  # for reads in progress to end when the tier is closed
 PAGE_BYTES = 4096  # what a file system counts in
 ROW_BYTES = 256  # a block's row in the index, beside its tokens
@@ -59,12 +60,14 @@ class DiskTier(WriteBehindTier):
         entries_bytes: int = 0,  # what entries may take of the index
         eviction: EvictionPolicy = "adaptive",
         allocate: Allocate = plain_memory,  # what blocks are read into
+        readers: int = READERS,
     ) -> None:
         super().__init__(NAME, 0, queue_bytes, eviction)
         self._allocate = allocate
         self._on_event = on_event
         self._writer = Writer(NAME, on_event, floor_bytes)
-        self._readers = ThreadPoolExecutor(READERS, "disk-reader")
+        self._readers = ThreadPoolExecutor(readers, "disk-reader")
+        self._most_readers = readers  # of one block
         self._reads: set[Future[None]] = set()  # that have not ended
         self._flushes: list[Flushed] = []  # asked for before it was open
         self._folder: Folder | None = None
@@ -157,18 +160,25 @@ class DiskTier(WriteBehindTier):
     # -- reading -------------------------------------------------------------------------------
 
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
+        """Blocks in their order, so that the first is there soonest: all readers take part in one
+        that is large, and go on with the next."""
         share = _Share(len(blocks))
         for block in blocks:
             kind = block.copies[self.name].written or block.kind
             size = record_bytes(len(block.tokens.packed), kind.size_bytes)
-            read = self._readers.submit(self._read_one, fetch, share, block.key, size)
-            self._reads.add(read)
-            read.add_done_callback(self._reads.discard)
+            reading = self.folder.block_files.reading(block.key, size, self._allocate)
+            for _ in range(min(self._most_readers, max(size // READER_BYTES, 1))):
+                read = self._readers.submit(self._read_on, fetch, share, block.key, reading)
+                self._reads.add(read)
+                read.add_done_callback(self._reads.discard)
 
-    def _read_one(self, fetch: Fetch, share: _Share, key: bytes, size: int) -> None:
+    def _read_on(self, fetch: Fetch, share: _Share, key: bytes, reading: BlockReading) -> None:
+        if not reading.take_part(lambda: not fetch.is_released):
+            return
         try:
-            if not fetch.is_released:
-                fetch.records[key] = self.folder.block_files.read(key, size, self._allocate)
+            record = reading.record()
+            if record is not None:
+                fetch.records[key] = record
         except CorruptBlock as error:
             fetch.bad[key] = str(error)
         except Exception:  # no handles or no memory just now: a plain miss, and a turn waits
