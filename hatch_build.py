@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -34,7 +35,8 @@ class CompiledRowsHook(BuildHookInterface):
 def compile_rows() -> bool:
     """Whether there is compiled code now."""
     fresh = LIBRARY.with_suffix(f".{os.getpid()}")
-    command = [os.environ.get("CC", "cc"), *FLAGS, "-o", fresh, ENGINE / "rows.c", "-lm"]
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *FLAGS, "-o", fresh, ENGINE / "rows.c", "-lm"]
     try:
         subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -65,6 +65,7 @@ CROSS_CUTTING = {
     "runtime/test_tool_loop.py",
     "test_dependencies.py",
     "test_docs.py",
+    "test_hatch_build.py",
     "server/test_disconnect.py",
     "server/test_failures.py",
 }

@@ -137,3 +137,11 @@ def test_more_threads_choose_where_they_do_not_wait_for_the_interpreter(
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: 64)
     assert build_step_sampler(0).threads == (8 if compiled else 4)
+
+
+def test_compiled_code_is_missed_aloud_and_used_in_silence(
+    compiled: CompiledRows | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_step_sampler(0)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["no C compiler was found" in line for line in said] == ([] if compiled else [True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from threading import local
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.sampling import Chooser, TokenSampler
 from rekindle.engine.team import LEAST_WORK, Compute, Team
 from rekindle.protocol.settings import usable_cores
+
+log = logging.getLogger("rekindle.engine")
 
 
 class Sharing(NamedTuple):
@@ -87,6 +90,11 @@ def build_step_sampler(busy_cores: int) -> StepSampler:
     """With compiled code if there is any, on half of the cores that nothing keeps busy: threads of
     OpenMP wait busily for their next step on others."""
     compiled = compiled_rows.load()
+    if compiled is None:
+        log.warning(
+            "tokens are chosen by NumPy, which takes several times as long as compiled code: no C "
+            "compiler was found when rekindle was installed (install one, then rekindle again)"
+        )
     threads = min((usable_cores() - busy_cores) // 2, _sharing(compiled).most_threads)
     return StepSampler(max(threads, 1), compiled)
 

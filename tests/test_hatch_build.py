@@ -1,0 +1,71 @@
+"""The package is built with compiled code where there is a C compiler, and without it elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
+LIBRARY = "rekindle/engine/_rows.so"
+BROKEN = "sh -c 'exit 1'"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Of the repository what a build needs."""
+    engine = tmp_path / "src/rekindle/engine"
+    engine.mkdir(parents=True)
+    shutil.copy(ROOT / "src/rekindle/engine/rows.c", engine)
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def build(tree: Path, compiler: str, *, target: str = "wheel") -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target]
+    environment = {**os.environ, "CC": compiler}
+    subprocess.run(command, cwd=tree, env=environment, check=True, capture_output=True)
+    [built] = (tree / "dist").iterdir()
+    return built
+
+
+def names(wheel: Path) -> list[str]:
+    with ZipFile(wheel) as files:
+        return files.namelist()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_wheel_with_compiled_code_is_for_this_platform(tree: Path) -> None:
+    wheel = build(tree, "cc")
+    assert LIBRARY in names(wheel)
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.stem.endswith(f"-py3-none-{platform}")
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", BROKEN])
+def test_a_wheel_without_a_compiler_is_for_all_and_has_no_code_of_an_older_build(
+    tree: Path, compiler: str
+) -> None:
+    (tree / "src" / LIBRARY).write_bytes(b"old")
+    wheel = build(tree, compiler)
+    assert LIBRARY not in names(wheel)
+    assert wheel.stem.endswith("-py3-none-any")
+
+
+def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) -> None:
+    (tree / ".gitignore").write_text((ROOT / ".gitignore").read_text())
+    (tree / "src" / LIBRARY).write_bytes(b"old")
+    source = build(tree, "cc", target="sdist")
+    shutil.unpack_archive(source, tree / "unpacked", filter="data")
+    [unpacked] = (tree / "unpacked").iterdir()
+    assert (unpacked / "hatch_build.py").exists()
+    assert (unpacked / "src/rekindle/engine/rows.c").exists()
+    assert not (unpacked / "src" / LIBRARY).exists()
