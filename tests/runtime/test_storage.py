@@ -16,7 +16,8 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.budgets import choose_budgets
-from rekindle.runtime.storage import Storage, open_storage
+from rekindle.runtime.storage import Storage
+from rekindle.runtime.storage_opening import open_storage
 from tests.support.fake import FakeEngine
 
 SECRET = bytes(range(32))

@@ -118,6 +118,7 @@ class RuntimeHarness:
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
         self.pictures = EncodedPictures(pictures_bytes)
+        self.pictures.open_files = partial(PictureFiles, secret=b"", on_read=self._events.put)
         self.memory = None if shelf is None else MemoryTier(1 << 30, self._events.put, shelf=shelf)
         storage = self._storage(
             RuntimeSettings(**{"parallel": 4, **settings}),
@@ -168,7 +169,6 @@ class RuntimeHarness:
             disk=disk,
             log=self.log_lines.append,
             pictures=self.pictures,
-            open_pictures=partial(PictureFiles, secret=b"", on_read=self._events.put),
         )
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:

@@ -6,6 +6,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -22,6 +24,12 @@ class PictureCounts:
     hits: int = 0
 
 
+class OpenFiles(Protocol):
+    """Opens the files of encoded pictures in a model's folder; raises OSError."""
+
+    def __call__(self, folder: Path, /, *, limit_bytes: int) -> PictureFiles: ...
+
+
 class EncodedPictures:
     """Vectors in memory, within a budget, and below that in files; those least recently used go
     first. Called by the engine's thread."""
@@ -31,10 +39,17 @@ class EncodedPictures:
         self.used_bytes = 0
         self.counts = PictureCounts()
         self.files: PictureFiles | None = None
+        self.open_files: OpenFiles | None = None  # None: the model sees none
         self._now_s = now_s
         self._held: OrderedDict[bytes, Matrix] = OrderedDict()
         self._reading: dict[bytes, float] = {}  # since when
         self._arrived: tuple[bytes, Matrix] | None = None  # from a file, too large to be held
+
+    def attach(self, folder: Path, limit_bytes: int) -> bool:
+        """Keep them in files of a folder, too, if they may be; raises OSError."""
+        if self.open_files is not None:
+            self.files = self.open_files(folder, limit_bytes=limit_bytes)
+        return self.files is not None
 
     def get(self, key: bytes) -> Matrix | None:
         vectors = self._held.get(key)

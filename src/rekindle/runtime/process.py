@@ -32,7 +32,7 @@ from rekindle.runtime.precision import check_kv_bits
 from rekindle.runtime.request import EncodedPrompt
 from rekindle.runtime.rooms import rooms
 from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.runtime.storage import open_storage
+from rekindle.runtime.storage_opening import open_storage
 from rekindle.runtime.tokenisation import Tokenisation
 from rekindle.runtime.turn import Turn
 
