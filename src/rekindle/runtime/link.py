@@ -14,26 +14,44 @@ HEARTBEAT_S = 1.0
 
 
 class Link:
-    """Any thread may send."""
+    """Any thread may send, and none waits for the front to read."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._outbox: SimpleQueue[ToFront | None] = SimpleQueue()
+        self._sending = threading.Lock()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()  # what the socket had no room for
+        self._behind = 0  # so many frames, or rests of them, of which the writer may have one
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
         #: When the engine's thread took up its current work; None: it is at rest.
         self.working_since_s: float | None = None
 
     def send(self, message: ToFront) -> None:
-        """Leave the message to the writer. Sending it here would wake the front, which then takes
-        the core from us between two steps; the writer runs while the engine computes."""
-        self._outbox.put(message)
+        """Send the message, in the order of the calls; a front that is gone is noticed by the
+        reader. The caller writes it: waking another thread to do so costs more than that."""
+        data = frame(message)
+        with self._sending:
+            sent = self._send_some(data) if not self._behind else 0
+            if sent < len(data):
+                self._behind += 1
+                self._outbox.put(data[sent:])
+
+    def _send_some(self, data: bytes) -> int:
+        """As much as the socket takes now."""
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
 
     def _write(self) -> None:
-        """The writer thread; a front that is gone is noticed by the reader."""
+        """The writer thread, for when the front is behind with reading."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            while (message := self._outbox.get()) is not None:
-                self._sock.sendall(frame(message))
+            while (data := self._outbox.get()) is not None:
+                self._sock.sendall(data)
+                with self._sending:
+                    self._behind -= 1
 
     def beat(self) -> None:
         """The thread that tells the front whether the engine's makes progress."""
