@@ -187,19 +187,24 @@ class Tokens:
 class TokenBuffer:
     """Tokens that grow by what is sampled."""
 
-    __slots__ = ("_ids", "_packed", "media")
+    __slots__ = ("_ids", "_packed", "length", "media")
 
     def __init__(self, tokens: Tokens) -> None:
         self._packed = bytearray(tokens.packed)
         # No list: the ids of a long prompt would be as many objects, of which few are ever read.
         self._ids = array("I", np.frombuffer(tokens.packed, ">u4").astype(np.uintc).tobytes())
         self.media = tokens.media
+        self.length = len(self._ids)  # not counted again for each of many questions a token
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ids)
+
+    @property
+    def last(self) -> int:
+        return self._ids[-1]
 
     @property
     def ids(self) -> list[int]:
@@ -224,6 +229,7 @@ class TokenBuffer:
     def append(self, token: int) -> None:
         self._ids.append(token)
         self._packed += token.to_bytes(TOKEN_BYTES, "big")
+        self.length += 1
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:

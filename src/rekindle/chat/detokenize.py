@@ -21,6 +21,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_whole = True  # the decoder waits for no rest of a character
         self._matcher = StopMatcher(stop)
 
     @property
@@ -35,7 +36,14 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that became certain with this token."""
         piece = self._tokenizer.piece(token, special=token in self._shown)
-        return self._matcher.push(self._decoder.decode(piece))
+        return self._matcher.push(self._decode(piece))
+
+    def _decode(self, piece: bytes) -> str:
+        if self._is_whole and piece.isascii():  # nearly always, and several times faster
+            return piece.decode()
+        text = self._decoder.decode(piece)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """The rest of the text; an incomplete character becomes U+FFFD."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -140,8 +140,7 @@ class TokenMask(Protocol):
         """Advance by the token that was chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One chosen token, with log probabilities when they were asked for."""
 
     token: int
@@ -157,8 +156,7 @@ class Sampler(Protocol):
         used up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Tokens to append to a sequence; with a sampler, the token after them is chosen.
 
     They are all text, or all of one picture; then `vectors` has a row for each of them.

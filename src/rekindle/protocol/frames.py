@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -130,7 +131,10 @@ class Received(NamedTuple):
 
 def receive(sock: socket.socket) -> Iterator[Received]:
     """The runtime's side: messages until the front closes the socket."""
-    while (length := _read(sock, _LENGTH.size)) is not None:
+    arriving = select.poll()
+    arriving.register(sock, select.POLLIN)
+    # Where `recv` waits, Linux wakes it up for all that the front reads of this socket, too.
+    while arriving.poll() and (length := _read(sock, _LENGTH.size)) is not None:
         body = _read(sock, _LENGTH.unpack(length)[0])
         if body is None:
             return

@@ -26,6 +26,8 @@ class Background:
 
     def run(self) -> bool:
         """Do a piece of each work in turn, until the slice is over; whether anything is left."""
+        if not self._works:
+            return False
         until = self._clock() + SLICE_S
         while self._works:
             work = self._works.popleft()

@@ -49,11 +49,7 @@ class Batcher:
         return pending < slice_tokens or self._has_had_quantum(prefilling[0], running)
 
     def compose(self, running: list[Turn]) -> Batch:
-        batch = [
-            (turn, turn.last_work())
-            for turn in running
-            if turn.pending_tokens == 1 and not turn.next_picture and not turn.is_over
-        ]
+        batch = [(turn, turn.last_work()) for turn in running if turn.is_decoding]
         if len(batch) < len(running):  # those that are over have nothing that is pending, or one
             batch += self._compose_prefill(running)
         return batch
@@ -143,6 +139,8 @@ class SliceSize:
     def learn(self, rows: int, took_s: float) -> None:
         """Slower is believed at once, faster by and by. Where whole slices fit, smaller steps teach
         nothing: other kernels compute them, and slices made as small would stay slow."""
+        if rows < LEAST_SLICE_TOKENS / 2:
+            return
         usual = self.tokens(SHARED_S)
         least = WHOLE_SLICE_TOKENS if usual >= WHOLE_SLICE_TOKENS else usual / 2
         if rows < least or took_s <= 0:

@@ -103,11 +103,15 @@ class KvManager:
 
     def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""
+        if not self.idle.export_asked():
+            return False
+        if not self.idle:
+            return True
         rows_ahead = RowsByType()
         for turn in running if self.idle.is_in_pool else ():
             if not turn.request.exact and not self._hurries(turn):
                 rows_ahead[turn.space.kv_type] += turn.pending_tokens
-        return self.idle.export_asked() and self.idle.trim(rows_ahead)
+        return self.idle.trim(rows_ahead)
 
     def _hurries(self, turn: Turn) -> bool:
         """Whether its first token is so near that parking others would take longer."""
@@ -152,6 +156,8 @@ class KvManager:
             self.forget_rest()
 
     def forget_rest(self) -> None:
+        if not self._forgotten:
+            return
         with self._noting_breakage():
             while self._forgotten:
                 self.idle.forget(self._forgotten.pop(0))

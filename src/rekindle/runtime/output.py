@@ -75,11 +75,13 @@ class ReplyOutput:
         if self.ends_with(sampled.token):
             return self.finish("stop")
         self.tokens += 1
-        was_reasoning = self._is_reasoning
+        has_parser = self._parser is not None
+        was_reasoning = has_parser and self._is_reasoning
         text = self._text.push(sampled.token)
-        self._note(sampled)
+        if sampled.logprob is not None:
+            self._note(sampled, sampled.logprob)
         parts = self._parts(text)
-        if was_reasoning or self._is_reasoning:
+        if has_parser and (was_reasoning or self._is_reasoning):
             self.reasoning_tokens += 1
             self._logprobs.drop()
         if self._text.stopped or self._is_enough:
@@ -110,13 +112,11 @@ class ReplyOutput:
     def _is_reasoning(self) -> bool:
         return self._parser is not None and self._parser.in_reasoning
 
-    def _note(self, sampled: Sampled) -> None:
+    def _note(self, sampled: Sampled, logprob: float) -> None:
         """Hold the token's log probability until it is known whether it is part of the text."""
-        if sampled.logprob is None:
-            return
         piece = self._tokenizer.piece
         top = [(piece(token, special=True), score) for token, score in sampled.top]
-        own = TokenLogprob(piece(sampled.token, special=True), sampled.logprob, top)
+        own = TokenLogprob(piece(sampled.token, special=True), logprob, top)
         self._logprobs.add(own, marker=sampled.token in self._shown)
 
     def _parts(self, text: str) -> list[Part]:
@@ -170,6 +170,8 @@ class LogprobBuffer:
         self._take(len(self._waiting))
 
     def all(self) -> list[TokenLogprob]:
+        if not self._waiting:
+            return []
         return self._take(len(self._waiting))
 
     def of(self, text: str) -> list[TokenLogprob]:

@@ -199,11 +199,11 @@ class RuntimeProcess:
             self.link.working_since_s = None
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
-        with contextlib.suppress(Empty):
-            if wait:  # not longer than the next turn does for a tier that is slow
+        if wait:  # not longer than the next turn does for a tier that is slow
+            with contextlib.suppress(Empty):
                 yield self._inbox.get(timeout=self._runtime.scheduler.wait_s)
-            while True:
-                yield self._inbox.get_nowait()
+        while not self._inbox.empty():  # nobody else takes any
+            yield self._inbox.get_nowait()
 
     def _handle(self, message: _Message) -> None:
         match message:

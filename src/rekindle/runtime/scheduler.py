@@ -117,7 +117,7 @@ class Scheduler:
     def _encode_picture(self) -> bool:
         """Vectors for turns that have come to a picture. One is encoded at most: the other turns go
         on between two."""
-        for turn in [turn for turn in self._running if turn.wants_vectors]:
+        for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
             try:
                 if self._pictures.supply(turn):
                     return True
@@ -156,7 +156,7 @@ class Scheduler:
     def _cross(self) -> None:
         """Bring over turns that go on in cells of another type, those that came first first; while
         they are on their way they do not run."""
-        ready = [turn for turn in self._running if turn.must_cross]
+        ready = [turn for turn in self._running if turn.cross_at is not None and turn.must_cross]
         for turn in [*(turn for turn in self._restoring if turn.crossing), *ready]:
             others = [other for other in (*self._running, *self._restoring) if other is not turn]
             try:
@@ -254,11 +254,12 @@ class Scheduler:
     def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
         """What a step brought, to the turns it was computed for, but for those that have ended
         meanwhile. Replies that only go on are delivered while the next step is computed."""
-        self._kv.counts.computed_tokens += self._batcher.learn(batch, took_s)
+        rows = self._batcher.learn(batch, took_s)
+        self._kv.counts.computed_tokens += rows
         if len(batch) == 1:
-            turn, work = batch[0]
-            self._kv.cost_gate.learn_computing(turn.held_tokens, len(work.tokens), took_s)
-        self._kv.idle.count_rows(_shared_rows(batch))
+            self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
+        if self._kv.idle:
+            self._kv.idle.count_rows(_shared_rows(batch))
         may_wait = self._engine.capabilities.computes_beside
         events: list[Event] = []
         for (turn, work), sampled in zip(batch, results, strict=True):
@@ -274,7 +275,8 @@ class Scheduler:
         if not may_wait:
             self._settle()
             self._keep_prompts(batch)
-        self._batcher.rotate(self._running)
+        if rows > len(batch):
+            self._batcher.rotate(self._running)
 
     def _deliver(self) -> None:
         """Tell clients what the last step brought."""
@@ -291,7 +293,8 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Deliver, and keep what ended turns have computed, no step being under way."""
-        self._deliver()
+        if self._brought:
+            self._deliver()
         self._kv.forget_rest()
         while self._ended:  # all have left, before keeping the first can break the engine
             self._pipeline.retire(self._ended.pop(0))

@@ -86,7 +86,7 @@ class Turn:
 
     @property
     def generated_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
+        return self.tokens.length - self.prompt_tokens
 
     @property
     def held_tokens(self) -> int:
@@ -94,7 +94,13 @@ class Turn:
 
     @property
     def pending_tokens(self) -> int:
-        return len(self.tokens) - (self.sequence.length if self.sequence else 0)
+        return self.tokens.length - (self.sequence.length if self.sequence else 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next step is of one token of text."""
+        has_media = self.tokens.media and self.next_picture
+        return self.pending_tokens == 1 and not has_media and not self.is_over
 
     @property
     def is_prefilling(self) -> bool:
@@ -162,8 +168,9 @@ class Turn:
         return self._work(start, min(stop, len(self.tokens)))
 
     def last_work(self) -> Work:
-        """The step of one pending token."""
-        return self._work(len(self.tokens) - 1, len(self.tokens))
+        """The step of one pending token of text."""
+        assert self.sequence is not None
+        return Work(self.sequence, [self.tokens.last], self.sampler)
 
     def _edge(self, start: int, stop: int, *, whole_pictures: bool) -> int:
         """Where a step ends that is of text alone, or of one picture."""
