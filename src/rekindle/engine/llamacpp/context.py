@@ -13,7 +13,8 @@ from rekindle.buffers import Allocate, plain_memory
 from rekindle.engine.base import Blob, Matrix
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchArrays, Rows
-from rekindle.engine.llamacpp.positions import Positions, split_places
+from rekindle.engine.llamacpp.memory import Memory
+from rekindle.engine.llamacpp.positions import SlotPositions, split_places
 from rekindle.engine.llamacpp.state import cut_cells
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 
@@ -57,7 +58,7 @@ class Context:
         self.scratch = shape.sequences  # one slot more than is handed out
         self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
-        self._positions: dict[int, Positions] = {}  # by slot, where they are not token numbers
+        self.positions = SlotPositions()
         self._logits: dict[tuple[int, int], Matrix] = {}  # views by address and rows
         self._build()
 
@@ -81,13 +82,13 @@ class Context:
                 "lower --max-model-len, --parallel or --kv-fraction"
             )
         self._native = native
-        self._memory = self._library.llama_get_memory(native)
+        self.memory = Memory(self._library, native)
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
     def rebuild(self) -> None:
         """Throw the native context away, with all its cells, and build it again."""
         self.close()
-        self._positions.clear()
+        self.positions.clear()
         self._logits.clear()
         self._build()
 
@@ -95,6 +96,7 @@ class Context:
         if self._native:
             self._library.llama_free(self._native)
             self._native = None
+            del self.memory  # which was part of it
 
     @property
     def native(self) -> int:
@@ -120,13 +122,13 @@ class Context:
             raise EngineBroken(f"llama_decode failed with status {status}")
         for run, own in zip(rows, placed, strict=True) if self.shape.has_places else ():
             if own.places is not None:
-                positions = self._positions_of(run.slot)
-                self._positions[run.slot] = positions.with_picture(run.start, own.places)
+                positions = self.positions[run.slot]
+                self.positions[run.slot] = positions.with_picture(run.start, own.places)
         return last
 
     def _placed(self, run: Rows) -> Rows:
         """A run as it stands in the model's positions."""
-        positions = self._positions_of(run.slot)
+        positions = self.positions[run.slot]
         if run.vectors is None:
             return run._replace(start=positions.of(run.start))
         vectors, places = split_places(run.vectors)
@@ -134,44 +136,28 @@ class Context:
             start=positions.place(run.start, places), vectors=vectors, places=places
         )
 
-    def _positions_of(self, slot: int) -> Positions:
-        return self._positions.get(slot) or Positions()
-
     def clear(self) -> None:
-        self._library.llama_memory_clear(self._memory, False)
-        self._positions.clear()
-
-    def rewind(self) -> None:
-        """Fill cells from the first one on again, none being in use: a step passes over all of them
-        up to the highest that is."""
-        self._library.llama_memory_clear(self._memory, False)
-
-    def compact(self, slot: int, one_token: Blob) -> None:
-        """Move the cells of the only slot that has any to the first ones."""
-        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, -1, -1)
-        kept = bytes(self._read(self.scratch, bindings.STATE_ON_DEVICE))
-        self.rewind()
-        self._write(slot, kept, bindings.STATE_ON_DEVICE)
-        self.drop_parked(self.scratch, one_token)
+        self.memory.clear()
+        self.positions.clear()
 
     def share(self, source: int, into: int, tokens: int) -> None:
-        positions = self._positions_of(source)
+        positions = self.positions[source]
         stop = positions.of(tokens)
-        self._library.llama_memory_seq_cp(self._memory, source, into, 0, stop)
-        self._positions[into] = positions.first(tokens)
+        self.memory.copy(source, into, 0, stop)
+        self.positions[into] = positions.first(tokens)
 
     def whole(self, slot: int, tokens: int) -> int:
         """The most tokens of a slot, up to so many, that can be cut off where they lie."""
-        return self._positions_of(slot).whole(tokens)
+        return self.positions[slot].whole(tokens)
 
     def remove(self, slot: int, start: int = 0) -> None:
         """What a slot has from a token on."""
-        positions = self._positions_of(slot)
+        positions = self.positions[slot]
         whole = positions.whole(start)
         rest = self.export(slot, whole, start) if whole < start else b""
-        if not self._library.llama_memory_seq_rm(self._memory, slot, positions.of(whole), -1):
+        if not self.memory.remove(slot, positions.of(whole)):
             raise EngineBroken("llama.cpp refused to truncate a sequence")
-        self._positions[slot] = positions.first(whole)
+        self.positions[slot] = positions.first(whole)
         if rest:  # of a picture: llama.cpp cuts by positions, and all of it has one
             self.restore(slot, whole, start, rest)
 
@@ -179,13 +165,13 @@ class Context:
         self, slot: int, start: int, stop: int, allocate: Allocate = plain_memory
     ) -> memoryview | bytes:
         """Tag the range with the scratch slot, read that slot's state, untag it."""
-        positions = self._positions_of(slot)
+        positions = self.positions[slot]
         first, last = positions.of(start), positions.of(stop - 1)
-        self._library.llama_memory_seq_cp(self._memory, slot, self.scratch, first, last + 1)
+        self.memory.copy(slot, self.scratch, first, last + 1)
         try:
             if self.shape.recurrent:  # of the whole sequence, and as large as many blocks
                 self.resume(self.scratch, self._nothing)
-            state = self._read(self.scratch, bindings.WHOLE_STATE, allocate)
+            state = self.memory.read(self.scratch, bindings.WHOLE_STATE, allocate)
         finally:
             self.remove(self.scratch)
         state = state[: len(state) - len(self._no_recurrence)]
@@ -196,76 +182,35 @@ class Context:
 
     def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
         """Read the state into the scratch slot (reading wipes its target), then tag it over."""
-        positions = self._positions_of(slot)
+        positions = self.positions[slot]
         if self.shape.has_places:
             positions = positions.with_block(start, blob, stop - start)
         first, last = positions.of(start), positions.of(stop - 1)
         if self.shape.recurrent:
             blob = b"".join((blob, self._no_recurrence))
-        self._write(self.scratch, blob, bindings.WHOLE_STATE)
-        if not self.shape.recurrent and self._range(self.scratch) != (first, last):
+        self.memory.write(self.scratch, blob, bindings.WHOLE_STATE)
+        if not self.shape.recurrent and self.memory.span(self.scratch) != (first, last):
             raise EngineBroken("llama.cpp rejected a block")
-        self._library.llama_memory_seq_cp(self._memory, self.scratch, slot, first, last + 1)
+        self.memory.copy(self.scratch, slot, first, last + 1)
         self.remove(self.scratch)
-        self._positions[slot] = positions
-
-    def park(self, slot: int) -> bytes:
-        """Copy a slot's cells to memory of the device that the context keeps under this slot, and
-        free them; what it takes to have them back. Whoever parks has seen that there is memory:
-        llama.cpp ends the process where there is none."""
-        kept = bytes(self._read(slot, bindings.STATE_ON_DEVICE))
-        self._library.llama_memory_seq_rm(self._memory, slot, -1, -1)
-        return kept
-
-    def unpark(self, slot: int, kept: bytes, into: int) -> None:
-        """Give an empty slot a copy of what is parked of another."""
-        self._write(into, kept, bindings.STATE_ON_DEVICE)
-        self._positions[into] = self._positions_of(slot)
-
-    def drop_parked(self, slot: int, one_token: Blob) -> None:
-        """Give the memory of what was parked back, of a slot that is empty: llama.cpp frees it when
-        a smaller state takes its place."""
-        self._write(slot, one_token, bindings.WHOLE_STATE)
-        self._read(slot, bindings.STATE_ON_DEVICE)
-        self._library.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        self.positions[slot] = positions
 
     def checkpoint(self, slot: int) -> bytes:
         """What a slot has beside its cells: the recurrent state after its last token."""
-        return bytes(self._read(slot, bindings.PARTIAL_STATE))
+        return bytes(self.memory.read(slot, bindings.PARTIAL_STATE))
 
     def resume(self, slot: int, checkpoint: Blob) -> None:
         """Give a slot the recurrent state of a checkpoint."""
-        self._write(slot, checkpoint, bindings.PARTIAL_STATE)
+        self.memory.write(slot, checkpoint, bindings.PARTIAL_STATE)
 
     def reaches(self, slot: int, tokens: int) -> bool:
         """Whether the state of a slot is that after so many tokens."""
-        return self._range(slot)[1] == self._positions_of(slot).of(tokens - 1)
+        return self.memory.span(slot)[1] == self.positions[slot].of(tokens - 1)
 
     @property
     def _no_recurrence(self) -> bytes:
         """The end of the state of a slot that has cells alone."""
         return self._nothing[bindings.STATE_HEADER_BYTES :]
-
-    def _read(self, slot: int, flags: int, allocate: Allocate = plain_memory) -> memoryview:
-        size = self._library.llama_state_seq_get_size_ext(self.native, slot, flags)
-        state = allocate(size)
-        into = _address(state)
-        written = self._library.llama_state_seq_get_data_ext(self.native, into, size, slot, flags)
-        if written != size:
-            raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
-        return state
-
-    def _write(self, slot: int, blob: Blob, flags: int) -> None:
-        source, size = _address(blob), len(blob)
-        read = self._library.llama_state_seq_set_data_ext(self.native, source, size, slot, flags)
-        if read != size:
-            raise EngineBroken("llama.cpp rejected a block")
-
-    def _range(self, slot: int) -> tuple[int, int]:
-        return (
-            self._library.llama_memory_seq_pos_min(self._memory, slot),
-            self._library.llama_memory_seq_pos_max(self._memory, slot),
-        )
 
     def logits(self, indices: Seq[int], vocabulary_size: int) -> Matrix:
         """A writable view on the logits of all rows of the last call that have any, given by their
@@ -283,7 +228,3 @@ class Context:
             view = np.frombuffer(rows, np.float32).reshape(count, vocabulary_size)
             self._logits[first, count] = view
         return self._logits[first, count]
-
-
-def _address(memory: Blob) -> Any:
-    return np.frombuffer(memory, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

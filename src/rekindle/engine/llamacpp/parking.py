@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from rekindle.engine.base import Sequence
+from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.pools import Pool
 from rekindle.errors import PoolFull
 
@@ -50,9 +51,11 @@ class Parking:
         if not has_room or self._free_bytes() < needed_bytes + SPARE_BYTES:
             return False
         context, slot = self._pool.context, sequence.slot
-        with self._guard():
+        with self._guard():  # of memory there is enough: llama.cpp would end the process
             self._one_token = self._one_token or bytes(context.export(slot, 0, 1))
-            self._kept[slot] = context.park(slot), sequence.length
+            kept = bytes(context.memory.read(slot, bindings.STATE_ON_DEVICE))
+            context.memory.remove(slot)
+        self._kept[slot] = kept, sequence.length
         self._pool.release_cells(slot)
         sequence.is_parked = True
         return True
@@ -66,8 +69,17 @@ class Parking:
         if len(holders) != 1 or self._free_bytes() < cells.used * self._token_bytes + SPARE_BYTES:
             return
         with self._guard():
-            self._pool.context.compact(holders[0], self._one_token)
+            self._bring_down(holders[0])
         cells.peak = cells.used
+
+    def _bring_down(self, slot: int) -> None:
+        """Move the cells of the only slot that has any to the first ones."""
+        context = self._pool.context
+        context.memory.copy(slot, context.scratch)
+        kept = bytes(context.memory.read(context.scratch, bindings.STATE_ON_DEVICE))
+        context.memory.clear()
+        context.memory.write(slot, kept, bindings.STATE_ON_DEVICE)
+        self._free(context.scratch)
 
     def copy(self, source: Sequence, into: Sequence) -> None:
         """All of a parked sequence into the cells of an empty one; raises PoolFull."""
@@ -75,16 +87,26 @@ class Parking:
         if self._pool.cells.free < tokens:
             raise PoolFull("no free cells for what is parked")
         with self._guard():
-            self._pool.context.unpark(source.slot, kept, into.slot)
+            context = self._pool.context
+            context.memory.write(into.slot, kept, bindings.STATE_ON_DEVICE)
+            context.positions[into.slot] = context.positions[source.slot]
         self._pool.cells.append(into.slot, tokens)
         into.length = tokens
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a parked sequence."""
         with self._guard():
-            self._pool.context.drop_parked(sequence.slot, self._one_token)
+            self._free(sequence.slot)
         del self._kept[sequence.slot]
         sequence.is_parked = False
+
+    def _free(self, slot: int) -> None:
+        """Give back the device's memory of what was copied there, of a slot that is empty:
+        llama.cpp frees it when a smaller state takes its place."""
+        memory = self._pool.context.memory
+        memory.write(slot, self._one_token, bindings.WHOLE_STATE)
+        memory.read(slot, bindings.STATE_ON_DEVICE)
+        memory.remove(slot)
 
     def clear(self) -> None:
         """The pool was rebuilt, and has given all of it back."""

@@ -39,7 +39,7 @@ class Pool:
         """A slot's cells are empty now."""
         self.cells.close(slot)
         if not self.cells.used and not self.context.shape.recurrent:
-            self.context.rewind()
+            self.context.memory.clear()  # a step passes over all cells up to the highest in use
 
     def rebuild(self) -> None:
         """Throw everything away and start empty."""

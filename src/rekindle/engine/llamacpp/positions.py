@@ -111,6 +111,13 @@ class Positions:
         return grown
 
 
+class SlotPositions(dict[int, Positions]):
+    """By slot. One that is not here has no pictures: its positions are token numbers."""
+
+    def __missing__(self, slot: int) -> Positions:
+        return Positions()
+
+
 def join_places(vectors: Matrix, places: Places) -> Matrix:
     """A picture's vectors, each with its place behind it: then whoever keeps or cuts them has the
     places, too."""
