@@ -14,7 +14,7 @@ from struct import Struct
 
 import numpy as np
 
-from rekindle.engine.base import Matrix, Row
+from rekindle.engine.base import Matrix
 from rekindle.protocol.requests import SamplingParams
 
 LIBRARY = Path(__file__).with_name("_rows.so")  # looked for nowhere else
@@ -28,24 +28,37 @@ WORDS = 21  # of 64 random bits, after the settings
 CHOICE_BYTES = _SETTINGS.size + 8 * WORDS
 
 
+class Memory:
+    """What choosing from a row takes; each thread has its own."""
+
+    def __init__(self) -> None:
+        self._floats = np.empty(0, np.float32)
+        self._address = 0
+
+    def address(self, size: int) -> int:
+        """For a row of this size."""
+        needed = 5 * size + 64
+        if self._floats.size < needed:
+            self._floats = np.empty(needed, np.float32)
+            self._address = self._floats.ctypes.data
+        return self._address
+
+
 class CompiledRows:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._choose = library.choose_tokens
         self._choose.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
         self._choose.restype = None
 
-    def choose(self, choices: bytes, logits: Matrix, memory: Row) -> list[int]:
-        """A token of each row, or `UNDECIDED`: settings and random bytes are given for each."""
+    def choose(self, choices: bytes, logits: Matrix, memory: Memory) -> list[int]:
+        """A token of each row, or `UNDECIDED`: settings and random words are given for each."""
         count, size = logits.shape
         assert len(choices) == count * CHOICE_BYTES
-        assert logits.flags.c_contiguous
-        assert memory.size >= memory_floats(size)
-        tokens = np.empty(count, np.int32)
-        self._choose(
-            logits.ctypes.data, size, count, choices, memory.ctypes.data, tokens.ctypes.data
-        )
-        found: list[int] = tokens.tolist()
-        return found
+        assert logits.flags.c_contiguous and logits.dtype == np.float32
+        tokens = (c_int32 * count)()
+        address = logits.ctypes.data
+        self._choose(address, size, count, choices, memory.address(size), tokens)
+        return list(tokens)
 
 
 def pack(sampling: SamplingParams, way: int, *, draws: int = 0) -> bytes:
@@ -54,11 +67,6 @@ def pack(sampling: SamplingParams, way: int, *, draws: int = 0) -> bytes:
     least = log(sampling.min_p) if sampling.min_p else -inf
     numbers = (draws, temperature, sampling.top_p, least)
     return _SETTINGS.pack(way, sampling.top_k, *numbers)
-
-
-def memory_floats(size: int) -> int:
-    """What choosing from a row takes."""
-    return 5 * size + 64
 
 
 @cache

@@ -15,7 +15,7 @@ import numpy as np
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
 from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
-from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, CompiledRows
+from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, CompiledRows, Memory
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
 from rekindle.engine.weighted_rows import Scratch, WeightedRows
@@ -164,7 +164,7 @@ class Chooser:
 
     def __init__(self, compiled: CompiledRows | None) -> None:
         self._compiled = compiled
-        self._memory = np.empty(0, np.float32)
+        self._memory = Memory()
         self._scratch = Scratch()
 
     def choose(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[Sampled]:
@@ -178,9 +178,6 @@ class Chooser:
     def _tokens(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[int]:
         if self._compiled is None:
             return _choose_by_numpy(samplers, logits, self._scratch)
-        needed = compiled_rows.memory_floats(logits.shape[1])
-        if self._memory.size < needed:
-            self._memory = np.empty(needed, np.float32)
         choices = b"".join([each.first_choice() for each in samplers])
         tokens = self._compiled.choose(choices, logits, self._memory)
         for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:

@@ -49,6 +49,8 @@ class StepSampler:
     def sample(self, samplers: Seq[Sampler], logits: Matrix) -> list[Sampled]:
         """The next token of each reply, from a row of logits each, which are used up."""
         ours = [_ours(sampler) for sampler in samplers]
+        if len(ours) == 1:
+            return self._own_chooser().choose(ours, logits)
         vocabulary = logits.shape[1]
         group = max(self._sharing.group_logits // vocabulary, 1)
         chosen: dict[int, list[Sampled]] = {}
