@@ -43,7 +43,7 @@ def defined_nucleus(row: Row, top_p: float) -> set[int]:
     return set(chances(row, SamplingParams(temperature=1, top_p=top_p)))
 
 
-@given(ROWS, st.floats(0, 1, exclude_max=True))
+@given(ROWS, st.floats(0, 1 - 1e-9))  # nearer to 1 than that it is up to the rounding of float64
 def test_a_nucleus_is_that_of_the_sorted_row(values: list[float], top_p: float) -> None:
     row = as_row(values)
     assert nucleus_of(row, top_p) == defined_nucleus(row, top_p)

@@ -54,7 +54,8 @@ class CompiledRows:
         """A token of each row, or `UNDECIDED`: settings and random words are given for each."""
         count, size = logits.shape
         assert len(choices) == count * CHOICE_BYTES
-        assert logits.flags.c_contiguous and logits.dtype == np.float32
+        assert logits.flags.c_contiguous
+        assert logits.dtype == np.float32
         tokens = (c_int32 * count)()
         address = logits.ctypes.data
         self._choose(address, size, count, choices, memory.address(size), tokens)
