@@ -13,6 +13,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rekindle.errors import BadRequest, ServerError
+from rekindle.server.body_writer import BODY_WRITER, BodyWriter
 from rekindle.server.middleware import MOST_HEADER_BYTES, HeadersTooLarge
 from rekindle.server.request_id import HEADER, fresh_id
 
@@ -65,6 +66,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._stop_waiting()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # it is no upgrade
+            self.scope[BODY_WRITER] = BodyWriter(self.cycle)  # type: ignore[literal-required]
 
     def _expect_request(self) -> None:
         if self._deadline is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.events import TERMINAL, Event, Failed, Started
+from rekindle.protocol.events import TERMINAL, Delta, Event, Failed, Started
 
 Listener = Callable[[Event], None]
 
@@ -71,9 +71,10 @@ class OpenTurns:
         turn = self._turns.get(event.turn)
         if turn is None:
             return
-        turn.is_started |= isinstance(event, Started)
-        if isinstance(event, TERMINAL):
-            del self._turns[event.turn]
+        if not isinstance(event, Delta):
+            turn.is_started |= isinstance(event, Started)
+            if isinstance(event, TERMINAL):
+                del self._turns[event.turn]
         if turn.listener is not None:
             turn.listener(event)
 

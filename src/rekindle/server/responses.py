@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rekindle.errors import ServerError, Unavailable
+from rekindle.server.body_writer import BODY_WRITER, BodyWriter
 
 log = logging.getLogger("rekindle.api")
 
@@ -92,11 +93,27 @@ MAY_STREAM: dict[int | str, dict[str, Any]] = {
 
 
 def sse_data(payload: Mapping[str, Any]) -> bytes:
-    data = orjson.dumps(payload)
+    return b"data: " + _one_line(payload) + b"\n\n"
+
+
+def _one_line(value: object) -> bytes:
+    """JSON without a character that ends a line."""
+    data = orjson.dumps(value)
     if not data.isascii():
         for character, escaped in LINE_ENDS.items():
             data = data.replace(character, escaped)
-    return b"data: " + data + b"\n\n"
+    return data
+
+
+class EventTemplate:
+    """An event of which one text alone changes: the rest of its JSON is written once."""
+
+    def __init__(self, event: Callable[[str], bytes]) -> None:
+        placeholder = "\0"
+        self._before, self._after = event(placeholder).split(orjson.dumps(placeholder))
+
+    def event(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, _one_line(text), self._after)
 
 
 def sse_event(event: str, payload: Mapping[str, Any]) -> bytes:
@@ -165,10 +182,12 @@ class EventStream(Response):
         self._close = close
         self._error_event = error_event
         self._sign_of_life = sign_of_life
+        self._body_writer: BodyWriter | None = None
         self._silent_since_s: float | None = None  # None: something is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error_event = self._error_event or error_format(scope).event
+        self._body_writer = scope.get(BODY_WRITER)
         sending = asyncio.create_task(self._send(send, error_event))
         disconnect = asyncio.create_task(disconnected(receive))
         living = asyncio.create_task(self._live(send))
@@ -182,6 +201,17 @@ class EventStream(Response):
             await _cancel(sending, living, disconnect)
             await self._chunks.aclose()
             self._close()  # not in the generator: it may never have been started
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether `write` can be called: while the generator waits for what it is to yield."""
+        return self._body_writer is not None and self._body_writer.is_ready
+
+    def write(self, chunk: bytes) -> None:
+        """Send a chunk as if it had been yielded, without waking the task that waits for one."""
+        assert self._body_writer is not None
+        self._body_writer.write(chunk)
+        self._silent_since_s = asyncio.get_running_loop().time()
 
     async def _send(self, send: Send, error_event: Callable[[ServerError], bytes]) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}

@@ -134,11 +134,11 @@ class RuntimeClient:
 
     def _receive(self, message: AfterLoading) -> None:
         match message:
-            case Heartbeat(working_s):
-                self.supervisor.watchdog.hear(working_s)
             case Events(events):
                 for event in events:
                     self._turns.deliver(event)
+            case Heartbeat(working_s):
+                self.supervisor.watchdog.hear(working_s)
             case AdminReply():
                 self._admin_requests.resolve(message)
             case LogLine(level, text, request_id):

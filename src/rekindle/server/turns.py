@@ -18,7 +18,7 @@ from rekindle.protocol.events import Cancelled, Delta, Event, Failed, Finished, 
 from rekindle.protocol.frames import TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.request_id import current_id
-from rekindle.server.responses import disconnected
+from rekindle.server.responses import EventStream, disconnected
 from rekindle.server.runtime_client import RuntimeClient
 
 T = TypeVar("T")
@@ -76,6 +76,9 @@ class Turns:
         self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
         self._prefill_log = PrefillLog()
+        #: Offered each part of a reply for which `next` waits; True: it goes on waiting.
+        self.on_part: Callable[[int, Delta], bool] = lambda _index, _delta: False
+        self._is_waiting = False  # `next` is
         try:
             for request in requests:
                 request = structs.replace(request, received_s=received_s)
@@ -95,7 +98,12 @@ class Turns:
         self._merged.put_nowait((0, Cancelled(self._turns[0])))
 
     def _on_event(self, first: int, choice: int, event: Event) -> None:
-        self._prefill_log.record(event)  # not in `next`: a slow client delays that
+        if isinstance(event, Delta):
+            is_next = self._is_waiting and self._merged.empty()
+            if is_next and self.on_part(first + choice, event):
+                return
+        else:
+            self._prefill_log.record(event)  # not in `next`: a slow client delays that
         self._merged.put_nowait((first + choice, event))
 
     @property
@@ -105,7 +113,11 @@ class Turns:
 
     async def next(self) -> tuple[int, Event]:
         """The next event with its turn's index; a failure raises."""
-        index, event = await self._merged.get()
+        self._is_waiting = True
+        try:
+            index, event = await self._merged.get()
+        finally:
+            self._is_waiting = False
         if isinstance(event, Failed):
             raise ReportedError(event.error)
         if isinstance(event, Cancelled):  # by nobody who waits here
@@ -137,6 +149,26 @@ class Turns:
             if isinstance(event, Started) and self._progress[index]:
                 break
         return seen
+
+
+def write_on_arrival(
+    turns: Turns, stream: EventStream, chunks: Callable[[list[tuple[int, Event]]], bytes]
+) -> EventStream:
+    """Have a stream's parts written as they come, while it waits for them: waking its task costs
+    as much as all else about a token."""
+
+    def on_part(index: int, delta: Delta) -> bool:
+        if not stream.is_writable:
+            return False
+        try:
+            stream.write(chunks([(index, delta)]))
+        except Exception:  # not in whoever delivers to all turns
+            log.exception("unexpected error in a stream")
+            return False
+        return True
+
+    turns.on_part = on_part
+    return stream
 
 
 async def result_of(runtime: RuntimeClient, request: TurnRequest, kind: type[T]) -> T:

@@ -21,7 +21,7 @@ from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.middleware import received_s
 from rekindle.server.responses import EventStream, JsonResponse, SignOfLife, sse_event
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.turns import Turns, while_connected
+from rekindle.server.turns import Turns, while_connected, write_on_arrival
 
 log = logging.getLogger("rekindle.turn")
 
@@ -95,9 +95,10 @@ class Answer:
             turns.close()
             raise
         pings = SignOfLife(PING_S, lambda: PING)
-        return EventStream(
+        stream = EventStream(
             self._stream(turns, begun), turns.close, self._headers, sign_of_life=pings
         )
+        return write_on_arrival(turns, stream, self._joined)
 
     async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
         """The first events: until then a failure can still be a status. A turn that has to wait for

@@ -15,7 +15,16 @@ from starlette.responses import Response
 from rekindle.api.openai.report import timings, usage
 from rekindle.api.openai.schema import RequestBase
 from rekindle.api.x_cache import log_line, x_cache
-from rekindle.protocol.events import Delta, Event, Finished, Part, Prefill, Started, ToolCallStart
+from rekindle.protocol.events import (
+    Delta,
+    Event,
+    Finished,
+    Part,
+    Prefill,
+    Started,
+    TextDelta,
+    ToolCallStart,
+)
 from rekindle.protocol.message import AssistantMessage
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.server.admin_client import refine_report
@@ -23,13 +32,14 @@ from rekindle.server.middleware import received_s
 from rekindle.server.responses import (
     SSE_DONE,
     EventStream,
+    EventTemplate,
     JsonResponse,
     sse_comment,
     sse_data,
     sse_event,
 )
 from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.turns import Turns, while_connected
+from rekindle.server.turns import Turns, while_connected, write_on_arrival
 from rekindle.version import __version__
 
 log = logging.getLogger("rekindle.turn")
@@ -89,6 +99,7 @@ class Answer:
         self._choices = [Choice() for request in requests for _ in request.turns]
         self._first_byte_at_s: float | None = None  # of a stream
         self._opened: set[int] = set()  # choices of a stream that have begun
+        self._texts: dict[int, EventTemplate] = {}  # by choice
         self._common_fields = {
             "id": f"{format.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -128,7 +139,8 @@ class Answer:
         except BaseException:
             turns.close()
             raise
-        return EventStream(self._stream(turns, begun), turns.close)
+        stream = EventStream(self._stream(turns, begun), turns.close)
+        return write_on_arrival(turns, stream, self._joined)
 
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]
@@ -149,8 +161,7 @@ class Answer:
         match event:
             case Delta(_, part):
                 self._first_byte_at_s = self._first_byte_at_s or time.monotonic()
-                delta = self._chunk([self._format.delta(index, part)])
-                return [*self._opening(index, part), delta]
+                return [*self._opening(index, part), self._delta(index, part)]
             case Finished():
                 self._choices[index].add(event)
                 closing = self._chunk(
@@ -167,6 +178,15 @@ class Answer:
         self._opened.add(index)
         opening = self._format.opening(index, calls=isinstance(part, ToolCallStart))
         return [self._chunk([opening])] if opening else []
+
+    def _delta(self, index: int, part: Part) -> bytes:
+        if not isinstance(part, TextDelta) or part.logprobs is not None:
+            return self._chunk([self._format.delta(index, part)])
+        if index not in self._texts:
+            self._texts[index] = EventTemplate(
+                lambda text: self._chunk([self._format.delta(index, TextDelta(text))])
+            )
+        return self._texts[index].event(part.text)
 
     def _progress(self, event: Started | Prefill) -> bytes:
         done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
