@@ -1,19 +1,20 @@
 """What both servers do beside computing: a model of one layer with a real vocabulary.
 
 Run it with `python benchmarks/overhead.py` (`--quick`: fewer rounds), while nothing else runs. The
-two servers take turns. Of ours it also tells the processor time of each process, which a busy
-machine changes little.
+two servers take turns, and with them llama.cpp's own calls, which are the limit of both. Of ours it
+also tells the processor time of each process, which a busy machine changes little.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import selectors
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 
 import typer
 from models import one_layer
+from raw_steps import RawSteps
 from rich.console import Console
 from servers import Server, Setup, llamacpp, rekindle
 
@@ -55,28 +57,55 @@ class Answer:
         return "".join(each[0]["delta"].get("content") or "" for each in deltas if each)
 
 
-async def ask(url: str, body: dict[str, Any]) -> Answer:
-    """A client that hardly costs anything: it reads until the server hangs up."""
-    place = urlsplit(url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    sent = json.dumps({"stream": True, "ignore_eos": True, **body}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
-    started = time.perf_counter()
-    writer.write(head.encode() + sent)
-    parts, first_s = [], 0.0
-    while part := await reader.read(1 << 16):
-        parts.append(part)
-        if not first_s and b'"content":"' in part.replace(b'"content":""', b""):
-            first_s = time.perf_counter() - started
-    writer.close()
-    answer = Answer(first_s or time.perf_counter() - started, b"".join(parts))
-    if b" 200 " not in answer.body[:20] or b"data: [DONE]" not in answer.body[-64:]:
-        raise SystemExit(f"{url} answered {answer.body[:600]!r}")
-    return answer
+class _Stream:
+    """One request on its way: read until the server hangs up."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.url = url
+        place = urlsplit(url)
+        self.socket = socket.create_connection((place.hostname, place.port))
+        sent = json.dumps({"stream": True, "ignore_eos": True, **body}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
+        head += "Connection: close\r\nContent-Type: application/json\r\n"
+        self._request = f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent
+        self._parts: list[bytes] = []
+        self._started_s = self._first_s = 0.0
+
+    def send(self) -> None:
+        self._started_s = time.perf_counter()
+        self.socket.sendall(self._request)
+
+    def read(self) -> bool:
+        """Take what has come; False when that was all."""
+        part = self.socket.recv(1 << 16)
+        self._parts.append(part)
+        if not self._first_s and b'"content":"' in part.replace(b'"content":""', b""):
+            self._first_s = time.perf_counter()
+        return bool(part)
+
+    def answer(self) -> Answer:
+        self.socket.close()
+        answer = Answer(self._first_s - self._started_s, b"".join(self._parts))
+        if b" 200 " not in answer.body[:20] or b"data: [DONE]" not in answer.body[-64:]:
+            raise SystemExit(f"{self.url} answered {answer.body[:600]!r}")
+        return answer
 
 
-async def decode(server: Server, streams: int, way: dict[str, Any], number: int) -> float:
+def ask(url: str, *bodies: dict[str, Any]) -> list[Answer]:
+    """A client that hardly costs anything: on two cores it competes with the servers for them."""
+    streams = [_Stream(url, body) for body in bodies]
+    with selectors.DefaultSelector() as selector:
+        for stream in streams:
+            stream.send()
+            selector.register(stream.socket, selectors.EVENT_READ, stream)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.data.read():
+                    selector.unregister(key.fileobj)
+    return [stream.answer() for stream in streams]
+
+
+def decode(server: Server, streams: int, way: dict[str, Any], number: int) -> float:
     """Tokens a second of so many streams at once."""
     bodies = [
         {
@@ -88,7 +117,7 @@ async def decode(server: Server, streams: int, way: dict[str, Any], number: int)
         for stream in range(streams)
     ]
     started = time.perf_counter()
-    await asyncio.gather(*(ask(server.url, body) for body in bodies))
+    ask(server.url, *bodies)
     return streams * STREAM_TOKENS / (time.perf_counter() - started)
 
 
@@ -104,7 +133,7 @@ class Conversation:
     def turn_ms(self) -> float:
         """The time to the first token of the next turn."""
         body = {"messages": self._messages, "max_tokens": 8, "temperature": 0}
-        answer = asyncio.run(ask(self._url, body))
+        [answer] = ask(self._url, body)
         reply = {"role": "assistant", "content": answer.text}
         self._messages += [reply, {"role": "user", "content": "And then?"}]
         time.sleep(0.3)  # what a server does after a turn is not part of the next one
@@ -123,39 +152,51 @@ def processes(server: Server) -> list[int]:
 
 
 @contextmanager
-def both(model: Path, folder: Path, slots: int, context: int) -> Iterator[tuple[Server, Server]]:
-    setup = Setup(model=model, slots=slots, context=context)
+def both(setup: Setup, folder: Path) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         ours = stack.enter_context(rekindle(setup, folder / "rekindle.log"))
         yield ours, stack.enter_context(llamacpp(setup, folder / "llamacpp.log"))
 
 
 def compare_streams(model: Path, folder: Path, rounds: int) -> None:
-    print(f"{'tokens a second':22}{'ours':>9}{'llama.cpp':>11}{'ratio':>7}   processor ms a token")
-    with both(model, folder, max(STREAMS), 16_384) as (ours, theirs):
+    setup = Setup(model=model, slots=max(STREAMS), context=16_384)
+    raw = RawSteps(model, slots=setup.slots, threads=setup.threads, context=setup.context)
+    print(
+        f"{'tokens a second':22}{'ours':>9}{'llama.cpp':>11}{'ratio':>7}{'raw steps':>11}"
+        "   processor ms a token"
+    )
+    with both(setup, folder) as servers, closing(raw):
         for label, way in WAYS.items():
             for streams in STREAMS:
-                own, other, pids = [], [], processes(ours)
-                before = [processor_s(each) for each in pids]
-                for number in range(rounds):
-                    own.append(asyncio.run(decode(ours, streams, way, number)))
-                    other.append(asyncio.run(decode(theirs, streams, way, number)))
-                spent = [processor_s(each) for each in pids]
-                tokens = rounds * streams * STREAM_TOKENS
-                shares = [
-                    (after - start) * 1000 / tokens
-                    for start, after in zip(before, spent, strict=True)
-                ]
-                ratio = median(one / two for one, two in zip(own, other, strict=True))
-                print(
-                    f"{streams:3} streams, {label:9}{median(own):9.0f}{median(other):11.0f}"
-                    f"{ratio:7.2f}   front {shares[0]:.3f}, runtime {shares[-1]:.3f}"
-                )
+                print(f"{streams:3} streams, {label:9}{_line(servers, raw, streams, way, rounds)}")
+
+
+def _line(
+    servers: tuple[Server, Server], raw: RawSteps, streams: int, way: dict[str, Any], rounds: int
+) -> str:
+    """Both servers, and the native steps alone, by turns."""
+    ours, theirs = servers
+    own, other, limit, pids = [], [], [], processes(ours)
+    before = [processor_s(each) for each in pids]
+    for number in range(rounds):
+        own.append(decode(ours, streams, way, number))
+        other.append(decode(theirs, streams, way, number))
+        limit.append(raw.tokens_per_s(streams, STREAM_TOKENS))
+    tokens = rounds * streams * STREAM_TOKENS
+    front_ms, runtime_ms = (
+        (processor_s(each) - start) * 1000 / tokens
+        for each, start in zip(pids, before, strict=True)
+    )
+    ratio = median(one / two for one, two in zip(own, other, strict=True))
+    return (
+        f"{median(own):9.0f}{median(other):11.0f}{ratio:7.2f}{median(limit):11.0f}"
+        f"   front {front_ms:.3f}, runtime {runtime_ms:.3f}"
+    )
 
 
 def compare_turns(model: Path, folder: Path, rounds: int) -> None:
     print(f"\n{'ms to the first token':22}{'ours':>9}{'llama.cpp':>11}")
-    with both(model, folder, 1, 32_768) as servers:
+    with both(Setup(model=model, slots=1, context=32_768), folder) as servers:
         talks = [Conversation(server) for server in servers]
         cold = [talk.turn_ms() for talk in talks]
         warm = [[talk.turn_ms() for talk in talks] for _ in range(2 * rounds)]
