@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.chat.detokenize import Detokenizer
-from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
 from rekindle.chat.known_prefix import KnownPrefix, Recall
 from rekindle.chat.message_spans import MessageSpan
+from rekindle.chat.prompt import Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine

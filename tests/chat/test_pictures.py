@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.encode import Encoder
 from rekindle.chat.known_prefix import KnownPrefix
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.pictures import flattened, picture_text, with_digests
 from rekindle.chat.preview import Preview
+from rekindle.chat.prompt import Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import MEDIA_BIT, Tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from tests.contract.engines import write_wide_llama
 from tests.support.server import Server, running
 from tests.support.talk import Talker

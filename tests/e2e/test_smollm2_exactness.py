@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.tokens import Tokens
 from tests.support.rounds import rounds
 from tests.support.talk import Answered, Talker

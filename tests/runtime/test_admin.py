@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.protocol.admin import (
     AdminOp,
     CollectExpired,

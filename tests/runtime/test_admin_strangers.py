@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import rekindle
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.errors import ServerError
 from rekindle.protocol.admin import (
     AdminOp,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.mlx.engine import MlxEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.tokens import Tokens
 from tests.contract.engines import write_wide_llama
 from tests.support.numpy_engine.engine import NumpyEngine

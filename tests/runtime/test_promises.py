@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.entries import Draft, Entries
 from rekindle.kvcache.entry import Clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from random import Random
 
-from rekindle.chat.encode import ChatPrompt
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.prompt import ChatPrompt
 from rekindle.runtime.recent_chats import ChatTools, RecentChat, RecentChats, chat_key
 from rekindle.tokens import Tokens
 

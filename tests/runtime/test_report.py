@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.encode import Prompt
 from rekindle.chat.message_spans import MessageSpan
+from rekindle.chat.prompt import Prompt
 from rekindle.protocol.events import Reason
 from rekindle.protocol.requests import Names
 from rekindle.runtime.report import Comparison, Evidence, first_message_tokens, judge

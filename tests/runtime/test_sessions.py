@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.chat.encode import Prompt
+from rekindle.chat.prompt import Prompt
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
 from rekindle.protocol.admin import (
     DeleteEntry,

@@ -11,8 +11,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Engine
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.picture_files import PictureFiles

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.encode import Encoder
+from rekindle.chat.prompt import Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.engine.base import Engine, EngineOptions, Sequence
 from rekindle.engine.llamacpp.engine import LlamaCppEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rekindle.chat.continued_spans import Encoding, continued_spans
@@ -14,8 +14,6 @@ from rekindle.chat.escaping import (
     Placeholders,
     Span,
     escape,
-    escape_prefix,
-    spans_from,
     unescape,
 )
 from rekindle.chat.known_prefix import (
@@ -26,7 +24,6 @@ from rekindle.chat.known_prefix import (
     adds_space,
     completion_spans,
     extended,
-    is_character_boundary,
     matching_tokens,
     tokenise,
     tokens_after,
@@ -35,51 +32,19 @@ from rekindle.chat.known_prefix import (
 from rekindle.chat.message_spans import (
     MessageSpan,
     Render,
-    TokenEdges,
     find_messages,
-    token_offsets,
 )
 from rekindle.chat.messages import Message, with_text_after
-from rekindle.chat.pictures import flattened, picture_text, pictures_in
+from rekindle.chat.pictures import flattened, picture_text
+from rekindle.chat.prompt import ChatPrompt, Prompt
+from rekindle.chat.prompt_edges import NOTHING, PromptEdges
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
-from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens
+from rekindle.tokens import Tokenizer, Tokens
 
 #: First messages of users, so different that all they have in common is what any has.
 PROBES = ("a", "\nb", " c", "1", "é", "“", ".")
 PADDED = "needle \n"
-NOTHING = KnownPrefix(b"", Tokens())
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: Tokens
-    spans: tuple[MessageSpan, ...] = ()
-    escaped: bytes = b""  # the rendered text, see escaping.py; empty when token ids were sent
-    known_tokens: int = 0  # leading tokens that were recalled
-    raw: bool = False  # its author may write control tokens
-    pictures: Pictures = field(default_factory=dict)
-
-    @property
-    def placed_pictures(self) -> list[tuple[str, tuple[int, int]]]:
-        """The texts that stand for its pictures, each with the first token and the end of it."""
-        return pictures_in(self.tokens, self.escaped, self.pictures)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt(Prompt):
-    """The prompt of a conversation. One that goes on from it, with the same objects as messages and
-    tools, takes over what was found out about them."""
-
-    messages: Sequence[Message] = ()
-    tools: Sequence[Any] | None = None
-    plain: frozenset[int] = frozenset()  # the messages in which there is nothing to escape
-    plain_tools: bool = False
-
-    def same_messages(self, messages: Sequence[Message]) -> frozenset[int]:
-        """The places of those that another conversation has there, too."""
-        pairs = enumerate(zip(self.messages, messages, strict=False))
-        return frozenset(place for place, (one, other) in pairs if one is other)
 
 
 class Encoder:
@@ -89,7 +54,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._template = template
         self._control = ControlTexts(tokenizer.control_texts)
-        self._piece = functools.cache(functools.partial(tokenizer.piece, special=True))
+        self._edges = PromptEdges(tokenizer)
 
     def text(self, text: str, *, recall: Recall | None = None) -> Prompt:
         """A plain completion's prompt; its author may write control tokens."""
@@ -115,12 +80,8 @@ class Encoder:
         template.check(template_kwargs)
         escaper = Escaper(self._control)
         shown_tools, plain_tools = _hidden_tools(escaper, tools, earlier)
-        render: Render = functools.partial(
-            template.render,
-            add_generation_prompt=add_generation_prompt,
-            tools=shown_tools,
-            **escaper.hide(template_kwargs),
-        )
+        kwargs = {"add_generation_prompt": add_generation_prompt, **escaper.hide(template_kwargs)}
+        render: Render = functools.partial(template.render, tools=shown_tools, **kwargs)
         if continue_final_message:
             render = _up_to_last_text(render)
         placed = flattened(messages, lambda digest: escaper.place_picture(picture_text(digest)))
@@ -128,7 +89,7 @@ class Encoder:
         hidden, plain = escaper.hide_each(placed, earlier.plain & same if earlier else same)
         literals = escaper.spans(render(hidden))
         text = "".join(span.text for span in literals)
-        _utf8(text)
+        _utf8(text)  # or a BadRequest
         escaped = escape(literals)
         tokens, known = self._tokenise(literals, escaped, recall, pictures)
         prompt = ChatPrompt(
@@ -141,22 +102,24 @@ class Encoder:
             plain=plain,
             plain_tools=plain_tools,
         )
-        spans = self._continued_spans(earlier, prompt, same) if earlier else None
+        spans = self._continued_spans(earlier, prompt, same)
         if spans is None:
             places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
-            spans = self._edges(prompt, known).message_spans(messages, places)
+            spans = self._edges.of(prompt, known).message_spans(messages, places)
         return replace(prompt, spans=spans)
 
     def _continued_spans(
-        self, earlier: ChatPrompt, prompt: ChatPrompt, same: frozenset[int]
+        self, earlier: ChatPrompt | None, prompt: ChatPrompt, same: frozenset[int]
     ) -> tuple[MessageSpan, ...] | None:
+        if earlier is None:
+            return None
         return continued_spans(
             Encoding(unescape(earlier.escaped), earlier.tokens),
             earlier.spans,
             Encoding(unescape(prompt.escaped), prompt.tokens),
             prompt.messages,
             same,
-            lambda tokens: [self._piece(each) if each < MEDIA_BIT else b"" for each in tokens],
+            self._edges.texts,
         )
 
     def prefix(
@@ -176,10 +139,10 @@ class Encoder:
             pictures=pictures,
         )
         probed = _probed(messages, encode)
-        prompt = self._common(probed) if probed else encode(messages)
+        prompt = self._edges.common(probed) if probed else encode(messages)
         if probed and (alone := _alone(messages, encode)):
             # Up to where the messages themselves end: then a request for just them matches too.
-            shorter = self._common([prompt, alone])
+            shorter = self._edges.common([prompt, alone])
             if alone.spans[-1].end <= len(shorter.tokens):
                 prompt = shorter
         if set(prompt.tokens) <= {self._tokenizer.bos}:
@@ -251,48 +214,6 @@ class Encoder:
         if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
             return []
         return [bos]
-
-    def _edges(self, prompt: Prompt, known: KnownPrefix = NOTHING) -> TokenEdges:
-        """Where the tokens are in the text: all of them, or, when those of the known prefix stand
-        for another text than is rendered, those after it."""
-        tokens, escaped = prompt.tokens, prompt.escaped
-        pieces, text = self._pieces(prompt), unescape(escaped)
-        if self._is_bos_added(tokens) and not escaped.startswith(pieces[0]):
-            pieces[0] = b""
-        if offsets := token_offsets(pieces, text):
-            return TokenEdges(offsets)
-        count, at_bytes = len(known.tokens), len(unescape(known.escaped))
-        if not count:
-            return TokenEdges(())
-        return TokenEdges(token_offsets(pieces[count:], text[at_bytes:]), count, at_bytes)
-
-    def _pieces(self, prompt: Prompt) -> list[bytes]:
-        """The text of each token. What stands for a picture begins with its first token and ends
-        with its last, so that no message seems to begin or end inside it."""
-        pieces = [self._piece(token) if token < MEDIA_BIT else b"" for token in prompt.tokens]
-        for text, (start, stop) in prompt.placed_pictures:
-            inside = [b""] * (stop - start - 2)
-            pieces[start:stop] = [text[:1].encode(), *inside, text[1:].encode()]
-        return pieces
-
-    def _is_bos_added(self, tokens: Tokens) -> bool:
-        return self._tokenizer.add_bos and tokens[:1].ids() == [self._tokenizer.bos]
-
-    def _common(self, prompts: Sequence[Prompt]) -> Prompt:
-        """What all of these begin with."""
-        first, *others = prompts
-        return self._first(first, min(first.tokens.common_prefix(each.tokens) for each in others))
-
-    def _first(self, prompt: Prompt, count: int) -> Prompt:
-        """The prompt up to a token; without escaped bytes where tokens do not match the text."""
-        offsets, text = self._edges(prompt).offsets, unescape(prompt.escaped)
-        inside = (start for _, (start, stop) in prompt.placed_pictures if start < count < stop)
-        count = next(inside, count)
-        while offsets and not is_character_boundary(text, offsets[count]):
-            count -= 1
-        escaped = escape_prefix(spans_from(prompt.escaped, 0), offsets[count]) if offsets else b""
-        spans = tuple(span for span in prompt.spans if span.end <= count)
-        return Prompt(prompt.tokens[:count], spans, escaped, pictures=prompt.pictures)
 
 
 def _hidden_tools(

@@ -8,11 +8,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rekindle.chat.encode import ChatPrompt, Encoder
+from rekindle.chat.encode import Encoder
 from rekindle.chat.known_prefix import Pictures
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import Message, with_parsed_arguments
 from rekindle.chat.normalise import without_strict
+from rekindle.chat.prompt import ChatPrompt
 from rekindle.chat.replay import EndMarkers
 from rekindle.errors import TemplateFailed
 from rekindle.kvcache.entry_index import EntryIndex

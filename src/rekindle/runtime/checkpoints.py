@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from rekindle.chat.encode import Prompt
 from rekindle.chat.messages import SYSTEM_ROLES
+from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Capabilities
 
 LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096

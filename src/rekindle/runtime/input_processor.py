@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from rekindle.chat.encode import Encoder, Prompt
+from rekindle.chat.encode import Encoder
 from rekindle.chat.known_prefix import Pictures
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import with_parsed_arguments
 from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.pictures import picture_text, with_digests
+from rekindle.chat.prompt import Prompt
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong

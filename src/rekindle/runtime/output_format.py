@@ -6,10 +6,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.chat.encode import Prompt
 from rekindle.chat.escaping import unescape
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
+from rekindle.chat.prompt import Prompt
 from rekindle.chat.tools.base import ReplyParser
 from rekindle.chat.tools.registry import select
 from rekindle.engine.base import TokenMask

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rekindle.chat.encode import ChatPrompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import Message
 from rekindle.chat.normalise import without_strict
+from rekindle.chat.prompt import ChatPrompt
 from rekindle.kvcache.text_index import TextIndex
 from rekindle.runtime.replay import Restoration
 

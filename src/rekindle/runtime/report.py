@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rekindle.chat.diff import first_difference
-from rekindle.chat.encode import Prompt
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.message_spans import MessageSpan
+from rekindle.chat.prompt import Prompt
 from rekindle.kvcache.entries import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
 

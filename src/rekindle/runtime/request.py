@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rekindle.chat.encode import Prompt
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.pictures import picture_text
+from rekindle.chat.prompt import Prompt
 from rekindle.errors import ContextTooLong
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries import Entry

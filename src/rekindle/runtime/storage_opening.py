@@ -20,7 +20,7 @@ from rekindle.kvcache.tiers.base import OnEvent, Tier
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.requests import LoadModel
-from rekindle.protocol.settings import usable_cores
+from rekindle.protocol.settings import RuntimeSettings, usable_cores
 from rekindle.runtime.budgets import Budgets
 from rekindle.runtime.encoded_pictures import EncodedPictures
 from rekindle.runtime.storage import Log, Storage
@@ -56,14 +56,7 @@ def open_storage(
             allocate=allocate,
             readers=_readers(capabilities),
         )
-    tiers: list[Tier] = [RamTier(shares.blocks_bytes, settings.cache_eviction)]
-    tiers += [disk] if disk else []  # a further tier below goes here
-    store = Store(
-        block_tokens=capabilities.block_tokens,
-        tiers=tiers,
-        fetch_bytes=shares.fetch_bytes,
-        least_chance=LIKELY if settings.cache_write == "likely" else 0.0,
-    )
+    store = _store_over(disk, settings, shares, capabilities.block_tokens)
     journal = disk.journal if disk else None
     pictures = EncodedPictures(shares.pictures_bytes, clock.steady_s)
     if capabilities.sees:
@@ -81,6 +74,19 @@ def open_storage(
         disk=disk,
         no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",
+    )
+
+
+def _store_over(
+    disk: DiskTier | None, settings: RuntimeSettings, shares: RamShares, block_tokens: int
+) -> Store:
+    tiers: list[Tier] = [RamTier(shares.blocks_bytes, settings.cache_eviction)]
+    tiers += [disk] if disk else []  # a further tier below goes here
+    return Store(
+        block_tokens=block_tokens,
+        tiers=tiers,
+        fetch_bytes=shares.fetch_bytes,
+        least_chance=LIKELY if settings.cache_write == "likely" else 0.0,
     )
 
 

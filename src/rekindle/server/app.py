@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -95,29 +96,11 @@ def build_app(
     keys: Keys | None = None,
     drain: Drain | None = None,
 ) -> RequestMiddleware:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with open_models() as models:
-            media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
-            try:
-                with open_validators() as validators:
-                    yield {
-                        "models": models,
-                        VALIDATORS: validators,
-                        MEDIA: media,
-                        files.TRANSFERS: files.Transfers(),
-                        OPEN_RESPONSES: OpenResponses(),
-                        CONVERSATION_LOCKS: ConversationLocks(),
-                        DOCUMENT_SLOTS: DocumentSlots(),
-                    }
-            finally:
-                await media.close()
-
     app = DocumentedApp(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
-        lifespan=lifespan,
+        lifespan=partial(_lifespan, config, open_models),
         redirect_slashes=False,  # a redirect would repeat a forged Host header
         responses=documented(*EVERY_OPERATION),
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
@@ -139,6 +122,28 @@ def build_app(
         versioned=_versioned(),
         error_format=_error_format,
     )
+
+
+@asynccontextmanager
+async def _lifespan(
+    config: Config, open_models: OpenModels, _app: FastAPI
+) -> AsyncIterator[dict[str, Any]]:
+    """What requests share, from the start of the server to its end."""
+    async with open_models() as models:
+        media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+        try:
+            with open_validators() as validators:
+                yield {
+                    "models": models,
+                    VALIDATORS: validators,
+                    MEDIA: media,
+                    files.TRANSFERS: files.Transfers(),
+                    OPEN_RESPONSES: OpenResponses(),
+                    CONVERSATION_LOCKS: ConversationLocks(),
+                    DOCUMENT_SLOTS: DocumentSlots(),
+                }
+        finally:
+            await media.close()
 
 
 def _versioned() -> set[str]:
