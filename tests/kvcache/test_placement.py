@@ -57,31 +57,31 @@ def last_of(store: Store) -> Block:
 
 def test_writing_everything_looks_at_each_block_once(steps: Steps) -> None:
     store = deep_store(1 << 30)
-    store.write_everything()
+    store.write_back.write_everything()
     assert all(block.is_persistent for block in store)
     assert steps.taken <= 4 * DEEP
 
 
 def test_nor_does_it_look_longer_where_a_tier_takes_nothing(steps: Steps) -> None:
     store = deep_store(0)
-    store.write_everything()
+    store.write_back.write_everything()
     assert steps.taken <= 4 * DEEP
 
 
 def test_nor_where_the_first_block_may_not_be_written(steps: Steps) -> None:
     store = deep_store(1 << 30)
     next(iter(store)).write_back = WriteBack.NEVER
-    store.write_everything()
+    store.write_back.write_everything()
     assert not any(block.is_persistent for block in store)
     assert steps.taken <= 4 * DEEP
 
 
 def test_a_chain_is_written_on_from_what_is_stored(steps: Steps) -> None:
     store = deep_store(1 << 30)
-    store.write_everything()
+    store.write_back.write_everything()
     extend(store, last_of(store).key, range(DEEP, DEEP + 5), WriteBack.NEVER)
     steps.taken = 0
-    store.write_chain(last_of(store))
+    store.write_back.write_chain(last_of(store))
     assert last_of(store).is_persistent
     assert steps.taken <= 20
 
@@ -144,7 +144,7 @@ def test_what_leaves_ram_is_written_if_it_is_likely_to_be_used_again(
 
 def test_a_stop_writes_what_is_unlikely_too() -> None:
     store, lower = full_store(0.2, WriteBack.LATE)
-    store.write_everything()
+    store.write_back.write_everything()
     assert sum(lower.holds(block) for block in store) == 4
 
 

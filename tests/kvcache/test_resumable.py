@@ -233,7 +233,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
     """The file that the block had stands, and so does everything that rests on it."""
     handle = cache.attach(LONG, pinned=True)
     cache.put(LONG)
-    cache.store.write_everything()
+    cache.store.write_back.write_everything()
     cache.flush()
     with cache.failing(code):
         cache.put(LONG[:4], resumable=True, exact=exact)
@@ -249,7 +249,7 @@ def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_s
     cache: DiskStore,
 ) -> None:
     cache.put(LONG)
-    cache.store.write_everything()
+    cache.store.write_back.write_everything()
     cache.flush()
     with cache.failing(errno.EIO):
         cache.put(LONG[:4], resumable=True)

@@ -182,7 +182,7 @@ class Tiers(RuleBasedStateMachine):
         )  # fmt: skip
         assert entry is not None
         if pinned and entry.block is not None:
-            self.store.write_chain(entry.block)
+            self.store.write_back.write_chain(entry.block)
             self.pins[entry.key] = (root, path)
 
     @precondition(lambda self: self.pins)
@@ -214,7 +214,7 @@ class Tiers(RuleBasedStateMachine):
         """After a kind stop all is there that may be written; after a crash, what was stored."""
         if kindly:
             self.store.retry()
-            self.store.write_everything()
+            self.store.write_back.write_everything()
         self.flush()
         stored = {
             block.key: (block.namespace, _path(block)) for block in self.store if block.stored
@@ -273,7 +273,7 @@ class Tiers(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(block_files, "write", fail)
             self.put(root, path, exact, True, WriteBack.SOON)
-            self.store.write_everything()
+            self.store.write_back.write_everything()
             self.flush()
         self.flush()
 
@@ -403,7 +403,7 @@ class ThreeTiers(Tiers):
         self.flush()
         self.memory.failure = state
         self.put(root, path, exact, True, WriteBack.SOON)
-        self.store.write_everything()
+        self.store.write_back.write_everything()
         self.flush()
         self.memory.failure = "ok"
 

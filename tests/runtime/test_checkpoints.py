@@ -109,7 +109,7 @@ def test_every_tier_gives_checkpoints_back(tmp_path: Path, tier: str, exact: boo
     first = harness.ask(CHAT, exact=exact)
     harness.offload()
     if tier == "disk":
-        harness.store.write_everything()
+        harness.store.write_back.write_everything()
         harness.flush()
         harness.ask(list(range(500, 600)))  # takes the room
     if tier == "restart":
@@ -326,7 +326,7 @@ def test_what_an_entry_holds_is_what_a_turn_could_go_on_from(tmp_path: Path) -> 
     assert (
         harness.runtime.cache_info.info(entry).stored_tokens == 0
     )  # whole blocks are; no checkpoint is
-    harness.store.write_everything()
+    harness.store.write_back.write_everything()
     harness.flush()
     assert harness.runtime.cache_info.info(entry).stored_tokens == len(PROMPT)
     for block in list(harness.store):

@@ -176,7 +176,7 @@ def test_exact_answers_are_bit_identical_through_every_tier(
     prompt, last = played[-1]
     if tier == "disk":
         talker.harness.ask([9] * 200, exact=True)  # takes the room
-        talker.harness.store.write_everything()
+        talker.harness.store.write_back.write_everything()
         talker.harness.flush()
     if tier == "restart":
         talker.harness.close()

@@ -39,7 +39,7 @@ def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_al
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
     harness.ask([1, 2, 3, 4, *range(700, 716)], names=Names(in_memory=True))
     harness.ask([1, 2, 3, 4, *range(800, 816)])
-    harness.store.write_everything()
+    harness.store.write_back.write_everything()
     assert not {*range(700, 716)} & on_disk(harness)
     harness.close()
 

@@ -93,7 +93,7 @@ def test_writing_is_for_new_tokens_only(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     converse(harness, 10, FIRST)
-    harness.store.write_everything()
+    harness.store.write_back.write_everything()
     harness.flush()
     assert harness.disk is not None
     written = harness.disk.counts.written_bytes
@@ -110,7 +110,7 @@ def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path)
     for number in range(20):
         tokens = harness.ask([*system, *([600 + number] * 12)]).turn.tokens.ids[:-1]
         states |= {tuple(tokens[: stop + 1]) for stop in range(len(tokens))}
-    harness.store.write_everything()
+    harness.store.write_back.write_everything()
     harness.flush()
     assert harness.disk is not None
     stored = sum(block.size_bytes for block in harness.store if block.stored)

@@ -62,7 +62,7 @@ class Load:
         elif what < 0.55 and self._keys:
             self._change(*self._chance.choice(self._keys))
         elif what < 0.60:
-            self._harness.store.write_everything()
+            self._harness.store.write_back.write_everything()
         elif what < 0.63:
             assert self._harness.disk is not None
             self._harness.disk.back_up()

@@ -1,8 +1,6 @@
-"""Which tier holds a block: what is written down, when, and what makes room for it."""
+"""Which tier holds a block, and what makes room for it."""
 
 from __future__ import annotations
-
-from collections import deque
 
 from rekindle.kvcache.block import Block, WriteBack, chain
 from rekindle.kvcache.tiered import TieredTree
@@ -16,9 +14,8 @@ class Placement:
     """Moves copies of blocks between tiers. A tier below the first is closed under parents, so
     they are always written before and removed after their children.
 
-    What is to be written soon goes to every tier below the first while its bytes are at hand; so a
-    tier that has to make room seldom has to read what the next one down should have. What may be
-    written late goes down one tier when memory runs out.
+    What may be written late goes down one tier when memory runs out; what is to be written soon is
+    in the `WriteBackQueue`.
     """
 
     def __init__(self, tiered: TieredTree, least_chance: float = 0.0) -> None:
@@ -33,63 +30,10 @@ class Placement:
         self._names_under = {
             name: frozenset(tier.name for tier in tiers) for name, tiers in self._under.items()
         }
-        #: By tier: blocks to be written as soon as its queue has room.
-        self._dirty: dict[str, deque[Block]] = {tier.name: deque() for tier in self._lower}
 
-    # -- writing back --------------------------------------------------------------------------
+    # -- writing down --------------------------------------------------------------------------
 
-    def set_write_back(self, block: Block, write_back: WriteBack) -> None:
-        """Have a block kept at least as long as this."""
-        if write_back > block.write_back:
-            block.write_back = write_back
-            self._plan(block)
-            self.feed()
-
-    def _plan(self, block: Block) -> None:
-        """Have a block written soon if it is to be. Tails wait in any case: the next turn makes a
-        longer one of most of them."""
-        if block.write_back is WriteBack.SOON and self._tree.is_full(block):
-            for tier in self._lower:
-                if not tier.holds(block) and tier.takes_writes:
-                    self._dirty[tier.name].append(block)
-
-    def feed(self) -> None:
-        """Hand each tier as much as it takes."""
-        for tier in self._lower:
-            dirty = self._dirty[tier.name]
-            while dirty and tier.takes_writes and tier.has_queue_room:
-                block = dirty.popleft()
-                if self._tiered.knows(block):
-                    self._write(tier, block)
-
-    def plan_again(self) -> None:
-        """Have written what a tier that had failed has missed."""
-        for dirty in self._dirty.values():
-            dirty.clear()
-        for block in self._tree:
-            self._plan(block)
-        self.feed()
-
-    def write_down(self, block: Block) -> None:
-        """Have a block, and so all above it, written to the first tier below that takes it."""
-        any(self._write(tier, block) for tier in self._lower)
-
-    def write_everything(self) -> None:
-        """Have all written that may be; the order of the index is parents first, so a block whose
-        parent has not got there cannot either."""
-        for block in list(self._tree):
-            if block.write_back > WriteBack.NEVER and self._tiered.knows(block):
-                any(
-                    self._has_parent(tier, block) and self._write(tier, block)
-                    for tier in self._lower
-                )
-
-    @staticmethod
-    def _has_parent(tier: Tier, block: Block) -> bool:
-        """Whether a tier holds what a block rests on there."""
-        return block.parent is None or block.parent.is_root or tier.holds(block.parent)
-
-    def _write(self, tier: Tier, block: Block, *needed: Block | None) -> bool:
+    def write(self, tier: Tier, block: Block, *needed: Block | None) -> bool:
         """Have a block written, after those above it that are not; False: it cannot be. Room for
         it is not made at the cost of what is needed."""
         missing = self._missing(tier, block) if tier.takes_writes else None
@@ -141,7 +85,7 @@ class Placement:
         return (
             tier.takes_writes
             and tier.has_queue_room
-            and (above is None or self._write(tier, above))
+            and (above is None or self.write(tier, above))
             and self.make_room(tier, tier.cost(tokens, state_bytes), above)
         )
 
@@ -235,7 +179,7 @@ class Placement:
         if block.write_back is WriteBack.NEVER or self._is_unlikely(tier, block):
             return False
         under = self._under[tier.name]
-        return any(each.has_queue_room and self._write(each, block, *needed) for each in under)
+        return any(each.has_queue_room and self.write(each, block, *needed) for each in under)
 
     def _is_unlikely(self, tier: Tier, block: Block) -> bool:
         """Whether a block that leaves a tier is not worth being written down."""

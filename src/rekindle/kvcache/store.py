@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 
-from rekindle.kvcache.block import Block, BlockKind, WriteBack, chain, chain_key
+from rekindle.kvcache.block import Block, BlockKind, WriteBack, chain_key
 from rekindle.kvcache.conversations import Conversations
 from rekindle.kvcache.fetches import Fetches
 from rekindle.kvcache.placement import Placement
@@ -13,6 +12,7 @@ from rekindle.kvcache.tier_events import TierEvents
 from rekindle.kvcache.tiered import StoreCounts, TieredTree
 from rekindle.kvcache.tiers.base import Blob, Tier, TierEvent
 from rekindle.kvcache.tree import Match, Tree
+from rekindle.kvcache.write_back import WriteBackQueue
 from rekindle.tokens import Tokens
 
 __all__ = ["Store", "StoreCounts"]
@@ -38,9 +38,10 @@ class Store:
         self._tree = Tree(block_tokens)
         self._tiered = TieredTree(self._tree, tiers)
         self._placement = Placement(self._tiered, least_chance)
+        self.write_back = WriteBackQueue(self._tiered, self._placement)
         self.tiers = self._tiered.tiers
         self.fetches = Fetches(self.tiers, fetch_bytes)
-        self._events = TierEvents(self._tiered, self._placement, self.fetches)
+        self._events = TierEvents(self._tiered, self._placement, self.write_back, self.fetches)
         self.conversations = Conversations(self._tiered)
         self.counts = self._tiered.counts
 
@@ -86,7 +87,7 @@ class Store:
             if self._tiered.knows(block):
                 for tier in self.tiers:
                     tier.budget.use(block)
-                self._placement.set_write_back(block, write_back)
+                self.write_back.ask(block, write_back)
 
     def wants(self, parent: bytes, tokens: Tokens, *, exact: bool, resumable: bool = False) -> bool:
         """Whether putting this block would add anything."""
@@ -128,7 +129,7 @@ class Store:
             namespace, above, tokens, len(blob), exact=exact, resumable=resumable, tenant=tenant
         )
         self._tiered.put(block, blob, [tier])
-        self._placement.set_write_back(block, write_back)
+        self.write_back.ask(block, write_back)
         return True
 
     def _replace(self, known: Block, blob: Blob, kind: BlockKind) -> bool:
@@ -144,7 +145,7 @@ class Store:
     def set_write_back(self, key: bytes, write_back: WriteBack) -> None:
         """Have a block that is here already kept at least as long as this."""
         if block := self._tree.get(key):
-            self._placement.set_write_back(block, write_back)
+            self.write_back.ask(block, write_back)
 
     def drop(self, block: Block) -> None:
         """Forget a block that turned out bad, and everything that was computed on top of it."""
@@ -161,18 +162,7 @@ class Store:
     def join(self, tier: Tier) -> None:
         """All that a tier held is taken in, and it takes writes from now on."""
         self._placement.make_room(tier, 0)
-        self._placement.plan_again()
-
-    def write_chain(self, block: Block) -> None:
-        """Have a conversation written whole, its tail too. Where a block is to outlive the process,
-        so are those above it."""
-        for each in takewhile(lambda each: not each.is_persistent, chain(block)):
-            each.write_back = max(each.write_back, WriteBack.LATE)
-        self._placement.write_down(block)
-
-    def write_everything(self) -> None:
-        """Have all written that may be."""
-        self._placement.write_everything()
+        self.write_back.plan_again()
 
     def on_event(self, event: TierEvent) -> None:
         """Take in what a tier has done in the meantime."""
@@ -184,7 +174,7 @@ class Store:
         for tier in failed:
             tier.retry()
         if failed:
-            self._placement.plan_again()
+            self.write_back.plan_again()
 
 
 def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:

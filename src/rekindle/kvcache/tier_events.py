@@ -18,16 +18,24 @@ from rekindle.kvcache.tiers.base import (
     Written,
     serves,
 )
+from rekindle.kvcache.write_back import WriteBackQueue
 
 
 class TierEvents:
     """Called by the engine's thread, with what the threads of the tiers reported."""
 
-    def __init__(self, tiered: TieredTree, placement: Placement, fetches: Fetches) -> None:
+    def __init__(
+        self,
+        tiered: TieredTree,
+        placement: Placement,
+        write_back: WriteBackQueue,
+        fetches: Fetches,
+    ) -> None:
         self._tiered = tiered
         self._fetches = fetches
         self._tree = tiered.tree
         self._placement = placement
+        self._write_back = write_back
         self._first = tiered.tiers[0]
         self._tiers = {tier.name: tier for tier in tiered.tiers}
 
@@ -57,7 +65,7 @@ class TierEvents:
             if block := self._tree.get(write.key):
                 block.copies[tier.name].written = write.kind
                 self._tiered.cover(block)
-        self._placement.feed()
+        self._write_back.feed()
 
     def _on_write_failed(self, event: WriteFailed) -> None:
         """These are not in the tier, so nothing below them is reachable there either."""

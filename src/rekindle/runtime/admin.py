@@ -157,7 +157,7 @@ class Admin:
             self._pins.check(entry)
             self._entries.pin(entry)
             if entry.block is not None and entry.durable:
-                self._store.write_chain(entry.block)
+                self._store.write_back.write_chain(entry.block)
         elif not pinned:
             self._entries.unpin(entry)
         self._reply_when_durable(entry, reply)
@@ -217,7 +217,7 @@ class Admin:
     def _write(self, entry: Entry, reply: Reply) -> None:
         """Have all that is stored of an entry written, and reply then."""
         if entry.block is not None and entry.durable:
-            self._store.write_chain(entry.block)
+            self._store.write_back.write_chain(entry.block)
         self._reply_when_durable(entry, reply)
 
     # -- looking -------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class Storage:
     def close(self) -> None:
         """Write what there is to write, and let go of the tiers."""
         self.store.retry()
-        self.store.write_everything()
+        self.store.write_back.write_everything()
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > LOGGED_WRITE_BYTES:
             self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
