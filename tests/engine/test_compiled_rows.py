@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rekindle.engine import compiled_rows
-from rekindle.engine.base import Matrix
-from rekindle.engine.compiled_rows import CompiledRows
+from rekindle.engine.base import Matrix, Row
+from rekindle.engine.compiled_rows import DRAW, PROPOSE, CompiledRows, Memory
 from rekindle.engine.sampling import Chooser, TokenSampler, build_sampler
 from rekindle.protocol.requests import SamplingParams
+from tests.engine.sorted_sampling import chances
 
 WAYS = {
     "greedy": SamplingParams(temperature=0),
@@ -29,6 +34,10 @@ WAYS = {
     "many": SamplingParams(temperature=1.2, top_p=0.8, top_k=700, min_p=0.001),
 }
 ROWS = 40
+
+needs_compiler = pytest.mark.skipif(
+    compiled_rows.load() is None, reason="no C compiler built the package"
+)
 
 
 def make_logits(size: int, spread: float) -> Matrix:
@@ -60,7 +69,50 @@ def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
     assert sum(np.not_equal(tokens, choose(way, logits, None))) <= 1
 
 
-@pytest.mark.skipif(compiled_rows.load() is None, reason="no C compiler built the package")
+def words(shares: Sequence[float]) -> bytes:
+    """Random words that stand for such numbers in [0, 1)."""
+    every = [int(share * (1 << 53)) << 11 for share in shares]
+    return struct.pack("=21Q", *every, *[0] * (compiled_rows.WORDS - len(every)))
+
+
+def drawn_from(row: Row, choices: Iterable[bytes]) -> set[int]:
+    compiled = compiled_rows.load()
+    assert compiled
+    memory = Memory()
+    tokens = [compiled.choose(choice, row[None], memory)[0] for choice in choices]
+    return set(tokens) - {compiled_rows.UNDECIDED}
+
+
+def nucleus_of_proposals(row: Row, top_p: float) -> set[int]:
+    """Each token is proposed, which at temperature 1 is enough; all rows have one column."""
+    settings = compiled_rows.pack(SamplingParams(temperature=1, top_p=top_p), PROPOSE)
+    weights = np.exp(row.astype(np.float64))
+    middles = (np.cumsum(weights) - weights / 2) / weights.sum()
+    choices = [settings + words([0.0, middle, 0.0] * 7) for middle in middles]
+    return drawn_from(row, choices)
+
+
+def nucleus_of_draws(row: Row, top_p: float) -> set[int]:
+    """So hot that all tokens have the same chance, each is drawn."""
+    settings = compiled_rows.pack(SamplingParams(temperature=1e9, top_p=top_p), DRAW, draws=1)
+    middles = (np.arange(4 * row.size) + 0.5) / (4 * row.size)
+    return drawn_from(row, [settings + words([middle]) for middle in middles])
+
+
+@needs_compiler
+@given(
+    st.lists(st.integers(-24, 24), min_size=1, max_size=60),
+    st.floats(0, 1 - 1e-9),
+)
+def test_a_nucleus_is_that_of_the_sorted_row(eighths: list[int], top_p: float) -> None:
+    """Logits are equal or clearly not: which of two neighbours is the heavier is up to `exp`."""
+    row = np.array(eighths, np.float32) / np.float32(8)
+    defined = set(chances(row, SamplingParams(temperature=1, top_p=top_p)))
+    assert nucleus_of_proposals(row, top_p) == defined
+    assert nucleus_of_draws(row, top_p) == defined
+
+
+@needs_compiler
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_compiled_code_leaves_nothing_to_numpy(
     way: SamplingParams, monkeypatch: pytest.MonkeyPatch
