@@ -1,6 +1,7 @@
-"""Compiles `rows.c` into the package, where there is a C compiler; without one the package is pure.
+"""Compiles what chooses tokens into the package, where there is a C compiler; without one the
+package is pure, and NumPy does its work.
 
-`python hatch_build.py` does it in place.
+`python hatch_build.py` compiles in place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ENGINE = Path(__file__).parent / "src/rekindle/engine"
 LIBRARY = ENGINE / "_rows.so"
 #: No two machines may add in another order, or round at another place. Errors are not asked for.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINKED = ("-fPIC", "-shared", "-pthread")
+SOURCES = (ENGINE / "rows.c", ENGINE / "row_pool.c")
 
 
 class CompiledRowsHook(BuildHookInterface):
@@ -36,7 +39,7 @@ def compile_rows() -> bool:
     """Whether there is compiled code now."""
     fresh = LIBRARY.with_suffix(f".{os.getpid()}")
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *FLAGS, "-o", fresh, ENGINE / "rows.c", "-lm"]
+    command = [*compiler, *FLAGS, *LINKED, "-o", fresh, *SOURCES, "-lm"]
     try:
         subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

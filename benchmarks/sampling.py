@@ -5,7 +5,8 @@ each. The chain's time is that of copying its candidates, which stands for makin
 and of `llama_sampler_apply`.
 
 Then whole steps, by rows and threads (`--steps`: these alone, without llama.cpp). Rows are written
-anew before each step, as an engine does, and more of them than caches hold. CPU time, of all
+anew before each step, as an engine does, and more of them than caches hold; threads are woken
+before that, as for a step on a GPU. CPU time, of all
 threads, says what a step costs where other programs have the cores; what waits for the
 interpreter's lock does not show in it.
 """
@@ -25,7 +26,6 @@ import numpy as np
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Row
-from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.llamacpp.bindings import declare, load_library
 from rekindle.engine.sampling import build_sampler
 from rekindle.engine.step_sampler import StepSampler
@@ -143,7 +143,7 @@ def compare_us(library: Any, sampling: SamplingParams, row: Row) -> list[float]:
 class OneRow:
     """A reply by itself."""
 
-    def __init__(self, sampling: SamplingParams, compiled: CompiledRows | None) -> None:
+    def __init__(self, sampling: SamplingParams, compiled: ctypes.CDLL | None) -> None:
         self._step = StepSampler(1, compiled)
         self._samplers = [build_sampler(sampling, ())]
 
@@ -163,6 +163,7 @@ def measure_step_us(
     logits = given.copy()
     walls, cpus = [], []
     for _ in range(STEPS):
+        step.arm(samplers, row.size)
         logits[:] = given
         started, started_cpu = time.perf_counter(), time.process_time()
         step.sample(samplers, logits)

@@ -23,7 +23,8 @@ def tree(tmp_path: Path) -> Path:
     """Of the repository what a build needs."""
     engine = tmp_path / "src/rekindle/engine"
     engine.mkdir(parents=True)
-    shutil.copy(ROOT / "src/rekindle/engine/rows.c", engine)
+    for source in (ROOT / "src/rekindle/engine").glob("*.[ch]"):
+        shutil.copy(source, engine)
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
@@ -67,5 +68,5 @@ def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) 
     shutil.unpack_archive(source, tree / "unpacked", filter="data")
     [unpacked] = (tree / "unpacked").iterdir()
     assert (unpacked / "hatch_build.py").exists()
-    assert (unpacked / "src/rekindle/engine/rows.c").exists()
-    assert not (unpacked / "src" / LIBRARY).exists()
+    sources = {each.name for each in (unpacked / "src/rekindle/engine").iterdir()}
+    assert sources == {"rows.c", "rows.h", "row_pool.c"}

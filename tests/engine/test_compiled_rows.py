@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row
-from rekindle.engine.compiled_rows import DRAW, PROPOSE, CompiledRows, Memory
+from rekindle.engine.compiled_rows import DRAW, PROPOSE, RowChooser
 from rekindle.engine.sampling import Chooser, TokenSampler, build_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sorted_sampling import chances
@@ -48,7 +48,7 @@ def make_logits(size: int, spread: float) -> Matrix:
     return rows
 
 
-def choose(way: SamplingParams, logits: Matrix, compiled: CompiledRows | None) -> list[int]:
+def choose(way: SamplingParams, logits: Matrix, compiled: RowChooser | None) -> list[int]:
     samplers = [build_sampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
     return [sampled.token for sampled in Chooser(compiled).choose(samplers, logits.copy())]
 
@@ -65,7 +65,7 @@ def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
 ) -> None:
     """All but one of the rows: sums are rounded elsewhere, and a number may fall between two."""
     logits = make_logits(size, spread)
-    tokens = choose(way, logits, compiled_rows.load())
+    tokens = choose(way, logits, compiled_rows.build())
     assert sum(np.not_equal(tokens, choose(way, logits, None))) <= 1
 
 
@@ -76,10 +76,9 @@ def words(shares: Sequence[float]) -> bytes:
 
 
 def drawn_from(row: Row, choices: Iterable[bytes]) -> set[int]:
-    compiled = compiled_rows.load()
+    compiled = compiled_rows.build()
     assert compiled
-    memory = Memory()
-    tokens = [compiled.choose(choice, row[None], memory)[0] for choice in choices]
+    tokens = [compiled.choose(choice, row[None])[0] for choice in choices]
     return set(tokens) - {compiled_rows.UNDECIDED}
 
 
@@ -122,7 +121,7 @@ def test_compiled_code_leaves_nothing_to_numpy(
 
     monkeypatch.setattr(TokenSampler, "draw", fail)
     for spread in (0.0, 1.0, 6.0):
-        choose(way, make_logits(3001, spread), compiled_rows.load())
+        choose(way, make_logits(3001, spread), compiled_rows.build())
 
 
 def test_code_that_is_missing_damaged_or_of_another_version_is_not_used(

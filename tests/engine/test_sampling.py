@@ -55,7 +55,7 @@ def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
     assert sampling.seed is not None
     seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
-    chooser = Chooser(compiled_rows.load())
+    chooser = Chooser(compiled_rows.build())
     steps = [
         chooser.choose(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from ctypes import CDLL
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +13,8 @@ import pytest
 
 from rekindle.engine import step_sampler
 from rekindle.engine.base import Matrix, Sampled
-from rekindle.engine.compiled_rows import CompiledRows
 from rekindle.engine.sampling import TokenSampler, build_sampler
-from rekindle.engine.step_sampler import Sharing, StepSampler, build_step_sampler
+from rekindle.engine.step_sampler import StepSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -64,7 +65,7 @@ def alone(ways: list[SamplingParams], size: int) -> list[list[Sampled]]:
 
 
 @pytest.fixture(params=[1, 2, 8])
-def step(request: pytest.FixtureRequest, compiled: CompiledRows | None) -> Iterator[StepSampler]:
+def step(request: pytest.FixtureRequest, compiled: CDLL | None) -> Iterator[StepSampler]:
     made = StepSampler(request.param, compiled)
     yield made
     made.close()
@@ -79,7 +80,9 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
     group: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "_sharing", Sharing(8, 1, group, 70, 70))
+    monkeypatch.setattr(step_sampler, "GROUP_LOGITS", group)
+    monkeypatch.setattr(step_sampler, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(step_sampler, "_SHARED_LOGITS", 1)
     monkeypatch.setattr(step_sampler, "LEAST_WORK", 1)
     monkeypatch.setattr("rekindle.engine.team.LEAST_WORK", 1)
     samplers = make_samplers(ways)
@@ -87,9 +90,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
     assert together == alone(ways, size)
 
 
-def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are_not(
-    compiled: CompiledRows | None,
-) -> None:
+def test_numpy_shares_the_rows_of_a_large_step_and_not_those_of_a_small_one() -> None:
     seen: set[str] = set()
 
     class Watched(TokenSampler):
@@ -97,7 +98,7 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
             seen.add(threading.current_thread().name)
             return Sampled(token)
 
-    step = StepSampler(4, compiled)
+    step = StepSampler(4, None)
     hot = SamplingParams(temperature=2)
     try:
         step.sample([Watched(hot, (), None)], np.zeros((1, 50_000), np.float32))
@@ -109,7 +110,31 @@ def test_rows_of_a_large_step_are_shared_by_threads_and_those_of_a_small_one_are
         step.close()
 
 
-def test_a_failure_in_one_row_is_raised(compiled: CompiledRows | None) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "rows", "is_shared"),
+    [(0, 8, False), (0, 32, True), (1, 2, False), (1, 8, True)],
+)
+def test_compiled_code_wakes_threads_for_large_steps_alone(
+    temperature: float, rows: int, is_shared: bool, step: StepSampler, compiled: CDLL | None
+) -> None:
+    samplers = [build_sampler(SamplingParams(temperature=temperature), ()) for _ in range(rows)]
+    expected = is_shared and compiled is not None and step.threads > 1
+    assert step.arm(samplers, 50_000) == expected
+
+
+def test_steps_may_come_at_once_late_or_not_at_all(step: StepSampler) -> None:
+    """After a call to get ready for one."""
+    samplers, rows = make_samplers(WAYS[:1]), make_logits(0, 50_000)
+    first = step.sample(make_samplers(WAYS[:1]), rows.copy())
+    for wait_s in (0, 0, 0.001, 0.03, 0):
+        step.arm(samplers, 50_000)
+        step.arm(samplers, 50_000)
+        time.sleep(wait_s)
+        assert step.sample(make_samplers(WAYS[:1]), rows.copy()) == first
+    step.arm(samplers, 50_000)
+
+
+def test_a_failure_in_one_row_is_raised(compiled: CDLL | None) -> None:
     class Broken(TokenSampler):
         def accept(self, token: int) -> Sampled:
             raise MemoryError
@@ -121,27 +146,38 @@ def test_a_failure_in_one_row_is_raised(compiled: CompiledRows | None) -> None:
     step.close()
 
 
-@pytest.mark.parametrize(
-    ("cores", "busy", "threads"),
-    [(1, 0, 1), (2, 0, 1), (4, 0, 2), (8, 8, 1), (32, 24, 4)],
-)
-def test_threads_go_by_the_cores_that_are_left(
-    cores: int, busy: int, threads: int, monkeypatch: pytest.MonkeyPatch
+def threads_of(busy_cores: int) -> int:
+    step = build_step_sampler(busy_cores)
+    step.close()
+    return step.threads
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_half_of_the_cores_choose_beside_a_gpu(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: cores)
-    assert build_step_sampler(busy).threads == threads
+    assert threads_of(0) == threads
 
 
 def test_more_threads_choose_where_they_do_not_wait_for_the_interpreter(
-    compiled: CompiledRows | None, monkeypatch: pytest.MonkeyPatch
+    compiled: CDLL | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_sampler, "usable_cores", lambda: 64)
-    assert build_step_sampler(0).threads == (8 if compiled else 4)
+    assert threads_of(0) == (8 if compiled else 4)
+
+
+@pytest.mark.parametrize(("cores", "busy", "by_numpy"), [(8, 8, 1), (32, 24, 4)])
+def test_beside_cores_that_compute_compiled_code_takes_one_thread(
+    cores: int, busy: int, by_numpy: int, compiled: CDLL | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_sampler, "usable_cores", lambda: cores)
+    assert threads_of(busy) == (1 if compiled else by_numpy)
 
 
 def test_compiled_code_is_missed_aloud_and_used_in_silence(
-    compiled: CompiledRows | None, caplog: pytest.LogCaptureFixture
+    compiled: CDLL | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build_step_sampler(0)
+    threads_of(0)
     said = [record.getMessage() for record in caplog.records]
     assert ["no C compiler was found" in line for line in said] == ([] if compiled else [True])

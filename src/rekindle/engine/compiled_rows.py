@@ -11,6 +11,7 @@ from functools import cache
 from math import inf, log
 from pathlib import Path
 from struct import Struct
+from typing import Any
 
 import numpy as np
 
@@ -29,37 +30,55 @@ CHOICE_BYTES = _SETTINGS.size + 8 * WORDS
 
 
 class Memory:
-    """What choosing from a row takes; each thread has its own."""
+    """What choosing takes, for each of some threads."""
 
-    def __init__(self) -> None:
-        self._floats = np.empty(0, np.float32)
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._needed_floats = library.memory_floats
+        self._threads = threads
+        self._size = -1
         self._address = 0
 
     def address(self, size: int) -> int:
-        """For a row of this size."""
-        needed = 5 * size + 64
-        if self._floats.size < needed:
-            self._floats = np.empty(needed, np.float32)
+        """For rows of this size."""
+        if self._size < size:
+            self._floats = np.empty(self._threads * self._needed_floats(size), np.float32)
             self._address = self._floats.ctypes.data
+            self._size = size
         return self._address
 
 
-class CompiledRows:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._choose = library.choose_tokens
-        self._choose.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
-        self._choose.restype = None
+class RowChooser:
+    """Chooses from the rows of a step, on several threads if there is more than one. One thread at
+    a time may ask."""
 
-    def choose(self, choices: bytes, logits: Matrix, memory: Memory) -> list[int]:
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._library = library
+        self._memory = Memory(library, threads)
+        self._pool: int | None = library.open_pool(threads - 1) if threads > 1 else None
+
+    def arm(self) -> None:
+        """Wake the threads ahead of a step whose logits are being computed."""
+        if self._pool:
+            self._library.arm_pool(self._pool)
+
+    def choose(self, choices: bytes, logits: Matrix, *, together: bool = False) -> list[int]:
         """A token of each row, or `UNDECIDED`: settings and random words are given for each."""
         count, size = logits.shape
         assert len(choices) == count * CHOICE_BYTES
         assert logits.flags.c_contiguous
         assert logits.dtype == np.float32
         tokens = (c_int32 * count)()
-        address = logits.ctypes.data
-        self._choose(address, size, count, choices, memory.address(size), tokens)
+        given = (logits.ctypes.data, size, count, choices, self._memory.address(size), tokens)
+        if self._pool and together:
+            self._library.choose_tokens_together(self._pool, *given)
+        else:
+            self._library.choose_tokens(*given)
         return list(tokens)
+
+    def close(self) -> None:
+        if self._pool:
+            self._library.close_pool(self._pool)
+            self._pool = None
 
 
 def pack(sampling: SamplingParams, way: int, *, draws: int = 0) -> bytes:
@@ -70,13 +89,33 @@ def pack(sampling: SamplingParams, way: int, *, draws: int = 0) -> bytes:
     return _SETTINGS.pack(way, sampling.top_k, *numbers)
 
 
+_GIVEN = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "memory_floats": (c_int64, [c_int64]),
+    "choose_tokens": (None, _GIVEN),
+    "choose_tokens_together": (None, [c_void_p, *_GIVEN]),
+    "open_pool": (c_void_p, [c_int64]),
+    "arm_pool": (None, [c_void_p]),
+    "close_pool": (None, [c_void_p]),
+}
+
+
 @cache
-def load() -> CompiledRows | None:
+def load() -> ctypes.CDLL | None:
     """None where there is no such code, or that of another version."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         if c_int32.in_dll(library, "choice_bytes").value != CHOICE_BYTES:
             return None
-    except (OSError, ValueError):
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, ValueError, AttributeError):
         return None
-    return CompiledRows(library)
+    return library
+
+
+def build(threads: int = 1) -> RowChooser | None:
+    """None where there is no compiled code."""
+    library = load()
+    return None if library is None else RowChooser(library, threads)

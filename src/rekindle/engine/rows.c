@@ -5,9 +5,10 @@
  * random numbers at hand do not decide, is left to NumPy.
  */
 
+#include "rows.h"
+
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
 enum { GREEDY, PROPOSE, DRAW }; /* ways to choose, as in compiled_rows.py */
@@ -194,11 +195,11 @@ INLINE int is_surely_in(const Columns *all, double total, double share, float we
     return before * (1 + ROUNDING) < (share - ROUNDING) * total;
 }
 
-INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, float *scratch) {
-    Columns all = {.weights = scratch, .size = size, .columns = (size + DEPTH - 1) / DEPTH};
-    all.sums = scratch + size + size % 2;
+INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, float *memory) {
+    Columns all = {.weights = memory, .size = size, .columns = (size + DEPTH - 1) / DEPTH};
+    all.sums = memory + size + size % 2;
     all.running = (double *)(all.sums + all.columns + all.columns % 2);
-    weigh(row, scratch, all.sums, size, all.columns);
+    weigh(row, memory, all.sums, size, all.columns);
     double total = 0;
     float most = 0, outside = 0;
     for (int64_t column = 0; column < all.columns; column++) {
@@ -206,7 +207,7 @@ INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, flo
         most = all.sums[column] > most ? all.sums[column] : most;
     }
     if (!(total > LEAST && total < MOST)) return UNDECIDED;
-    Nucleus nucleus = {scratch, scratch, size, size, total, choice->top_p};
+    Nucleus nucleus = {memory, memory, size, size, total, choice->top_p};
     double power = 1 / choice->temperature - 1;
     for (int number = 0; number < PROPOSALS; number++) {
         const uint64_t *words = choice->words + 3 * number;
@@ -365,8 +366,8 @@ INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *amo
     nucleus->size = left->size = found;
 }
 
-INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float *scratch) {
-    Left left = {scratch, scratch + size, scratch + 2 * size, (int32_t *)(scratch + 3 * size), size};
+INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float *memory) {
+    Left left = {memory, memory + size, memory + 2 * size, (int32_t *)(memory + 3 * size), size};
     int32_t *among = left.places + size;
     float most = maximum(row, size);
     if (!(fabsf(most) <= FLT_MAX)) return UNDECIDED;
@@ -394,17 +395,18 @@ INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float 
 
 /* ---- All ---- */
 
-const int32_t choice_bytes = sizeof(Choice); /* for compiled_rows.py to compare */
+const int32_t choice_bytes = sizeof(Choice);
 
-/* A token for each of some rows; `scratch` has room for five rows and a few numbers more. */
+int64_t memory_floats(int64_t size) { return (5 * size + 64 + 15) / 16 * 16; }
+
 FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, const char *choices,
-                                float *scratch, int32_t *tokens) {
+                                float *memory, int32_t *tokens) {
     for (int64_t at = 0; at < count; at++) {
         const float *row = rows + at * size;
         Choice choice;
-        memcpy(&choice, choices + at * (int64_t)sizeof choice, sizeof choice);
+        memcpy(&choice, choices + at * choice_bytes, sizeof choice);
         if (choice.way == GREEDY) tokens[at] = highest(row, size);
-        else if (choice.way == PROPOSE) tokens[at] = (int32_t)propose(row, size, &choice, scratch);
-        else tokens[at] = (int32_t)draw(row, size, &choice, scratch);
+        else if (choice.way == PROPOSE) tokens[at] = (int32_t)propose(row, size, &choice, memory);
+        else tokens[at] = (int32_t)draw(row, size, &choice, memory);
     }
 }

@@ -15,7 +15,7 @@ import numpy as np
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
 from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
-from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, CompiledRows, Memory
+from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, RowChooser
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
 from rekindle.engine.weighted_rows import Scratch, WeightedRows
@@ -66,7 +66,7 @@ class TokenSampler:
 
     def sample(self, row: Row, /) -> Sampled:
         """Choose from one row of logits, which is used up."""
-        return Chooser(compiled_rows.load()).choose([self], row[None])[0]
+        return Chooser(compiled_rows.build()).choose([self], row[None])[0]
 
     def prepare(self, row: Row) -> None:
         """Change the logits to those that are chosen from."""
@@ -162,29 +162,34 @@ class Chooser:
     """Chooses the tokens of many replies, for one thread at a time: by compiled code if there is
     any, and otherwise, or where that does not come to a decision, by NumPy."""
 
-    def __init__(self, compiled: CompiledRows | None) -> None:
+    def __init__(self, compiled: RowChooser | None) -> None:
         self._compiled = compiled
-        self._memory = Memory()
         self._scratch = Scratch()
 
-    def choose(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[Sampled]:
-        """The next token of each reply, from a row of logits each, which are used up."""
+    def choose(
+        self, samplers: Seq[TokenSampler], logits: Matrix, *, together: bool = False
+    ) -> list[Sampled]:
+        """The next token of each reply, from a row of logits each, which are used up; `together`:
+        by all threads that the compiled code has."""
         for row, sampler in enumerate(samplers):
             if sampler.is_involved:
                 sampler.prepare(logits[row])
-        tokens = self._tokens(samplers, logits)
+        if self._compiled is None:
+            tokens = _choose_by_numpy(samplers, logits, self._scratch)
+        else:
+            tokens = _choose_compiled(self._compiled, samplers, logits, together=together)
         return [sampler.accept(token) for sampler, token in zip(samplers, tokens, strict=True)]
 
-    def _tokens(self, samplers: Seq[TokenSampler], logits: Matrix) -> list[int]:
-        if self._compiled is None:
-            return _choose_by_numpy(samplers, logits, self._scratch)
-        choices = b"".join([each.first_choice() for each in samplers])
-        tokens = self._compiled.choose(choices, logits, self._memory)
-        for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:
-            again = samplers[row].second_choice()
-            [token] = self._compiled.choose(again, logits[row : row + 1], self._memory)
-            tokens[row] = samplers[row].draw(logits[row]) if token == UNDECIDED else token
-        return tokens
+
+def _choose_compiled(
+    compiled: RowChooser, samplers: Seq[TokenSampler], logits: Matrix, *, together: bool
+) -> list[int]:
+    choices = b"".join([each.first_choice() for each in samplers])
+    tokens = compiled.choose(choices, logits, together=together)
+    for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:
+        [token] = compiled.choose(samplers[row].second_choice(), logits[row : row + 1])
+        tokens[row] = samplers[row].draw(logits[row]) if token == UNDECIDED else token
+    return tokens
 
 
 def _choose_by_numpy(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from ctypes import CDLL
 from threading import local
-from typing import NamedTuple
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Sampled, Sampler
-from rekindle.engine.compiled_rows import CompiledRows
+from rekindle.engine.compiled_rows import RowChooser
 from rekindle.engine.sampling import Chooser, TokenSampler
 from rekindle.engine.team import LEAST_WORK, Compute, Team
 from rekindle.protocol.settings import usable_cores
@@ -17,63 +17,69 @@ from rekindle.protocol.settings import usable_cores
 log = logging.getLogger("rekindle.engine")
 
 
-class Sharing(NamedTuple):
-    """What is worth a thread, and how much a thread takes at a time."""
+#: What a group of rows has at most: few calls of NumPy, each of which needs the interpreter's lock,
+#: and still in a core's cache.
+GROUP_LOGITS = 800_000
 
-    most_threads: int
-    least_rows: int  # of a thread
-    group_logits: int
-    drawn_work: int  # of a logit, as a team counts it
-    greedy_work: int
+_MOST_THREADS, _LEAST_ROWS = 4, 16  # with more of them, or fewer rows each, they wait for that lock
+_DRAWN, _GREEDY = 70, 14  # work of a logit, as a team counts it
 
-
-#: A greedy choice is as fast as its logits come from memory.
-COMPILED = Sharing(8, 2, 1 << 40, drawn_work=70, greedy_work=27)
-#: More threads, or fewer rows for each, wait for the interpreter's lock, which every call needs:
-#: as few calls as a core's cache allows.
-BY_NUMPY = Sharing(4, 16, 800_000, drawn_work=70, greedy_work=14)
+_MOST_COMPILED_THREADS = 8
+_SHARED_LOGITS = 750_000  # that are worth several threads; of a row that is drawn from, each as
+_DRAWN_LOGITS = 5  # as many
 
 
 class StepSampler:
     """Used by one thread at a time. What it chooses depends neither on its threads nor on which
     rows come together."""
 
-    def __init__(self, threads: int, compiled: CompiledRows | None) -> None:
+    def __init__(self, threads: int, compiled: CDLL | None) -> None:
         """`threads` counts the one that asks; without compiled code NumPy chooses."""
         self.threads = threads
-        self._compiled = compiled
-        self._sharing = _sharing(compiled)
+        self._compiled = None if compiled is None else RowChooser(compiled, threads)
         self._team: Team | None = None
         self._choosers = local()
+
+    def arm(self, samplers: Seq[Sampler], vocabulary: int) -> bool:
+        """Wake threads for a step whose logits a device is computing; whether it is worth it."""
+        if self._compiled is None or not self._is_shared(samplers, vocabulary):
+            return False
+        self._compiled.arm()
+        return True
 
     def sample(self, samplers: Seq[Sampler], logits: Matrix) -> list[Sampled]:
         """The next token of each reply, from a row of logits each, which are used up."""
         ours = [_ours(sampler) for sampler in samplers]
-        if len(ours) == 1:
-            return self._own_chooser().choose(ours, logits)
+        if self._compiled is None:
+            return self._sample_by_numpy(ours, logits)
+        together = self._is_shared(ours, logits.shape[1])
+        return self._own_chooser().choose(ours, logits, together=together)
+
+    def _is_shared(self, samplers: Seq[Sampler], vocabulary: int) -> bool:
+        rows = sum(1 if _ours(each).is_greedy else _DRAWN_LOGITS for each in samplers)
+        return self.threads > 1 and rows * vocabulary >= _SHARED_LOGITS
+
+    def _sample_by_numpy(self, samplers: list[TokenSampler], logits: Matrix) -> list[Sampled]:
         vocabulary = logits.shape[1]
-        group = max(self._sharing.group_logits // vocabulary, 1)
+        group = max(GROUP_LOGITS // vocabulary, 1)
         chosen: dict[int, list[Sampled]] = {}
 
         def compute(part: slice) -> None:
             for start in range(part.start, part.stop, group):
                 rows = slice(start, min(start + group, part.stop))
-                chosen[start] = self._own_chooser().choose(ours[rows], logits[rows])
+                chosen[start] = self._own_chooser().choose(samplers[rows], logits[rows])
 
-        self._share(compute, len(ours), vocabulary * sum(map(self._work, ours)))
+        self._share(compute, len(samplers), vocabulary * sum(map(_work, samplers)))
         return [sampled for start in sorted(chosen) for sampled in chosen[start]]
 
     def _share(self, compute: Compute, rows: int, work: int) -> None:
-        threads = min(self.threads, rows // self._sharing.least_rows)
+        threads = min(self.threads, rows // _LEAST_ROWS)
         if threads < 2 or work < 2 * LEAST_WORK:
             compute(slice(0, rows))
             return
         if self._team is None:
             self._team = Team(self.threads, "sampler")
         self._team.share(compute, rows, work // rows, most=threads)
-
-    def _work(self, sampler: TokenSampler) -> int:
-        return self._sharing.greedy_work if sampler.is_greedy else self._sharing.drawn_work
 
     def _own_chooser(self) -> Chooser:
         """That of the thread."""
@@ -83,6 +89,8 @@ class StepSampler:
         return own
 
     def close(self) -> None:
+        if self._compiled is not None:
+            self._compiled.close()
         if self._team is not None:
             self._team.close()
             self._team = None
@@ -90,21 +98,23 @@ class StepSampler:
 
 def build_step_sampler(busy_cores: int) -> StepSampler:
     """With compiled code if there is any, on half of the cores that nothing keeps busy: threads of
-    OpenMP wait busily for their next step on others."""
+    OpenMP wait busily for their next step on others, and compiled code beside them takes one."""
     compiled = compiled_rows.load()
+    threads = (usable_cores() - busy_cores) // 2
     if compiled is None:
         log.warning(
             "tokens are chosen by NumPy, which takes several times as long as compiled code: no C "
             "compiler was found when rekindle was installed (install one, then rekindle again)"
         )
-    threads = min((usable_cores() - busy_cores) // 2, _sharing(compiled).most_threads)
-    return StepSampler(max(threads, 1), compiled)
-
-
-def _sharing(compiled: CompiledRows | None) -> Sharing:
-    return BY_NUMPY if compiled is None else COMPILED
+        return StepSampler(max(min(threads, _MOST_THREADS), 1), None)
+    most = 1 if busy_cores else _MOST_COMPILED_THREADS
+    return StepSampler(max(min(threads, most), 1), compiled)
 
 
 def _ours(sampler: Sampler) -> TokenSampler:
     assert isinstance(sampler, TokenSampler)
     return sampler
+
+
+def _work(sampler: TokenSampler) -> int:
+    return _GREEDY if sampler.is_greedy else _DRAWN

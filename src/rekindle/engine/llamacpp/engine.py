@@ -186,6 +186,9 @@ class LlamaCppEngine:
             raise
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
+        if self._model.on_gpu:
+            samplers = [item.sampler for item in work if item.sampler is not None]
+            self._step_sampler.arm(samplers, self.tokenizer.size)
         self._sequences.lengthen(work, on_gpu=self._model.on_gpu)
         return self._sample(context, work, last)
 
