@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -15,7 +14,6 @@ from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import with_parsed_arguments
 from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.pictures import picture_text, with_digests
-from rekindle.chat.prompt import Prompt
 from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong
@@ -30,7 +28,6 @@ from rekindle.runtime.chat_encoder import ChatEncoder
 from rekindle.runtime.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.precision import precision
 from rekindle.runtime.recent_chats import RecentChats
-from rekindle.runtime.replay import History
 from rekindle.runtime.request import (
     EncodedPrompt,
     EncodedRequest,
@@ -38,7 +35,9 @@ from rekindle.runtime.request import (
     RequestPictures,
     check_room,
 )
-from rekindle.tokens import Tokenizer, Tokens
+from rekindle.runtime.request_size import check_size
+from rekindle.runtime.text_encoder import TextEncoder
+from rekindle.tokens import Tokenizer
 
 Messages = list[dict[str, Any]]
 Tools = list[Any] | None
@@ -67,11 +66,12 @@ class InputProcessor:
         self._capabilities = capabilities
         self._tokenizer = tokenizer
         self._encoder = encoder
-        self._entries = entries.index
         self._secret = secret
         self._output_format = output_format
         self._normalisers = normalisers
-        self._chats = ChatEncoder(encoder, entries.index, self._end_markers)
+        ends = _end_markers(tokenizer, output_format)
+        self._chats = ChatEncoder(encoder, entries.index, ends)
+        self.texts = TextEncoder(tokenizer, encoder, entries.index, ends)
 
     @property
     def recent_chats(self) -> RecentChats:
@@ -175,12 +175,6 @@ class InputProcessor:
         self._check_size([asked.messages, asked.tools], "messages")
         return self._chats.plain(asked, pictures.in_prompt).tokens.ids()
 
-    def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
-        """A text with what the model wants in front of it."""
-        bos = self._tokenizer.bos if self._tokenizer.add_bos else None
-        tokens = self._tokenizer.encode(text, special=special)
-        return tokens if bos is None else [bos, *tokens]
-
     def _normalised(self, about: About) -> tuple[About, list[str]]:
         """The request with messages and tools normalised, unless it asks not to; what changed."""
         if about.messages is None or not about.normalise:
@@ -216,11 +210,9 @@ class InputProcessor:
             tenant = self.namespace(request.salt)
             return self._chats.encode(request, tenant, pictures, recalls=recalls)
         assert request.prompt is not None, "a request has messages or a prompt"
-        if not request.prompt:
-            return EncodedPrompt(self._beginning())
         if isinstance(request.prompt, str):
-            return EncodedPrompt(self._text(request.prompt, known))
-        return EncodedPrompt(self._ids(request.prompt))
+            self._check_size(request.prompt, "prompt")
+        return EncodedPrompt(self.texts.encode(request.prompt, known))
 
     def _prefix(
         self, messages: Messages, tools: Tools, kwargs: dict[str, Any], pictures: Pictures
@@ -235,47 +227,12 @@ class InputProcessor:
         )
         return EncodedPrompt(prompt, ConversationHashes(messages, tools))
 
-    def _text(self, text: str, known: bytes | None) -> Prompt:
-        self._check_size(text, "prompt")
-        if known is None:
-            return self._encoder.text(text)
-        history = History(self._entries, known)
-        return self._encoder.text(text, recall=partial(history.recall, ends=self._end_markers))
-
-    def _beginning(self) -> Prompt:
-        """An empty prompt: the model's own beginning of a text."""
-        bos = self._tokenizer.bos
-        if bos is None:
-            raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-        return Prompt(Tokens.of([bos]))
-
-    def _ids(self, ids: list[int]) -> Prompt:
-        """A prompt that came as token ids."""
-        most = self._tokenizer.size
-        if any(not 0 <= token < most for token in ids):
-            raise BadRequest(f"token ids of this model go from 0 to {most - 1}", param="prompt")
-        return Prompt(Tokens.of(ids))
-
-    @cached_property
-    def _end_markers(self) -> EndMarkers:
-        known = self._tokenizer.control_texts.items()
-        ends = self._output_format.end_tokens
-        return EndMarkers(text for text, token in known if token in ends)
-
-    def _check_size(self, text: object, param: str) -> None:
-        """Tokenising takes its time: refuse what cannot fit before trying."""
-        least = _characters(text) // self._tokenizer.longest_bytes
-        if least >= self._capabilities.context_tokens:
-            limit = self._capabilities.context_tokens
-            raise ContextTooLong(least, limit, param=param, at_least=True)
+    def _check_size(self, value: object, param: str) -> None:
+        longest_bytes = self._tokenizer.longest_bytes
+        check_size(value, longest_bytes, self._capabilities.context_tokens, param=param)
 
 
-def _characters(value: object) -> int:
-    """Characters in all strings of a JSON value, a lower bound of their bytes."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(_characters(each) for each in value.values())
-    if isinstance(value, list):
-        return sum(_characters(each) for each in value)
-    return 0
+def _end_markers(tokenizer: Tokenizer, output_format: OutputFormat) -> EndMarkers:
+    """The texts that a reply may end with."""
+    ends = output_format.end_tokens
+    return EndMarkers(text for text, token in tokenizer.control_texts.items() if token in ends)

@@ -75,7 +75,7 @@ class RuntimeProcess:
         self._tokenisation = Tokenisation(
             engine.tokenizer,
             engine.capabilities.context_tokens,
-            self._runtime.input_processor.encode_wrapped,
+            self._runtime.input_processor.texts.wrapped,
             self._runtime.input_processor.encode_conversation,
         )
         self.ticking = (self.tick, self.link.beat)
