@@ -122,6 +122,15 @@ def test_compiled_code_wakes_threads_for_large_steps_alone(
     assert step.arm(samplers, 50_000) == expected
 
 
+def test_what_was_got_ready_for_other_replies_is_not_used(step: StepSampler) -> None:
+    samplers, others = make_samplers(WAYS), make_samplers(WAYS[:1])
+    together = []
+    for number in range(STEPS):
+        step.arm(others if number % 2 else samplers, 50_000)
+        together.append(step.sample(samplers, make_logits(number, 1003)))
+    assert together == alone(WAYS, 1003)
+
+
 def test_steps_may_come_at_once_late_or_not_at_all(step: StepSampler) -> None:
     """After a call to get ready for one."""
     samplers, rows = make_samplers(WAYS[:1]), make_logits(0, 50_000)

@@ -167,29 +167,37 @@ class Chooser:
         self._scratch = Scratch()
 
     def choose(
-        self, samplers: Seq[TokenSampler], logits: Matrix, *, together: bool = False
+        self,
+        samplers: Seq[TokenSampler],
+        logits: Matrix,
+        choices: bytes | None = None,
+        *,
+        together: bool = False,
     ) -> list[Sampled]:
-        """The next token of each reply, from a row of logits each, which are used up; `together`:
-        by all threads that the compiled code has."""
+        """The next token of each reply, from a row of logits each, which are used up. `choices` are
+        their first ones, if the caller has them; `together`: by all threads of the compiled code.
+        """
         for row, sampler in enumerate(samplers):
             if sampler.is_involved:
                 sampler.prepare(logits[row])
         if self._compiled is None:
             tokens = _choose_by_numpy(samplers, logits, self._scratch)
         else:
-            tokens = _choose_compiled(self._compiled, samplers, logits, together=together)
+            choices = choices or first_choices(samplers)
+            tokens = self._compiled.choose(choices, logits, together=together)
+            self._decide_rest(tokens, samplers, logits)
         return [sampler.accept(token) for sampler, token in zip(samplers, tokens, strict=True)]
 
+    def _decide_rest(self, tokens: list[int], samplers: Seq[TokenSampler], logits: Matrix) -> None:
+        assert self._compiled is not None
+        for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:
+            second = samplers[row].second_choice()
+            [token] = self._compiled.choose(second, logits[row : row + 1])
+            tokens[row] = samplers[row].draw(logits[row]) if token == UNDECIDED else token
 
-def _choose_compiled(
-    compiled: RowChooser, samplers: Seq[TokenSampler], logits: Matrix, *, together: bool
-) -> list[int]:
-    choices = b"".join([each.first_choice() for each in samplers])
-    tokens = compiled.choose(choices, logits, together=together)
-    for row in [row for row, token in enumerate(tokens) if token == UNDECIDED]:
-        [token] = compiled.choose(samplers[row].second_choice(), logits[row : row + 1])
-        tokens[row] = samplers[row].draw(logits[row]) if token == UNDECIDED else token
-    return tokens
+
+def first_choices(samplers: Seq[TokenSampler]) -> bytes:
+    return b"".join([sampler.first_choice() for sampler in samplers])
 
 
 def _choose_by_numpy(samplers: Seq[TokenSampler], logits: Matrix, scratch: Scratch) -> list[int]:

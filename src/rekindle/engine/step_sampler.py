@@ -6,11 +6,12 @@ import logging
 from collections.abc import Sequence as Seq
 from ctypes import CDLL
 from threading import local
+from typing import NamedTuple
 
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Sampled, Sampler
 from rekindle.engine.compiled_rows import RowChooser
-from rekindle.engine.sampling import Chooser, TokenSampler
+from rekindle.engine.sampling import Chooser, TokenSampler, first_choices
 from rekindle.engine.team import LEAST_WORK, Compute, Team
 from rekindle.protocol.settings import usable_cores
 
@@ -29,6 +30,13 @@ _SHARED_LOGITS = 750_000  # that are worth several threads; of a row that is dra
 _DRAWN_LOGITS = 5  # as many
 
 
+class Ahead(NamedTuple):
+    """What is known of a step before its logits are."""
+
+    samplers: list[TokenSampler]
+    choices: bytes  # by which their tokens are going to be chosen
+
+
 class StepSampler:
     """Used by one thread at a time. What it chooses depends neither on its threads nor on which
     rows come together."""
@@ -37,14 +45,18 @@ class StepSampler:
         """`threads` counts the one that asks; without compiled code NumPy chooses."""
         self.threads = threads
         self._compiled = None if compiled is None else RowChooser(compiled, threads)
+        self._ahead: Ahead | None = None
         self._team: Team | None = None
         self._choosers = local()
 
     def arm(self, samplers: Seq[Sampler], vocabulary: int) -> bool:
-        """Wake threads for a step whose logits a device is computing; whether it is worth it."""
-        if self._compiled is None or not self._is_shared(samplers, vocabulary):
+        """Wake threads for a step whose logits a device is computing, and do what can be done
+        without them; whether that is worth it."""
+        ours = [_ours(sampler) for sampler in samplers]
+        if self._compiled is None or not self._is_shared(ours, vocabulary):
             return False
         self._compiled.arm()
+        self._ahead = Ahead(ours, first_choices(ours))
         return True
 
     def sample(self, samplers: Seq[Sampler], logits: Matrix) -> list[Sampled]:
@@ -52,11 +64,13 @@ class StepSampler:
         ours = [_ours(sampler) for sampler in samplers]
         if self._compiled is None:
             return self._sample_by_numpy(ours, logits)
+        ahead, self._ahead = self._ahead, None
+        choices = ahead.choices if ahead and ahead.samplers == ours else None
         together = self._is_shared(ours, logits.shape[1])
-        return self._own_chooser().choose(ours, logits, together=together)
+        return self._own_chooser().choose(ours, logits, choices, together=together)
 
-    def _is_shared(self, samplers: Seq[Sampler], vocabulary: int) -> bool:
-        rows = sum(1 if _ours(each).is_greedy else _DRAWN_LOGITS for each in samplers)
+    def _is_shared(self, samplers: Seq[TokenSampler], vocabulary: int) -> bool:
+        rows = sum(1 if each.is_greedy else _DRAWN_LOGITS for each in samplers)
         return self.threads > 1 and rows * vocabulary >= _SHARED_LOGITS
 
     def _sample_by_numpy(self, samplers: list[TokenSampler], logits: Matrix) -> list[Sampled]:
