@@ -84,7 +84,7 @@ OUTGROWN = {
     "engine/llamacpp/engine.py: LlamaCppEngine": 23,
     "engine/mlx/engine.py: MlxEngine": 22,
     # The declarations of one C library, and the fields of one API.
-    "engine/llamacpp/bindings.py": 360,
+    "engine/llamacpp/bindings.py": 400,
     "api/openai/schema.py": 310,
     # Not taken apart yet.
     "kvcache/disk/files.py: Files": 21,
