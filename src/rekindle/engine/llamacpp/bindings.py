@@ -197,6 +197,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "llama_decode": (c_int32, [_P, Batch]),
     "llama_set_causal_attn": (None, [_P, c_bool]),
+    "llama_set_n_threads": (None, [_P, c_int32, c_int32]),
     "llama_encode": (c_int32, [_P, Batch]),
     "llama_get_embeddings_seq": (POINTER(c_float), [_P, c_int32]),
     "llama_get_logits_ith": (_P, [_P, c_int32]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from rekindle.engine.llamacpp.batch import BatchArrays, Rows
 from rekindle.engine.llamacpp.memory import Memory
 from rekindle.engine.llamacpp.positions import SlotPositions, split_places
 from rekindle.engine.llamacpp.state import cut_cells
+from rekindle.engine.llamacpp.step_threads import StepThreads
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 
 LOGIT_BYTES = ctypes.sizeof(ctypes.c_float)
@@ -28,6 +30,7 @@ class Shape:
     cells: int
     sequences: int
     threads: int
+    may_use_fewer: bool = False  # threads, where others want a core
     batch: int  # the most rows of one native call
     spare_cells: int = 0  # beside the others, which no sequence holds
     kv_type: str = "f16"
@@ -82,6 +85,8 @@ class Context:
                 "lower --max-model-len, --parallel or --kv-fraction"
             )
         self._native = native
+        adapts = self.shape.may_use_fewer and self.shape.threads > 1
+        self._threads = StepThreads(self.shape.threads, self._set_threads) if adapts else None
         self.memory = Memory(self._library, native)
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
@@ -112,7 +117,7 @@ class Context:
         if not causal:
             self._library.llama_set_causal_attn(self.native, False)
         try:
-            status = self._library.llama_decode(self.native, batch)
+            status = self._compute(batch, replies=len(rows) if last[-1] < len(rows) else 0)
         finally:
             if not causal:
                 self._library.llama_set_causal_attn(self.native, True)
@@ -125,6 +130,19 @@ class Context:
                 positions = self.positions[run.slot]
                 self.positions[run.slot] = positions.with_picture(run.start, own.places)
         return last
+
+    def _compute(self, batch: bindings.Batch, *, replies: int) -> int:
+        """The status of the native call; `replies`: so many rows, and nothing else."""
+        if self._threads is None:
+            return int(self._library.llama_decode(self.native, batch))
+        self._threads.begin(replies)
+        started = time.perf_counter()
+        status = int(self._library.llama_decode(self.native, batch))
+        self._threads.end(time.perf_counter() - started)
+        return status
+
+    def _set_threads(self, threads: int) -> None:
+        self._library.llama_set_n_threads(self.native, threads, threads)
 
     def _placed(self, run: Rows) -> Rows:
         """A run as it stands in the model's positions."""

@@ -169,6 +169,7 @@ def _shape(
         cells=cells,
         sequences=sequences,
         threads=options.threads,
+        may_use_fewer=not model.on_gpu,
         batch=batch,
         spare_cells=spare,
         kv_type=options.kv_type,

@@ -1,0 +1,101 @@
+"""How many threads compute a step: as many as are fastest, whoever else wants a core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from rekindle.engine.llamacpp.step_threads import Choice, StepThreads
+
+Duration = Callable[[int], float]  # of a step, by its threads
+
+
+def run(choice: Choice, steps: int, duration: Duration) -> tuple[int, float]:
+    """How many of the steps had all threads, and what all took."""
+    most, spent_s = 0, 0.0
+    for _ in range(steps):
+        threads = choice.next
+        took_s = duration(threads)
+        choice.learn(took_s)
+        most += threads == 2
+        spent_s += took_s
+    return most, spent_s
+
+
+def alone(threads: int) -> float:
+    return 0.3e-3 if threads == 2 else 0.45e-3
+
+
+def shared(chance: Random) -> Duration:
+    """Another program takes the place of one of two threads in every third step."""
+    return lambda threads: 4e-3 if threads == 2 and chance.random() < 1 / 3 else alone(threads)
+
+
+def test_all_threads_compute_where_they_are_faster() -> None:
+    choice = Choice(2)
+    most, spent_s = run(choice, 5000, alone)
+    assert choice.threads == 2
+    assert most > 0.95 * 5000
+    assert spent_s < 1.03 * 5000 * alone(2)
+
+
+def test_one_fewer_computes_while_another_program_wants_a_core() -> None:
+    choice = Choice(2)
+    most, spent_s = run(choice, 5000, shared(Random(1)))
+    assert choice.threads == 1
+    assert most < 0.05 * 5000
+    assert spent_s < 1.2 * 5000 * alone(1)
+
+
+def test_all_threads_compute_again_when_the_other_program_has_gone() -> None:
+    choice = Choice(2)
+    run(choice, 1000, shared(Random(2)))
+    most, _ = run(choice, 5000, alone)
+    assert choice.threads == 2
+    assert most > 0.8 * 5000
+
+
+def test_a_program_that_comes_later_is_noticed_at_once() -> None:
+    """Though trials of a large model's steps are rare: each takes long."""
+    choice = Choice(2)
+    run(choice, 1000, lambda threads: 0.4 if threads == 2 else 0.8)
+    most, _ = run(choice, 100, lambda threads: 4.0 if threads == 2 else 0.8)
+    assert choice.threads == 1
+    assert most < 50
+
+
+def test_a_hopeless_trial_is_ended_after_a_step() -> None:
+    choice = Choice(2)
+    run(choice, 500, lambda threads: 100e-3 if threads == 2 else 1e-3)
+    most, _ = run(choice, 10_000, lambda threads: 100e-3 if threads == 2 else 1e-3)
+    assert most <= 3
+
+
+@pytest.mark.parametrize("most", [1, 2, 16])
+def test_there_is_always_a_thread(most: int) -> None:
+    choice = Choice(most)
+    chance = Random(3)
+    for _ in range(2000):
+        assert most - 1 <= choice.next <= most
+        assert choice.next >= 1
+        choice.learn(chance.random())
+
+
+def test_prompts_are_computed_by_all_threads_and_each_size_learns_by_itself() -> None:
+    counts: list[int] = []
+    threads = StepThreads(2, counts.append)
+    for _ in range(500):  # a lone reply is slow with two, eight replies are not
+        for replies in (1, 8):
+            threads.begin(replies)
+            is_fewer = bool(counts) and counts[-1] == 1
+            threads.end(1e-3 if is_fewer == (replies == 1) else 2e-3)
+    threads.begin(1)
+    assert counts[-1] == 1
+    threads.end(1e-3)
+    threads.begin(0)
+    assert counts[-1] == 2
+    threads.end(100.0)  # teaches nothing
+    threads.begin(1)
+    assert counts[-1] == 1
