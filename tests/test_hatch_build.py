@@ -69,4 +69,4 @@ def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) 
     [unpacked] = (tree / "unpacked").iterdir()
     assert (unpacked / "hatch_build.py").exists()
     sources = {each.name for each in (unpacked / "src/rekindle/engine").iterdir()}
-    assert sources == {"rows.c", "rows.h", "row_pool.c"}
+    assert sources == {"rows.c", "rows.h", "row_pool.c", "weights.h"}

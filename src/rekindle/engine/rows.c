@@ -1,4 +1,4 @@
-/* Tokens chosen from rows of logits: what sampling.py does with NumPy, without a call for every pass.
+/* Tokens chosen from rows of logits: what sampling.py does with NumPy, in one call.
  *
  * A sum has a fixed order, whatever instructions compute it, so a row gives the same token on every
  * machine. Nothing here allocates, keeps or shares memory. What is not a plain number, and what the
@@ -6,16 +6,15 @@
  */
 
 #include "rows.h"
+#include "weights.h"
 
 #include <float.h>
-#include <math.h>
 #include <string.h>
 
 enum { GREEDY, PROPOSE, DRAW }; /* ways to choose, as in compiled_rows.py */
 enum { UNDECIDED = -1 };
-enum { PROPOSALS = 7, DEPTH = 64, LANES = 32, BLOCK = LANES * 64, GROUPS = 512 };
+enum { PROPOSALS = 7, DEPTH = 64, GROUPS = 512 };
 
-static const double ROUNDING = 1e-5; /* of a sum: more than float32 loses in one of the sums below */
 static const double LEAST = 1e-14, MOST = 1e32; /* that weights may sum up to */
 
 typedef struct {
@@ -25,8 +24,6 @@ typedef struct {
     uint64_t words[3 * PROPOSALS]; /* of random bits: three for a proposal, one for a draw */
 } Choice;
 
-#define INLINE static inline __attribute__((always_inline))
-
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -34,30 +31,6 @@ typedef struct {
 #endif
 
 INLINE double uniform(uint64_t word) { return (double)(word >> 11) * 0x1p-53; }
-
-/* e to the power of x, to about one unit in the last place; 0 below the normal numbers; what is not
- * a number, or too high for one, becomes 1.7e38, which is above MOST. */
-INLINE float exp_of(float x) {
-    const float magic = 0x1.8p23f; /* what is added to it is rounded to a whole number */
-    float bounded = x < 88.0f ? x : 88.0f;
-    bounded = bounded > -87.0f ? bounded : -87.0f;
-    float shifted = bounded * 0x1.715476p0f + magic;
-    float whole = shifted - magic;
-    float rest = bounded - whole * 0.693359375f; /* ln 2, in two parts */
-    rest = rest - whole * -2.12194440e-4f;
-    float tail = 0.00138145324f;
-    tail = tail * rest + 0.00836874638f;
-    tail = tail * rest + 0.0416683927f;
-    tail = tail * rest + 0.166665211f;
-    tail = tail * rest + 0.49999994f;
-    float power = tail * (rest * rest) + rest + 1.0f;
-    int32_t exponent;
-    memcpy(&exponent, &shifted, sizeof exponent);
-    exponent = (int32_t)((uint32_t)(exponent + 127) << 23);
-    float scale;
-    memcpy(&scale, &exponent, sizeof scale);
-    return x < -87.0f ? 0.0f : power * scale;
-}
 
 /* ---- Greedy ---- */
 
@@ -88,55 +61,6 @@ INLINE int32_t highest(const float *row, int64_t size) {
         if (value > most) most = value, found = at;
     }
     return (int32_t)found;
-}
-
-/* ---- The nucleus ---- */
-
-/* The sum of those that are above a bound. */
-INLINE double sum_above(const float *weights, int64_t size, float bound) {
-    double total = 0;
-    for (int64_t start = 0; start < size; start += BLOCK) {
-        float lanes[LANES] = {0};
-        int64_t end = start + BLOCK < size ? start + BLOCK : size, at = start;
-        for (; at + LANES <= end; at += LANES)
-            for (int lane = 0; lane < LANES; lane++)
-                lanes[lane] += weights[at + lane] > bound ? weights[at + lane] : 0.0f;
-        for (int lane = 0; at + lane < end; lane++)
-            lanes[lane] += weights[at + lane] > bound ? weights[at + lane] : 0.0f;
-        for (int half = LANES / 2; half; half /= 2)
-            for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-        total += lanes[0];
-    }
-    return total;
-}
-
-INLINE double exact_sum_above(const float *weights, int64_t size, float bound) {
-    double lanes[LANES] = {0}, total = 0;
-    for (int64_t at = 0; at < size; at++)
-        lanes[at % LANES] += weights[at] > bound ? (double)weights[at] : 0.0;
-    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
-    return total;
-}
-
-typedef struct {
-    const float *weights; /* those that may be in */
-    const float *all;     /* those that the share is of */
-    int64_t size, all_size;
-    double total, share;
-} Nucleus;
-
-/* As candidates.Nucleus: whether what is heavier, or as heavy and before it, has less than a share. */
-INLINE int is_in(const Nucleus *nucleus, int64_t place) {
-    const float *weights = nucleus->weights, *after = weights + place;
-    int64_t rest = nucleus->size - place;
-    float weight = weights[place], below = nextafterf(weight, -1.0f);
-    double before = sum_above(weights, place, below) + sum_above(after, rest, weight);
-    double limit = nucleus->share * nucleus->total;
-    if (fabs(before - limit) < ROUNDING * (before + limit)) {
-        before = exact_sum_above(weights, place, below) + exact_sum_above(after, rest, weight);
-        limit = nucleus->share * exact_sum_above(nucleus->all, nucleus->all_size, -1.0f);
-    }
-    return before < limit || before == 0;
 }
 
 /* ---- Temperatures to 1: proposals, as in weighted_rows.py ---- */
@@ -184,14 +108,7 @@ INLINE int64_t find_token(const Columns *all, int64_t column, double share) {
 
 /* What is heavier is in a column whose sum is. */
 INLINE int is_surely_in(const Columns *all, double total, double share, float weight) {
-    float lanes[LANES] = {0};
-    double before = -(double)weight;
-    int64_t at = 0;
-    for (; at + LANES <= all->columns; at += LANES)
-        for (int lane = 0; lane < LANES; lane++)
-            lanes[lane] += all->sums[at + lane] >= weight ? all->sums[at + lane] : 0.0f;
-    for (; at < all->columns; at++) before += all->sums[at] >= weight ? all->sums[at] : 0.0f;
-    for (int lane = 0; lane < LANES; lane++) before += lanes[lane];
+    double before = sum_above(all->sums, all->columns, just_below(weight)) - weight;
     return before * (1 + ROUNDING) < (share - ROUNDING) * total;
 }
 
@@ -342,7 +259,8 @@ typedef struct {
     int64_t size;                   /* how many are left */
 } Left;
 
-/* Leave what top-p and min-p may leave; not worth it for top-p alone if that is more than a quarter. */
+/* Leave what top-p and min-p may leave; it is not worth it for top-p alone if that is more than a
+ * quarter. */
 INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *among) {
     double floor = choice->min_score;
     if (choice->top_p < 1) {
@@ -350,7 +268,8 @@ INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *amo
         double total = sum_above(left->weights, left->size, 0.0f);
         double lightest = log(0.99 * (1 - choice->top_p) * total / (double)left->size);
         floor = lightest > floor ? lightest : floor;
-        *nucleus = (Nucleus){left->weights, left->weights, left->size, left->size, total, choice->top_p};
+        const float *all = left->weights;
+        *nucleus = (Nucleus){all, all, left->size, left->size, total, choice->top_p};
     }
     if (floor == -INFINITY) return;
     int64_t found = 0;
@@ -359,7 +278,7 @@ INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *amo
     collect(left->scores, left->size, (float)floor, among);
     for (int64_t at = 0; at < found; at++) {
         left->scores[at] = left->scores[among[at]];
-        left->kept[at] = left->weights[among[at]];
+        if (choice->top_p < 1) left->kept[at] = left->weights[among[at]];
         left->places[at] = left->places[among[at]];
     }
     nucleus->weights = left->kept;
@@ -386,9 +305,11 @@ INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float 
         int64_t place = pick(chances, left.size, uniform(choice->words[number]));
         if (choice->top_p >= 1 || is_in(&nucleus, place)) return left.places[place];
         float weight = nucleus.weights[place]; /* nor is what comes after it */
-        for (int64_t at = 0; at < left.size; at++)
-            chances[at] = nucleus.weights[at] > weight ? chances[at]
-                : nucleus.weights[at] < weight || at >= place ? 0.0f : chances[at];
+        for (int64_t at = 0; at < left.size; at++) {
+            float other = nucleus.weights[at];
+            int is_before = other > weight || (other == weight && at < place);
+            chances[at] = is_before ? chances[at] : 0.0f;
+        }
     }
     return UNDECIDED;
 }
