@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -377,7 +378,7 @@ def finish(harness: RuntimeHarness, clock: FakeClock) -> None:
     pool=st.sampled_from([160, 1024]),
     ram=st.sampled_from([0, 20_000, 1 << 20]),
     idle=st.sampled_from([0, 64, 1 << 20]),
-    fetch_bytes=st.sampled_from([1, 3 * BLOCK_BYTES, 1 << 20]),
+    fetch_bytes=st.sampled_from([1, 5 * BLOCK_BYTES // 2, 3 * BLOCK_BYTES, 1 << 20]),
     step_bytes=st.sampled_from([1, 2 * BLOCK_BYTES, 1 << 20]),
     breaks=st.sets(st.integers(1, 30), max_size=1),
     can_truncate=st.booleans(),
@@ -438,3 +439,29 @@ def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
         harness.kv.allowance.renew(is_shared=False)
         harness.kv.make_room(pool)
     assert engine.open_sequences == 0
+
+
+@pytest.mark.parametrize("fetch_blocks", [2.2, 2.5, 2.9, 5.0, 6.0])
+@pytest.mark.long
+def test_no_turn_waits_for_room_that_its_own_reads_take(fetch_blocks: float) -> None:
+    """RAM evicts blocks that a turn counted on while those behind them are read ahead."""
+    for seed in range(rounds(10, 80)):
+        chance = random.Random(seed)
+        chats = [[number] * chance.randrange(30, 120) for number in range(1, 4)]
+        resumed = Resumed(
+            *chats,
+            ram_bytes=chance.randrange(24) * (BLOCK_BYTES + 300),
+            fetch_bytes=int(fetch_blocks * BLOCK_BYTES),
+            parallel=chance.choice([1, 1, 2, 3]),
+        )
+        harness = resumed.harness
+        harness.kv.allowance.step_bytes = chance.choice([1, BLOCK_BYTES, 3 * BLOCK_BYTES])
+        for _ in range(12):
+            chat = chance.choice(chats)
+            harness.submit([*chat[: chance.randrange(10, len(chat))], 9], max_tokens=2)
+            for _ in range(chance.randrange(8)):
+                if chance.random() < 0.7:
+                    harness.take_events()
+                harness.scheduler.step()
+        finish(harness, resumed.clock)
+        assert all(reply.ended for reply in harness.replies.values()), seed

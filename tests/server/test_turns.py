@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import weakref
 from typing import Any
 
 import openai
 import pytest
 
 from rekindle.errors import ReportedError
-from rekindle.protocol.events import Event, Prefill, Started
+from rekindle.protocol.events import Delta, Event, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.server.turns import PrefillLog, Turns
 from tests.api.live import live
@@ -142,3 +144,28 @@ def test_what_came_before_a_failure_is_not_lost() -> None:
     problem = failed(500, "server_error", None, "broken")
     [events] = asyncio.run(arrived(*reply("Hel", end=problem)))
     assert [type(event).__name__ for event in events] == ["Started", "Delta"]
+
+
+def test_a_stream_that_is_over_is_let_go_of_without_a_collector() -> None:
+    """It has the whole request."""
+
+    class Stream:
+        def __init__(self, turns: Turns) -> None:
+            self.turns = turns
+
+        def on_part(self, _index: int, _delta: Delta) -> bool:
+            return True
+
+    async def stream() -> weakref.ref[Stream]:
+        request = GenerateRequest(turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None)
+        turns = Turns(ScriptedRuntime(SCRIPT), [request])
+        made = Stream(turns)
+        turns.on_part = made.on_part
+        turns.close()
+        return weakref.ref(made)
+
+    gc.disable()
+    try:
+        assert asyncio.run(stream())() is None
+    finally:
+        gc.enable()

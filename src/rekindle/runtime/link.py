@@ -40,10 +40,10 @@ class Link:
         """As much as the socket takes now."""
         try:
             return self._sock.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
         except (BrokenPipeError, ConnectionResetError):
             return len(data)
+        except OSError:  # it has no room, or the system has none
+            return 0
 
     def _write(self) -> None:
         """The writer thread, for when the front is behind with reading."""

@@ -102,7 +102,11 @@ class Restorer:
             if self._store.knows(block.key) and restoration.problem is None:
                 restoration.problem = Reason.FETCH_TIMEOUT
             return False
-        if window := self._fetches.start(restoration.unclaimed):
+        window = self._fetches.start(restoration.unclaimed)
+        while window is None and restoration.fetches:  # what comes later must not keep it out
+            self._fetches.release(restoration.fetches.pop())
+            window = self._fetches.start(restoration.unclaimed)
+        if window:
             now_s = restoration.waits_since_s = self._now_s()
             if not restoration.fetches:
                 restoration.reads_since_s, restoration.read_bytes = now_s, 0

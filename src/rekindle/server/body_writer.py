@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 BODY_WRITER = "rekindle.body_writer"  # in the scope
@@ -12,13 +14,13 @@ class BodyWriter:
     Calling `send` through every layer of the application costs more than making the part."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope has this
 
     @property
     def is_ready(self) -> bool:
         """Whether the headers are sent, the body goes on, and the client reads it."""
-        cycle = self._cycle
-        return bool(
+        cycle = self._cycle()
+        return cycle is not None and bool(
             cycle.chunked_encoding
             and not cycle.response_complete
             and not cycle.disconnected
@@ -27,5 +29,6 @@ class BodyWriter:
         )
 
     def write(self, part: bytes) -> None:
-        if part:  # one of no bytes would be the end
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        cycle = self._cycle()
+        if part and cycle is not None:  # one of no bytes would be the end
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))

@@ -77,7 +77,7 @@ class Turns:
         self._turns: list[int] = []
         self._prefill_log = PrefillLog()
         #: Offered each part of a reply for which `next` waits; True: it goes on waiting.
-        self.on_part: Callable[[int, Delta], bool] = lambda _index, _delta: False
+        self.on_part: Callable[[int, Delta], bool] = _leave_to_next
         self._is_waiting = False  # `next` is
         try:
             for request in requests:
@@ -89,6 +89,7 @@ class Turns:
             raise
 
     def close(self) -> None:
+        self.on_part = _leave_to_next  # or it keeps the stream, which keeps this and the request
         for turn in self._turns:
             self._runtime.cancel(turn)
 
@@ -149,6 +150,10 @@ class Turns:
             if isinstance(event, Started) and self._progress[index]:
                 break
         return seen
+
+
+def _leave_to_next(_index: int, _delta: Delta) -> bool:
+    return False
 
 
 def write_on_arrival(

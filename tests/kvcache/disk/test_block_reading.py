@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import threading
@@ -209,12 +210,17 @@ def test_what_nobody_wants_any_more_is_not_read_to_its_end(open_files: Open) -> 
     assert read_together(open_files(SYSTEM).reading(KEY, SIZE), lambda: False) is None
 
 
-@pytest.mark.parametrize("ending", ["read", "damaged", "unwanted"])
+@pytest.mark.parametrize("ending", ["read", "damaged", "unreadable", "unwanted"])
 def test_memory_is_had_once_and_let_go_of_with_the_record(
-    block_files: BlockFiles, path: Path, ending: str
+    open_files: Open, path: Path, ending: str
 ) -> None:
-    """Threads that come late still hold the reading then, and not its memory."""
+    """Threads that come late still hold the reading then, and not its memory; no collector has to
+    come by."""
     held: list[weakref.ref[Any]] = []
+
+    def fail(_number: int) -> None:
+        if ending == "unreadable" and held:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def allocate(size_bytes: int) -> memoryview:
         memory = np.empty(size_bytes, np.uint8)
@@ -223,11 +229,14 @@ def test_memory_is_had_once_and_let_go_of_with_the_record(
 
     if ending == "damaged":
         flip(path, SIZE - MAC_BYTES - 1)
-    reading = block_files.reading(KEY, SIZE, allocate)
+    reading = open_files(Watched(fail).calls()).reading(KEY, SIZE, allocate)
+    gc.disable()
     try:
         record = read_together(reading, lambda: ending != "unwanted" or not held)
     except CorruptBlock:
         record = None
+    finally:
+        gc.enable()
     assert (record is not None) == (ending == "read")
     del record
     [memory] = held

@@ -105,7 +105,10 @@ class BlockReading:
         blob, error = self._blob, self._error
         self._blob, self._rest, self._error = memoryview(b""), iter(()), None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or its traceback and this frame would keep the memory alive
         if self._header is None or len(self._digests) < self._stripes:
             return None
         digests = [digest for _, digest in sorted(self._digests.items())]
