@@ -51,7 +51,8 @@ class Answer:
         if not found:
             return ""
         report = json.loads(rest.partition("data: ")[2].partition("\n")[0])
-        stages = report.get("first_token_time", {}).items()
+        told = self.tail.partition('"first_token_time":')[2]  # with the usage, before the report
+        stages = json.loads(told[: told.find("}") + 1]).items() if told else ()
         spent = ", ".join(f"{stage} {spent_s * 1000:.0f}" for stage, spent_s in stages)
         found = f"{report['status']} from {report['tier']}, {report['reused_tokens']} tokens"
         return f"{found} ({spent})" if spent else found
