@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rekindle.kvcache.block import PrefixHandle
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
 from rekindle.runtime.offload import ALONE_STEPS
@@ -115,6 +116,32 @@ def test_a_conversation_that_goes_on_alone_finds_its_state_in_place_and_in_the_s
     assert engine.open_sequences == 1
 
 
+def test_a_turn_goes_on_in_the_sequence_itself_that_nobody_else_needs() -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    first = harness.ask([1] * 80, max_tokens=3)
+    [idle] = harness.kv.idle
+    asked = [1] * 80 + first.tokens + [2, 3]
+    reply = harness.submit(asked, max_tokens=3)
+    harness.scheduler.step()
+    assert reply.turn.sequence is idle.sequence
+    assert not list(harness.kv.idle)
+    harness.run(reply)
+    assert reply.reused == 82  # the last token of a reply is not computed
+    assert reply.tokens == RuntimeHarness(FakeEngine()).ask(asked, max_tokens=3).tokens
+    assert engine.open_sequences == 1
+
+
+def test_a_turn_that_branches_off_leaves_the_sequence_to_others() -> None:
+    harness = RuntimeHarness(FakeEngine())
+    harness.ask([1] * 80, max_tokens=3)
+    [idle] = harness.kv.idle
+    reply = harness.submit([1] * 60 + [2], max_tokens=3)
+    harness.scheduler.step()
+    assert reply.turn.sequence is not idle.sequence
+    assert [each.sequence for each in harness.kv.idle] == [idle.sequence]
+
+
 def test_a_turn_that_computes_much_beside_it_sends_it_down_first() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, idle_tokens=None)
@@ -214,6 +241,54 @@ def test_a_parked_conversation_is_continued_from_the_device() -> None:
     assert engine.counts.computed_tokens == computed + 10
     assert reply.tokens == RuntimeHarness(FakeEngine()).ask([1] * 90, max_tokens=1).tokens
     assert engine.counts.restored_tokens == 0
+
+
+def continued_harness(sequences: int = 12) -> tuple[FakeEngine, RuntimeHarness]:
+    """A conversation that was parked runs; what was parked of it is of no more use."""
+    fake = FakeEngine(device="gpu", pool_tokens=1024, park_tokens=250, sequences=sequences)
+    harness = RuntimeHarness(fake, idle_tokens=None)
+    first = harness.ask([1] * 80, max_tokens=3)
+    harness.ask([2] * 80, max_tokens=3)
+    assert fake.parking
+    assert fake.parking.used_tokens == 82
+    reply = harness.submit([1] * 80 + first.tokens + [3], max_tokens=50)
+    while not reply.tokens:
+        harness.scheduler.step()
+    return fake, harness
+
+
+def test_a_first_token_does_not_wait_until_what_was_parked_is_freed() -> None:
+    engine, harness = continued_harness()
+    assert engine.parking
+    assert engine.parking.used_tokens >= 82
+    harness.run()
+    harness.offload()
+    assert engine.parking.used_tokens == 82  # of the other one
+    assert engine.open_sequences == 2
+
+
+def test_what_was_parked_of_a_running_turn_makes_room_for_others() -> None:
+    engine, harness = continued_harness()
+    assert engine.parking
+    harness.ask([4] * 100, max_tokens=1)
+    harness.ask([5] * 100, max_tokens=3)  # the third is parked, in its place
+    assert engine.parking.used_tokens <= 250
+    assert engine.counts.exported_tokens == 0
+
+
+def test_what_was_parked_of_a_running_turn_holds_no_sequence_that_another_needs() -> None:
+    engine, harness = continued_harness(sequences=7)
+    replies = [harness.submit([4 + number] * 20, max_tokens=3) for number in range(3)]
+    harness.run(*replies)
+    assert all(reply.finished for reply in replies)
+    assert engine.open_sequences <= 7
+
+
+def test_nothing_stays_parked_of_a_conversation_that_is_deleted() -> None:
+    engine, harness = continued_harness()
+    assert engine.parking
+    harness.kv.forget(PrefixHandle(harness.namespace(), Tokens.of([2] * 80)))
+    assert engine.parking.used_tokens == 0
 
 
 def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None:

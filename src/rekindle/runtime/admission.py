@@ -103,12 +103,14 @@ class Admission:
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
         """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
-        space = turn.space
-        sequence = self._engine.open(exact=turn.request.exact, kv_type=space.kv_type)
-        turn.sequence, turn.offloaded = sequence, Offloaded(0, space.namespace)
-        if plan.share is not None:
-            self._engine.share(plan.share, plan.shared_tokens, sequence)
-            self._idle.supersede(plan.share, plan.shared_tokens, space.namespace)
+        space, source, shared_tokens = turn.space, plan.share, plan.shared_tokens
+        turn.offloaded = Offloaded(0, space.namespace)
+        if source is not None and self._idle.supersede(source, shared_tokens, space.namespace):
+            turn.sequence = source
+        else:
+            turn.sequence = self._engine.open(exact=turn.request.exact, kv_type=space.kv_type)
+            if source is not None:
+                self._engine.share(source, shared_tokens, turn.sequence)
         turn.restoration = self._kv.restorer.begin(plan)
 
     def restore(self, turn: Turn) -> bool:

@@ -9,28 +9,19 @@ gone on with at the next step, and is of use to turns until it is closed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.runtime.asked_exports import AskedExports
 from rekindle.runtime.idle_exports import IdleExports
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
+from rekindle.runtime.superseded import Superseded
 from rekindle.tokens import Tokens
 
 #: Rows that others compute beside an idle sequence on a CPU for as much time as restoring it would
 #: take: every row passes over its cells, so that both grow with its length (decision 6).
 ROWS_WORTH_A_RESTORE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """An export that somebody waits for."""
-
-    idle: IdleSequence
-    tokens: int  # so many of it at least
-    then: Callable[[], None]
 
 
 class IdlePool:
@@ -57,8 +48,9 @@ class IdlePool:
         is_usual = kv_type == engine.capabilities.kv_type
         self._parking = engine.parking if is_usual else None
         self._idle: list[IdleSequence] = []  # least recently used first
-        self._asked: deque[_Asked] = deque()  # exports that somebody waits for
+        self._superseded = Superseded(engine)
         self._exports = IdleExports(engine, offloader, allowance, kv_type)
+        self._asked = AskedExports(self._exports)
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -80,23 +72,28 @@ class IdlePool:
             for idle in self._idle
         )
 
-    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
-        """The source has been shared: it is not needed any more, or was used just now."""
+    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
+        """A turn is about to go on from a source. True: in the source itself, which has no other
+        use and is the turn's from now on: marking its cells for another sequence and unmarking them
+        for this one takes milliseconds. One that is parked has to be copied."""
         is_over = self.supersedes(source, shared_tokens, namespace)
         for idle in self._idle:
             if idle.sequence is source:
                 self._idle.remove(idle)
-                if is_over:
-                    self._exports.close_copy(idle)
-                    self._engine.close_sequence(source)
-                else:
+                if not is_over:
                     idle.is_leaving = False
                     self._idle.append(idle)
-                return
+                    return False
+                self._exports.close_copy(idle)
+                if source.is_parked:
+                    self._superseded.add(source)
+                return not source.is_parked
+        return False
 
     def clear(self) -> None:
         """The engine has lost them."""
         self._idle.clear()
+        self._superseded.clear()
         self._exports.copied = None
 
     # -- making room ---------------------------------------------------------------------------
@@ -123,6 +120,8 @@ class IdlePool:
 
     def _keep(self, sequences: int, spared: Sequence | None = None) -> bool:
         """No more than so many; False: the allowance did not do."""
+        if len(self) + len(self._superseded) > sequences:
+            self._superseded.close()
         while len(self) > sequences:
             others = [each for each in self._idle if each.sequence is not spared]
             if not others or self._allowance.is_spent:
@@ -154,6 +153,8 @@ class IdlePool:
         if parking is None or idle.is_leaving or len(idle.tokens) > parking.tokens:
             return self._evict(idle)
         while not parking.park(idle.sequence):
+            if self._superseded.close():
+                continue
             parked = (each for each in self._idle if each.sequence.is_parked)
             others = (each for each in parked if each.sequence is not spared)
             oldest = next(filter(self._exports.can_leave, others), None)
@@ -217,6 +218,7 @@ class IdlePool:
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
+        self._superseded.close()
         for idle in list(self._idle):
             if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
                 self._exports.gather(idle)
@@ -230,7 +232,11 @@ class IdlePool:
         """For idle moments: copy one block to the store, or park what is not the newest; False when
         there is nothing left to do."""
         newest_first = reversed(self._idle)  # the newest is the likeliest to be asked for
-        return any(map(self._exports.export_block, newest_first)) or self._park_one()
+        return (
+            self._superseded.close()
+            or any(map(self._exports.export_block, newest_first))
+            or self._park_one()
+        )
 
     def _park_one(self) -> bool:
         if self._parking is None:
@@ -246,6 +252,7 @@ class IdlePool:
         return self._parking.park(idle.sequence)
 
     def export_all(self) -> None:
+        self._superseded.close()
         for idle in [*self._in_pool, *self._idle]:
             for exported in list(self._in_pool):
                 if self._exports.can_leave(idle):
@@ -261,20 +268,14 @@ class IdlePool:
         common = [idle.tokens.common_prefix(handle.tokens) for idle in mine]
         longest = max(common, default=0)
         if longest > (handle.block.stop if handle.block else 0):
-            self._asked.append(_Asked(mine[common.index(longest)], longest, then))
+            self._asked.ask(mine[common.index(longest)], longest, then)
             self.export_asked()
         else:
             then()
 
     def export_asked(self) -> bool:
         """Go on with what somebody waits for; False: the next step goes on."""
-        while self._asked:
-            asked = self._asked[0]
-            if asked.idle in self._idle and not self._exports.export(asked.idle, asked.tokens):
-                return False
-            self._asked.popleft()
-            asked.then()
-        return True
+        return self._asked.go_on(self._idle)
 
 
 def _is_along(one: Tokens, other: Tokens) -> bool:

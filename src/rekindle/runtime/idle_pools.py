@@ -36,8 +36,9 @@ class IdlePools:
     def add(self, idle: IdleSequence) -> None:
         self.of(idle.sequence.kv_type).add(idle)
 
-    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> None:
-        self.of(source.kv_type).supersede(source, shared_tokens, namespace)
+    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
+        """Whether a turn may go on in the source itself."""
+        return self.of(source.kv_type).supersede(source, shared_tokens, namespace)
 
     def clear(self) -> None:
         for pool in self._pools.values():
