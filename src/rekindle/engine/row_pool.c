@@ -125,7 +125,7 @@ static void call(Pool *pool, int64_t delay_ns, int is_closing) {
     pthread_mutex_lock(&pool->mutex);
     pool->armed_ns = now_ns();
     pool->from_ns = pool->armed_ns + delay_ns;
-    pool->until_ns = pool->from_ns + pool->usual_ns + PATIENCE_NS;
+    pool->until_ns = pool->from_ns + pool->usual_ns / 2 + PATIENCE_NS;
     pool->is_closing = is_closing;
     pool->calls++;
     pthread_cond_broadcast(&pool->changed);
@@ -135,11 +135,13 @@ static void call(Pool *pool, int64_t delay_ns, int is_closing) {
 /* A step is to come: have the threads awake when it usually does. */
 void arm_pool(Pool *pool) { call(pool, pool->usual_ns / 4 * 3, 0); }
 
-/* Rather too early than too late: steps take longer now and then, with prompts to read. */
+/* Shorter waits count at once, longer ones little by little: a step with a prompt to read now and
+ * then must not have the threads asleep when the next one comes. */
 static void note_wait(Pool *pool, int64_t waited_ns) {
-    if (waited_ns > LONGEST_NS) waited_ns = LONGEST_NS;
-    int64_t more_ns = waited_ns - pool->usual_ns;
-    pool->usual_ns += pool->usual_ns == 0 ? more_ns : more_ns < 0 ? more_ns / 2 : more_ns / 16;
+    int64_t usual_ns = pool->usual_ns, more_ns = (waited_ns - usual_ns) / 2;
+    if (usual_ns == 0) usual_ns = waited_ns;
+    else usual_ns += more_ns < usual_ns / 8 ? more_ns : usual_ns / 8;
+    pool->usual_ns = usual_ns < LONGEST_NS ? usual_ns : LONGEST_NS;
     if (now_ns() > pool->until_ns) call(pool, 0, 0); /* they have gone to sleep */
 }
 
