@@ -4,7 +4,10 @@ A trace has one JSON object a line with `hash_ids`: one id for each block of a p
 meaning an equal prefix (the format published with the Mooncake project). A hit needs the whole
 chain before it.
 
-    python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--writes] [--cost]
+Which conversations a duel sees and which blocks share a set of ghosts depends on the keys; so what
+learns is replayed with several sets of keys (`--salts`), and the mean and the spread are printed.
+
+    python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--salts 3] [--writes] [--cost]
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 import disk_writes
+from blake3 import blake3
 
 from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
 from rekindle.kvcache.density_ranking import DensityRanking
@@ -139,6 +145,9 @@ def hits(requests: Requests, capacity: int, policy: Policy) -> list[int]:
     return found
 
 
+LEARNING = ("hit density", "adaptive")  # what keys make a difference to
+
+
 def policies(requests: Requests) -> dict[str, Callable[[], Policy]]:
     def lru() -> Policy:
         ticks = count()
@@ -153,18 +162,40 @@ def policies(requests: Requests) -> dict[str, Callable[[], Policy]]:
     }
 
 
-def rates(requests: Requests, found: list[int]) -> tuple[float, float]:
-    """Share of blocks hit: of the whole trace, and of its second half."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Share of blocks hit: of the whole trace and of its second half, with each set of keys."""
+
+    whole: list[float]
+    second: list[float]
+
+    @property
+    def spread(self) -> float:
+        return (max(self.second) - min(self.second)) / fmean(self.second)
+
+
+def measure(requests: Requests, capacity: int, name: str, salts: int) -> Cell:
     half = len(requests) // 2
-    return (
-        sum(found) / sum(map(len, requests)),
-        sum(found[half:]) / sum(map(len, requests[half:])),
-    )
+    cell = Cell([], [])
+    for salt in range(salts if name in LEARNING else 1):
+        salted = with_salt(requests, salt)
+        found = hits(salted, capacity, policies(salted)[name]())
+        cell.whole.append(sum(found) / sum(map(len, requests)))
+        cell.second.append(sum(found[half:]) / sum(map(len, requests[half:])))
+    return cell
+
+
+def with_salt(requests: Requests, salt: int) -> Requests:
+    """Other keys, spread as evenly as those of a store, which are hashes."""
+    keys = {key for each in requests for key in each}
+    salted = {key: blake3(key + bytes([salt])).digest(8) for key in keys}
+    return [[salted[key] for key in each] for each in requests]
 
 
 def read(trace: Path) -> Requests:
     lines = trace.read_text().splitlines()
-    return [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+    ids = [[i.to_bytes(8, "big") for i in json.loads(line)["hash_ids"]] for line in lines]
+    return with_salt(ids, 0)
 
 
 def writes(trace: Path, capacities: list[int]) -> Iterator[str]:
@@ -173,34 +204,39 @@ def writes(trace: Path, capacities: list[int]) -> Iterator[str]:
         yield from disk_writes.report(trace.stem, requests, tokens // TRACE_BLOCK_TOKENS)
 
 
-def report(trace: Path, capacities: list[int]) -> Iterator[str]:
+def report(trace: Path, capacities: list[int], salts: int) -> Iterator[str]:
     requests = read(trace)
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for name, new in policies(requests).items():
-        rows[name] = [
-            rates(requests, hits(requests, tokens // TRACE_BLOCK_TOKENS, new()))
-            for tokens in capacities
+    rows = {
+        name: [
+            measure(requests, tokens // TRACE_BLOCK_TOKENS, name, salts) for tokens in capacities
         ]
+        for name in policies(requests)
+    }
     heads = " ".join(f"{tokens / 1e6:>7g}M" for tokens in capacities)
-    for half, title in enumerate(("whole trace", "second half")):
+    whole = {name: [fmean(cell.whole) for cell in row] for name, row in rows.items()}
+    second = {name: [fmean(cell.second) for cell in row] for name, row in rows.items()}
+    for title, means in (("whole trace", whole), ("second half", second)):
         yield f"\n{trace.stem}, {title}: share of blocks hit, at tokens of capacity"
         yield f"{'':24}{heads}"
-        for name, row in rows.items():
-            yield f"{name:24}" + " ".join(f"{each[half]:>8.4f}" for each in row)
-        shares = zip(rows["adaptive"], rows["clairvoyant"], strict=True)
-        yield f"{'of the clairvoyant':24}" + " ".join(
-            f"{ours[half] / best[half]:>8.1%}" for ours, best in shares
+        for name, row in means.items():
+            yield f"{name:24}" + " ".join(f"{each:>8.4f}" for each in row)
+        shares = zip(means["adaptive"], means["clairvoyant"], strict=True)
+        yield f"{'of the clairvoyant':24}" + " ".join(f"{a / b:>8.1%}" for a, b in shares)
+    for name in LEARNING:
+        spreads = (
+            (max(cell.second) - min(cell.second)) / fmean(cell.second) for cell in rows[name]
         )
-    yield from plot(rows, capacities)
+        yield f"{name + ', spread':24}" + " ".join(f"{spread:>8.1%}" for spread in spreads)
+    yield from plot(second, capacities)
 
 
-def plot(rows: dict[str, list[tuple[float, float]]], capacities: list[int]) -> Iterator[str]:
-    most = max(each[1] for row in rows.values() for each in row)
+def plot(rows: dict[str, list[float]], capacities: list[int]) -> Iterator[str]:
+    most = max(max(row) for row in rows.values())
     yield "\nsecond half:"
     for at, tokens in enumerate(capacities):
         for name, row in rows.items():
-            bar = "#" * round(row[at][1] / most * BAR_WIDTH)
-            yield f"{tokens / 1e6:>5g}M {name:24}{bar} {row[at][1]:.3f}"
+            bar = "#" * round(row[at] / most * BAR_WIDTH)
+            yield f"{tokens / 1e6:>5g}M {name:24}{bar} {row[at]:.3f}"
 
 
 class FullTier:
@@ -253,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", type=Path, nargs="*")
     parser.add_argument("--tokens", type=int, action="append", help="capacity; repeatable")
+    parser.add_argument("--salts", type=int, default=3, help="sets of keys to replay with")
     parser.add_argument("--writes", action="store_true", help="count what goes to disk instead")
     parser.add_argument("--cost", action="store_true", help="time uses and evictions instead")
     given = parser.parse_args()
@@ -260,7 +297,8 @@ def main() -> None:
         print(line, flush=True)
     for trace in given.traces:
         capacities = given.tokens or TOKENS
-        for line in writes(trace, capacities) if given.writes else report(trace, capacities):
+        lines = writes(trace, capacities) if given.writes else None
+        for line in lines or report(trace, capacities, given.salts):
             print(line, flush=True)
 
 

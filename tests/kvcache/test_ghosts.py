@@ -45,14 +45,3 @@ def test_it_takes_what_it_says_and_grows_to_a_limit() -> None:
     assert allocated_bytes(lambda: ghosts.grow(slots)) < slots * SLOT_BYTES * 1.1
     ghosts.grow(1 << 40)
     assert ghosts.slots == MOST_SLOTS
-
-
-def test_a_census_stands_for_all() -> None:
-    ghosts = Ghosts()
-    ghosts.grow(LEAST_SLOTS * 16)
-    for number in range(20_000):
-        ghosts.put(key_of(number), Ghost(number % 2, number))
-    classes, ticks, weight = ghosts.census()
-    assert abs(len(classes) * weight - 20_000) < 1000
-    assert abs(float(classes.mean()) - 0.5) < 0.05
-    assert abs(float(ticks.mean()) - 10_000) < 500

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from rekindle.kvcache.hit_density import (
-    AGAIN,
     AGES,
     CLASSES,
     EDGES,
+    EXTENDED,
+    MOST_USES,
     RANK_TICKS,
     HitDensity,
     age_bin,
@@ -17,6 +18,13 @@ from rekindle.kvcache.hit_density import (
 )
 
 from .measure import allocated_bytes
+
+
+def look(learnt: HitDensity) -> None:
+    """Let it have the next look at its counts, with uses of a class of their own."""
+    place = learnt.enter(b"another"), learnt.tick
+    for _ in range(RANK_TICKS):
+        place = learnt.use(*place), learnt.tick
 
 
 def test_an_age_is_in_the_bin_whose_edges_are_around_it() -> None:
@@ -57,8 +65,20 @@ def test_the_chance_of_a_use_is_the_share_of_lives_that_end_in_one_later() -> No
 def test_a_block_that_comes_back_after_it_has_left_is_known_as_used_before() -> None:
     learnt = HitDensity()
     learnt.leave(b"block", learnt.enter(b"block"), learnt.tick)
-    assert learnt.enter(b"block") == AGAIN
+    assert learnt.enter(b"block") == 1
     assert learnt.enter(b"another") == 0
+
+
+def test_a_class_is_the_number_of_uses_and_whether_anything_followed() -> None:
+    learnt = HitDensity()
+    class_ = learnt.enter(b"block")
+    for uses in (2, 3, 4, 5, 6):
+        class_ = learnt.use(class_, learnt.tick)
+        assert class_ == min(uses, MOST_USES) - 1
+    for _ in range(2):
+        class_ = learnt.extend(class_, learnt.tick)
+        assert class_ == MOST_USES - 1 + EXTENDED
+    assert learnt.use(class_, learnt.tick) == class_
 
 
 def test_what_has_left_and_is_not_back_counts_against_those_like_it() -> None:
@@ -68,9 +88,30 @@ def test_what_has_left_and_is_not_back_counts_against_those_like_it() -> None:
         for number in range(passing):
             learnt.leave(b"%08d" % number, learnt.enter(b"%08d" % number), learnt.tick)
         learnt.enter(b"%08d" % 0)
-        while learnt.tick < RANK_TICKS:
-            learnt.use(AGAIN, learnt.tick)
+        look(learnt)
     assert max(doubtful.worths[0]) < max(sure.worths[0])
+
+
+def test_what_is_held_and_not_used_counts_against_those_like_it() -> None:
+    """Else whatever is kept for nothing would never be known as that."""
+    sure, doubtful = HitDensity(), HitDensity()
+    for learnt, kept in ((sure, 0), (doubtful, 500)):
+        learnt.use(learnt.enter(b"used"), learnt.tick)
+        for number in range(kept):
+            learnt.enter(b"%08d" % number)
+        look(learnt)
+    assert max(doubtful.worths[0]) < max(sure.worths[0])
+
+
+def test_no_life_is_left_open_when_nothing_is_held_or_remembered() -> None:
+    learnt = HitDensity()
+    places = [(learnt.enter(b"%08d" % number), learnt.tick) for number in range(3000)]
+    places = [(learnt.extend(*place), place[1]) for place in places]
+    places = [(learnt.use(*place), learnt.tick) for place in places]
+    assert learnt.open_lives == 3000
+    for place in places:
+        learnt.leave(None, *place)
+    assert learnt.open_lives == 0
 
 
 def test_what_was_learnt_is_the_same_after_it_was_dumped_and_loaded() -> None:

@@ -12,13 +12,12 @@ from rekindle.kvcache.frequency_ranking import FrequencyRanking
 class AdaptiveRanking:
     """Ranks by both rules all the time, so either can be followed from one eviction to the next."""
 
-    __slots__ = ("_by_density", "_by_frequency", "_duel", "_victim")
+    __slots__ = ("_by_density", "_by_frequency", "_duel")
 
     def __init__(self, duel: Duel) -> None:
         self._duel = duel
         self._by_frequency = FrequencyRanking()
         self._by_density = DensityRanking(duel.learnt)
-        self._victim: bytes | None = None
 
     def __len__(self) -> int:
         return len(self._by_density)
@@ -47,12 +46,12 @@ class AdaptiveRanking:
     def leave(self, key: bytes) -> None:
         self._by_frequency.leave(key)
         self._by_density.leave(key)
-        if key != self._victim:  # it is of no use any more, in whatever cache
+        if key != self._by_density.victim:  # it is of no use any more, in whatever cache
             self._duel.forget(key)
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         self._duel.begin()
         by_density = self._duel.favourite == "hit-density"
         ranking = self._by_density if by_density else self._by_frequency
-        self._victim = ranking.lowest(spared)
-        return self._victim
+        victim = self._by_density.victim = ranking.lowest(spared)
+        return victim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable
 
-from rekindle.kvcache.hit_density import EXTENDED, SPAN_TICKS, HitDensity
+from rekindle.kvcache.hit_density import SPAN_TICKS, HitDensity
 
 GROUPS = 256
 COMMON = 4  # blocks after one: it belongs to no single conversation
@@ -35,14 +35,14 @@ class DensityRanking:
     was rejected: it needs chance, and is slower. So were heaps, and lists for each age.)
     """
 
-    __slots__ = ("_learnt", "_leaves", "_places", "_slots", "_victim")
+    __slots__ = ("_learnt", "_leaves", "_places", "_slots", "victim")
 
     def __init__(self, learnt: HitDensity) -> None:
         self._learnt = learnt
         self._places: dict[bytes, _Place] = {}
         self._leaves: dict[int, list[bytes]] = {}  # by slot: class and span; none is empty
         self._slots: list[int] = []  # the same, sorted
-        self._victim: bytes | None = None  # who was said to go next
+        self.victim: bytes | None = None  # who was said to go next
 
     def __len__(self) -> int:
         return len(self._places)
@@ -105,7 +105,7 @@ class DensityRanking:
             return
         self._withdraw(key, place)
         # Only what was evicted may come back: a tail that a longer block covers is of no use.
-        self._learnt.leave(key if key == self._victim else None, place.class_, place.used_tick)
+        self._learnt.leave(key if key == self.victim else None, place.class_, place.used_tick)
         if place.parent is not None:
             above = self._places[place.parent]
             above.children -= 1
@@ -113,8 +113,8 @@ class DensityRanking:
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The leaf to go next, those spared left out."""
-        self._victim = self._find_lowest(spared)
-        return self._victim
+        self.victim = self._find_lowest(spared)
+        return self.victim
 
     def _find_lowest(self, spared: Container[bytes]) -> bytes | None:
         slots, starts = self._slots, self._learnt.age_starts()
@@ -137,7 +137,7 @@ class DensityRanking:
         self._withdraw(key, place)
         place.children += 1
         place.extensions += 1
-        place.class_ |= EXTENDED
+        place.class_ = self._learnt.extend(place.class_, place.used_tick)
 
     def _offer(self, key: bytes, place: _Place) -> None:
         """Put a leaf where it belongs."""

@@ -12,7 +12,6 @@ WAYS = 8  # of a set; of a full one that is forgotten which left first
 LEAST_SLOTS = 1 << 12
 MOST_SLOTS = 1 << 19
 SLOT_BYTES = 17  # fingerprint, tick and class
-CENSUS_SLOTS = 1 << 14  # looked at for a census: sets are filled evenly, so some stand for all
 _FINGERPRINT_BYTES = 8
 _FINGERPRINT_BITS = 8 * _FINGERPRINT_BYTES
 _ODD = 0x9E3779B97F4A7C15  # spreads keys that differ in few bits, and mistakes none for another
@@ -77,13 +76,6 @@ class Ghosts:
             self._ticks = array("Q", _twice(np.frombuffer(self._ticks, np.uint64)))
             self._classes = array("B", _twice(np.frombuffer(self._classes, np.uint8)))
             self._fingerprints = array("Q", split.tobytes())
-
-    def census(self) -> tuple[NDArray[np.uint8], NDArray[np.uint64], float]:
-        """Classes and ticks of some of them, and how many each of these stands for."""
-        count = min(self.slots, CENSUS_SLOTS)
-        taken = np.frombuffer(self._fingerprints, np.uint64, count) != 0
-        ticks = np.frombuffer(self._ticks, np.uint64, count)[taken]
-        return np.frombuffer(self._classes, np.uint8, count)[taken], ticks, self.slots / count
 
     def _begin(self, fingerprint: int) -> int:
         return (fingerprint >> (_FINGERPRINT_BITS - self._bits)) * WAYS

@@ -6,6 +6,7 @@ use to the next; time is counted in uses and entries of the whole tier.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from math import isfinite, log2
 
@@ -13,17 +14,17 @@ import numpy as np
 
 from rekindle.kvcache.ghosts import Ghost, Ghosts
 
-#: A class is made of these: used more than once, and followed by another block at some time.
-AGAIN = 1
-EXTENDED = 2
-CLASSES = 4
+#: A class is the number of uses, so many at most, and whether another block ever followed.
+MOST_USES = 4
+EXTENDED = MOST_USES
+CLASSES = 2 * MOST_USES
 AGES = 32  # bins of age
 BINS_PER_DOUBLING = 0.75
 EDGES = [2 ** (age / BINS_PER_DOUBLING) for age in range(AGES + 1)]
 WIDTHS = [above - at for at, above in pairwise(EDGES)]
 SPAN_TICKS = 16  # blocks that were last used within one such span are taken for equally old
-RANK_TICKS = 1024  # between two looks at the counts
-FADE_RANKS = 12  # such looks until old lives count less
+RANK_TICKS = 1024  # between two looks at the counts, at least
+FADE_TICKS = 12 * RANK_TICKS  # until old lives count less
 FADE = 0.9
 LEAST_LIVES = 256  # to say how likely it is that one ends in a use
 GHOSTS = 4  # for each block that is held
@@ -37,19 +38,24 @@ def age_bin(ticks: int) -> int:
 
 class HitDensity:
     """Counts lives by class and age at their end, those that ended in a use and all. A block that
-    has left is remembered for a time: so it is known what keeping it would have brought."""
+    has left is remembered for a time: so it is known what keeping it would have brought. Lives that
+    have not ended count up to now: else what is used again late would seem to be used again always,
+    and what is kept for nothing would never count."""
 
     def __init__(self) -> None:
         self.tick = 0
         self.held_blocks = 0
         self._hits: Counts = [[0.0] * AGES for _ in range(CLASSES)]
         self._lives: Counts = [[0.0] * AGES for _ in range(CLASSES)]
+        #: Lives that have not ended, held or remembered, by class and the ticks they began in.
+        self._open: Counter[int] = Counter()
         self._ghosts = Ghosts()
+        self._next_rank = RANK_TICKS
         self._starts = [0]
         #: Hits for each tick, by class and age; before they are known the oldest goes first, and
         #: what was used again counts twice.
         self.worths = [
-            [(2 if class_ & AGAIN else 1) / edge for edge in EDGES[:AGES]]
+            [(2 if class_ % MOST_USES else 1) / edge for edge in EDGES[:AGES]]
             for class_ in range(CLASSES)
         ]
         #: That a block is used again, by class and age; sure as long as little is known.
@@ -64,37 +70,68 @@ class HitDensity:
         self._advance()
         self.held_blocks += 1
         ghost = self._ghosts.take(key)
-        return 0 if ghost is None else self._ended_by_use(*ghost)
+        if ghost is not None:
+            return self._ended_by_use(*ghost)
+        self._open[_cohort(0, self.tick)] += 1
+        return 0
 
     def use(self, class_: int, used_tick: int) -> int:
         """A block that is held is used; its class from now on."""
         self._advance()
         return self._ended_by_use(class_, used_tick)
 
+    def extend(self, class_: int, used_tick: int) -> int:
+        """Another block follows one that is held; its class from now on."""
+        if class_ < EXTENDED:
+            self._close(class_, used_tick)
+            class_ += EXTENDED
+            self._open[_cohort(class_, used_tick)] += 1
+        return class_
+
     def leave(self, key: bytes | None, class_: int, used_tick: int) -> None:
         """A block is held no longer; it is remembered by its key, if one is given."""
         self.held_blocks -= 1
         if key is None:
+            self._close(class_, used_tick)
             return
         self._ghosts.grow(GHOSTS * self.held_blocks)
         forgotten = self._ghosts.put(key, Ghost(class_, used_tick))
         if forgotten is not None:
+            self._close(*forgotten)
             age = age_bin(self.tick - forgotten.used_tick)
             self._lives[forgotten.class_][age] += 1
 
     def _ended_by_use(self, class_: int, used_tick: int) -> int:
+        self._close(class_, used_tick)
         age = age_bin(self.tick - used_tick)
         self._hits[class_][age] += 1
         self._lives[class_][age] += 1
-        return class_ | AGAIN
+        if class_ % MOST_USES < MOST_USES - 1:
+            class_ += 1
+        self._open[_cohort(class_, self.tick)] += 1
+        return class_
+
+    def _close(self, class_: int, used_tick: int) -> None:
+        cohort = _cohort(class_, used_tick)
+        if self._open[cohort] > 1:
+            self._open[cohort] -= 1
+        else:
+            del self._open[cohort]
 
     def _advance(self) -> None:
         self.tick += 1
-        if self.tick % RANK_TICKS == 0:
+        if self.tick % FADE_TICKS == 0:
+            for counts in (*self._hits, *self._lives):
+                counts[:] = [count * FADE for count in counts]
+        if self.tick >= self._next_rank:
             self._rank()
-            if self.tick % (FADE_RANKS * RANK_TICKS) == 0:
-                for counts in (*self._hits, *self._lives):
-                    counts[:] = [count * FADE for count in counts]
+            # It takes time by the cohorts: so each tick's share of it stays the same.
+            self._next_rank = self.tick + max(RANK_TICKS, len(self._open))
+
+    @property
+    def open_lives(self) -> int:
+        """Those that have not ended: of what is held and what is remembered."""
+        return self._open.total()
 
     def chance(self, class_: int, used_tick: int) -> float:
         """That such a block is used again while one like it would be remembered."""
@@ -118,13 +155,14 @@ class HitDensity:
         self.order = _ordered(self.worths, age_bin(2 * max(self.tick, RANK_TICKS)))
 
     def _all_lives(self) -> Counts:
-        """With those of what has left and is not back yet, up to now: without them, what is used
-        again late would seem to be used again always."""
-        classes, ticks, weight = self._ghosts.census()
-        since = np.maximum(self.tick - ticks.astype(np.int64), 1)
-        ages = np.minimum((np.log2(since) * BINS_PER_DOUBLING).astype(np.int64), AGES - 1)
-        lives = np.bincount(classes * np.int64(AGES) + ages, minlength=CLASSES * AGES)
-        added: Counts = (self._lives + lives.reshape(CLASSES, AGES) * weight).tolist()
+        """With those that have not ended, up to now."""
+        cohorts = np.fromiter(self._open, np.int64, len(self._open))
+        lives = np.fromiter(self._open.values(), np.float64, len(self._open))
+        classes, began = cohorts % CLASSES, cohorts // CLASSES * RANK_TICKS + RANK_TICKS // 2
+        ages = np.log2(np.maximum(self.tick - began, 1)) * BINS_PER_DOUBLING
+        bins = classes * AGES + np.minimum(ages.astype(np.int64), AGES - 1)
+        counted = np.bincount(bins, lives, CLASSES * AGES).reshape(CLASSES, AGES)
+        added: Counts = (self._lives + counted).tolist()
         return added
 
     # -- keeping it ----------------------------------------------------------------------------
@@ -150,18 +188,22 @@ class HitDensity:
             raise ValueError(str(error)) from None
 
 
+def _cohort(class_: int, used_tick: int) -> int:
+    """Lives of one class that began at about the same time, as a number."""
+    return used_tick // RANK_TICKS * CLASSES + class_
+
+
 def densities(hits: list[float], lives: list[float]) -> list[float]:
     """For each age, the most hits for each tick kept that any time to stop at gives. (Counting up
-    to the age of the last life instead undervalues whatever is seldom kept so long.)"""
+    to the age of the last life instead undervalues whatever is seldom kept so long.) It falls no
+    faster than age grows: where few have lived so long, none of them used again says little."""
     older = [0.0] * (AGES + 1)  # lives that reach the end of each bin
     for age in range(AGES - 1, -1, -1):
         older[age] = older[age + 1] + lives[age]
     ticks = [WIDTHS[age] * (older[age + 1] + lives[age] / 2) for age in range(AGES)]
     best = [0.0] * AGES
     for age in range(AGES):
-        if not older[age]:  # nothing has lived so long
-            best[age] = best[age - 1] / 2 if age else 0.0
-            continue
+        best[age] = best[age - 1] * EDGES[age - 1] / EDGES[age] if age else 0.0
         hits_until = ticks_until = 0.0
         for stop in range(age, AGES):
             if not older[stop]:

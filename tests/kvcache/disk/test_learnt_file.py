@@ -26,7 +26,7 @@ def test_whatever_byte_is_damaged_it_is_learnt_anew(
     whole = (tmp_path / FILE).read_bytes()
     damaged = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, 400, 7)]
     damaged += [whole[:at] for at in (0, 1, 20, 60, len(whole) - 1)]
-    damaged += [whole + b" ", bytes(len(whole)), whole.replace(b"learnt 1", b"learnt 2")]
+    damaged += [whole + b" ", bytes(len(whole)), whole.replace(b"learnt 2", b"learnt 1")]
     for content in damaged:
         (tmp_path / FILE).write_bytes(content)
         caplog.clear()

@@ -21,7 +21,7 @@ log = logging.getLogger("rekindle.cache")
 
 FILE = "learnt"
 MOST_BYTES = 1 << 20
-_MAGIC = b"rekindle learnt 1\n"
+_MAGIC = b"rekindle learnt 2\n"
 _HASH_BYTES = 32
 
 Learnt = Mapping[str, object]  # by the tier's name
