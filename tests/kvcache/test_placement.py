@@ -117,7 +117,7 @@ def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, Memor
     """Ten blocks have gone through a RAM of four, which has learnt that one in ten comes back."""
     ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
     hits, lives = [[0.1 * LEAST_LIVES] * AGES] * CLASSES, [[1.0 * LEAST_LIVES] * AGES] * CLASSES
-    ram.budget.learn({"counts": [hits, lives], "favourite": "hit-density"})
+    ram.budget.duel.load({"counts": [hits, lives], "favourite": "hit-density"})
     lower = MemoryTier(1 << 30, lambda _event: None)
     store = Store(block_tokens=1, tiers=[ram, lower], least_chance=least_chance)
     for token in range(10):

@@ -312,6 +312,28 @@ def test_those_parked_longest_leave_for_the_store_when_there_is_no_more_room() -
     assert tiers == ["ram", "device"]
 
 
+def test_a_tenant_with_many_conversations_does_not_push_out_those_of_others() -> None:
+    _, harness = parking_harness(park_tokens=300)
+    harness.ask([1] * 80, max_tokens=3, salt=b"one")
+    for number in range(2, 9):
+        harness.ask([number] * 80, max_tokens=3, salt=b"another")
+    harness.offload()
+    again = harness.ask([1] * 81, max_tokens=1, salt=b"one")
+    assert again.finished.cache.tier == "device"
+
+
+def test_a_conversation_that_has_gone_on_stays_parked_longer_than_one_begun_later() -> None:
+    _, harness = parking_harness(park_tokens=180)
+    for length in (80, 83, 86):
+        harness.ask([1] * length, max_tokens=1)
+    for number in (2, 3, 4):
+        harness.ask([number] * 80, max_tokens=3)
+    harness.offload()
+    asked = ([2] * 81, [1] * 87)
+    tiers = [harness.ask(tokens, max_tokens=1).finished.cache.tier for tokens in asked]
+    assert tiers == ["ram", "device"]
+
+
 def test_a_sequence_too_long_to_park_goes_to_the_store() -> None:
     engine, harness = parking_harness(park_tokens=50)
     harness.ask([1] * 80, max_tokens=1)

@@ -138,11 +138,12 @@ def test_what_eviction_has_learnt_is_known_after_a_restart(tmp_path: Path) -> No
     first = opened(tmp_path, [])
     counts = [[[2.0] * AGES] * CLASSES, [[3.0] * AGES] * CLASSES]
     learnt = {"counts": counts, "favourite": "frequency"}
-    for tier in first.store.tiers:
-        tier.budget.learn(learnt)
+    for duel in (*(tier.budget.duel for tier in first.store.tiers), first.device):
+        duel.load(learnt)
     first.close()
     second = opened(tmp_path, [])
-    assert [tier.budget.learnt() for tier in second.store.tiers] == [learnt, learnt]
+    assert [tier.budget.duel.dump() for tier in second.store.tiers] == [learnt, learnt]
+    assert second.device.dump() == learnt
     second.close()
 
 
@@ -154,5 +155,5 @@ def test_damaged_counts_are_learnt_anew_and_the_rest_is_there(tmp_path: Path) ->
         storage = opened(tmp_path, [])
         assert storage.disk is not None
         assert storage.disk.is_open
-        assert storage.store.tiers[0].budget.learnt() == Duel().dump()
+        assert storage.store.tiers[0].budget.duel.dump() == Duel().dump()
         storage.close()

@@ -43,6 +43,9 @@ class AdaptiveRanking:
     def chance(self, key: bytes) -> float:
         return self._by_density.chance(key)
 
+    def expect(self, key: bytes) -> None:
+        self._by_density.expect(key)
+
     def leave(self, key: bytes) -> None:
         self._by_frequency.leave(key)
         self._by_density.leave(key)
@@ -53,5 +56,6 @@ class AdaptiveRanking:
         self._duel.begin()
         by_density = self._duel.favourite == "hit-density"
         ranking = self._by_density if by_density else self._by_frequency
-        victim = self._by_density.victim = ranking.lowest(spared)
+        victim = ranking.lowest(spared)
+        self._by_density.expect(victim)  # whoever chose it: how it fares is learnt
         return victim

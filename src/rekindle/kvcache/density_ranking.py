@@ -98,6 +98,10 @@ class DensityRanking:
             place.used_tick = self._learnt.tick
             self._offer(key, place)
 
+    def expect(self, key: bytes | None) -> None:
+        """This leaf leaves next, and may come back."""
+        self.victim = key
+
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
         place = self._places.pop(key, None)

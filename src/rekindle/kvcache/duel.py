@@ -11,7 +11,7 @@ from rekindle.kvcache.hit_density import HitDensity
 
 Rule = Literal["frequency", "hit-density"]
 
-MOST_BLOCKS = 2048  # in each of the two; so many conversations are left out that these will do
+MOST_BLOCKS = 16384  # in each of the two; of a larger tier conversations are left out
 SCORE_TICKS = 256  # blocks seen, until what was seen before counts less
 SCORE_FADE = 0.98
 #: More hits than the favourite has had, to take its place.

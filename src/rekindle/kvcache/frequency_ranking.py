@@ -75,6 +75,9 @@ class FrequencyRanking:
         if place := self._places.get(key):
             self._lift(key, place, max(place.rank[0], self._floor) + 1)
 
+    def expect(self, key: bytes) -> None:
+        """Nothing is remembered of what leaves."""
+
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
         place = self._places.pop(key, None)

@@ -32,6 +32,9 @@ class Ranking(Protocol):
     def chance(self, key: bytes) -> float:
         """That a key that is here is used again, as far as is known."""
 
+    def expect(self, key: bytes) -> None:
+        """This leaf leaves next, and may come back; so whatever `lowest` says does."""
+
     def leave(self, key: bytes) -> None:
         """Take a leaf off the ranking; the last child makes its parent a leaf."""
 
@@ -53,8 +56,8 @@ class Shares:
     room unused, and one tenant alone could never have it all.)
     """
 
-    def __init__(self, policy: EvictionPolicy = "adaptive") -> None:
-        self.duel = Duel()  # learns from all tenants together: of blocks, not of what is in them
+    def __init__(self, policy: EvictionPolicy = "adaptive", duel: Duel | None = None) -> None:
+        self.duel = duel or Duel()  # learns from all tenants together, nothing of what is in blocks
         self._new_ranking = POLICIES[policy](self.duel)
         self._rankings: dict[bytes, Ranking] = {}
         self._held_bytes: dict[bytes, int] = {}
@@ -100,6 +103,12 @@ class Shares:
         else:
             del self._rankings[namespace], self._held_bytes[namespace]
             self._resized.discard(namespace)
+
+    def evict(self, namespace: bytes, key: bytes, size_bytes: int) -> None:
+        """Take a leaf off that may come back, though it was not the lowest."""
+        if ranking := self._rankings.get(namespace):
+            ranking.expect(key)
+        self.leave(namespace, key, size_bytes)
 
     def lowest(self, spared: Container[bytes]) -> bytes | None:
         """The key that makes room next. It stays until it leaves."""

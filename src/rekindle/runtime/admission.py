@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
+from rekindle.kvcache.tiers.base import DEVICE
 from rekindle.runtime.checkpoints import Checkpoints
 from rekindle.runtime.crossing import Crossing
 from rekindle.runtime.kv_manager import KvManager
@@ -16,7 +17,6 @@ from rekindle.runtime.precision import KvSpace
 from rekindle.runtime.transcoder import Transcoder
 from rekindle.runtime.turn import Offloaded, Turn
 
-DEVICE = "device"  # the tier that is the engine's own memory
 HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
 MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
 

@@ -137,6 +137,8 @@ def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> Kv
         engine,
         storage.store,
         storage.clock.steady_s,
+        storage.device,
+        eviction=storage.settings.cache_eviction,
         idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
         idle_by_cost=not is_told and capabilities.device == "cpu" and not capabilities.idle_is_free,
         parallel=storage.settings.parallel,

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 
 from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.kvcache.policy import Shares
 from rekindle.runtime.asked_exports import AskedExports
 from rekindle.runtime.idle_exports import IdleExports
+from rekindle.runtime.idle_ranking import IdleRanking
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
 from rekindle.runtime.superseded import Superseded
 from rekindle.tokens import Tokens
@@ -25,14 +27,15 @@ ROWS_WORTH_A_RESTORE = 8
 
 
 class IdlePool:
-    """Sequences of one KV type, within so many sequences and tokens; those least recently used go
-    first."""
+    """Sequences of one KV type, within so many sequences and tokens; the store's policy says which
+    go first."""
 
     def __init__(
         self,
         engine: Engine,
         offloader: Offloader,
         allowance: Allowance,
+        shares: Shares,
         *,
         kv_type: KvType,
         most_sequences: int,
@@ -49,6 +52,7 @@ class IdlePool:
         self._parking = engine.parking if is_usual else None
         self._idle: list[IdleSequence] = []  # least recently used first
         self._superseded = Superseded(engine)
+        self._ranking = IdleRanking(shares, engine.capabilities.block_tokens)
         self._exports = IdleExports(engine, offloader, allowance, kv_type)
         self._asked = AskedExports(self._exports)
 
@@ -60,6 +64,7 @@ class IdlePool:
 
     def add(self, idle: IdleSequence) -> None:
         self._idle.append(idle)
+        self._ranking.add(idle)
         self.trim()
 
     def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
@@ -84,6 +89,7 @@ class IdlePool:
                     idle.is_leaving = False
                     self._idle.append(idle)
                     return False
+                self._ranking.remove(idle)
                 self._exports.close_copy(idle)
                 if source.is_parked:
                     self._superseded.add(source)
@@ -94,6 +100,7 @@ class IdlePool:
         """The engine has lost them."""
         self._idle.clear()
         self._superseded.clear()
+        self._ranking.clear()
         self._exports.copied = None
 
     # -- making room ---------------------------------------------------------------------------
@@ -113,7 +120,8 @@ class IdlePool:
         if self._engine.free_tokens(self.kv_type) < tokens:
             self._exports.close_copy()
         while self._engine.free_tokens(self.kv_type) < tokens:
-            victim = next((each for each in self._in_pool if each.sequence is not spared), None)
+            others = (each for each in self._in_pool if each.sequence is not spared)
+            victim = next(self._ranking.in_order(others), None)
             if victim is None or not self._move_out(victim, spared):
                 return False
         return True
@@ -126,9 +134,10 @@ class IdlePool:
             others = [each for each in self._idle if each.sequence is not spared]
             if not others or self._allowance.is_spent:
                 return False
-            victim = next(filter(self._exports.can_leave, others), None)
+            in_order = list(self._ranking.in_order(others))
+            victim = next(filter(self._exports.can_leave, in_order), None)
             if victim is None:
-                self._close(others[0])  # there is no room to export any: it is computed again
+                self._close(in_order[0])  # there is no room to export any: it is computed again
             elif not self._evict(victim):
                 return False
         return True
@@ -157,10 +166,10 @@ class IdlePool:
                 continue
             parked = (each for each in self._idle if each.sequence.is_parked)
             others = (each for each in parked if each.sequence is not spared)
-            oldest = next(filter(self._exports.can_leave, others), None)
-            if oldest is None:
+            victim = next(filter(self._exports.can_leave, self._ranking.in_order(others)), None)
+            if victim is None:
                 return self._evict(idle)
-            if not self._evict(oldest):
+            if not self._evict(victim):
                 return False
         return True
 
@@ -172,7 +181,7 @@ class IdlePool:
         if not self.is_in_pool:
             return True
         while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
-            if not self._move_out(next(self._in_pool)):
+            if not self._move_out(next(self._ranking.in_order(self._in_pool))):
                 return False
         if self._parking:
             return not rows_ahead or self._clear_pool()
@@ -211,9 +220,10 @@ class IdlePool:
         self._close(idle)
         return True
 
-    def _close(self, idle: IdleSequence) -> None:
+    def _close(self, idle: IdleSequence, *, may_return: bool = True) -> None:
         self._exports.close_copy(idle)
         self._idle.remove(idle)
+        self._ranking.remove(idle, may_return=may_return)
         self._engine.close_sequence(idle.sequence)
 
     def forget(self, handle: PrefixHandle) -> None:
@@ -224,7 +234,7 @@ class IdlePool:
                 self._exports.gather(idle)
                 if len(idle.tokens) > len(handle.tokens):
                     self._exports.export_at_once(idle)  # a longer conversation may rest on it
-                self._close(idle)
+                self._close(idle, may_return=False)
 
     # -- exporting -----------------------------------------------------------------------------
 

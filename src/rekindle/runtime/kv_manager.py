@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from rekindle.engine.base import Engine, KvType
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.kvcache.duel import Duel
+from rekindle.kvcache.policy import Shares
 from rekindle.kvcache.store import Store
+from rekindle.protocol.settings import EvictionPolicy
 from rekindle.runtime.cost_gate import CostGate
 from rekindle.runtime.idle_pool import IdlePool
 from rekindle.runtime.idle_pools import IdlePools, RowsByType
@@ -29,7 +32,9 @@ class KvManager:
         engine: Engine,
         store: Store,
         now_s: NowS,
+        device: Duel,
         *,
+        eviction: EvictionPolicy,
         idle_tokens: int,
         idle_by_cost: bool,
         parallel: int,
@@ -47,10 +52,12 @@ class KvManager:
         self.most_sequences = self._capabilities.sequences - copies
 
         def idle_pool(kv_type: KvType) -> IdlePool:
+            is_usual = kv_type == self._capabilities.kv_type
             return IdlePool(
                 engine,
                 self._offloader,
                 self.allowance,
+                Shares(eviction, device if is_usual else None),
                 kv_type=kv_type,
                 most_sequences=self.most_sequences - parallel,
                 most_tokens=idle_tokens,

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.picture_files import PictureRead
+from rekindle.kvcache.duel import Duel
 from rekindle.kvcache.entries import Entries
 from rekindle.kvcache.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import (
+    DEVICE,
     Found,
     Opened,
     Tier,
@@ -58,6 +60,7 @@ class Storage:
         self.clock = clock
         self.secret = secret
         self.pictures = pictures
+        self.device = Duel()  # what is learnt of state in the engine's own memory
         self.disk = disk
         self._no_disk_reason = no_disk_reason
         self._log = log
@@ -161,16 +164,21 @@ class Storage:
 
     def _learn(self, folder: Folder) -> None:
         """Go on from what eviction had learnt when the folder was last used."""
-        for tier in self.store.tiers:
-            if tier.name in folder.learnt:
+        for name, duel in self._duels.items():
+            if name in folder.learnt:
                 try:
-                    tier.budget.learn(folder.learnt[tier.name])
+                    duel.load(folder.learnt[name])
                 except ValueError as error:
-                    self._log(LogLine("warning", f"eviction in {tier.name} learns anew: {error}"))
+                    self._log(LogLine("warning", f"eviction in {name} learns anew: {error}"))
 
     def _keep_learnt(self) -> None:
         if self.disk:
-            self.disk.keep_learnt({tier.name: tier.budget.learnt() for tier in self.store.tiers})
+            self.disk.keep_learnt({name: duel.dump() for name, duel in self._duels.items()})
+
+    @property
+    def _duels(self) -> dict[str, Duel]:
+        """What each tier learns from, by its name."""
+        return {DEVICE: self.device} | {each.name: each.budget.duel for each in self.store.tiers}
 
     def _log_reads(self, tier: Tier, answers: bool) -> None:
         self._log(reads_line(tier, answers))

@@ -21,6 +21,8 @@ from rekindle.tokens import Tokens
 Blob = bytes | bytearray | memoryview
 TierState = Literal["ok", "full", "failing"]
 
+DEVICE = "device"  # what the engine's own memory is called beside the tiers of the store
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:

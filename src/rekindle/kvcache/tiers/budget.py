@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from rekindle.kvcache.block import Block, BlockKind, Copy
+from rekindle.kvcache.duel import Duel
 from rekindle.kvcache.policy import Shares
 from rekindle.protocol.settings import EvictionPolicy
 
@@ -53,15 +54,10 @@ class TierBudget:
         """That a block is used again, as far as is known."""
         return self._shares.chance(block.tenant, block.key)
 
-    # -- what is learnt ------------------------------------------------------------------------
-
-    def learnt(self) -> dict[str, object]:
+    @property
+    def duel(self) -> Duel:
         """What is known of blocks like those here, for the next process to go on from."""
-        return self._shares.duel.dump()
-
-    def learn(self, learnt: object) -> None:
-        """Go on from it; raises ValueError if that is not what it is."""
-        self._shares.duel.load(learnt)
+        return self._shares.duel
 
     # -- counting ------------------------------------------------------------------------------
 
