@@ -44,6 +44,21 @@ def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaC
     assert copy.length == len(PROMPT)
 
 
+@pytest.mark.parametrize("record_bytes", [1 << 16, 0])
+def test_a_parked_sequence_goes_on_however_large_its_record_was_thought_to_be(
+    engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch, record_bytes: int
+) -> None:
+    monkeypatch.setattr(parking, "CELL_BYTES", 0)
+    monkeypatch.setattr(parking, "LAYERS_BYTES", record_bytes)
+    expected = cold(engine, PROMPT, exact=False)
+    assert engine.parking
+    parked, into = engine.open(exact=False), engine.open(exact=False)
+    first = prefill(engine, parked, PROMPT)
+    assert engine.parking.park(parked)
+    engine.share(parked, len(PROMPT), into)
+    assert [first, *decode(engine, into, first, 12)][:12] == expected[:12]
+
+
 def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> None:
     expected = cold(engine, PROMPT, exact=False)
     assert engine.parking

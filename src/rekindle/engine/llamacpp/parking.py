@@ -16,6 +16,7 @@ from rekindle.engine.llamacpp.pools import Pool
 from rekindle.errors import PoolFull
 
 LOOSE, LEAST_LOOSE_TOKENS = 2, 4096  # cells below the highest one, for each that is in use
+CELL_BYTES, LAYERS_BYTES = 32, 1 << 16  # of the record of what is parked, at most about
 SPARE_BYTES = 256 << 20  # of the device, that parking leaves for whatever the driver wants
 
 
@@ -53,7 +54,7 @@ class Parking:
         context, slot = self._pool.context, sequence.slot
         with self._guard():  # of memory there is enough: llama.cpp would end the process
             self._one_token = self._one_token or bytes(context.export(slot, 0, 1))
-            kept = bytes(context.memory.read(slot, bindings.STATE_ON_DEVICE))
+            kept = context.memory.snapshot(slot, _record_bytes(sequence.length))
             context.memory.remove(slot)
         self._kept[slot] = kept, sequence.length
         self._pool.release_cells(slot)
@@ -111,3 +112,7 @@ class Parking:
     def clear(self) -> None:
         """The pool was rebuilt, and has given all of it back."""
         self._kept.clear()
+
+
+def _record_bytes(tokens: int) -> int:
+    return tokens * CELL_BYTES + LAYERS_BYTES
