@@ -90,8 +90,6 @@ OUTGROWN = {
     "kvcache/disk/files.py: Files": 21,
     "kvcache/tree.py: Tree": 22,
     "runtime/idle_pool.py: IdlePool": 28,
-    "runtime/scheduler.py": 420,
-    "runtime/scheduler.py: Scheduler": 30,
     "runtime/turn.py: Turn": 21,
 }
 

@@ -17,6 +17,7 @@ from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.step_sampler import StepSampler
 from rekindle.protocol.requests import SamplingParams
+from rekindle.runtime.delivery import Delivery
 from rekindle.runtime.scheduler import Scheduler
 from tests.support.harness import RuntimeHarness
 
@@ -24,7 +25,7 @@ STEPS = 150
 PROMPT_TOKENS = 100
 PARTS = (
     (Scheduler, "_take_in"),
-    (Scheduler, "_deliver"),  # while the device computes
+    (Delivery, "deliver"),  # while the device computes
     (LlamaCppEngine, "step"),
     (Context, "decode"),  # until the device has its work
     (Context, "logits"),  # until it is done

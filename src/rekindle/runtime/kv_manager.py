@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rekindle.engine.base import Engine, KvType
@@ -96,17 +96,25 @@ class KvManager:
         turn.sequence = turn.restoration = turn.crossing = None
         turn.plans = 0
 
-    def offload_prompt(self, turn: Turn) -> None:
+    def _offload_prompt(self, turn: Turn) -> None:
         """Copy the prompt of an exact turn to the store while it goes on."""
         if turn.sequence and turn.request.reuse and self._capabilities.can_truncate:
             self._offloader.offload(self._offloader.idle(turn, turn.sequence))
 
-    def offload_checkpoint(self, turn: Turn) -> None:
+    def _offload_checkpoint(self, turn: Turn) -> None:
         """Copy a turn's state as far as it has got, with a checkpoint, while it goes on."""
         assert turn.sequence is not None
         idle = self._offloader.idle(turn, turn.sequence)
         if self._offloader.offload(idle):
             turn.offloaded = idle.offloaded.full_blocks(self._capabilities.block_tokens)
+
+    def keep_prompts(self, turns: Iterable[Turn]) -> None:
+        """Copy state that others wait for, or may resume from, of turns that a step was of."""
+        for turn in turns:
+            if turn.request.exact and turn.generated_tokens == 1:
+                self._offload_prompt(turn)  # for exact turns that wait for this prefix
+            if turn.checkpoints and turn.sequence and turn.checkpoints.reach(turn.held_tokens):
+                self._offload_checkpoint(turn)
 
     def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""

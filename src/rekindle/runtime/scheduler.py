@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-from rekindle.engine.base import Engine, Sampled, Work
+from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Prefill, Started
+from rekindle.protocol.events import Cancelled, Failed, Started
 from rekindle.runtime.batch import Batch, Batcher
+from rekindle.runtime.delivery import Delivery, Emit
 from rekindle.runtime.idle_pools import RowsByType
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline, Start
 from rekindle.runtime.turn import Turn
+from rekindle.runtime.turn_queues import TurnQueues, insert
 
-FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
-OVERTAKEN_TURNS = 8  # turns that a turn may overtake for each point of its priority
 MOST_RESTARTS = 3
-REPORT_S = 1.0  # between two Prefill events of a turn whose client did not ask for them
-
-Emit = Callable[[list[Event]], None]
 
 
 class Scheduler:
@@ -43,18 +39,16 @@ class Scheduler:
         self._emit = emit
         self._parallel = parallel
         self._batcher = Batcher(engine.capabilities, parallel)
-        self._waiting: list[Turn] = []
-        self._restoring: list[Turn] = []  # what they reuse is on its way into their sequences
-        self._running: list[Turn] = []
-        self._brought: list[tuple[Turn, Sampled | None]] = []  # by the last step: not delivered
-        self._ended: list[Turn] = []  # that still have their sequences
-        self._tickets = 0
+        self._queues = TurnQueues()
+        self._waiting = self._queues.waiting
+        self._restoring, self._running = self._queues.restoring, self._queues.running
+        self._delivery = Delivery(pipeline, emit, self._queues.end)
         if engine.capabilities.computes_beside:
-            engine.meanwhile = self._deliver
+            engine.meanwhile = self._delivery.deliver
 
     @property
     def turns(self) -> int:
-        return len(self._waiting) + len(self._restoring) + len(self._running)
+        return len(self._queues)
 
     @property
     def wait_s(self) -> float | None:
@@ -64,20 +58,17 @@ class Scheduler:
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def submit(self, turn: Turn) -> None:
-        """Take a turn in. Its priority moves it ahead of so many that came before, or lets so many
-        that come after pass: nobody waits for ever."""
-        self._tickets += 1
-        turn.place = self._tickets - OVERTAKEN_TURNS * turn.request.priority
-        _insert(self._waiting, turn)
+        self._queues.submit(turn)
 
     def cancel(self, turn_id: int) -> bool:
         """End a turn now, keeping what it computed; False when it is not here."""
-        self._check_engine()
+        if self._kv.broken is not None:  # since the last step
+            self._restart_all(self._kv.broken)
         try:
             self._settle()
         except EngineBroken as error:
             self._restart_all(error)
-        for turn in [*self._waiting, *self._restoring, *self._running]:
+        for turn in self._queues:
             if turn.id == turn_id:
                 self._emit([Cancelled(turn.id)])
                 try:
@@ -94,7 +85,8 @@ class Scheduler:
 
     def step(self) -> bool:
         """One native call's worth of work; False when there is nothing to do but wait."""
-        self._check_engine()
+        if self._kv.broken is not None:  # since the last step
+            self._restart_all(self._kv.broken)
         allowance = self._kv.allowance
         allowance.renew(is_shared=any(turn.pending_tokens == 1 for turn in self._running))
         try:
@@ -106,7 +98,7 @@ class Scheduler:
             batch = self._batcher.compose(self._running)
             if batch:
                 return self._compute(batch)
-            if self._brought:
+            if self._delivery.brought:
                 self._settle()
                 return True
             return has_encoded or allowance.is_spent or self._kv.offload_one()
@@ -165,14 +157,18 @@ class Scheduler:
                 self._end(turn)
                 self._emit([Failed(turn.id, error.info)])
             else:
-                self._remove(turn)
+                self._queues.remove(turn)
                 self._take(turn, outcome)
 
     def _admit(self) -> None:
         """Start waiting turns in their order, while they can be fed; plans are made late, so that
         a turn sees everything computed before its own prefill begins."""
-        while self._waiting and self._has_room():
-            turn = next((t for t in self._waiting if self._may_start(t)), None)
+        while (
+            self._waiting
+            and self._queues.started < self._parallel
+            and self._batcher.has_room(self._running)  # rows for another prompt
+        ):
+            turn = self._queues.next_to_start(self._engine.capabilities.exact_sequences)
             if turn is None:
                 return
             try:
@@ -191,29 +187,10 @@ class Scheduler:
         if outcome is Start.STARTED:
             self._begin(turn)
         else:
-            _insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
-
-    def _has_room(self) -> bool:
-        """Whether another turn may run, and the next batch has rows for its prompt. Turns that are
-        being restored count: their state takes memory."""
-        turns = len(self._running) + len(self._restoring)
-        return turns < self._parallel and self._batcher.has_room(self._running)
-
-    def _may_start(self, turn: Turn) -> bool:
-        most = self._engine.capabilities.exact_sequences
-        if turn.request.exact and self._exact_sequences >= most:
-            return False
-        return not self._follows(turn)
-
-    @property
-    def _exact_sequences(self) -> int:
-        """Those that are open; of turns that cross and have two, the first is not counted twice."""
-        exact = [turn for turn in (*self._running, *self._restoring) if turn.request.exact]
-        crossing = sum(turn.crossing is not None for turn in exact)
-        return len(exact) + max(crossing - 1, 0)
+            insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
 
     def _begin(self, turn: Turn) -> None:
-        _insert(self._running, turn)
+        insert(self._running, turn)
         if not turn.is_started:
             turn.is_started = True
             self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report)])
@@ -224,115 +201,42 @@ class Scheduler:
                     turn.encoded.decoding.token_mask,
                 )
 
-    def _follows(self, turn: Turn) -> bool:
-        """Whether a prefix this turn needs is just being computed or restored for another: then it
-        waits, and that is done once."""
-        reading = (leader for leader in self._running if leader.is_prefilling)
-        return any(self._leads(leader, turn) for leader in (*reading, *self._restoring))
-
-    def _leads(self, leader: Turn, turn: Turn) -> bool:
-        ahead_of, behind = leader.request, turn.request
-        together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
-        precision = turn.precision
-        if not together or not (leader.precision == precision or leader.space == precision.first):
-            return False
-        common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
-        if leader.precision != precision and precision.start_tokens:
-            common = min(common, precision.start_tokens)  # then it goes on in cells of its own
-        is_on_its_way = leader.restoration or leader.crossing
-        held_tokens = 0 if is_on_its_way else leader.held_tokens  # that can be shared
-        # An exact prefix can be had when the leader's whole prompt is in the store, not before.
-        ahead = turn.request.exact or common > held_tokens
-        if common < FOLLOW_TOKENS or not ahead:
-            return False
-        if leader.checkpoints and common > leader.held_tokens:
-            leader.checkpoints.add(common)
-        return True
-
     # -- computing -----------------------------------------------------------------------------
 
     def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
-        """What a step brought, to the turns it was computed for, but for those that have ended
-        meanwhile. Replies that only go on are delivered while the next step is computed."""
+        """What a step brought. Replies that only go on are delivered while the next step is
+        computed, where it is computed beside."""
         rows = self._batcher.learn(batch, took_s)
         self._kv.counts.computed_tokens += rows
         if len(batch) == 1:
             self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
         if self._kv.idle:
             self._kv.idle.count_rows(_shared_rows(batch))
-        may_wait = self._engine.capabilities.computes_beside
-        events: list[Event] = []
-        for (turn, work), sampled in zip(batch, results, strict=True):
-            if turn.sampler is None and sampled is not None:
-                continue  # it has ended
-            may_wait = may_wait and turn.only_goes_on
-            self._account(turn, work, took_s, events)
-            if sampled is not None:
-                turn.take(sampled)
-            self._brought.append((turn, sampled))
-        if events:
-            self._emit(events)
-        if not may_wait:
+        may_wait = self._delivery.take_in(batch, results, took_s)
+        if not may_wait or not self._engine.capabilities.computes_beside:
             self._settle()
-            self._keep_prompts(batch)
+            self._kv.keep_prompts(turn for turn, _ in batch)
         if rows > len(batch):
             self._batcher.rotate(self._running)
 
-    def _deliver(self) -> None:
-        """Tell clients what the last step brought."""
-        events: list[Event] = []
-        brought, self._brought = self._brought, []
-        for turn, sampled in brought:
-            parts = self._pipeline.accept(turn, sampled)
-            events += parts
-            if parts and isinstance(parts[-1], TERMINAL):
-                self._leave(turn)
-                self._ended.append(turn)
-        if events:
-            self._emit(events)  # before keeping: clients do not wait for that
-
     def _settle(self) -> None:
         """Deliver, and keep what ended turns have computed, no step being under way."""
-        if self._brought:
-            self._deliver()
+        if self._delivery.brought:
+            self._delivery.deliver()
         self._kv.forget_rest()
-        while self._ended:  # all have left, before keeping the first can break the engine
-            self._pipeline.retire(self._ended.pop(0))
-
-    def _keep_prompts(self, batch: Batch) -> None:
-        """State that others wait for, or may resume from."""
-        for turn, _ in batch:
-            if turn.request.exact and turn.generated_tokens == 1:
-                self._kv.offload_prompt(turn)  # for exact turns that wait for this prefix
-            if turn.checkpoints and turn.sequence and turn.checkpoints.reach(turn.held_tokens):
-                self._kv.offload_checkpoint(turn)
-
-    def _account(self, turn: Turn, work: Work, took_s: float, events: list[Event]) -> None:
-        turn.slice_tokens += len(work.tokens)
-        if turn.shown and not turn.next_picture:
-            turn.shown = None
-        if not turn.generated_tokens:
-            turn.prompt_eval_s += took_s
-            turn.unreported_s += took_s
-            if turn.request.progress or turn.unreported_s >= REPORT_S:
-                turn.unreported_s = 0.0
-                events.append(Prefill(turn.id, turn.held_tokens, turn.prompt_tokens))
+        self._retire_ended()
 
     # -- ending --------------------------------------------------------------------------------
 
     def _end(self, turn: Turn) -> None:
         """Give back everything a turn holds; what it computed is kept."""
-        self._leave(turn)
-        self._pipeline.retire(turn)
+        self._queues.end(turn)
+        self._retire_ended()
 
-    def _remove(self, turn: Turn) -> None:
-        for turns in (self._waiting, self._restoring, self._running):
-            if turn in turns:
-                turns.remove(turn)
-
-    def _leave(self, turn: Turn) -> None:
-        self._remove(turn)
-        turn.sampler = None
+    def _retire_ended(self) -> None:
+        ended = self._queues.ended
+        while ended:  # all have left, before keeping the first can break the engine
+            self._pipeline.retire(ended.pop(0))
 
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
@@ -352,27 +256,19 @@ class Scheduler:
             return  # all have ended meanwhile
         last = max(holding, key=lambda turn: turn.place)
         self._kv.counts.preemptions += 1
-        self._remove(last)
+        self._queues.remove(last)
         self._waiting.insert(0, last)
         self._pipeline.retire(last)
-
-    def _check_engine(self) -> None:
-        """Start over if the engine broke since the last step."""
-        if self._kv.broken is not None:
-            self._restart_all(self._kv.broken)
 
     def _restart_all(self, error: EngineBroken) -> None:
         """The engine lost every sequence: all turns go on from their tokens, or end in an error
         when they have been here too often."""
         self._kv.lose_everything()
-        self._deliver()
-        for turn in self._ended:
-            self._kv.release(turn)
-        self._ended.clear()
-        for turn in [*self._waiting, *self._restoring, *self._running]:
+        self._delivery.deliver()
+        for turn in (*self._queues.ended, *self._queues):
             self._kv.release(turn)  # of those that wait, one may have been starting
-        lost = [*self._running, *self._restoring]
-        self._running, self._restoring = [], []
+        self._queues.ended.clear()
+        lost = self._queues.take_started()
         for turn in lost:
             turn.restarts += 1
             token_mask = turn.encoded.decoding.token_mask
@@ -392,9 +288,3 @@ def _shared_rows(batch: Batch) -> RowsByType:
         if not turn.request.exact:
             rows[turn.space.kv_type] += len(work.tokens)
     return rows
-
-
-def _insert(turns: list[Turn], turn: Turn) -> None:
-    """Put a turn behind those whose place is before its own."""
-    behind = (at for at, other in enumerate(turns) if other.place > turn.place)
-    turns.insert(next(behind, len(turns)), turn)
