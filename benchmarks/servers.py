@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from rekindle.bench import BenchFailed
 
-HOST = "127.0.0.1"
-START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 60  # state is written to disk before it ends
+sys.path.append(str(Path(__file__).with_name("gpu")))  # what starts servers there, and here
+from server_process import HOST, StartFailed, free_port, serving
+
 LLAMACPP = Path(__file__).with_name("llamacpp_server.py")
 
 
@@ -51,7 +46,7 @@ def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator
         ):
             yield server
         return
-    port = _free_port()
+    port = str(free_port())
     arguments = ["-m", "rekindle.cli.main", "serve", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--parallel", str(setup.slots)]
     arguments += ["--threads", str(setup.threads), "--max-model-len", str(setup.context)]
@@ -64,7 +59,7 @@ def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator
 
 @contextmanager
 def llamacpp(setup: Setup, log: Path) -> Iterator[Server]:
-    port = _free_port()
+    port = str(free_port())
     arguments = [str(LLAMACPP), "--port", port, "--model", str(setup.model)]
     arguments += ["--slots", str(setup.slots), "--threads", str(setup.threads)]
     arguments += ["--context", str(setup.context), *_projector(setup)]
@@ -75,7 +70,7 @@ def llamacpp(setup: Setup, log: Path) -> Iterator[Server]:
 @contextmanager
 def mlx_lm(setup: Setup, log: Path) -> Iterator[Server]:
     """mlx_lm's own server, with its prompt cache at its defaults."""
-    port = _free_port()
+    port = str(free_port())
     arguments = ["-m", "mlx_lm", "server", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--decode-concurrency", str(setup.slots)]
     with _serving("mlx_lm.server", port, arguments, log) as server:
@@ -88,48 +83,9 @@ def _projector(setup: Setup) -> list[str]:
 
 @contextmanager
 def _serving(label: str, port: str, arguments: list[str], log: Path) -> Iterator[Server]:
-    """A healthy server; it has ended on every way out."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=output, stderr=output
-        )
+    log.unlink(missing_ok=True)
     try:
-        url = f"http://{HOST}:{port}"
-        _wait_until_healthy(label, url, process, log)
-        yield Server(label, url, process.pid)
-    finally:
-        _end(process)
-
-
-def _wait_until_healthy(label: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while not _is_healthy(url):
-        if process.poll() is not None or time.monotonic() > give_up_s:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise BenchFailed(f"{label} did not start; the end of {log}:\n{tail}")
-        time.sleep(0.1)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdin:
-        process.stdin.close()
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return str(probe.getsockname()[1])
+        with serving([sys.executable, *arguments], int(port), log) as process_id:
+            yield Server(label, f"http://{HOST}:{port}", process_id)
+    except StartFailed as error:
+        raise BenchFailed(f"{label} {error}") from None

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-START_TIMEOUT_S = 150
-STOP_TIMEOUT_S = 120  # ours writes its state to disk before it ends
+from server_process import free_port, serving
+
 HERE = Path(__file__).parent
 STAND_IN = HERE.parent / "llamacpp_server.py"  # llama.cpp's server inside the xllamacpp package
 
@@ -50,10 +45,6 @@ class Machine:
     peer_flags: Sequence[str] = ()
 
 
-class StartFailed(Exception):
-    """A server that did not become healthy."""
-
-
 @dataclass(frozen=True, slots=True)
 class Side:
     """A server as a command line."""
@@ -67,23 +58,10 @@ class Side:
     @contextmanager
     def running(self, needs: Needs, label: str) -> Iterator[int]:
         """The port of a healthy server; it has ended on every way out."""
-        port = _free_port()
+        port = free_port()
         log = self.machine.folder / f"{self.name}-{label}.log"
-        command = self.command(needs, port)
-        with log.open("ab") as output:
-            output.write(f"\n$ {shlex.join(command)}\n".encode())
-            output.flush()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-            )
-        try:
-            _wait_until_healthy(port, process, log)
+        with serving(self.command(needs, port), port, log):
             yield port
-        finally:
-            _end(process)
 
 
 class Rekindle(Side):
@@ -122,37 +100,3 @@ def _known_flags() -> str:
     command = [sys.executable, "-m", "rekindle.cli.main", "serve", "--help"]
     wide = os.environ | {"COLUMNS": "400", "TERM": "dumb"}
     return subprocess.run(command, capture_output=True, text=True, env=wide, check=False).stdout
-
-
-def _wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while not _is_healthy(port):
-        if process.poll() is not None or time.monotonic() > give_up_s:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-            raise StartFailed(f"did not start; the end of {log}:\n{tail}")
-        time.sleep(0.1)
-
-
-def _is_healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdin:
-        process.stdin.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -151,6 +151,14 @@ class Turns:
                 break
         return seen
 
+    async def begun_within(self, wait_s: float) -> list[tuple[int, Event]]:
+        """The same, or nothing: a turn that has to wait for its place does not keep its client
+        waiting for a sign."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                return await self.begun()
+        return []
+
 
 def _leave_to_next(_index: int, _delta: Delta) -> bool:
     return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
@@ -90,7 +89,7 @@ class Answer:
     async def _streamed(self, http: Request) -> Response:
         turns = self._turns(http)
         try:
-            begun = await while_connected(http, self._begun(turns))
+            begun = await while_connected(http, turns.begun_within(PING_S))
         except BaseException:
             turns.close()
             raise
@@ -99,14 +98,6 @@ class Answer:
             self._stream(turns, begun), turns.close, self._headers, sign_of_life=pings
         )
         return write_on_arrival(turns, stream, self._joined)
-
-    async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
-        """The first events: until then a failure can still be a status. A turn that has to wait for
-        its place does not keep its client waiting for a sign."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PING_S):
-                return await turns.begun()
-        return []
 
     async def _stream(
         self, turns: Turns, begun: list[tuple[int, Event]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -145,7 +143,7 @@ class Answer:
 
     async def _streamed(self, http: Request, turns: Turns, close: Callable[[], None]) -> Response:
         try:
-            begun = await while_connected(http, self._begun(turns))
+            begun = await while_connected(http, turns.begun_within(PING_S))
             chunks = self._stream(turns, begun)
         except ServerError as error:
             if error.code != ContextTooLong.code:
@@ -154,14 +152,6 @@ class Answer:
             chunks = self._refused(error)
         sign_of_life = SignOfLife(PING_S, self._sign_of_life)
         return EventStream(chunks, close, self._headers, self._failed, sign_of_life)
-
-    async def _begun(self, turns: Turns) -> list[tuple[int, Event]]:
-        """The first events: until then a failure can still be a status. A turn that has to wait for
-        its place does not keep its client waiting for a sign."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PING_S):
-                return await turns.begun()
-        return []
 
     async def _refused(self, error: ServerError) -> AsyncGenerator[bytes, None]:
         self._is_over = True
