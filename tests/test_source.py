@@ -89,8 +89,6 @@ OUTGROWN = {
     # Not taken apart yet.
     "kvcache/disk/files.py: Files": 21,
     "kvcache/tree.py: Tree": 22,
-    "runtime/idle_pool.py: IdlePool": 28,
-    "runtime/turn.py: Turn": 21,
 }
 
 #: Ways to turn bytes or text from outside into running code.

@@ -170,7 +170,7 @@ def test_no_more_turns_hold_fetched_state_than_may_run(tmp_path: Path) -> None:
     again = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0, ram_bytes=0, parallel=2)
     replies = [again.submit(prompt) for prompt in prompts]
     again.scheduler.step()
-    assert sum(reply.turn.is_fetching for reply in replies) <= 2
+    assert sum(reply.is_fetching for reply in replies) <= 2
     again.run(*replies)
     assert {reply.reused for reply in replies} == {39}
     again.close()

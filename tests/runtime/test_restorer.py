@@ -245,7 +245,7 @@ def test_the_next_windows_are_read_while_others_are_restored() -> None:
     resumed.harness.take_events()
     resumed.harness.scheduler.step()  # restores the first two windows of two blocks
     assert reply.turn.held_tokens == 4 * 8
-    assert reply.turn.is_fetching
+    assert reply.is_fetching
     assert resumed.harness.store.fetches.used_bytes == 4 * BLOCK_BYTES
     resumed.harness.run(reply)
     assert reply.tokens == cold([1] * 240)
@@ -285,7 +285,7 @@ def test_a_client_that_leaves_during_its_fetch_leaves_nothing_behind() -> None:
     resumed.tier.hangs = True
     gone = resumed.harness.submit([*SYSTEM, 1])
     resumed.step(gone)
-    assert gone.turn.is_fetching
+    assert gone.is_fetching
     resumed.harness.cancel(gone)
     assert isinstance(gone.events[-1], Cancelled)
     assert (resumed.harness.scheduler.turns, resumed.engine.open_sequences) == (0, 0)
@@ -317,7 +317,7 @@ def test_a_follower_goes_on_when_the_turn_that_fetches_for_it_is_cancelled() -> 
     resumed.tier.hangs = True
     leader, *followers = [resumed.harness.submit([*SYSTEM, number]) for number in range(50)]
     resumed.step(leader)
-    assert not any(reply.turn.is_fetching for reply in followers)
+    assert not any(reply.is_fetching for reply in followers)
     resumed.harness.cancel(leader)
     resumed.tier.hangs = False
     resumed.harness.run(*followers)

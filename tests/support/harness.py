@@ -89,6 +89,13 @@ class Reply:
     def started(self) -> bool:
         return any(isinstance(event, Started) for event in self.events)
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether the turn waits for blocks or vectors from a lower tier."""
+        restoration = self.turn.restoration
+        waits_for_blocks = restoration is not None and bool(restoration.fetches)
+        return waits_for_blocks or self.turn.waits_for_vectors
+
 
 class RuntimeHarness:
     """Submit turns, step, look at what came out. Budgets are exact: nothing is set aside for
@@ -260,7 +267,7 @@ class RuntimeHarness:
                 return
             self.take_events()
             if not self.scheduler.step() and not all(reply.ended for reply in wanted):
-                assert any(reply.turn.is_fetching for reply in wanted), "idle with work left"
+                assert any(reply.is_fetching for reply in wanted), "idle with work left"
                 self.take_events(wait=True)
         raise AssertionError("the turns do not end")
 

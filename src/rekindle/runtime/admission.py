@@ -98,7 +98,7 @@ class Admission:
         if self._capabilities.shares_cells:
             return plan.shared_tokens
         idle, namespace = self._idle.of(turn.space.kv_type), turn.space.namespace
-        is_over = idle.supersedes(plan.share, plan.shared_tokens, namespace)
+        is_over = idle.sequences.supersedes(plan.share, plan.shared_tokens, namespace)
         return plan.shared_tokens if is_over else 0
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:

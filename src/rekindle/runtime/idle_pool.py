@@ -17,8 +17,8 @@ from rekindle.kvcache.policy import Shares
 from rekindle.runtime.asked_exports import AskedExports
 from rekindle.runtime.idle_exports import IdleExports
 from rekindle.runtime.idle_ranking import IdleRanking
+from rekindle.runtime.idle_sequences import IdleSequences
 from rekindle.runtime.offload import Allowance, IdleSequence, Offloader
-from rekindle.runtime.superseded import Superseded
 from rekindle.tokens import Tokens
 
 #: Rows that others compute beside an idle sequence on a CPU for as much time as restoring it would
@@ -50,10 +50,10 @@ class IdlePool:
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
         is_usual = kv_type == engine.capabilities.kv_type
         self._parking = engine.parking if is_usual else None
-        self._idle: list[IdleSequence] = []  # least recently used first
-        self._superseded = Superseded(engine)
         self._ranking = IdleRanking(shares, engine.capabilities.block_tokens)
         self._exports = IdleExports(engine, offloader, allowance, kv_type)
+        self.sequences = self._idle = IdleSequences(engine, self._exports, self._ranking)
+        self._superseded = self._idle.superseded
         self._asked = AskedExports(self._exports)
 
     def __len__(self) -> int:
@@ -63,45 +63,8 @@ class IdlePool:
         return iter(self._idle)
 
     def add(self, idle: IdleSequence) -> None:
-        self._idle.append(idle)
-        self._ranking.add(idle)
+        self._idle.add(idle)
         self.trim()
-
-    def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """Whether a sequence that shares so many tokens takes the place of its source: that lives
-        on in the new one if it was shared to its end, and by the same tenant."""
-        return any(
-            idle.sequence is source
-            and shared_tokens >= len(idle.tokens)
-            and idle.namespace == namespace
-            for idle in self._idle
-        )
-
-    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """A turn is about to go on from a source. True: in the source itself, which has no other
-        use and is the turn's from now on: marking its cells for another sequence and unmarking them
-        for this one takes milliseconds. One that is parked has to be copied."""
-        is_over = self.supersedes(source, shared_tokens, namespace)
-        for idle in self._idle:
-            if idle.sequence is source:
-                self._idle.remove(idle)
-                if not is_over:
-                    idle.is_leaving = False
-                    self._idle.append(idle)
-                    return False
-                self._ranking.remove(idle)
-                self._exports.close_copy(idle)
-                if source.is_parked:
-                    self._superseded.add(source)
-                return not source.is_parked
-        return False
-
-    def clear(self) -> None:
-        """The engine has lost them."""
-        self._idle.clear()
-        self._superseded.clear()
-        self._ranking.clear()
-        self._exports.copied = None
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -120,7 +83,7 @@ class IdlePool:
         if self._engine.free_tokens(self.kv_type) < tokens:
             self._exports.close_copy()
         while self._engine.free_tokens(self.kv_type) < tokens:
-            others = (each for each in self._in_pool if each.sequence is not spared)
+            others = (each for each in self._idle.in_pool if each.sequence is not spared)
             victim = next(self._ranking.in_order(others), None)
             if victim is None or not self._move_out(victim, spared):
                 return False
@@ -137,7 +100,7 @@ class IdlePool:
             in_order = list(self._ranking.in_order(others))
             victim = next(filter(self._exports.can_leave, in_order), None)
             if victim is None:
-                self._close(in_order[0])  # there is no room to export any: it is computed again
+                self._idle.close(in_order[0])  # no room to export any: it is computed again
             elif not self._evict(victim):
                 return False
         return True
@@ -145,11 +108,7 @@ class IdlePool:
     @property
     def is_in_pool(self) -> bool:
         """Whether any of them holds cells."""
-        return self._exports.copied is not None or next(self._in_pool, None) is not None
-
-    @property
-    def _in_pool(self) -> Iterator[IdleSequence]:
-        return (idle for idle in self._idle if not idle.sequence.is_parked)
+        return self._exports.copied is not None or next(self._idle.in_pool, None) is not None
 
     def _move_out(self, idle: IdleSequence, spared: Sequence | None = None) -> bool:
         """Out of the pool: park a sequence, or else export and close it. False: the allowance did
@@ -157,7 +116,7 @@ class IdlePool:
         parking = self._parking
         self._exports.gather(idle)
         if not idle.tokens:
-            self._close(idle)
+            self._idle.close(idle)
             return True
         if parking is None or idle.is_leaving or len(idle.tokens) > parking.tokens:
             return self._evict(idle)
@@ -180,8 +139,8 @@ class IdlePool:
             return False
         if not self.is_in_pool:
             return True
-        while sum(len(each.tokens) for each in self._in_pool) > self.most_tokens:
-            if not self._move_out(next(self._ranking.in_order(self._in_pool))):
+        while sum(len(each.tokens) for each in self._idle.in_pool) > self.most_tokens:
+            if not self._move_out(next(self._ranking.in_order(self._idle.in_pool))):
                 return False
         if self._parking:
             return not rows_ahead or self._clear_pool()
@@ -191,7 +150,7 @@ class IdlePool:
         """Leave no cells to anything idle, but to a copy that is on its way out."""
         if self._exports.copied and not self._exports.copied.is_leaving:
             self._exports.close_copy()
-        return all(self._move_out(idle) for idle in list(self._in_pool))
+        return all(self._move_out(idle) for idle in list(self._idle.in_pool))
 
     def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
         """Let a sequence stay or go; its state is in the store either way, so that it can go at
@@ -199,11 +158,6 @@ class IdlePool:
         if idle.rows_meanwhile + rows_ahead <= ROWS_WORTH_A_RESTORE:
             return self._exports.export(idle)
         return self._evict(idle)
-
-    def count_rows(self, rows: int) -> None:
-        """Other turns have computed so many rows beside these sequences."""
-        for idle in self._idle:
-            idle.rows_meanwhile += rows
 
     def evict_unused(self) -> None:
         """Let those leave that were here at the last call, too, as far as the step allows."""
@@ -217,14 +171,8 @@ class IdlePool:
         idle.is_leaving = True
         if not self._exports.export(idle):
             return False
-        self._close(idle)
+        self._idle.close(idle)
         return True
-
-    def _close(self, idle: IdleSequence, *, may_return: bool = True) -> None:
-        self._exports.close_copy(idle)
-        self._idle.remove(idle)
-        self._ranking.remove(idle, may_return=may_return)
-        self._engine.close_sequence(idle.sequence)
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close sequences of a conversation that was deleted: it is not reused from here."""
@@ -234,7 +182,7 @@ class IdlePool:
                 self._exports.gather(idle)
                 if len(idle.tokens) > len(handle.tokens):
                     self._exports.export_at_once(idle)  # a longer conversation may rest on it
-                self._close(idle, may_return=False)
+                self._idle.close(idle, may_return=False)
 
     # -- exporting -----------------------------------------------------------------------------
 
@@ -251,23 +199,24 @@ class IdlePool:
     def _park_one(self) -> bool:
         if self._parking is None:
             return False
-        others = (idle for idle in self._in_pool if idle is not self._idle[-1])
+        newest = next(reversed(self._idle), None)
+        others = (idle for idle in self._idle.in_pool if idle is not newest)
         idle = next(others, None)
         if idle is None:
             return False
         self._exports.gather(idle, computes=True)
         if not idle.tokens:
-            self._close(idle)
+            self._idle.close(idle)
             return True
         return self._parking.park(idle.sequence)
 
     def export_all(self) -> None:
         self._superseded.close()
-        for idle in [*self._in_pool, *self._idle]:
-            for exported in list(self._in_pool):
+        for idle in [*self._idle.in_pool, *self._idle]:
+            for exported in list(self._idle.in_pool):
                 if self._exports.can_leave(idle):
                     break
-                self._close(exported)  # for its cells
+                self._idle.close(exported)  # for its cells
             if idle in self._idle:
                 self._exports.export_at_once(idle)
 

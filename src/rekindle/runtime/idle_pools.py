@@ -38,11 +38,11 @@ class IdlePools:
 
     def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
         """Whether a turn may go on in the source itself."""
-        return self.of(source.kv_type).supersede(source, shared_tokens, namespace)
+        return self.of(source.kv_type).sequences.supersede(source, shared_tokens, namespace)
 
     def clear(self) -> None:
         for pool in self._pools.values():
-            pool.clear()
+            pool.sequences.clear()
 
     @property
     def is_in_pool(self) -> bool:
@@ -53,7 +53,7 @@ class IdlePools:
 
     def count_rows(self, rows: RowsByType) -> None:
         for kv_type, pool in self._pools.items():
-            pool.count_rows(rows[kv_type])
+            pool.sequences.count_rows(rows[kv_type])
 
     def release_unused(self) -> None:
         """Let sequences of other types leave that nobody has continued since the last call, so that

@@ -79,12 +79,6 @@ class Turn:
         self.first_token_at_s: float | None = None
 
     @property
-    def is_fetching(self) -> bool:
-        """Whether it waits for blocks or vectors from a lower tier."""
-        waits_for_blocks = self.restoration is not None and bool(self.restoration.fetches)
-        return waits_for_blocks or self.waits_for_vectors
-
-    @property
     def generated_tokens(self) -> int:
         return self.tokens.length - self.prompt_tokens
 
