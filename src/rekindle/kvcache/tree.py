@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from rekindle.kvcache.block import (
     NO_HANDLES,
@@ -86,10 +87,7 @@ class Tree:
     def checkpoints(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
         """Blocks with a checkpoint from which these tokens go on, the longest prefix first; none in
         the middle of a picture."""
-        found = self._checkpoints(namespace, tokens.packed)
-        return (block for block in found if tokens.whole_media(block.stop) == block.stop)
-
-    def _checkpoints(self, namespace: bytes, packed: bytes) -> Iterator[Block]:
+        packed = tokens.packed
         path = [self._roots[namespace]] if namespace in self._roots else []
         while path:
             child = path[-1].children.get(self._next(path[-1], packed))
@@ -99,31 +97,10 @@ class Tree:
         for node in reversed(path):
             chunk = self._next(node, packed)
             whole = node.children.get(chunk)
-            if whole is not None and whole.resumable and not self.is_full(whole):
-                yield whole
-            yield from (tail for tail in _beginnings(node, chunk) if tail.resumable)
-            if node.resumable:
-                yield node
-
-    def _through(self, node: Block, packed: bytes) -> Block | None:
-        """The child that a run of tokens goes through: one with a checkpoint of its end, or of the
-        token before, which is where a reply ends; else one that holds all of its next block, or the
-        longest tail that this begins with."""
-        chunk = self._next(node, packed)
-        if node.stop * TOKEN_BYTES + len(chunk) == len(packed):
-            for end in (chunk, chunk[:-TOKEN_BYTES]):
-                if (tail := node.children.get(end)) and tail.resumable:
-                    return tail
-        at = bisect_left(node.order, chunk)
-        if chunk and at < len(node.order) and node.order[at].startswith(chunk):
-            return node.children[node.order[at]]
-        while at and chunk:
-            nearest = node.order[at - 1]
-            if chunk.startswith(nearest):
-                return node.children[nearest]
-            chunk = chunk[: common_prefix(nearest, chunk) * TOKEN_BYTES]
-            at = bisect_right(node.order, chunk)
-        return None
+            tail = [whole] if whole is not None and not self.is_full(whole) else []
+            for block in chain(tail, _beginnings(node, chunk), [node]):
+                if block.resumable and tokens.whole_media(block.stop) == block.stop:
+                    yield block
 
     def place(self, handle: PrefixHandle, node: Block | None = None) -> None:
         """Let a conversation end in the last block, at or below `node`, that holds state of it."""
@@ -135,7 +112,7 @@ class Tree:
             if child is None:
                 break
             node, offset = child, offset + self._block_bytes
-        while child := self._through(node, packed):
+        while child := _through(node, self._next(node, packed), packed):
             node = child
         self._move(handle, node)
 
@@ -257,6 +234,26 @@ def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> M
     if most:
         found.append(node.children[best[-1]])  # of two that serve, the longer
     return Match(tuple(found), tokens + most, diverged)
+
+
+def _through(node: Block, chunk: bytes, packed: bytes) -> Block | None:
+    """The child that a run of tokens goes through, of which `chunk` is after the node: one with a
+    checkpoint of its end, or of the token before, which is where a reply ends; else one that holds
+    all of its next block, or the longest tail that this begins with."""
+    if node.stop * TOKEN_BYTES + len(chunk) == len(packed):
+        for end in (chunk, chunk[:-TOKEN_BYTES]):
+            if (tail := node.children.get(end)) and tail.resumable:
+                return tail
+    at = bisect_left(node.order, chunk)
+    if chunk and at < len(node.order) and node.order[at].startswith(chunk):
+        return node.children[node.order[at]]
+    while at and chunk:
+        nearest = node.order[at - 1]
+        if chunk.startswith(nearest):
+            return node.children[nearest]
+        chunk = chunk[: common_prefix(nearest, chunk) * TOKEN_BYTES]
+        at = bisect_right(node.order, chunk)
+    return None
 
 
 def _with_whole_media(match: Match, tokens: Tokens) -> Match:
