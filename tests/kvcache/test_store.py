@@ -6,11 +6,13 @@ from itertools import count, product
 from typing import NamedTuple
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rekindle.kvcache import block as blocks
+from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
 from rekindle.kvcache.block import Block, chain_key
 from rekindle.kvcache.duel import Duel
 from rekindle.kvcache.policy import POLICIES
@@ -463,3 +465,49 @@ def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> N
             ranking.enter(keys[at + 1], keys[at] if at else None)
             alone.add(keys[at + 1])
     assert hits > 600
+
+
+def test_the_store_has_as_many_hits_as_a_simulation_with_other_keys() -> None:
+    """Within two in a hundred: what keys decide, which conversations are watched and which blocks
+    share a set of ghosts, makes no more of a difference."""
+    requests = conversations(1200)
+    cost = cost_bytes(Tokens.of([0]), 1)
+    store = Store(block_tokens=1, tiers=[RamTier(300 * cost)])
+    stored = 0
+    for path in requests:
+        found = store.match(ROOT, Tokens.of(path)).blocks
+        store.use(found)
+        stored += len(found)
+        parent = found[-1].key if found else ROOT
+        for token in path[len(found) :]:
+            assert store.put(ROOT, parent, Tokens.of([token]), b"x", exact=False)
+            parent = chain_key(parent, Tokens.of([token]))
+    assert stored > sum(map(len, requests)) // 10
+    assert abs(simulated_hits(requests, 300) - stored) < 0.02 * stored
+
+
+def conversations(turns: int) -> list[list[int]]:
+    """What is asked in turn: one in three goes on with a conversation of the last forty, and all
+    begin with the same three blocks."""
+    chance, names = random.Random(11), count(3)
+    paths: list[list[int]] = []
+    for _ in range(turns):
+        goes_on = paths and chance.random() < 0.35
+        path = chance.choice(paths[-40:]) if goes_on else [0, 1, 2]
+        paths.append([*path, *(next(names) for _ in range(chance.randrange(2, 12)))])
+    return paths
+
+
+def simulated_hits(requests: list[list[int]], capacity: int) -> int:
+    ranking, hits = AdaptiveRanking(Duel()), 0
+    for path in requests:
+        keys = [blake3(b"a block %d" % token).digest() for token in path]
+        known = next((at for at, key in enumerate(keys) if key not in ranking), len(keys))
+        hits += known
+        use(ranking, keys[:known])
+        for at in range(known, len(keys)):
+            above = keys[at - 1] if at else None
+            while len(ranking) >= capacity:
+                evict(ranking, () if above is None else (above,))
+            ranking.enter(keys[at], above)
+    return hits
