@@ -291,6 +291,22 @@ def test_nothing_stays_parked_of_a_conversation_that_is_deleted() -> None:
     assert engine.parking.used_tokens == 0
 
 
+def test_a_few_idle_replies_leave_the_pool_before_state_is_copied_into_it() -> None:
+    """Their cells may lie apart, and what is copied would lie between them."""
+    engine, harness = parking_harness()
+    first = harness.ask([1] * 80, max_tokens=3)
+    harness.ask([2] * 40, max_tokens=3)  # stays in the pool
+    assert engine.parking
+    assert engine.parking.used_tokens == 82
+    reply = harness.submit([1] * 80 + first.tokens + [3], max_tokens=3)
+    harness.scheduler.step()
+    assert engine.free_tokens() <= engine.pool_tokens - 83
+    assert [each.sequence.is_parked for each in harness.kv.idle] == [True]
+    harness.run(reply)
+    assert (reply.reused, reply.finished.cache.tier) == (82, "device")
+    assert engine.counts.exported_tokens == 0
+
+
 def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None:
     engine, harness = parking_harness()
     harness.ask([1] * 400, max_tokens=1)

@@ -73,14 +73,17 @@ class Admission:
         shared = [other for other in others if other.cells_in(kv_type)]
         tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
         headroom = min(turn.output.remaining_tokens, HEADROOM_TOKENS)
-        if plan.share is not None and plan.share.is_parked:
+        is_parked = plan.share is not None and plan.share.is_parked
+        if plan.share is not None and is_parked:
             tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
         needed = tokens - self._free_of_charge(turn, plan) + headroom
         needed += _wanted_tokens(shared, kv_type)
         most_idle = self._kv.most_sequences - len(shared) - 1
+        if not shared and (plan.blocks or is_parked):
+            idle.park_few(plan.share)
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
-        if plan.share is not None and plan.share.is_parked:  # all of it takes room
+        if is_parked:  # all of it takes room
             running = [other for other in others if not other.restoration and not other.crossing]
             return self.reserve(turn, self.plan(turn, running, parked=False), others)
         if others:

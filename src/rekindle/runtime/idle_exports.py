@@ -79,6 +79,11 @@ class IdleExports:
             self._engine.close_sequence(copied.copy)
             copied.copy = None
 
+    def close_spare_copy(self) -> None:
+        """Let the copy go, unless it is of a sequence that is on its way out."""
+        if self.copied is not None and not self.copied.is_leaving:
+            self.close_copy()
+
     def gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
         """Do without state whose cells lie apart, or compute it again, side by side: both are
         faster than to move it."""

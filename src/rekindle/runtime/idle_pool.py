@@ -24,6 +24,7 @@ from rekindle.tokens import Tokens
 #: Rows that others compute beside an idle sequence on a CPU for as much time as restoring it would
 #: take: every row passes over its cells, so that both grow with its length (decision 6).
 ROWS_WORTH_A_RESTORE = 8
+FEW_TOKENS = 4096  # of idle state in the pool, that makes way for state that is copied into it
 
 
 class IdlePool:
@@ -142,15 +143,27 @@ class IdlePool:
         while sum(len(each.tokens) for each in self._idle.in_pool) > self.most_tokens:
             if not self._move_out(next(self._ranking.in_order(self._idle.in_pool))):
                 return False
+        if self._parking and rows_ahead:
+            self._exports.close_spare_copy()
+            return all(self._move_out(idle) for idle in list(self._idle.in_pool))
         if self._parking:
-            return not rows_ahead or self._clear_pool()
+            return True
         return not self._by_cost or all(self._weigh(idle, rows_ahead) for idle in list(self._idle))
 
-    def _clear_pool(self) -> bool:
-        """Leave no cells to anything idle, but to a copy that is on its way out."""
-        if self._exports.copied and not self._exports.copied.is_leaving:
-            self._exports.close_copy()
-        return all(self._move_out(idle) for idle in list(self._idle.in_pool))
+    def park_few(self, spared: Sequence | None) -> None:
+        """Park what is idle in the pool if that is little and there is room for it. State that is
+        copied into cells between those of a few replies is copied run by run, which takes many
+        times as long."""
+        mine = [idle for idle in self._idle.in_pool if idle.sequence is not spared]
+        if self._parking is None or sum(len(idle.tokens) for idle in mine) > FEW_TOKENS:
+            return
+        self._exports.close_spare_copy()
+        for idle in mine:
+            self._exports.gather(idle)
+            if not idle.tokens:
+                self._idle.close(idle)
+            elif not idle.is_leaving:
+                self._parking.park(idle.sequence)
 
     def _weigh(self, idle: IdleSequence, rows_ahead: int) -> bool:
         """Let a sequence stay or go; its state is in the store either way, so that it can go at
