@@ -46,23 +46,34 @@ def names(wheel: Path) -> list[str]:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_a_wheel_with_compiled_code_is_for_this_platform(tree: Path) -> None:
     wheel = build(tree, "cc")
-    assert LIBRARY in names(wheel)
+    assert names(wheel).count(LIBRARY) == 1
+    assert not (tree / "src" / LIBRARY).exists()
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.stem.endswith(f"-py3-none-{platform}")
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", BROKEN])
-def test_a_wheel_without_a_compiler_is_for_all_and_has_no_code_of_an_older_build(
+def test_a_wheel_without_a_compiler_is_for_all_and_leaves_the_tree_as_it_was(
     tree: Path, compiler: str
 ) -> None:
-    (tree / "src" / LIBRARY).write_bytes(b"old")
+    (tree / "src" / LIBRARY).write_bytes(b"of an editable install")
     wheel = build(tree, compiler)
     assert LIBRARY not in names(wheel)
     assert wheel.stem.endswith("-py3-none-any")
+    assert (tree / "src" / LIBRARY).read_bytes() == b"of an editable install"
+
+
+def test_compiling_in_place_fails_without_a_compiler_and_leaves_what_is_there(tree: Path) -> None:
+    (tree / "src" / LIBRARY).write_bytes(b"old")
+    command = [sys.executable, "-S", "hatch_build.py"]  # without any package
+    environment = {**os.environ, "CC": BROKEN}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no compiled sampler" in done.stderr
+    assert (tree / "src" / LIBRARY).read_bytes() == b"old"
 
 
 def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) -> None:
-    (tree / ".gitignore").write_text((ROOT / ".gitignore").read_text())
     (tree / "src" / LIBRARY).write_bytes(b"old")
     source = build(tree, "cc", target="sdist")
     shutil.unpack_archive(source, tree / "unpacked", filter="data")

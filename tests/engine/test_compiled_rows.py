@@ -72,7 +72,8 @@ def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
 def words(shares: Sequence[float]) -> bytes:
     """Random words that stand for such numbers in [0, 1)."""
     every = [int(share * (1 << 53)) << 11 for share in shares]
-    return struct.pack("=21Q", *every, *[0] * (compiled_rows.WORDS - len(every)))
+    every += [0] * (compiled_rows.WORDS - len(every))
+    return struct.pack(f"={len(every)}Q", *every)
 
 
 def drawn_from(row: Row, choices: Iterable[bytes]) -> set[int]:
@@ -124,14 +125,44 @@ def test_compiled_code_leaves_nothing_to_numpy(
         choose(way, make_logits(3001, spread), compiled_rows.build())
 
 
-def test_code_that_is_missing_damaged_or_of_another_version_is_not_used(
+@needs_compiler
+def test_cold_replies_of_which_hardly_a_proposal_is_taken_are_chosen_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: TokenSampler) -> bytes:
+        raise AssertionError("a row is looked at by one thread alone")
+
+    monkeypatch.setattr(TokenSampler, "second_choice", fail)
+    choose(
+        SamplingParams(temperature=0.2, top_p=0.9), make_logits(3001, 1.0), compiled_rows.build()
+    )
+
+
+def test_code_that_is_missing_damaged_or_of_other_sources_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def find(library: Path) -> object:
+        monkeypatch.setattr(compiled_rows, "LIBRARY", library)
+        return compiled_rows._find.__wrapped__()
+
+    ours = compiled_rows.LIBRARY
+    assert "no C compiler" in str(find(tmp_path / "missing.so"))
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"\x7fELF and no more")
-    for library in (tmp_path / "missing.so", damaged):
-        monkeypatch.setattr(compiled_rows, "LIBRARY", library)
-        assert compiled_rows.load.__wrapped__() is None
-    monkeypatch.undo()
-    monkeypatch.setattr(compiled_rows, "CHOICE_BYTES", 1)
-    assert compiled_rows.load.__wrapped__() is None
+    assert "cannot be loaded" in str(find(damaged))
+    if ours.exists():
+        stale = tmp_path / "stale.so"
+        shutil.copy(ours, stale)
+        (tmp_path / "rows.c").write_text("newer")
+        assert "other sources" in str(find(stale))
+
+
+@needs_compiler
+def test_what_is_no_step_of_rows_never_reaches_compiled_code() -> None:
+    compiled = compiled_rows.build()
+    assert compiled
+    choice = bytes(compiled_rows.CHOICE_BYTES)
+    rows = np.zeros((2, 9), np.float32)
+    for choices, logits in ((choice, rows), (2 * choice, rows[:, ::2]), (2 * choice, rows > 0)):
+        with pytest.raises(ValueError, match="rows"):
+            compiled.choose(choices, logits)  # type: ignore[arg-type]

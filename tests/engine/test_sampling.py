@@ -100,11 +100,24 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("size", [12, 1300])
 def test_tokens_are_drawn_by_their_chances(name: str, spread: float, size: int) -> None:
-    """Pearson's statistic, against a bound that one in a million exceeds; the seeds are fixed."""
-    sampling = DISTRIBUTIONS[name]
     row = np.random.default_rng(8).normal(0, spread, size).round(1).astype(np.float32)
+    assert_drawn_by_chances(row, DISTRIBUTIONS[name])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("temperature", [0.8, 1, 2])
+def test_equal_tokens_at_the_edge_of_a_nucleus_are_drawn_by_their_chances(
+    top_p: float, temperature: float
+) -> None:
+    """Some of them are in, and some are not, below one that is heavier."""
+    row = np.array([0.0] * 4 + [0.7] + [0.0] * 6, np.float32)
+    assert_drawn_by_chances(row, SamplingParams(temperature=temperature, top_p=top_p, seed=9))
+
+
+def assert_drawn_by_chances(row: Row, sampling: SamplingParams) -> None:
+    """Pearson's statistic, against a bound that one in a million exceeds; the seeds are fixed."""
     expected = chances(row, sampling)
-    drawn = np.bincount(tokens_together(sampling, row), minlength=size)
+    drawn = np.bincount(tokens_together(sampling, row), minlength=row.size)
     assert set(np.flatnonzero(drawn).tolist()) <= set(expected)
     likely = {token for token, chance in expected.items() if DRAWS * chance >= 5}
     cells = [(drawn[token], DRAWS * expected[token]) for token in likely]

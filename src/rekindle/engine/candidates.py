@@ -100,12 +100,13 @@ class Nucleus:
 
     def first_in(self, indices: Ids) -> int | None:
         """The first of them that is in; None if none is."""
-        outside = np.float32(0)  # what is not heavier is not in
+        outside, outside_at = np.float32(0), -1  # what comes after one that is not in is not in
         for index in indices.tolist():
-            if self.weights[index] > outside:
+            weight = self.weights[index]
+            if weight > outside or (weight == outside and index < outside_at):
                 if index in self:
                     return int(index)
-                outside = self.weights[index]
+                outside, outside_at = weight, index
         return None
 
     def without(self, index: int, chances: Row) -> Row:

@@ -6,8 +6,9 @@ The code is compiled when the package is built, where there is a C compiler (`ha
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
+from hashlib import sha256
 from math import inf, log
 from pathlib import Path
 from struct import Struct
@@ -22,10 +23,10 @@ LIBRARY = Path(__file__).with_name("_rows.so")  # looked for nowhere else
 GREEDY, PROPOSE, DRAW = range(3)  # ways to choose
 UNDECIDED = -1  # in place of a token
 COLDEST = 1e-6  # a lower temperature is 0 in float32
-
+DRAWS = 2  # that may follow proposals
 
 _SETTINGS = Struct("=iiqddd")
-WORDS = 21  # of 64 random bits, after the settings
+WORDS = 21 + DRAWS  # of 64 random bits, after the settings
 CHOICE_BYTES = _SETTINGS.size + 8 * WORDS
 
 
@@ -64,9 +65,10 @@ class RowChooser:
     def choose(self, choices: bytes, logits: Matrix, *, together: bool = False) -> list[int]:
         """A token of each row, or `UNDECIDED`: settings and random words are given for each."""
         count, size = logits.shape
-        assert len(choices) == count * CHOICE_BYTES
-        assert logits.flags.c_contiguous
-        assert logits.dtype == np.float32
+        if len(choices) != count * CHOICE_BYTES:
+            raise ValueError(f"{len(choices)} bytes are not the choices of {count} rows")
+        if not logits.flags.c_contiguous or logits.dtype != np.float32:
+            raise ValueError("logits are rows of float32, one after the other")
         tokens = (c_int32 * count)()
         given = (logits.ctypes.data, size, count, choices, self._memory.address(size), tokens)
         if self._pool and together:
@@ -100,19 +102,39 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@cache
 def load() -> ctypes.CDLL | None:
-    """None where there is no such code, or that of another version."""
+    """None where there is none of this version."""
+    found = _find()
+    return None if isinstance(found, str) else found
+
+
+def trouble() -> str | None:
+    """Why there is no compiled code."""
+    found = _find()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _find() -> ctypes.CDLL | str:
+    if not LIBRARY.exists():
+        return "no C compiler was found when rekindle was installed"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        if c_int32.in_dll(library, "choice_bytes").value != CHOICE_BYTES:
-            return None
+        compiled_from = (c_char * 64).in_dll(library, "source_hash").value
+        if compiled_from.decode() != _hash_sources():
+            return f"{LIBRARY} was compiled from other sources"
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-    except (OSError, ValueError, AttributeError):
-        return None
+    except (OSError, ValueError, AttributeError) as error:
+        return f"the compiled code cannot be loaded: {error}"
     return library
+
+
+def _hash_sources() -> str:
+    """As `hatch_build.py` does."""
+    sources = sorted(LIBRARY.parent.glob("*.[ch]"))
+    return sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()
 
 
 def build(threads: int = 1) -> RowChooser | None:

@@ -5,6 +5,8 @@
  * one by one, by the thread that asks, too: nobody waits for a thread that has not woken.
  */
 
+#define _POSIX_C_SOURCE 200809L
+
 #include "rows.h"
 
 #include <pthread.h>
@@ -14,9 +16,8 @@
 #include <stdlib.h>
 #include <time.h>
 
-static const int64_t PATIENCE_NS = 3000000; /* to wait busily beyond the usual time */
+static const int64_t PATIENCE_NS = 3000000; /* to wait busily, before the usual time and beyond it */
 static const int BUSY_TRIES = 2000; /* about 50 us */
-static const int64_t LONGEST_NS = 20000000; /* that counts as a usual time */
 
 typedef struct {
     const float *rows;
@@ -108,8 +109,10 @@ Pool *open_pool(int64_t helpers) {
     Pool *pool = aligned_alloc(_Alignof(Pool), (bytes + 63) / 64 * 64);
     if (!pool) return NULL;
     *pool = (Pool){.mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
-    sigset_t all, before; /* signals are for the threads of the program */
+    sigset_t all, before; /* signals are for the threads of the program, but for its own faults */
     sigfillset(&all);
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    for (int at = 0; at < 4; at++) sigdelset(&all, faults[at]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int64_t at = 0; at < helpers; at++) {
         Helper *helper = &pool->helper[at];
@@ -125,7 +128,7 @@ static void call(Pool *pool, int64_t delay_ns, int is_closing) {
     pthread_mutex_lock(&pool->mutex);
     pool->armed_ns = now_ns();
     pool->from_ns = pool->armed_ns + delay_ns;
-    pool->until_ns = pool->from_ns + pool->usual_ns / 2 + PATIENCE_NS;
+    pool->until_ns = pool->armed_ns + pool->usual_ns + PATIENCE_NS;
     pool->is_closing = is_closing;
     pool->calls++;
     pthread_cond_broadcast(&pool->changed);
@@ -133,15 +136,17 @@ static void call(Pool *pool, int64_t delay_ns, int is_closing) {
 }
 
 /* A step is to come: have the threads awake when it usually does. */
-void arm_pool(Pool *pool) { call(pool, pool->usual_ns / 4 * 3, 0); }
+void arm_pool(Pool *pool) {
+    int64_t early_ns = pool->usual_ns / 4;
+    call(pool, pool->usual_ns - (early_ns < PATIENCE_NS ? early_ns : PATIENCE_NS), 0);
+}
 
 /* Shorter waits count at once, longer ones little by little: a step with a prompt to read now and
  * then must not have the threads asleep when the next one comes. */
 static void note_wait(Pool *pool, int64_t waited_ns) {
     int64_t usual_ns = pool->usual_ns, more_ns = (waited_ns - usual_ns) / 2;
-    if (usual_ns == 0) usual_ns = waited_ns;
-    else usual_ns += more_ns < usual_ns / 8 ? more_ns : usual_ns / 8;
-    pool->usual_ns = usual_ns < LONGEST_NS ? usual_ns : LONGEST_NS;
+    if (usual_ns == 0) pool->usual_ns = waited_ns;
+    else pool->usual_ns += more_ns < usual_ns / 8 ? more_ns : usual_ns / 8;
     if (now_ns() > pool->until_ns) call(pool, 0, 0); /* they have gone to sleep */
 }
 

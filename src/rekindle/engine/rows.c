@@ -1,8 +1,8 @@
 /* Tokens chosen from rows of logits: what sampling.py does with NumPy, in one call.
  *
  * A sum has a fixed order, whatever instructions compute it, so a row gives the same token on every
- * machine. Nothing here allocates, keeps or shares memory. What is not a plain number, and what the
- * random numbers at hand do not decide, is left to NumPy.
+ * machine. Nothing here allocates, keeps or shares memory. Rows with NaN or infinity in them, and what
+ * the random numbers at hand do not decide, are left to NumPy.
  */
 
 #include "rows.h"
@@ -11,17 +11,21 @@
 #include <float.h>
 #include <string.h>
 
+#ifndef SOURCE_HASH
+#define SOURCE_HASH "" /* hatch_build.py tells it */
+#endif
+
 enum { GREEDY, PROPOSE, DRAW }; /* ways to choose, as in compiled_rows.py */
 enum { UNDECIDED = -1 };
-enum { PROPOSALS = 7, DEPTH = 64, GROUPS = 512 };
+enum { PROPOSALS = 7, DRAWS = 2, DEPTH = 64, GROUPS = 512 };
 
 static const double LEAST = 1e-14, MOST = 1e32; /* that weights may sum up to */
 
 typedef struct {
     int32_t way, top_k;
-    int64_t draws; /* that may be tried */
+    int64_t draws; /* that may be tried, after all proposals if there are any */
     double temperature, top_p, min_score;
-    uint64_t words[3 * PROPOSALS]; /* of random bits: three for a proposal, one for a draw */
+    uint64_t words[3 * PROPOSALS + DRAWS]; /* of random bits: three a proposal, one a draw */
 } Choice;
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
@@ -118,7 +122,7 @@ INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, flo
     all.running = (double *)(all.sums + all.columns + all.columns % 2);
     weigh(row, memory, all.sums, size, all.columns);
     double total = 0;
-    float most = 0, outside = 0;
+    float most = 0;
     for (int64_t column = 0; column < all.columns; column++) {
         all.running[column] = total += all.sums[column];
         most = all.sums[column] > most ? all.sums[column] : most;
@@ -126,6 +130,8 @@ INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, flo
     if (!(total > LEAST && total < MOST)) return UNDECIDED;
     Nucleus nucleus = {memory, memory, size, size, total, choice->top_p};
     double power = 1 / choice->temperature - 1;
+    float outside = 0; /* the weight of one that is not in, nor is what comes after it */
+    int64_t outside_at = -1;
     for (int number = 0; number < PROPOSALS; number++) {
         const uint64_t *words = choice->words + 3 * number;
         int64_t column = find_column(&all, uniform(words[0]) * total);
@@ -133,10 +139,10 @@ INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, flo
         float weight = all.weights[token];
         if (!(uniform(words[2]) < pow(weight / most, power))) continue;
         if (choice->top_p >= 1) return token;
-        if (!(weight > outside)) continue; /* one as heavy is not in */
+        if (weight < outside || (weight == outside && token >= outside_at)) continue;
         if (is_surely_in(&all, total, choice->top_p, weight)) return token;
         if (is_in(&nucleus, token)) return token;
-        outside = weight;
+        outside = weight, outside_at = token;
     }
     return UNDECIDED;
 }
@@ -285,7 +291,8 @@ INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *amo
     nucleus->size = left->size = found;
 }
 
-INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float *memory) {
+INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, const uint64_t *words,
+                    float *memory) {
     Left left = {memory, memory + size, memory + 2 * size, (int32_t *)(memory + 3 * size), size};
     int32_t *among = left.places + size;
     float most = maximum(row, size);
@@ -302,7 +309,7 @@ INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float 
     float *chances = left.scores, factor = (float)(1 / choice->temperature);
     for (int64_t at = 0; at < left.size; at++) chances[at] = exp_of(left.scores[at] * factor);
     for (int64_t number = 0; number < choice->draws; number++) {
-        int64_t place = pick(chances, left.size, uniform(choice->words[number]));
+        int64_t place = pick(chances, left.size, uniform(words[number]));
         if (choice->top_p >= 1 || is_in(&nucleus, place)) return left.places[place];
         float weight = nucleus.weights[place]; /* nor is what comes after it */
         for (int64_t at = 0; at < left.size; at++) {
@@ -316,6 +323,7 @@ INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, float 
 
 /* ---- All ---- */
 
+const char source_hash[] = SOURCE_HASH;
 const int32_t choice_bytes = sizeof(Choice);
 
 int64_t memory_floats(int64_t size) { return (5 * size + 64 + 15) / 16 * 16; }
@@ -326,8 +334,17 @@ FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, 
         const float *row = rows + at * size;
         Choice choice;
         memcpy(&choice, choices + at * choice_bytes, sizeof choice);
-        if (choice.way == GREEDY) tokens[at] = highest(row, size);
-        else if (choice.way == PROPOSE) tokens[at] = (int32_t)propose(row, size, &choice, memory);
-        else tokens[at] = (int32_t)draw(row, size, &choice, memory);
+        if (choice.way == GREEDY) {
+            tokens[at] = highest(row, size);
+            continue;
+        }
+        const uint64_t *words = choice.words;
+        int64_t token = UNDECIDED;
+        if (choice.way == PROPOSE) {
+            token = propose(row, size, &choice, memory);
+            words += 3 * PROPOSALS;
+        }
+        if (token == UNDECIDED) token = draw(row, size, &choice, words, memory);
+        tokens[at] = (int32_t)token;
     }
 }

@@ -15,15 +15,14 @@ import numpy as np
 from rekindle.engine import compiled_rows
 from rekindle.engine.base import Matrix, Row, Sampled, TokenMask
 from rekindle.engine.candidates import Ids, Nucleus, highest, highest_of_each, largest, pick
-from rekindle.engine.compiled_rows import COLDEST, UNDECIDED, RowChooser
+from rekindle.engine.compiled_rows import COLDEST, DRAWS, UNDECIDED, WORDS, RowChooser
 from rekindle.engine.draws import Draws, uniforms
 from rekindle.engine.penalties import build_penalties
 from rekindle.engine.weighted_rows import Scratch, WeightedRows
 from rekindle.protocol.requests import SamplingParams
 
 _GREEDY_CHOICE = bytes(compiled_rows.CHOICE_BYTES)
-_FEW_DRAWS = 2  # enough for nearly all rows
-_NO_MORE_WORDS = bytes(8 * (compiled_rows.WORDS - _FEW_DRAWS))
+_NO_MORE_WORDS = bytes(8 * (WORDS - DRAWS))
 
 
 def build_sampler(
@@ -58,11 +57,9 @@ class TokenSampler:
         )
         self._given: Row | None = None  # as the model gave it, if log probabilities are wanted
         self.draws = Draws(sampling.seed)
-        self._proposed = compiled_rows.pack(sampling, compiled_rows.PROPOSE)
-        self._drawn = compiled_rows.pack(sampling, compiled_rows.DRAW, draws=_FEW_DRAWS)
-        self._drawn_often = compiled_rows.pack(
-            sampling, compiled_rows.DRAW, draws=compiled_rows.WORDS
-        )
+        self._proposed = compiled_rows.pack(sampling, compiled_rows.PROPOSE, draws=DRAWS)
+        self._drawn = compiled_rows.pack(sampling, compiled_rows.DRAW, draws=DRAWS)
+        self._drawn_often = compiled_rows.pack(sampling, compiled_rows.DRAW, draws=WORDS)
 
     def sample(self, row: Row, /) -> Sampled:
         """Choose from one row of logits, which is used up."""
@@ -98,12 +95,12 @@ class TokenSampler:
         if self.is_greedy:
             return _GREEDY_CHOICE
         if self.is_plain:
-            return self._proposed + self.draws.proposals()
-        return self._drawn + self.draws.attempts(_FEW_DRAWS) + _NO_MORE_WORDS
+            return self._proposed + self.draws.proposals() + self.draws.attempts(DRAWS)
+        return self._drawn + self.draws.attempts(DRAWS) + _NO_MORE_WORDS
 
     def second_choice(self) -> bytes:
-        """The same, where the first did not come to a token."""
-        return self._drawn_often + self.draws.attempts(compiled_rows.WORDS)
+        """The same, where the first did not come to a token, which is rare."""
+        return self._drawn_often + self.draws.attempts(WORDS)
 
     def draw(self, row: Row) -> int:
         """A token by its chance, whatever the parameters; the row is used up."""

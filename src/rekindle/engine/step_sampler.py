@@ -117,8 +117,9 @@ def build_step_sampler(busy_cores: int) -> StepSampler:
     threads = (usable_cores() - busy_cores) // 2
     if compiled is None:
         log.warning(
-            "tokens are chosen by NumPy, which takes several times as long as compiled code: no C "
-            "compiler was found when rekindle was installed (install one, then rekindle again)"
+            "tokens are chosen by NumPy, which takes several times as long as compiled code: %s "
+            "(see that there is a C compiler, `cc`, and install rekindle again)",
+            compiled_rows.trouble(),
         )
         return StepSampler(max(min(threads, _MOST_THREADS), 1), None)
     most = 1 if busy_cores else _MOST_COMPILED_THREADS

@@ -3,6 +3,9 @@
  * Everything is inlined, so that it is compiled for each kind of CPU that rows.c is.
  */
 
+#ifndef WEIGHTS_H
+#define WEIGHTS_H
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +17,7 @@ enum { LANES = 32, BLOCK = LANES * 64 }; /* numbers that are summed side by side
 static const double ROUNDING = 1e-5; /* of a sum: more than float32 loses in a block or a column */
 
 /* e to the power of x, to about one unit in the last place; 0 below the normal numbers; what is not
- * a number, or too high for one, becomes 1.7e38, which is above MOST. */
+ * a number, or too high for one, becomes 1.7e38, more than weights may sum up to. */
 INLINE float exp_of(float x) {
     const float magic = 0x1.8p23f; /* what is added to it is rounded to a whole number */
     float bounded = x < 88.0f ? x : 88.0f;
@@ -85,3 +88,5 @@ INLINE int is_in(const Nucleus *nucleus, int64_t place) {
     }
     return before < limit || before == 0;
 }
+
+#endif
