@@ -6,9 +6,8 @@ and of `llama_sampler_apply`.
 
 Then whole steps, by rows and threads (`--steps`: these alone, without llama.cpp). Rows are written
 anew before each step, as an engine does, and more of them than caches hold; threads are woken
-before that, as for a step on a GPU. CPU time, of all
-threads, says what a step costs where other programs have the cores; what waits for the
-interpreter's lock does not show in it.
+before that, as for a step on a GPU. CPU time, of all threads, says what a step costs where other
+programs have the cores; what waits for the interpreter's lock does not show in it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ STEP_KINDS = ("peaked", "flat")
 STEP_WAYS = ("greedy", "temperature 0.8, top-p 0.9", "0.8, top-k 40, 0.95, 0.05")
 THREADS = (1, 2, 4, 8)
 VOCABULARIES = (49_152, 151_936)
-CHOOSERS = {"compiled": compiled_rows.load(), "NumPy": None}
+COMPILED = compiled_rows.load()
+CHOOSERS = {"compiled": COMPILED, "NumPy": None} if COMPILED else {"NumPy": None}
 WAYS = {
     "greedy": SamplingParams(temperature=0),
     "temperature 0.8, top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9, seed=1),
@@ -169,7 +169,6 @@ def measure_step_us(
         step.sample(samplers, logits)
         walls.append(time.perf_counter() - started)
         cpus.append(time.process_time() - started_cpu)
-    step.close()
     return round(median(walls) * 1e6), round(median(cpus) * 1e6)
 
 
@@ -177,7 +176,8 @@ def compare_with_chain() -> None:
     library = load_library()
     declare(library, _SIGNATURES)
     kinds = "".join(f"{kind:>24}" for kind in ("peaked", "wide", "flat"))
-    print(f"{'µs a token: compiled, NumPy, llama.cpp':38}{kinds}")
+    sides = ", ".join([*CHOOSERS, "llama.cpp"])
+    print(f"{'µs a token: ' + sides:38}{kinds}")
     for size in VOCABULARIES:
         for label, sampling in WAYS.items():
             times = [compare_us(library, sampling, row) for row in rows(size).values()]
@@ -192,6 +192,8 @@ def measure_steps() -> None:
             row = rows(VOCABULARIES[0])[kind]
             steps = [StepSampler(threads, compiled) for threads in THREADS]
             pairs = [measure_step_us(WAYS[label], row, count, step) for step in steps]
+            for step in steps:
+                step.close()
             cells = "".join(f"{wall:8}{cpu:8}" for wall, cpu in pairs)
             print(f"{name:9}{label:27}{kind:7}{count:3} rows{cells}", flush=True)
 

@@ -107,10 +107,12 @@ mend_cuda_graphs() {
   local file=$1/ggml/src/ggml-cuda/ggml-cuda.cu
   local drop='if (cuda_graph_update_required \&\& graph->instance) {'
   drop+=' CUDA_CHECK(cudaGraphExecDestroy(graph->instance)); graph->instance = nullptr; }'
+  grep -q 'graph->instance = nullptr; } if (graph->instance' "$file" && return # before it was packed
   sed -i.orig -e "s|^\( *\)\(if (graph->instance == nullptr) { // Create executable.*\)|\1$drop \2|" \
     -e 's|if (cuda_graph_update_required) { // Update graph executable|if (false) {|' "$file"
   [ "$(diff "$file.orig" "$file" | grep -c '^>')" = 2 ] ||
     fail "$file is not of the pinned version: CUDA graphs could not be mended"
+  rm "$file.orig"
 }
 
 configure() {

@@ -10,6 +10,7 @@ computed; a device that fails ends the process, with llama.cpp's message.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from raw_calls import Caller
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.protocol.events import Finished
 from tests.support.harness import RuntimeHarness
 
 STREAMS = 64
@@ -58,6 +60,9 @@ def soak_runtime(path: Path, seconds: float, chance: Random) -> None:
             turns += 1
         while harness.scheduler.turns:
             harness.scheduler.step()
+        failed = sum(not isinstance(each.events[-1], Finished) for each in harness.replies.values())
+        if failed:
+            sys.exit(f"{failed} of {turns} turns failed")
         for _ in range(chance.randint(0, 40)):  # idle
             harness.scheduler.step()
         if time.monotonic() - told_s > REPORT_S:
