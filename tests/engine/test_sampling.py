@@ -227,3 +227,21 @@ def test_logprobs_are_the_models_own() -> None:
     own = build_sampler(SamplingParams(temperature=0, top_logprobs=0), ()).sample(ROW.copy())
     assert own.logprob is not None
     assert own.top == ()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1, top_p=0.9, seed=3),
+        SamplingParams(temperature=0, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, seed=1, presence_penalty=1.5, frequency_penalty=0.5),
+    ],
+)
+def test_a_reply_goes_on_from_where_it_is_whatever_was_chosen_since(
+    sampling: SamplingParams,
+) -> None:
+    rows = np.random.default_rng(1).standard_normal((12, 50)).astype(np.float32)
+    sampler = build_sampler(sampling, range(40))
+    reply = [sampler.sample(row.copy()).token for row in rows]
+    sampler.replay(reply[:5])
+    assert [sampler.sample(row.copy()).token for row in rows[5:]] == reply[5:]

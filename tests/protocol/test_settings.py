@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import pytest
 
 from rekindle.protocol.frames import frame, receive
 from rekindle.protocol.requests import LoadModel
-from rekindle.protocol.settings import GB, GIB, RuntimeSettings, format_size, parse_size
+from rekindle.protocol.settings import (
+    GB,
+    GIB,
+    RuntimeSettings,
+    format_size,
+    parse_size,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +82,17 @@ def test_threads_default_to_the_cores_within_a_limit() -> None:
 def test_a_size_is_shown_as_it_may_be_written(size: int, text: str) -> None:
     assert format_size(size) == text
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("said", "cores"),
+    [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)],
+)
+def test_a_container_has_the_cores_of_its_quota(
+    said: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(64)), raising=False)
+    quota = tmp_path / "cpu.max"
+    if said is not None:
+        quota.write_text(said)
+    assert usable_cores(quota) == cores

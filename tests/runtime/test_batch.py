@@ -11,6 +11,7 @@ from rekindle.engine.base import Sampled
 from rekindle.protocol.events import Cancelled
 from rekindle.runtime.batch import (
     ALONE_S,
+    FIRST_MIXED_TOKENS,
     LEAST_MIXED_TOKENS,
     MOST_SLOWER,
     SHARED_S,
@@ -205,14 +206,23 @@ def test_replies_on_a_gpu_are_slowed_down_by_half_at_most(row_s: float) -> None:
     mixed, alone_s = MixedSlice(MOST_TOKENS), 6e-3
     mixed.learn(4, 0, alone_s)
     for _ in range(100):
-        took_s = alone_s + max(mixed.tokens - 100, 0) * row_s  # a hundred rows cost nothing
-        mixed.learn(4, mixed.tokens, took_s)
-    assert mixed.tokens == MOST_TOKENS or 1.2 < took_s / alone_s <= 1.1 * MOST_SLOWER
+        tokens = mixed.tokens(4)
+        took_s = alone_s + max(tokens - 100, 0) * row_s  # a hundred rows cost nothing
+        mixed.learn(4, tokens, took_s)
+    assert tokens == MOST_TOKENS or 1.2 < took_s / alone_s <= 1.1 * MOST_SLOWER
 
 
 def test_prompts_beside_replies_go_on_however_slow_they_are() -> None:
     mixed = MixedSlice(MOST_TOKENS)
     mixed.learn(1, 0, 1e-3)
     for _ in range(100):
-        mixed.learn(1, mixed.tokens, 1.0)
-    assert mixed.tokens == LEAST_MIXED_TOKENS
+        mixed.learn(1, mixed.tokens(1), 1.0)
+    assert mixed.tokens(1) == LEAST_MIXED_TOKENS
+
+
+def test_what_one_reply_takes_alone_says_nothing_of_many() -> None:
+    mixed = MixedSlice(MOST_TOKENS)
+    mixed.learn(1, 0, 1e-3)
+    for _ in range(100):
+        mixed.learn(32, mixed.tokens(32), 4e-3)
+    assert mixed.tokens(32) == FIRST_MIXED_TOKENS

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
+from rekindle.engine.base import Sampled, Work
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
@@ -441,6 +444,24 @@ def test_in_an_idle_moment_it_is_computed_again_for_the_next_turn(park_tokens: i
     plain = RuntimeHarness(FakeEngine())
     expected = [plain.ask([*tokens, 7], max_tokens=3).tokens for tokens in said]
     assert [reply.tokens for reply in replies] == expected
+
+
+def test_in_an_idle_moment_all_are_cut_before_the_first_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, harness = scattering_harness(park_tokens=1000)
+    talk_together(harness)
+    apart: list[int | None] = []
+    step = engine.step
+
+    def watched(work: Seq[Work]) -> list[Sampled | None]:
+        apart.extend(idle.sequence.scattered_from for idle in harness.kv.idle)
+        return step(work)
+
+    monkeypatch.setattr(engine, "step", watched)
+    while harness.scheduler.step():
+        pass
+    assert apart == [None] * 4
 
 
 def test_parked_state_that_does_not_fit_into_the_pool_is_done_without() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rekindle.engine.base import EngineOptions, Sampled, Work
 from rekindle.errors import ContextTooLong, EngineBroken
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
-from rekindle.protocol.requests import Names
+from rekindle.protocol.requests import Names, SamplingParams
 from tests.support.fake import FakeEngine, NumberTokenizer
 from tests.support.harness import RuntimeHarness
+from tests.support.numpy_engine import SUFFIX
+from tests.support.numpy_engine.engine import NumpyEngine
+from tests.support.numpy_engine.model import write_numpy
 from tests.support.rounds import rounds
 
 PROMPT = list(range(100, 160))
@@ -239,6 +245,36 @@ def test_a_broken_step_loses_no_turn() -> None:
     assert engine.counts.resets == 3
     for number, reply in zip(range(100, 103), replies, strict=True):
         assert reply.tokens == cold([number] * 40, max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1, top_p=0.9, seed=3),
+        SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=1.0),
+    ],
+)
+def test_a_step_that_breaks_after_tokens_were_chosen_changes_no_reply(
+    sampling: SamplingParams, tmp_path: Path
+) -> None:
+    """As one of several native calls may: what the first chose is lost."""
+    options = EngineOptions(path=write_numpy(tmp_path / f"tiny{SUFFIX}", context=256), parallel=2)
+    prompt = list(range(65, 100))
+
+    class Breaking(NumpyEngine):
+        left = 8
+
+        def step(self, work: Seq[Work]) -> list[Sampled | None]:
+            chosen = super().step(work)
+            self.left -= 1
+            if not self.left:
+                self.reset()
+                raise EngineBroken("the second call failed")
+            return chosen
+
+    expected = RuntimeHarness(NumpyEngine(options)).ask(prompt, max_tokens=24, sampling=sampling)
+    harness = RuntimeHarness(Breaking(options))
+    assert harness.ask(prompt, max_tokens=24, sampling=sampling).tokens == expected.tokens
 
 
 def test_a_restore_that_breaks_the_engine_is_computed_instead() -> None:

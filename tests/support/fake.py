@@ -83,6 +83,10 @@ class FakeSampler:
     def sample(self, state: bytes, /) -> Sampled:
         return Sampled(self.choose(state))
 
+    def replay(self, reply: Seq[int]) -> None:
+        if self.token_mask is not None:
+            self.token_mask.replay(reply)
+
     def choose(self, state: bytes) -> int:
         """A token that depends on all of the state, among those that are allowed."""
         seed = int.from_bytes(state[:4], "big")

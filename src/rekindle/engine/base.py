@@ -152,8 +152,10 @@ class Sampler(Protocol):
     """The state behind one reply's choices: seed, penalties, bias, mask."""
 
     def sample(self, row: Any, /) -> Sampled:
-        """Choose from a row of logits, in the form of the engine that made this sampler; the row is
-        used up."""
+        """Choose from a row of logits in the form of its engine; the row is used up."""
+
+    def replay(self, reply: Seq[int]) -> None:
+        """Go on behind a reply that has got this far, whatever was chosen since."""
 
 
 class Work(NamedTuple):

@@ -20,21 +20,21 @@ class Draws:
 
     def __init__(self, seed: int | None) -> None:
         self._seed = secrets.randbits(64) if seed is None else seed
-        self._token = 0
+        self.token = 0  # its number
 
     def next_token(self) -> None:
-        self._token += 1
+        self.token += 1
 
     def proposals(self) -> bytes:
         """Words of 64 random bits, as many as all proposals for a token take."""
-        return shake_128(b"%d %d" % (self._seed, self._token)).digest(PROPOSALS * UNIFORMS * 8)
+        return shake_128(b"%d %d" % (self._seed, self.token)).digest(PROPOSALS * UNIFORMS * 8)
 
     def attempts(self, count: int) -> bytes:
         """The first words of 64 random bits, one for each attempt."""
         return b"".join([self._attempt(number) for number in range(count)])
 
     def _attempt(self, number: int) -> bytes:
-        name = b"%d %d %d" % (self._seed, self._token, number)
+        name = b"%d %d %d" % (self._seed, self.token, number)
         return blake2b(name, digest_size=8).digest()[::-1]
 
     def uniform(self, attempt: int) -> float:

@@ -45,7 +45,8 @@ class TokenSampler:
         #: Whether a token comes of `temperature` and `top_p` alone, as proposals do.
         self.is_plain = 0 < sampling.temperature <= 1 and not sampling.top_k and not sampling.min_p
         self._mask = token_mask
-        self._penalties = build_penalties(sampling, prompt)
+        self._prompt = prompt[max(len(prompt) - sampling.repetition_context_size, 0) :]
+        self._penalties = build_penalties(sampling, self._prompt)
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         #: Whether there is more to a token than its choice: the row is changed, or kept.
@@ -89,6 +90,16 @@ class TokenSampler:
             return Sampled(token)
         given, self._given = self._given, None
         return with_logprobs(token, given, self._sampling.top_logprobs or 0)
+
+    def replay(self, reply: Seq[int]) -> None:
+        """Go on behind a reply that has got this far, whatever was chosen since."""
+        self.draws.token, self._given = len(reply), None
+        self._penalties = build_penalties(self._sampling, self._prompt)
+        for penalty in self._penalties:
+            for token in reply:
+                penalty.accept(token)
+        if self._mask is not None:
+            self._mask.replay(reply)
 
     def first_choice(self) -> bytes:
         """What compiled code chooses the next token by."""

@@ -239,7 +239,12 @@ class RuntimeSettings:
         return self.threads or min(usable_cores(), THREADS_LIMIT)
 
 
-def usable_cores() -> int:
-    """That this process may use."""
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """That this process may use, by its affinity and by the quota of its container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return usable or 4
+    usable = usable or 4
+    try:
+        quota_us, period_us = map(int, quota.read_text().split())
+    except (OSError, ValueError):  # there is no cgroup, or it says "max"
+        return usable
+    return max(min(usable, quota_us // period_us), 1)

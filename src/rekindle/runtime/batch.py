@@ -15,7 +15,7 @@ WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
 MOST_SLOWER = 1.5  # that replies on a GPU become while a prompt is read beside them
-FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 16  # of a slice beside them
+FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 64  # of a slice beside them
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
@@ -89,9 +89,9 @@ class Batcher:
         return turn.slice_tokens >= QUANTUM_SLICES * self._slice_tokens(running)
 
     def _slice_tokens(self, running: list[Turn]) -> int:
-        decoding = any(turn.pending_tokens == 1 for turn in running)
+        decoding = sum(turn.pending_tokens == 1 for turn in running)
         if decoding and self._mixed:
-            return min(self._mixed.tokens, self._slice.tokens(SHARED_S))
+            return min(self._mixed.tokens(decoding), self._slice.tokens(SHARED_S))
         return self._slice.tokens(SHARED_S if decoding else ALONE_S)
 
 
@@ -107,17 +107,20 @@ class MixedSlice:
     def __init__(self, most: int) -> None:
         self._most = most
         self._tokens = float(min(FIRST_MIXED_TOKENS, most))
-        self._replies_s = 0.0  # that a step of replies alone takes
+        self._alone_s: dict[int, float] = {}  # what steps of so many replies take, by bit length
 
-    @property
-    def tokens(self) -> int:
+    def tokens(self, replies: int) -> int:
+        if replies.bit_length() not in self._alone_s:
+            return min(FIRST_MIXED_TOKENS, self._most)
         return int(self._tokens)
 
     def learn(self, replies: int, others: int, took_s: float) -> None:
+        alone_s = self._alone_s.get(replies.bit_length())
         if replies and not others:
-            self._replies_s += (took_s - self._replies_s) * (0.2 if self._replies_s else 1.0)
-        elif replies and self._replies_s and others > self._tokens / 2:
-            slower = took_s / self._replies_s
+            learnt_s = alone_s or took_s
+            self._alone_s[replies.bit_length()] = learnt_s + 0.2 * (took_s - learnt_s)
+        elif alone_s and others > self._tokens / 2:
+            slower = took_s / alone_s
             factor = 0.8 if slower > MOST_SLOWER else 1.1 if slower < 0.9 * MOST_SLOWER else 1.0
             self._tokens = min(max(self._tokens * factor, LEAST_MIXED_TOKENS), self._most)
 

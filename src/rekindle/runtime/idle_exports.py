@@ -39,10 +39,8 @@ class IdleExports:
     def export_block(self, idle: IdleSequence) -> bool:
         """One block more, for idle moments; False: all of them are there, or there is no room for a
         copy."""
-        if idle.offloaded.tokens >= len(idle.tokens):
-            return False
         self.gather(idle, computes=True)
-        if not self.is_ready(idle):
+        if idle.offloaded.tokens >= len(idle.tokens) or not self.is_ready(idle):
             return False
         if not self._offloader.is_offloaded(idle):
             self._offloader.offload_next(idle)
@@ -84,17 +82,24 @@ class IdleExports:
         if self.copied is not None and not self.copied.is_leaving:
             self.close_copy()
 
+    def cut(self, idle: IdleSequence) -> None:
+        """Free the cells that lie apart. What is placed next fills them, and copying it takes as
+        many calls as they were runs: so all that lie between one another are freed before that."""
+        start = idle.sequence.scattered_from
+        if start is not None and self._engine.capabilities.can_truncate:
+            self._engine.truncate(idle.sequence, start)
+            idle.uncut, idle.tokens = idle.tokens, idle.tokens[:start]
+
     def gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
         """Do without state whose cells lie apart, or compute it again, side by side: both are
         faster than to move it."""
-        start, tokens = idle.sequence.scattered_from, idle.tokens
-        capabilities = self._engine.capabilities
-        if start is None or not capabilities.can_truncate:
+        self.cut(idle)
+        tokens, idle.uncut = idle.uncut, None
+        if tokens is None or not computes:
             return
-        self._engine.truncate(idle.sequence, start)
-        idle.tokens = tokens[:start]
-        rest = tokens[start:]
-        most = min(capabilities.batch_tokens, self._engine.free_tokens(self._kv_type))
-        if computes and len(rest) <= most and not rest.media:
+        rest = tokens[len(idle.tokens) :]
+        free_tokens = self._engine.free_tokens(self._kv_type)
+        most = min(self._engine.capabilities.batch_tokens, free_tokens)
+        if len(rest) <= most and not rest.media:
             self._engine.step([Work(idle.sequence, rest.ids(), None)])
             idle.tokens = tokens

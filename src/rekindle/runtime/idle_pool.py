@@ -202,6 +202,8 @@ class IdlePool:
     def use_moment(self) -> bool:
         """For idle moments: copy one block to the store, or park what is not the newest; False when
         there is nothing left to do."""
+        for idle in self._idle.in_pool:
+            self._exports.cut(idle)  # all, before the first is computed again
         newest_first = reversed(self._idle)  # the newest is the likeliest to be asked for
         return (
             self._superseded.close()

@@ -70,6 +70,7 @@ class IdleSequence:
     is_unused: bool = False  # for some time
     is_leaving: bool = False  # its export was begun to make room
     copy: Sequence | None = None  # in the pool, of one that is parked: it is exported from there
+    uncut: Tokens | None = None  # all its tokens, while those whose cells lay apart are cut off
 
 
 class Offloader:

@@ -271,9 +271,8 @@ class Scheduler:
         lost = self._queues.take_started()
         for turn in lost:
             turn.restarts += 1
-            token_mask = turn.encoded.decoding.token_mask
-            if token_mask is not None:  # it may have seen a token that was lost
-                token_mask.replay(turn.tokens.part(turn.prompt_tokens))
+            if turn.sampler is not None:  # it may have chosen a token that was lost
+                turn.sampler.replay(turn.tokens.part(turn.prompt_tokens))
         self._waiting[:0] = lost
         for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
             self._end(turn)
