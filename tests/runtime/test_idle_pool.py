@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from rekindle.engine.base import Sampled, Work
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
+from rekindle.runtime import idle_pool
 from rekindle.runtime.offload import ALONE_STEPS
 from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine
@@ -517,3 +519,53 @@ def test_branches_of_one_reply_are_gathered_only_where_there_is_room() -> None:
         while harness.scheduler.step():
             pass
         assert engine.counts.resets == 0
+
+
+def test_a_reply_that_is_cut_to_nothing_is_not_exported() -> None:
+    """Of a prompt of one token, computed beside others, all lies apart."""
+    engine = FakeEngine(device="gpu", park_tokens=800, scatters=True, computes_beside=True)
+    harness = RuntimeHarness(engine)
+    quantised: dict[str, Any] = {"kv_bits": 8, "kv_quantization_start": 0}
+    harness.submit(list(range(10, 60)), max_tokens=200, **quantised)
+    for _ in range(6):
+        harness.scheduler.step()
+    harness.run(one := harness.submit([77], max_tokens=4, **quantised))
+    for _ in range(2):
+        harness.kv.release_idle()
+        harness.scheduler.step()
+    assert one.tokens
+
+
+def full_engine(**sizes: Any) -> FakeEngine:
+    return FakeEngine(device="gpu", scatters=True, computes_beside=True, **sizes)
+
+
+def test_a_parked_conversation_is_used_while_a_copy_of_it_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(idle_pool, "FEW_TOKENS", 20)  # of more than that there is no parking first
+    engine = full_engine(park_tokens=1000, pool_tokens=1000, context_tokens=900)
+    harness = RuntimeHarness(engine)
+    long = harness.ask([11, *range(20, 620)], max_tokens=8)
+    harness.ask([12, *range(30, 60)], max_tokens=8)
+    for _ in range(40):
+        harness.scheduler.step()
+    assert any(idle.copy for idle in harness.kv.idle)
+    assert harness.ask([*long.turn.tokens.ids, 5, 6, 7], max_tokens=8).reused >= 600
+
+
+def test_an_export_that_was_asked_for_finds_room_in_a_full_pool() -> None:
+    engine = full_engine(park_tokens=400, pool_tokens=600, context_tokens=580)
+    harness = RuntimeHarness(engine, parallel=2)
+    harness.ask([11, *range(20, 370)], max_tokens=8)
+    [parked] = harness.kv.idle
+    harness.kv.idle.usual._exports.gather(parked)
+    assert engine.parking
+    assert engine.parking.park(parked.sequence)
+    harness.ask([12, *range(20, 420)], max_tokens=8)
+    done: list[bool] = []
+    handle = PrefixHandle(parked.namespace, parked.tokens)
+    harness.kv.export(handle, lambda: done.append(True))
+    for _ in range(300):
+        harness.scheduler.step()
+    assert done

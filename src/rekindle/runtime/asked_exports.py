@@ -27,6 +27,11 @@ class AskedExports:
     def ask(self, idle: IdleSequence, tokens: int, then: Callable[[], None]) -> None:
         self._asked.append(_Asked(idle, tokens, then))
 
+    @property
+    def first(self) -> IdleSequence:
+        """The one that is to be gone on with."""
+        return self._asked[0].idle
+
     def go_on(self, here: Container[IdleSequence]) -> bool:
         """Call back for those that are done, or whose sequence is not here any more; False: the
         next step goes on."""

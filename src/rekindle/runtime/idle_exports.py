@@ -24,7 +24,8 @@ class IdleExports:
         while not self._is_exported(idle, tokens):
             if self._allowance.is_spent or not self.is_ready(idle):
                 return False
-            self._offloader.offload_next(idle)
+            if idle.offloaded.tokens < len(idle.tokens):  # it may have been cut just now
+                self._offloader.offload_next(idle)
         return True
 
     def _is_exported(self, idle: IdleSequence, tokens: int | None) -> bool:

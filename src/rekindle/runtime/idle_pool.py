@@ -73,7 +73,10 @@ class IdlePool:
         """Whether so many cells would be free if all of these left but the spared one, and no more
         than so many sequences were here."""
         mine = [idle.sequence for idle in self._idle if idle.sequence is not spared]
-        free_tokens = self._engine.free_tokens(self.kv_type) + self._engine.freed_tokens(mine)
+        copied = self._exports.copied
+        copies = [copied.copy] if copied and copied.copy else []
+        freed_tokens = self._engine.freed_tokens([*mine, *copies])
+        free_tokens = self._engine.free_tokens(self.kv_type) + freed_tokens
         return len(self) - len(mine) <= sequences and free_tokens >= tokens
 
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
@@ -98,10 +101,9 @@ class IdlePool:
             others = [each for each in self._idle if each.sequence is not spared]
             if not others or self._allowance.is_spent:
                 return False
-            in_order = list(self._ranking.in_order(others))
-            victim = next(filter(self._exports.can_leave, in_order), None)
-            if victim is None:
-                self._idle.close(in_order[0])  # no room to export any: it is computed again
+            victim = next(filter(self._exports.can_leave, self._ranking.in_order(others)), None)
+            if victim is None:  # there is no room to export any: it is computed again
+                self._idle.close(next(self._ranking.in_order(others)))
             elif not self._evict(victim):
                 return False
         return True
@@ -249,7 +251,14 @@ class IdlePool:
 
     def export_asked(self) -> bool:
         """Go on with what somebody waits for; False: the next step goes on."""
-        return self._asked.go_on(self._idle)
+        while not self._asked.go_on(self._idle):
+            if self._allowance.is_spent:
+                return False
+            idle = self._asked.first  # there is no room for a copy of it
+            wanted = len(idle.tokens), len(self), idle.sequence
+            if not self.could_make_room(*wanted) or not self.make_room(*wanted):
+                return False
+        return True
 
 
 def _is_along(one: Tokens, other: Tokens) -> bool:

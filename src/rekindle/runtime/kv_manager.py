@@ -118,7 +118,7 @@ class KvManager:
 
     def export_some(self, running: list[Turn]) -> bool:
         """Go on with exports that were begun; False: the next step has to."""
-        if not self.idle.export_asked():
+        if not self.idle.export_asked() and self.allowance.is_spent:
             return False
         if not self.idle:
             return True

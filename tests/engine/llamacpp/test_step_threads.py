@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 
+from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.llamacpp.step_threads import Choice, StepThreads
+from tests.contract.actions import PROMPT, decode, prefill
+from tests.support.tiny import write_llama
 
+LONG = [*PROMPT, *PROMPT, *PROMPT, *PROMPT]  # attention to 512 cells and more is divided
 Duration = Callable[[int], float]  # of a step, by its threads
 
 
@@ -99,3 +107,22 @@ def test_prompts_are_computed_by_all_threads_and_each_size_learns_by_itself() ->
     threads.end(100.0)  # teaches nothing
     threads.begin(1)
     assert counts[-1] == 1
+
+
+def test_an_exact_reply_has_the_same_bits_the_second_time(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    engine = LlamaCppEngine(EngineOptions(path=path, parallel=2, threads=2))
+    rows: list[np.ndarray[Any, Any]] = []
+    engine.observe = lambda _sequence, row: rows.append(row.copy())
+    replies = []
+    try:
+        for _ in range(3):
+            rows.clear()
+            sequence = engine.open(exact=True)
+            decode(engine, sequence, prefill(engine, sequence, LONG), 40)
+            replies.append(np.stack(rows))
+            engine.close_sequence(sequence)
+    finally:
+        engine.close()
+    assert np.array_equal(replies[0], replies[1])
+    assert np.array_equal(replies[0], replies[2])

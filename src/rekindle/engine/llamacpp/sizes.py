@@ -62,7 +62,8 @@ def choose_sizes(
     pool = shape(
         cells=cells, sequences=sequences, batch=batch, spare=SPARE_CELLS * bool(park_tokens)
     )
-    exact = shape(cells=context_tokens, sequences=1, batch=exact_batch)
+    # A row's attention is divided among threads: their number is the same in every exact step.
+    exact = shape(cells=context_tokens, sequences=1, batch=exact_batch, may_use_fewer=False)
     rest_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
@@ -163,13 +164,14 @@ def _shape(
     sequences: int,
     batch: int,
     spare: int = 0,
+    may_use_fewer: bool = True,
     has_places: bool = False,
 ) -> Shape:
     return Shape(
         cells=cells,
         sequences=sequences,
         threads=options.threads,
-        may_use_fewer=not model.on_gpu,
+        may_use_fewer=may_use_fewer and not model.on_gpu,
         batch=batch,
         spare_cells=spare,
         kv_type=options.kv_type,

@@ -18,6 +18,7 @@ MEMORY_STEPS = 12  # whose mean counts: of many fast steps with a few slow ones,
 ROUND_STEPS = 16  # after which it is seen whether the other number is due to be tried
 TRIAL_STEPS = 4  # of which the first, that may have to wake threads, teaches nothing
 TRIAL_SHARE = 0.02  # of the time, that may be lost on trials
+MOST_TRIAL_SHARE = 0.1  # while a core is left to others
 MOST_DUE_S = 10.0  # between two: others that wanted a core may have gone
 LEAST_GAIN = 0.95  # of the time a step takes
 IS_SLOWER = 1.3  # than it was: then the other number is tried at once
@@ -84,6 +85,7 @@ class Choice:
         self._best_s = min(self._best_s, mean_s)
         if self.threads == self._most and mean_s > IS_SLOWER * self._best_s:
             self._best_s = mean_s
+            self._times_s[self._other].clear()  # of steps as they were: the contexts may be longer
             return True
         return self._spent_s >= self._due_s
 
@@ -97,8 +99,10 @@ class Choice:
 
     def _end_trial(self, usual_s: float) -> None:
         lost_s = self._spent_s - self._steps * usual_s
-        self._due_s = min(lost_s / TRIAL_SHARE, MOST_DUE_S)
+        self._due_s = lost_s / TRIAL_SHARE
         self._in_trial, self._steps, self._spent_s = False, 0, 0.0
         if fmean(self._times_s[self._other]) < LEAST_GAIN * usual_s:
             self.threads, self._other = self._other, self.threads
             self._best_s = inf
+        if self.threads < self._most:  # nothing else shows when all are best again
+            self._due_s = min(self._due_s, max(MOST_DUE_S, lost_s / MOST_TRIAL_SHARE))
