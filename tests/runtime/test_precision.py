@@ -472,7 +472,8 @@ def crowd(seed: int) -> None:
             list(harness.runtime.upkeep())
     harness.run()
     copies = sum(idle.copy is not None for idle in harness.kv.idle)
-    assert engine.open_sequences == len(harness.kv.idle) + copies
+    superseded = len(harness.kv.idle.usual.sequences.superseded)
+    assert engine.open_sequences == len(harness.kv.idle) + copies + superseded
     for reply, tokens, request in asked:
         is_one_type = request["kv_bits"] is None
         if (request["exact"] or is_one_type) and not isinstance(reply.events[-1], Cancelled):
