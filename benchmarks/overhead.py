@@ -177,6 +177,8 @@ def _line(
     """Both servers, and the native steps alone, by turns."""
     ours, theirs = servers
     own, other, limit, pids = [], [], [], processes(ours)
+    for server in servers:  # what is done for the first time is in no figure
+        decode(server, streams, way, rounds)
     before = [processor_s(each) for each in pids]
     for number in range(rounds):
         own.append(decode(ours, streams, way, number))
