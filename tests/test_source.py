@@ -79,7 +79,7 @@ MOST_FILE_LINES = 300
 #: and must not grow: whatever outgrows the bounds has a part in it that wants a name of its own.
 OUTGROWN = {
     # The seam between the runtime and every engine; an engine has all of its calls.
-    "engine/base.py": 350,
+    "engine/base.py": 330,
     "engine/base.py: Engine": 22,
     "engine/llamacpp/engine.py: LlamaCppEngine": 23,
     "engine/mlx/engine.py: MlxEngine": 22,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine.base import Engine, Work
+from rekindle.engine.base import Engine, Sampled, Work
 from rekindle.errors import CorruptBlock, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
@@ -194,3 +194,50 @@ def test_a_mask_is_applied_to_every_choice_and_is_given_it(
         tokens.append(sampled.token)
     assert only_even.accepted == tokens[10:]
     assert all(token % 2 == 0 for token in tokens[10:])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replies_that_go_on_by_themselves_say_what_they_say_step_by_step(
+    engine: Engine, count: int
+) -> None:
+    prompts = [PROMPT[: 8 + at] for at in range(count)]
+    expected = [cold_reply(engine, prompt, 12) for prompt in prompts]
+    sequences = [engine.open(exact=False) for _ in prompts]
+    replies = [
+        [prefill(engine, sequence, prompt)]
+        for sequence, prompt in zip(sequences, prompts, strict=True)
+    ]
+
+    def go_on(results: list[Sampled | None]) -> bool:
+        if len(replies[0]) == 11:
+            return False
+        for reply, sampled in zip(replies, results, strict=True):
+            assert sampled is not None
+            reply.append(sampled.token)
+        return True
+
+    samplers = [engine.sampler(GREEDY, prompt) for prompt in prompts]
+    while len(replies[0]) < 12:  # an engine may go on, and need not
+        work = [
+            Work(sequence, [reply[-1]], sampler)
+            for sequence, reply, sampler in zip(sequences, replies, samplers, strict=True)
+        ]
+        results = engine.step(work, go_on)
+        for reply, sampled in zip(replies, results, strict=True):
+            assert sampled is not None
+            reply.append(sampled.token)
+    assert replies == expected
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.length == len(prompt) + 11
+        engine.close_sequence(sequence)
+
+
+def cold_reply(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
+    sequence = engine.open(exact=False)
+    reply = [prefill(engine, sequence, prompt)]
+    while len(reply) < tokens:
+        [sampled] = engine.step([Work(sequence, [reply[-1]], engine.sampler(GREEDY, prompt))])
+        assert sampled is not None
+        reply.append(sampled.token)
+    engine.close_sequence(sequence)
+    return reply

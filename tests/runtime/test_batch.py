@@ -11,11 +11,7 @@ from rekindle.engine.base import Sampled
 from rekindle.protocol.events import Cancelled
 from rekindle.runtime.batch import (
     ALONE_S,
-    FIRST_MIXED_TOKENS,
-    LEAST_MIXED_TOKENS,
-    MOST_SLOWER,
     SHARED_S,
-    MixedSlice,
     SliceSize,
 )
 from tests.support.fake import FakeEngine
@@ -40,20 +36,20 @@ class TimedEngine(FakeEngine):
         self.steps_s: list[float] = []
         self.rows: list[int] = []
 
-    def step(self, work: Any) -> list[Sampled | None]:
+    def step(self, work: Any, go_on: Any = None) -> list[Sampled | None]:
         tokens = sum(len(item.tokens) for item in work)
         self.rows.append(tokens)
         computed = self.counts.computed_tokens
         self.steps_s.append(self.overhead_s(computed) + tokens / self.tokens_per_s(computed))
         self.now_s += self.steps_s[-1]
-        return super().step(work)
+        return super().step(work, go_on)
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TimedEngine]]:
     def runner(*speeds: Callable[[int], float], prompt_tokens: int = 3000) -> TimedEngine:
         engine = TimedEngine(*speeds)
-        monkeypatch.setattr("rekindle.runtime.scheduler.time.perf_counter", lambda: engine.now_s)
+        monkeypatch.setattr("rekindle.runtime.reply_run.time.perf_counter", lambda: engine.now_s)
         prompt = [100 + n % 800 for n in range(prompt_tokens)]
         RuntimeHarness(engine).ask(prompt, max_tokens=1)
         return engine
@@ -190,7 +186,7 @@ def test_a_cancel_between_two_slices_ends_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = TimedEngine(lambda _computed: 50)
-    monkeypatch.setattr("rekindle.runtime.scheduler.time.perf_counter", lambda: engine.now_s)
+    monkeypatch.setattr("rekindle.runtime.reply_run.time.perf_counter", lambda: engine.now_s)
     harness = RuntimeHarness(engine)
     reply = harness.submit([100 + n % 800 for n in range(3000)])
     for _ in range(5):
@@ -199,30 +195,3 @@ def test_a_cancel_between_two_slices_ends_the_turn(
     assert isinstance(reply.events[-1], Cancelled)
     assert engine.now_s <= 5 * PROMISED_S
     assert max(engine.rows) <= 50
-
-
-@pytest.mark.parametrize("row_s", [1e-6, 20e-6, 60e-6])
-def test_replies_on_a_gpu_are_slowed_down_by_half_at_most(row_s: float) -> None:
-    mixed, alone_s = MixedSlice(MOST_TOKENS), 6e-3
-    mixed.learn(4, 0, alone_s)
-    for _ in range(100):
-        tokens = mixed.tokens(4)
-        took_s = alone_s + max(tokens - 100, 0) * row_s  # a hundred rows cost nothing
-        mixed.learn(4, tokens, took_s)
-    assert tokens == MOST_TOKENS or 1.2 < took_s / alone_s <= 1.1 * MOST_SLOWER
-
-
-def test_prompts_beside_replies_go_on_however_slow_they_are() -> None:
-    mixed = MixedSlice(MOST_TOKENS)
-    mixed.learn(1, 0, 1e-3)
-    for _ in range(100):
-        mixed.learn(1, mixed.tokens(1), 1.0)
-    assert mixed.tokens(1) == LEAST_MIXED_TOKENS
-
-
-def test_what_one_reply_takes_alone_says_nothing_of_many() -> None:
-    mixed = MixedSlice(MOST_TOKENS)
-    mixed.learn(1, 0, 1e-3)
-    for _ in range(100):
-        mixed.learn(32, mixed.tokens(32), 4e-3)
-    assert mixed.tokens(32) == FIRST_MIXED_TOKENS

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.engine.base import EngineOptions, Sampled, Work
+from rekindle.engine.base import EngineOptions, GoOn, Sampled, Work
 from rekindle.errors import ContextTooLong, EngineBroken
 from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
 from rekindle.protocol.requests import Names, SamplingParams
@@ -264,8 +264,8 @@ def test_a_step_that_breaks_after_tokens_were_chosen_changes_no_reply(
     class Breaking(NumpyEngine):
         left = 8
 
-        def step(self, work: Seq[Work]) -> list[Sampled | None]:
-            chosen = super().step(work)
+        def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+            chosen = super().step(work, go_on)
             self.left -= 1
             if not self.left:
                 self.reset()
@@ -435,7 +435,10 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once(can_truncate
 # -- where the engine computes beside ----------------------------------------------------------
 
 
-def test_replies_are_delivered_while_the_next_step_is_computed() -> None:
+def test_replies_are_delivered_while_the_next_step_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rekindle.runtime.delivery.TOGETHER_S", 0.0)
     engine = FakeEngine(computes_beside=True)
     harness = RuntimeHarness(engine)
     replies = [harness.submit([number] * 20, max_tokens=8) for number in (1, 2)]

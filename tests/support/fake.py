@@ -14,6 +14,7 @@ from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
+    GoOn,
     KvLayout,
     KvType,
     Matrix,
@@ -330,7 +331,15 @@ class FakeEngine:
     ) -> Sampler:
         return FakeSampler(sampling, token_mask)
 
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+        results = self._step(work)
+        while go_on and self.free_tokens() >= len(work) and go_on(results):
+            tokens = [sampled.token for sampled in results if sampled]
+            work = [item._replace(tokens=[token]) for item, token in zip(work, tokens, strict=True)]
+            results = self._step(work)
+        return results
+
+    def _step(self, work: Seq[Work]) -> list[Sampled | None]:
         self.counts.steps += 1
         if self.counts.steps in self.break_steps:
             self.reset()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import EngineOptions, OnProgress, Sampled, Work
+from rekindle.engine.base import EngineOptions, GoOn, OnProgress, Sampled, Work
 from rekindle.engine.registry import EngineKind
 from rekindle.kvcache.disk.block_reading import BlockReading
 from rekindle.kvcache.tiers import disk
@@ -40,13 +40,13 @@ class FaultyTokenizer(NumberTokenizer):
 
 
 class FaultyEngine(FakeEngine):
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
         tokens = {token for item in work for token in item.tokens}
         if int(RAISE) in tokens:
             raise RuntimeError("a fault on demand")
         if int(HANG) in tokens:
             threading.Event().wait()
-        return super().step(work)
+        return super().step(work, go_on)
 
 
 def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from rekindle.engine.state_files import Blob as Blob
+from rekindle.engine.state_files import StateFiles as StateFiles
 from rekindle.protocol.media import IMAGE, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer, Tokens
 
-Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
 Row = np.ndarray[Any, np.dtype[np.float32]]  # a logit for each token of the vocabulary
@@ -27,6 +28,10 @@ OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 def nothing_meanwhile() -> None:
     """What an engine does while its device computes, unless it is told otherwise."""
+
+
+#: Whether replies have another step at once, with what the last one brought, which then is taken.
+GoOn = Callable[["list[Sampled | None]"], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,41 +175,6 @@ class Work(NamedTuple):
     vectors: Matrix | None = None
 
 
-class StateWriter(Protocol):
-    """A file in the making."""
-
-    def append(self, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """The next block; the last one is resumable where state cannot be truncated. Raises
-        CorruptBlock."""
-
-    def save(self, path: Path, tokens: Seq[int]) -> None:
-        """Write the state of these tokens, which are all that was appended, or, where state can be
-        truncated, the first of them."""
-
-
-class ReadState(Protocol):
-    """The state in a file, and the tokens it is of."""
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """A block of it; `resumable` at its end alone. Raises NoMemory."""
-
-
-class StateFiles(Protocol):
-    """Files that other programs exchange state of the usual KV type in."""
-
-    @property
-    def suffix(self) -> str:
-        """How their names end."""
-
-    def writer(self) -> StateWriter: ...
-
-    def read(self, path: Path) -> ReadState:
-        """Raises BadRequest for what is not state of this model."""
-
-
 class Parking(Protocol):
     """Memory of the engine's device outside the pools: what lies there slows no step down, and is
     back in a pool as fast as the device copies."""
@@ -289,8 +259,11 @@ class Engine(Protocol):
     ) -> Sampler:
         """`prompt` are the ids of its text, without those of pictures."""
 
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
-        """Do all the work, or none of it and raise PoolFull; one result for each piece."""
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+        """Do all the work, or none of it and raise PoolFull; one result for each piece. With
+        `go_on`, which is for single tokens of shared sequences with a sampler each, an engine may
+        ask it after a step, and compute the tokens that it brought; the last step's results are
+        returned, and what the others brought is part of the sequences."""
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut. A

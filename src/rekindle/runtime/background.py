@@ -24,6 +24,10 @@ class Background:
     def add(self, work: Pieces[None]) -> None:
         self._works.append(work)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._works)
+
     def run(self) -> bool:
         """Do a piece of each work in turn, until the slice is over; whether anything is left."""
         if not self._works:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rekindle.engine.base import Capabilities, Work
+from rekindle.runtime.prompt_share import PromptShare
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 0.9, 0.25  # how long a prefill slice may hold up a cancel, or other replies
@@ -14,8 +15,7 @@ LEAST_SLICE_TOKENS = 4  # on the slowest machines
 WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
-MOST_SLOWER = 1.5  # that replies on a GPU become while a prompt is read beside them
-FIRST_MIXED_TOKENS, LEAST_MIXED_TOKENS = 256, 64  # of a slice beside them
+SHORT_TOKENS = 64  # of a prompt's rest, that goes first beside replies on a GPU
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
@@ -30,15 +30,15 @@ class Batcher:
         self._whole_pictures = capabilities.whole_pictures
         most = capabilities.batch_tokens - parallel
         self._slice = SliceSize(most)
-        self._mixed = MixedSlice(most) if capabilities.device == "gpu" else None
+        self._share = PromptShare(most) if capabilities.device == "gpu" else None
+        self._replies = self._prompts = 0  # beside one another, in the step that was composed last
 
     def learn(self, batch: Batch, took_s: float) -> int:
         """Learn from a step how large the next slices may be; how many rows it had."""
         rows = sum(len(work.tokens) for _, work in batch)
         self._slice.learn(rows, took_s)
-        if self._mixed:
-            replies = sum(len(work.tokens) == 1 for _, work in batch)
-            self._mixed.learn(replies, rows - replies, took_s)
+        if self._share:
+            self._share.learn(self._replies, rows - self._replies, self._prompts, took_s)
         return rows
 
     def has_room(self, running: list[Turn]) -> bool:
@@ -48,16 +48,25 @@ class Batcher:
         slice_tokens = self._slice_tokens(running)
         return pending < slice_tokens or self._has_had_quantum(prefilling[0], running)
 
-    def compose(self, running: list[Turn]) -> Batch:
+    def compose(self, running: list[Turn], waiting: int = 0) -> Batch:
+        """The next step; so many turns have not been started yet."""
         batch = [(turn, turn.last_work()) for turn in running if turn.is_decoding]
+        self._replies, self._prompts = len(batch), 0
         if len(batch) < len(running):  # those that are over have nothing that is pending, or one
-            batch += self._compose_prefill(running)
+            batch += self._compose_prefill(running, waiting)
         return batch
 
-    def _compose_prefill(self, running: list[Turn]) -> Batch:
+    def _compose_prefill(self, running: list[Turn], waiting: int) -> Batch:
         prefilling = [turn for turn in _prefilling(running) if not turn.wants_vectors]
+        if not prefilling:
+            return []
+        self._prompts = len(prefilling) + waiting
         pending = sum(turn.pending_tokens for turn in prefilling)
-        room = self._even_slice(pending, self._slice_tokens(running))
+        if self._replies and self._share:
+            room = self._share.tokens(self._replies, self._prompts)
+            prefilling.sort(key=lambda turn: turn.pending_tokens > SHORT_TOKENS)
+        else:
+            room = self._even_slice(pending, self._slice_tokens(running))
         batch: Batch = []
         for turn in prefilling:
             if room <= 0:
@@ -90,39 +99,13 @@ class Batcher:
 
     def _slice_tokens(self, running: list[Turn]) -> int:
         decoding = sum(turn.pending_tokens == 1 for turn in running)
-        if decoding and self._mixed:
-            return min(self._mixed.tokens(decoding), self._slice.tokens(SHARED_S))
+        if decoding and self._share:
+            return max(self._share.tokens(decoding, len(running) - decoding), SHORT_TOKENS)
         return self._slice.tokens(SHARED_S if decoding else ALONE_S)
 
 
 def _prefilling(running: list[Turn]) -> list[Turn]:
     return [turn for turn in running if turn.pending_tokens > 1 or turn.next_picture]
-
-
-class MixedSlice:
-    """How many prompt tokens a step may have beside replies on a GPU, found by trying: steps with
-    them take no more than so much longer than those without. Rows cost little there until they are
-    many, so that no straight line through the times of large slices says how many."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._tokens = float(min(FIRST_MIXED_TOKENS, most))
-        self._alone_s: dict[int, float] = {}  # what steps of so many replies take, by bit length
-
-    def tokens(self, replies: int) -> int:
-        if replies.bit_length() not in self._alone_s:
-            return min(FIRST_MIXED_TOKENS, self._most)
-        return int(self._tokens)
-
-    def learn(self, replies: int, others: int, took_s: float) -> None:
-        alone_s = self._alone_s.get(replies.bit_length())
-        if replies and not others:
-            learnt_s = alone_s or took_s
-            self._alone_s[replies.bit_length()] = learnt_s + 0.2 * (took_s - learnt_s)
-        elif alone_s and others > self._tokens / 2:
-            slower = took_s / alone_s
-            factor = 0.8 if slower > MOST_SLOWER else 1.1 if slower < 0.9 * MOST_SLOWER else 1.0
-            self._tokens = min(max(self._tokens * factor, LEAST_MIXED_TOKENS), self._most)
 
 
 class SliceSize:

@@ -2,57 +2,112 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from rekindle.engine.base import Sampled, Work
-from rekindle.protocol.events import TERMINAL, Event, Prefill
+from rekindle.protocol.events import TERMINAL, Delta, Event, Prefill, TextDelta
 from rekindle.runtime.batch import Batch
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.turn import Turn
 
 REPORT_S = 1.0  # between two Prefill events of a turn whose client did not ask for them
+TOGETHER_S = 0.004  # that a token waits at most, to be delivered together with the next ones
 
 Emit = Callable[[list[Event]], None]
 
 
 class Delivery:
-    """A token belongs to its turn at once; its text may be delivered later, while the next step is
-    computed. `on_end` is called for turns that have ended."""
+    """A token belongs to its turn at once; its text may be delivered later: while the next step is
+    computed, if the engine computes `beside`, and where steps are short together with the tokens
+    of those that follow. `on_end` is called for turns that have ended."""
 
-    def __init__(self, pipeline: Pipeline, emit: Emit, on_end: Callable[[Turn], None]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, emit: Emit, on_end: Callable[[Turn], None], *, beside: bool
+    ) -> None:
         self._pipeline = pipeline
         self._emit = emit
         self._on_end = on_end
-        self.brought: list[tuple[Turn, Sampled | None]] = []  # by the last step: not delivered
+        self._beside = beside
+        self.brought: list[tuple[Turn, Sampled | None]] = []  # by the last steps: not delivered
+        self.is_due = False  # what was brought would wait too long for another step
+        self._since_s = 0.0  # when the first of it came
 
     def take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> bool:
         """Give turns their tokens, but for those that have ended meanwhile. Whether all of the
         replies only go on, so that what they say can wait."""
-        may_wait = True
+        now_s = time.monotonic()
+        if not self.brought:
+            self._since_s = now_s
+        may_wait = may_gather = True
         events: list[Event] = []
         for (turn, work), sampled in zip(batch, results, strict=True):
             if turn.sampler is None and sampled is not None:
                 continue  # it has ended
-            may_wait = may_wait and turn.only_goes_on
+            may_wait = may_wait and turn.only_goes_on and not turn.pending_tokens
             _account(turn, work, took_s, events)
             if sampled is not None:
                 turn.take(sampled)
+            may_gather = may_gather and not turn.is_over and turn.output.ends_by_token
             self.brought.append((turn, sampled))
         if events:
             self._emit(events)
+        self.is_due = not may_gather or now_s - self._since_s + took_s > TOGETHER_S
         return may_wait
 
+    def take_on(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
+        """Give replies that go on by themselves their tokens, none of which is the last."""
+        now_s = time.monotonic()
+        if not self.brought:
+            self._since_s = now_s
+        for (turn, _), sampled in zip(batch, results, strict=True):
+            assert sampled is not None
+            turn.tokens.append(sampled.token)
+            self.brought.append((turn, sampled))
+        self.is_due = now_s - self._since_s + took_s > TOGETHER_S
+        if not self._beside:
+            self.deliver_due()
+
+    def hurry(self) -> None:
+        """A step begins that is long: what was brought does not wait for its end."""
+        self.is_due = bool(self.brought)
+        if not self._beside:
+            self.deliver_due()
+
+    def deliver_due(self) -> None:
+        """Deliver, unless what the next step brings can be delivered with it."""
+        if self.is_due:
+            self.deliver()
+
     def deliver(self) -> None:
-        """Tell clients what the last step brought."""
+        """Tell clients what the last steps brought."""
         events: list[Event] = []
-        brought, self.brought = self.brought, []
+        brought, self.brought, self.is_due = self.brought, [], False
         for turn, sampled in brought:
             parts = self._pipeline.accept(turn, sampled)
             events += parts
             if parts and isinstance(parts[-1], TERMINAL):
                 self._on_end(turn)
         if events:
-            self._emit(events)  # before keeping: clients do not wait for that
+            self._emit(_joined(events))  # before keeping: clients do not wait for that
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """The same, the texts of a turn that follow one another as one."""
+    joined: list[Event] = []
+    texts: dict[int, TextDelta] = {}  # by turn: of the last event, if that is one
+    for event in events:
+        part = event.part if isinstance(event, Delta) else None
+        before = texts.pop(event.turn, None)
+        if before and isinstance(part, TextDelta):
+            before.text += part.text
+            if part.logprobs:
+                before.logprobs = [*(before.logprobs or ()), *part.logprobs]
+        else:
+            joined.append(event)
+        if isinstance(part, TextDelta):
+            texts[event.turn] = before or part
+    return joined
 
 
 def _account(turn: Turn, work: Work, took_s: float, events: list[Event]) -> None:

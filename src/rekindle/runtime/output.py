@@ -33,7 +33,7 @@ class ReplyOutput:
         self.tokens = 0
         self.reasoning_tokens = 0
         self.is_broken_off = False  # inside reasoning or a call, or after the one call
-        self._most_tokens = most
+        self.most_tokens = most
         self._takes_calls = request.tool_use.parallel
         self._parser = decoding.parser
         self._shown = decoding.shown
@@ -41,6 +41,8 @@ class ReplyOutput:
         # A constrained reply ends when it is whole, whatever the request says.
         ends = decoding.token_mask is not None or not request.ignore_eos
         self._end_tokens = decoding.end_tokens if ends else frozenset()
+        #: Whether nothing that its text says ends it.
+        self.ends_by_token = not request.stop and (self._parser is None or self._takes_calls)
         self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
         self._raw: list[str] = []  # all that the model wrote, markers included
         self._logprobs = LogprobBuffer()
@@ -64,7 +66,7 @@ class ReplyOutput:
 
     @property
     def remaining_tokens(self) -> int:
-        return self._most_tokens - self.tokens
+        return self.most_tokens - self.tokens
 
     def ends_with(self, token: int) -> bool:
         """Whether the model ends its reply with this token, which is no part of it."""

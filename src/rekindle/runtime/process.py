@@ -71,6 +71,7 @@ class RuntimeProcess:
             load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
         )
         self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
+        self._runtime.scheduler.run.is_undisturbed = self._is_undisturbed
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
         self._tokenisation = Tokenisation(
             engine.tokenizer,
@@ -197,6 +198,9 @@ class RuntimeProcess:
             self._runtime.storage.give_way(busy)
             idle = not (busy or has_more)
             self.link.working_since_s = None
+
+    def _is_undisturbed(self) -> bool:
+        return self._inbox.empty() and not self._background.has_work
 
     def _messages(self, *, wait: bool) -> Iterator[_Message]:
         if wait:  # not longer than the next turn does for a tier that is slow

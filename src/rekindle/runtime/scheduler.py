@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import Cancelled, Failed, Started
@@ -13,6 +11,7 @@ from rekindle.runtime.idle_pools import RowsByType
 from rekindle.runtime.kv_manager import KvManager
 from rekindle.runtime.picture_encoder import PictureEncoder
 from rekindle.runtime.pipeline import Pipeline, Start
+from rekindle.runtime.reply_run import ReplyRun
 from rekindle.runtime.turn import Turn
 from rekindle.runtime.turn_queues import TurnQueues, insert
 
@@ -42,9 +41,11 @@ class Scheduler:
         self._queues = TurnQueues()
         self._waiting = self._queues.waiting
         self._restoring, self._running = self._queues.restoring, self._queues.running
-        self._delivery = Delivery(pipeline, emit, self._queues.end)
-        if engine.capabilities.computes_beside:
-            engine.meanwhile = self._delivery.deliver
+        self._beside = engine.capabilities.computes_beside
+        self._delivery = Delivery(pipeline, emit, self._queues.end, beside=self._beside)
+        self.run = ReplyRun(self._delivery)
+        if self._beside:
+            engine.meanwhile = self._delivery.deliver_due
 
     @property
     def turns(self) -> int:
@@ -93,11 +94,12 @@ class Scheduler:
             self._restore()
             self._admit()
             self._cross()
-            self._kv.export_some(self._running)
+            is_at_rest = self._kv.export_some(self._running)
             has_encoded = self._encode_picture()
-            batch = self._batcher.compose(self._running)
+            batch = self._batcher.compose(self._running, len(self._waiting))
             if batch:
-                return self._compute(batch)
+                may_run_on = is_at_rest and self._queues.are_all(len(batch), self._parallel)
+                return self._compute(batch, may_run_on=may_run_on)
             if self._delivery.brought:
                 self._settle()
                 return True
@@ -118,19 +120,22 @@ class Scheduler:
                 self._emit([Failed(turn.id, error.info)])
         return False
 
-    def _compute(self, batch: Batch) -> bool:
-        started = time.perf_counter()
+    def _compute(self, batch: Batch, *, may_run_on: bool) -> bool:
+        if len(batch[-1][1].tokens) > 1:  # of a prompt: nothing waits for a step that is long
+            self._delivery.hurry()
+        go_on = self.run.begin(batch, may_run_on=may_run_on)
         self._kv.is_computing = True
         try:
-            results = self._engine.step([work for _, work in batch])
+            results = self._engine.step([work for _, work in batch], go_on)
         except PoolFull:
             self._kv.is_computing = False
             self._preempt(batch)
             return True
         finally:
             self._kv.is_computing = False
-        self._settle()
-        self._take_in(batch, results, time.perf_counter() - started)
+        self._delivery.deliver_due()
+        self._retire_ended()
+        self._take_in(batch, results, self.run.end())
         return True
 
     # -- admitting -----------------------------------------------------------------------------
@@ -204,16 +209,16 @@ class Scheduler:
     # -- computing -----------------------------------------------------------------------------
 
     def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
-        """What a step brought. Replies that only go on are delivered while the next step is
-        computed, where it is computed beside."""
+        """What a step brought. Replies that only go on are delivered a few steps together where
+        steps are short, and while the next one is computed, where it is computed beside."""
         rows = self._batcher.learn(batch, took_s)
-        self._kv.counts.computed_tokens += rows
+        self._kv.counts.computed_tokens += rows * self.run.steps
         if len(batch) == 1:
             self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
         if self._kv.idle:
-            self._kv.idle.count_rows(_shared_rows(batch))
+            self._kv.idle.count_rows(_shared_rows(batch, self.run.steps))
         may_wait = self._delivery.take_in(batch, results, took_s)
-        if not may_wait or not self._engine.capabilities.computes_beside:
+        if not may_wait or (self._delivery.is_due and not self._beside):
             self._settle()
             self._kv.keep_prompts(turn for turn, _ in batch)
         if rows > len(batch):
@@ -223,7 +228,6 @@ class Scheduler:
         """Deliver, and keep what ended turns have computed, no step being under way."""
         if self._delivery.brought:
             self._delivery.deliver()
-        self._kv.forget_rest()
         self._retire_ended()
 
     # -- ending --------------------------------------------------------------------------------
@@ -234,6 +238,7 @@ class Scheduler:
         self._retire_ended()
 
     def _retire_ended(self) -> None:
+        self._kv.forget_rest()
         ended = self._queues.ended
         while ended:  # all have left, before keeping the first can break the engine
             self._pipeline.retire(ended.pop(0))
@@ -280,10 +285,10 @@ class Scheduler:
             self._emit([Failed(turn.id, failure.info)])
 
 
-def _shared_rows(batch: Batch) -> RowsByType:
+def _shared_rows(batch: Batch, steps: int = 1) -> RowsByType:
     """Rows that are computed in pools, by the KV type of each."""
     rows = RowsByType()
     for turn, work in batch:
         if not turn.request.exact:
-            rows[turn.space.kv_type] += len(work.tokens)
+            rows[turn.space.kv_type] += steps * len(work.tokens)
     return rows

@@ -103,10 +103,9 @@ class Turn:
 
     @property
     def only_goes_on(self) -> bool:
-        """Whether the next token changes nothing but its reply."""
-        is_reply = self.generated_tokens > 0 and self.pending_tokens == 0
+        """Whether its next tokens change nothing but its reply."""
         is_watched = self.request.exact or self.checkpoints or self.cross_at is not None
-        return is_reply and not is_watched
+        return self.generated_tokens > 0 and not is_watched
 
     @property
     def must_cross(self) -> bool:
@@ -184,12 +183,12 @@ class Turn:
         return Work(self.sequence, tokens, sampler, vectors)
 
     def take(self, sampled: Sampled) -> None:
-        """A sampled token belongs to the turn; `accept` follows, before the next one is taken."""
+        """A sampled token belongs to the turn; `accept` follows."""
         if self.output.ends_with(sampled.token):
             self.is_over = True
         else:
             self.tokens.append(sampled.token)
-            self.is_over = self.output.remaining_tokens <= 1
+            self.is_over = self.generated_tokens >= self.output.most_tokens
 
     def accept(self, sampled: Sampled) -> list[Event]:
         """The text of a token that was taken."""

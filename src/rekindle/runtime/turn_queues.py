@@ -48,6 +48,11 @@ class TurnQueues:
         """Turns that count as running: those that are being restored take memory, too."""
         return len(self.running) + len(self.restoring)
 
+    def are_all(self, turns: int, parallel: int) -> bool:
+        """Whether so many are all that have been started, and no other can be now."""
+        is_full = not self.waiting or self.started >= parallel
+        return is_full and self.started == turns
+
     def take_started(self) -> list[Turn]:
         """All that have a sequence, or are getting one; they are in no queue then."""
         started = [*self.running, *self.restoring]

@@ -14,6 +14,7 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     EngineOptions,
+    GoOn,
     KvLayout,
     KvType,
     Matrix,
@@ -206,7 +207,7 @@ class NumpyEngine:
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
         shared = [item for item in work if not item.sequence.exact]
         for kv_type, cells in self._pools.items():
             mine = [item for item in shared if item.sequence.kv_type == kv_type]

@@ -76,6 +76,13 @@ class BatchArrays:
             self._take_places(np.concatenate(places))
         return self._native, last
 
+    def advance(self, tokens: Seq[int]) -> bindings.Batch:
+        """Rows of text as they were filled last, a single one of each sequence, one token on."""
+        for row, token in enumerate(tokens):
+            self._each_token[row] = token
+            self._each_position[row] += 1
+        return self._native
+
     def _fill_run(self, run: Rows, start: int, *, all_wanted: bool) -> None:
         stop = start + len(run.tokens)
         if run.vectors is None:

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class Context:
             )
         self._native = native
         adapts = self.shape.may_use_fewer and self.shape.threads > 1
-        self._threads = StepThreads(self.shape.threads, self._set_threads) if adapts else None
+        set_threads = partial(_set_threads, self._library, native)
+        self._threads = StepThreads(self.shape.threads, set_threads) if adapts else None
         self.memory = Memory(self._library, native)
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
@@ -121,15 +123,16 @@ class Context:
         finally:
             if not causal:
                 self._library.llama_set_causal_attn(self.native, True)
-        if status == bindings.DECODE_NO_ROOM:
-            raise PoolFull("no free cells for this step")
-        if status != bindings.DECODE_OK:
-            raise EngineBroken(f"llama_decode failed with status {status}")
+        _check(status)
         for run, own in zip(rows, placed, strict=True) if self.shape.has_places else ():
             if own.places is not None:
                 positions = self.positions[run.slot]
                 self.positions[run.slot] = positions.with_picture(run.start, own.places)
         return last
+
+    def decode_next(self, tokens: Seq[int]) -> None:
+        """Compute the next row of each sequence, the last call having had a single one of each."""
+        _check(self._compute(self._batch.advance(tokens), replies=len(tokens)))
 
     def _compute(self, batch: bindings.Batch, *, replies: int) -> int:
         """The status of the native call; `replies`: so many rows, and nothing else."""
@@ -140,9 +143,6 @@ class Context:
         status = int(self._library.llama_decode(self.native, batch))
         self._threads.end(time.perf_counter() - started)
         return status
-
-    def _set_threads(self, threads: int) -> None:
-        self._library.llama_set_n_threads(self.native, threads, threads)
 
     def _placed(self, run: Rows) -> Rows:
         """A run as it stands in the model's positions."""
@@ -246,3 +246,15 @@ class Context:
             view = np.frombuffer(rows, np.float32).reshape(count, vocabulary_size)
             self._logits[first, count] = view
         return self._logits[first, count]
+
+
+def _set_threads(library: Any, native: int, threads: int) -> None:
+    library.llama_set_n_threads(native, threads, threads)
+
+
+def _check(status: int) -> None:
+    """What became of a native call."""
+    if status == bindings.DECODE_NO_ROOM:
+        raise PoolFull("no free cells for this step")
+    if status != bindings.DECODE_OK:
+        raise EngineBroken(f"llama_decode failed with status {status}")

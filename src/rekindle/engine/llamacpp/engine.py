@@ -16,7 +16,9 @@ import numpy as np
 from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
+    Capabilities,
     EngineOptions,
+    GoOn,
     KvType,
     Matrix,
     OnProgress,
@@ -121,7 +123,7 @@ class LlamaCppEngine:
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
         shared: dict[KvType, list[Work]] = {}
         for item in work:
             if not item.sequence.exact:
@@ -130,10 +132,11 @@ class LlamaCppEngine:
         calls = [
             (self._pools[kv_type].context, group)
             for kv_type, items in shared.items()
-            for group in self._native_calls(items)
+            for group in _native_calls(items, self.capabilities)
         ]
         if len(calls) == 1 and len(calls[0][1]) == len(work):  # nearly always
-            return self._step_in(*calls[0], is_first=True)
+            first = self._step_in(*calls[0], is_first=True)
+            return self._run_on(*calls[0], first, go_on) if go_on else first
         results: dict[int, Sampled | None] = {}
         for number, (context, group) in enumerate(calls):
             try:
@@ -157,17 +160,6 @@ class LlamaCppEngine:
         if shared and self.parking:
             self.parking.compact()
 
-    def _native_calls(self, work: Seq[Work]) -> list[Seq[Work]]:
-        """Text and pictures are computed in calls of their own."""
-        pictures = [item for item in work if item.vectors is not None]
-        if not pictures:
-            return [work]
-        text = [item for item in work if item.vectors is None]
-        groups: list[Seq[Work]] = [text] if text else []
-        if self.capabilities.whole_pictures:
-            return [*groups, *([item] for item in pictures)]
-        return [*groups, pictures]
-
     def _step_in(
         self, context: Context, work: Seq[Work], *, is_first: bool = False
     ) -> list[Sampled | None]:
@@ -179,21 +171,42 @@ class LlamaCppEngine:
             slot = 0 if sequence.exact else sequence.slot
             wanted = item.sampler is not None
             rows.append(Rows(slot, sequence.length, item.tokens, wanted, vectors))
+        sees_ahead = self.capabilities.whole_pictures and work[0].vectors is not None
         try:
-            last = context.decode(rows, causal=not self._sees_ahead(work))
+            last = context.decode(rows, causal=not sees_ahead)
         except EngineBroken:
             self.reset()
             raise
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
+        return self._sample_after(context, work, last)
+
+    def _run_on(
+        self, context: Context, work: Seq[Work], results: list[Sampled | None], go_on: GoOn
+    ) -> list[Sampled | None]:
+        """Further steps of the same replies. What is the same in each of them is not done again:
+        beside the native call of a small model, that is most of the time."""
+        cells = self._pools[work[0].sequence.kv_type].cells
+        last = range(len(work))
+        while cells.free >= len(work) and go_on(results):
+            try:
+                context.decode_next([sampled.token for sampled in results if sampled])
+            except EngineBroken:
+                self.reset()
+                raise
+            self.meanwhile()
+            results = self._sample_after(context, work, last)
+        return results
+
+    def _sample_after(
+        self, context: Context, work: Seq[Work], last: Seq[int]
+    ) -> list[Sampled | None]:
+        """What was computed is part of the sequences, and the next tokens are chosen."""
         if self._model.on_gpu:
             samplers = [item.sampler for item in work if item.sampler is not None]
             self._step_sampler.arm(samplers, self.tokenizer.size)
         self._sequences.lengthen(work, on_gpu=self._model.on_gpu)
         return self._sample(context, work, last)
-
-    def _sees_ahead(self, work: Seq[Work]) -> bool:
-        return self.capabilities.whole_pictures and work[0].vectors is not None
 
     def _sample(self, context: Context, work: Seq[Work], last: Seq[int]) -> list[Sampled | None]:
         wanted = [at for at, item in enumerate(work) if item.sampler is not None]
@@ -229,6 +242,18 @@ class LlamaCppEngine:
         if self._projector is not None:
             self._projector.close()
         self._model.close()
+
+
+def _native_calls(work: Seq[Work], capabilities: Capabilities) -> list[Seq[Work]]:
+    """Text and pictures are computed in calls of their own."""
+    pictures = [item for item in work if item.vectors is not None]
+    if not pictures:
+        return [work]
+    text = [item for item in work if item.vectors is None]
+    groups: list[Seq[Work]] = [text] if text else []
+    if capabilities.whole_pictures:
+        return [*groups, *([item] for item in pictures)]
+    return [*groups, pictures]
 
 
 def _load_projector(model: LlamaModel, options: EngineOptions) -> Projector | None:

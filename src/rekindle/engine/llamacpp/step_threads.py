@@ -42,7 +42,10 @@ class StepThreads:
         """A step of so many replies begins; 0: it has prompts in it, for which all are best."""
         self._choice, threads = None, self._most
         if replies:
-            self._choice = self._choices.setdefault(replies.bit_length(), Choice(self._most))
+            kind = replies.bit_length()
+            if kind not in self._choices:
+                self._choices[kind] = Choice(self._most)
+            self._choice = self._choices[kind]
             threads = self._choice.next
         if threads != self._set:
             self._set = threads

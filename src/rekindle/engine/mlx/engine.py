@@ -21,6 +21,7 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     EngineOptions,
+    GoOn,
     KvType,
     Matrix,
     OnProgress,
@@ -205,7 +206,7 @@ class MlxEngine:
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
         if any(item.vectors is not None for item in work):
             _refuse_pictures()
         self._check_room(work)

@@ -1,0 +1,150 @@
+"""Prompts beside replies on a GPU: replies have two thirds of the time, whatever a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from rekindle.runtime.prompt_share import (
+    BURST_S,
+    MOST_SLOWER,
+    MOST_STEPS_APART,
+    SIZES,
+    PromptShare,
+)
+
+MOST_TOKENS = 2048
+ALONE_S, PROMISED = 8e-3, 1.5
+
+#: What a step of eight replies took beside a prompt of so many tokens in the same pool, in ms, by
+#: the tokens of its slice (H200, 8B; 32 and what lies between the depths are drawn in).
+MEASURED_MS = {
+    0: {0: 8.0, 16: 9.1, 32: 9.3, 64: 9.6, 128: 12.5, 256: 19.2, 512: 28.5},
+    8192: {0: 8.7, 16: 8.7, 32: 9.5, 64: 11.7, 128: 15.7, 256: 24.7, 512: 39.5},
+    16384: {0: 9.3, 16: 9.5, 32: 11.0, 64: 14.0, 128: 19.6, 256: 32.0, 512: 52.0},
+    32768: {0: 10.2, 16: 11.1, 32: 13.8, 64: 19.3, 128: 25.7, 256: 53.2, 512: 72.4},
+}
+
+
+def measured_s(depth: int, tokens: int) -> float:
+    above = next(each for each in MEASURED_MS if each >= depth)
+    below = max(each for each in MEASURED_MS if each <= depth)
+    size = next(each for each in MEASURED_MS[0] if each >= tokens)
+    share = (depth - below) / (above - below) if above > below else 0.0
+    low, high = MEASURED_MS[below][size], MEASURED_MS[above][size]
+    return (low + share * (high - low)) / 1000
+
+
+@dataclass(slots=True)
+class Machine:
+    """Eight replies that never end, and prompts beside them."""
+
+    took_s: Callable[[int, int], float] = measured_s
+    share: PromptShare = field(default_factory=lambda: PromptShare(MOST_TOKENS))
+    replies: int = 8
+    steps_s: list[float] = field(default_factory=list)
+    slices: list[int] = field(default_factory=list)
+
+    def step(self, depth: int = 0, pending: int = 0, prompts: int = 0) -> int:
+        """One step; how many tokens of the prompt it had."""
+        wanted = self.share.tokens(self.replies, prompts) if prompts else 0
+        tokens = min(wanted, pending)
+        self.steps_s.append(self.took_s(depth, tokens))
+        self.slices.append(tokens)
+        self.share.learn(self.replies, tokens, prompts, self.steps_s[-1])
+        return tokens
+
+    def read(self, tokens: int, prompts: int = 1) -> float:
+        """Read a prompt; how much longer replies took than alone meanwhile."""
+        done, begun = 0, len(self.steps_s)
+        while done < tokens:
+            done += self.step(done, tokens - done, prompts)
+        steps_s = self.steps_s[begun:]
+        return sum(steps_s) / len(steps_s) / ALONE_S
+
+    def rest(self, steps: int = 50) -> None:
+        for _ in range(steps):
+            self.step()
+
+
+def test_a_long_prompt_slows_replies_down_by_half_at_most_on_average() -> None:
+    machine = Machine()
+    machine.rest()
+    assert machine.read(32_768) <= 1.02 * MOST_SLOWER <= PROMISED
+    assert sum(machine.steps_s[50:]) < 12.0  # the prompt is read in a few times what it takes alone
+
+
+def test_small_slices_that_cost_nothing_are_taken_in_every_step() -> None:
+    machine = Machine()
+    machine.rest()
+    machine.read(32_768)
+    late = machine.slices[-600:]
+    assert late.count(0) < 60
+
+
+def test_a_short_prompt_is_read_at_once() -> None:
+    machine = Machine()
+    machine.rest()
+    before = len(machine.steps_s)
+    machine.read(600)
+    assert len(machine.steps_s) - before <= 6
+    assert sum(machine.steps_s[before:]) < BURST_S
+
+
+def test_short_prompts_that_follow_one_another_have_no_more_than_one_that_is_long() -> None:
+    machine = Machine()
+    machine.rest()
+    before = len(machine.steps_s)
+    for _ in range(60):
+        machine.read(300)
+        machine.rest(1)
+    slower = sum(machine.steps_s[before:]) / (len(machine.steps_s) - before) / ALONE_S
+    assert slower <= 1.1 * MOST_SLOWER
+
+
+def test_where_more_prompts_wait_than_replies_run_prompts_have_more_of_the_time() -> None:
+    machine = Machine()
+    machine.rest()
+    assert 2 < machine.read(16_384, prompts=32) <= 1.1 * (1 + 4 * (MOST_SLOWER - 1))
+
+
+@pytest.mark.parametrize("row_s", [1e-6, 20e-6, 200e-6, 1.0])
+def test_prompts_go_on_however_slow_they_are(row_s: float) -> None:
+    machine = Machine(lambda _depth, tokens: ALONE_S + tokens * row_s)
+    machine.rest()
+    machine.read(2000)
+    gaps = "".join("x" if each else "." for each in machine.slices[50:]).split("x")
+    assert max(map(len, gaps)) <= MOST_STEPS_APART
+
+
+def test_a_slow_moment_is_forgotten() -> None:
+    slow = True
+    machine = Machine(lambda depth, tokens: measured_s(depth, tokens) * (20 if slow else 1))
+    machine.rest(5)
+    machine.read(600)
+    slow = False
+    machine.rest()
+    before = len(machine.steps_s)
+    machine.read(600)
+    assert len(machine.steps_s) - before <= 8
+
+
+def test_what_one_reply_takes_alone_says_nothing_of_many() -> None:
+    machine = Machine()
+    machine.rest()
+    machine.replies = 64
+    assert machine.step(0, 1000, prompts=1) == 0  # to see what that takes
+    assert machine.step(0, 1000, prompts=1) > 0
+
+
+def test_no_slice_is_larger_than_a_batch() -> None:
+    share = PromptShare(40)
+    share.learn(1, 0, 0, 1e-3)
+    taken = []
+    for _ in range(20):
+        taken.append(share.tokens(1, 1))
+        share.learn(1, taken[-1], 1, 1e-3)
+    assert taken[0] == 40
+    assert set(taken[1:]) <= {size for size in SIZES if size <= 40}
