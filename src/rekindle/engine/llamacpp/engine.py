@@ -169,8 +169,8 @@ class LlamaCppEngine:
             if vectors is not None and vectors.shape != self._vision.shape(item.tokens):
                 raise ValueError("these are not the vectors of this picture")
             slot = 0 if sequence.exact else sequence.slot
-            wanted = item.sampler is not None
-            rows.append(Rows(slot, sequence.length, item.tokens, wanted, vectors))
+            has_sampler = item.sampler is not None
+            rows.append(Rows(slot, sequence.length, item.tokens, has_sampler, vectors))
         sees_ahead = self.capabilities.whole_pictures and work[0].vectors is not None
         try:
             last = context.decode(rows, causal=not sees_ahead)
@@ -179,7 +179,16 @@ class LlamaCppEngine:
             raise
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
-        return self._sample_after(context, work, last)
+        wanted = [at for at, item in enumerate(work) if item.sampler is not None]
+        samplers = [item.sampler for item in work if item.sampler is not None]
+        self._prepare(work, samplers)
+        results: list[Sampled | None] = [None] * len(work)
+        if wanted:
+            items, rows_of = [work[at] for at in wanted], [last[at] for at in wanted]
+            chosen = self._choose(context, items, samplers, rows_of)
+            for at, each in zip(wanted, chosen, strict=True):
+                results[at] = each
+        return results
 
     def _run_on(
         self, context: Context, work: Seq[Work], results: list[Sampled | None], go_on: GoOn
@@ -187,6 +196,7 @@ class LlamaCppEngine:
         """Further steps of the same replies. What is the same in each of them is not done again:
         beside the native call of a small model, that is most of the time."""
         cells = self._pools[work[0].sequence.kv_type].cells
+        samplers = [item.sampler for item in work if item.sampler is not None]
         last = range(len(work))
         while cells.free >= len(work) and go_on(results):
             try:
@@ -195,33 +205,25 @@ class LlamaCppEngine:
                 self.reset()
                 raise
             self.meanwhile()
-            results = self._sample_after(context, work, last)
+            self._prepare(work, samplers)
+            results = [*self._choose(context, work, samplers, last)]
         return results
 
-    def _sample_after(
-        self, context: Context, work: Seq[Work], last: Seq[int]
-    ) -> list[Sampled | None]:
-        """What was computed is part of the sequences, and the next tokens are chosen."""
+    def _prepare(self, work: Seq[Work], samplers: Seq[Sampler]) -> None:
+        """What is being computed is part of the sequences; then tokens are chosen."""
         if self._model.on_gpu:
-            samplers = [item.sampler for item in work if item.sampler is not None]
             self._step_sampler.arm(samplers, self.tokenizer.size)
         self._sequences.lengthen(work, on_gpu=self._model.on_gpu)
-        return self._sample(context, work, last)
 
-    def _sample(self, context: Context, work: Seq[Work], last: Seq[int]) -> list[Sampled | None]:
-        wanted = [at for at, item in enumerate(work) if item.sampler is not None]
-        results: list[Sampled | None] = [None] * len(work)
-        if not wanted:
-            return results
-        logits = context.logits([last[at] for at in wanted], self.tokenizer.size)
+    def _choose(
+        self, context: Context, wanted: Seq[Work], samplers: Seq[Sampler], last: Seq[int]
+    ) -> list[Sampled]:
+        """The next token of each piece of work that wants one."""
+        logits = context.logits(last, self.tokenizer.size)
         if self.observe is not None:
-            for at, row in zip(wanted, logits, strict=True):
-                self.observe(work[at].sequence, row)
-        samplers = [item.sampler for item in work if item.sampler is not None]
-        sampled = self._step_sampler.sample(samplers, logits)
-        for at, each in zip(wanted, sampled, strict=True):
-            results[at] = each
-        return results
+            for item, row in zip(wanted, logits, strict=True):
+                self.observe(item.sequence, row)
+        return self._step_sampler.sample(samplers, logits)
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         return self._vision.tokens(width, height, digest)

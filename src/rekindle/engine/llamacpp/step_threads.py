@@ -17,11 +17,11 @@ FEWER = 1  # threads less, while others want a core
 MEMORY_STEPS = 12  # whose mean counts: of many fast steps with a few slow ones, those do
 ROUND_STEPS = 16  # after which it is seen whether the other number is due to be tried
 TRIAL_STEPS = 4  # of which the first, that may have to wake threads, teaches nothing
-TRIAL_SHARE = 0.02  # of the time, that may be lost on trials
+TRIAL_SHARE = 0.01  # of the time, that may be lost on trials
 MOST_TRIAL_SHARE = 0.1  # while a core is left to others
 MOST_DUE_S = 10.0  # between two: others that wanted a core may have gone
 LEAST_GAIN = 0.95  # of the time a step takes
-IS_SLOWER = 1.3  # than it was: then the other number is tried at once
+IS_SLOWER = 2  # times as slow as it was: then the other number is tried at once
 IS_HOPELESS = 4  # times as slow in a trial, which ends it
 
 
