@@ -102,17 +102,22 @@ write_pack() {
 
 # Where the number of rows changes from step to step, an executable CUDA graph that is updated in place
 # ends the process with "an illegal instruction was encountered" (seen on an H200 with CUDA 13.0). A new
-# one is made instead.
+# one is made instead. That takes as long as it saves in some twenty steps, so a graph is made of
+# steps that have been alike sixteen times, not twice.
 mend_cuda_graphs() {
-  local file=$1/ggml/src/ggml-cuda/ggml-cuda.cu
+  local file=$1/ggml/src/ggml-cuda/ggml-cuda.cu fields=$1/ggml/src/ggml-cuda/common.cuh
   local drop='if (cuda_graph_update_required \&\& graph->instance) {'
   drop+=' CUDA_CHECK(cudaGraphExecDestroy(graph->instance)); graph->instance = nullptr; }'
+  local count='graph->calls_alike = properties_changed ? 0 : graph->calls_alike + 1;'
   grep -q 'graph->instance = nullptr; } if (graph->instance' "$file" && return # before it was packed
   sed -i.orig -e "s|^\( *\)\(if (graph->instance == nullptr) { // Create executable.*\)|\1$drop \2|" \
-    -e 's|if (cuda_graph_update_required) { // Update graph executable|if (false) {|' "$file"
-  [ "$(diff "$file.orig" "$file" | grep -c '^>')" = 2 ] ||
+    -e 's|if (cuda_graph_update_required) { // Update graph executable|if (false) {|' \
+    -e "s|\(const bool properties_changed = .*;\)|\1 $count|" \
+    -e 's|if (!properties_changed) {|if (graph->calls_alike >= 16) {|' "$file"
+  sed -i.orig -e 's|bool warmup_complete = false;|& int calls_alike = 0;|' "$fields"
+  [ "$(diff "$file.orig" "$file" | grep -c '^>')$(diff "$fields.orig" "$fields" | grep -c '^>')" = 41 ] ||
     fail "$file is not of the pinned version: CUDA graphs could not be mended"
-  rm "$file.orig"
+  rm "$file.orig" "$fields.orig"
 }
 
 configure() {

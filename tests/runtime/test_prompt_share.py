@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import pytest
 
 from rekindle.runtime.prompt_share import (
     BURST_S,
+    MOST_SLICE_S,
     MOST_SLOWER,
     MOST_STEPS_APART,
-    SIZES,
     PromptShare,
 )
 
 MOST_TOKENS = 2048
 ALONE_S, PROMISED = 8e-3, 1.5
+RESTED = 64  # steps without a prompt, before the first
 
 #: What a step of eight replies took beside a prompt of so many tokens in the same pool, in ms, by
-#: the tokens of its slice (H200, 8B; 32 and what lies between the depths are drawn in).
+#: the tokens of its slice (H200, 8B; 1,024 and what lies between the depths are drawn in).
 MEASURED_MS = {
-    0: {0: 8.0, 16: 9.1, 32: 9.3, 64: 9.6, 128: 12.5, 256: 19.2, 512: 28.5},
-    8192: {0: 8.7, 16: 8.7, 32: 9.5, 64: 11.7, 128: 15.7, 256: 24.7, 512: 39.5},
-    16384: {0: 9.3, 16: 9.5, 32: 11.0, 64: 14.0, 128: 19.6, 256: 32.0, 512: 52.0},
-    32768: {0: 10.2, 16: 11.1, 32: 13.8, 64: 19.3, 128: 25.7, 256: 53.2, 512: 72.4},
+    0: {0: 8.0, 16: 9.1, 64: 9.6, 128: 12.5, 256: 19.2, 512: 28.5, 1024: 52.0},
+    8192: {0: 8.7, 16: 8.7, 64: 11.7, 128: 15.7, 256: 24.7, 512: 39.5, 1024: 75.0},
+    16384: {0: 9.3, 16: 9.5, 64: 14.0, 128: 19.6, 256: 32.0, 512: 52.0, 1024: 100.0},
+    32768: {0: 10.2, 16: 11.1, 64: 19.3, 128: 25.7, 256: 53.2, 512: 72.4, 1024: 152.0},
 }
 
 
@@ -39,21 +41,27 @@ def measured_s(depth: int, tokens: int) -> float:
 
 @dataclass(slots=True)
 class Machine:
-    """Eight replies that never end, and prompts beside them."""
+    """Eight replies that never end, and prompts beside them. A step of another shape than the last
+    one takes longer: with another number of rows, or more cells in steps of 256."""
 
     took_s: Callable[[int, int], float] = measured_s
     share: PromptShare = field(default_factory=lambda: PromptShare(MOST_TOKENS))
     replies: int = 8
+    cells: int = 2000
+    anew_s: float = 7e-3
+    shape: tuple[int, int] = (0, 0)
     steps_s: list[float] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
 
     def step(self, depth: int = 0, pending: int = 0, prompts: int = 0) -> int:
         """One step; how many tokens of the prompt it had."""
-        wanted = self.share.tokens(self.replies, prompts) if prompts else 0
-        tokens = min(wanted, pending)
-        self.steps_s.append(self.took_s(depth, tokens))
+        tokens = self.share.tokens(self.replies, prompts, pending) if prompts else 0
+        self.cells += self.replies + tokens
+        before, self.shape = self.shape, (tokens, self.cells // 256)
+        took_s = self.took_s(depth, tokens) + self.anew_s * (self.shape != before)
+        self.steps_s.append(took_s)
         self.slices.append(tokens)
-        self.share.learn(self.replies, tokens, prompts, self.steps_s[-1])
+        self.share.learn(self.replies, tokens, prompts, took_s)
         return tokens
 
     def read(self, tokens: int, prompts: int = 1) -> float:
@@ -61,10 +69,13 @@ class Machine:
         done, begun = 0, len(self.steps_s)
         while done < tokens:
             done += self.step(done, tokens - done, prompts)
-        steps_s = self.steps_s[begun:]
-        return sum(steps_s) / len(steps_s) / ALONE_S
+        return self.slower(begun)
 
-    def rest(self, steps: int = 50) -> None:
+    def slower(self, begun: int) -> float:
+        """How much longer steps took since so many than the first ones, which had no prompt."""
+        return fmean(self.steps_s[begun:]) / fmean(self.steps_s[:RESTED])
+
+    def rest(self, steps: int = RESTED) -> None:
         for _ in range(steps):
             self.step()
 
@@ -72,16 +83,21 @@ class Machine:
 def test_a_long_prompt_slows_replies_down_by_half_at_most_on_average() -> None:
     machine = Machine()
     machine.rest()
-    assert machine.read(32_768) <= 1.02 * MOST_SLOWER <= PROMISED
-    assert sum(machine.steps_s[50:]) < 12.0  # the prompt is read in a few times what it takes alone
+    assert machine.read(32_768) <= PROMISED
+    assert (
+        sum(machine.steps_s[RESTED:]) < 18.0
+    )  # the prompt is read in a few times what it takes alone
 
 
-def test_small_slices_that_cost_nothing_are_taken_in_every_step() -> None:
+def test_replies_do_not_wait_long_for_a_slice() -> None:
     machine = Machine()
     machine.rest()
     machine.read(32_768)
-    late = machine.slices[-600:]
-    assert late.count(0) < 60
+    assert max(machine.steps_s) <= 1.3 * MOST_SLICE_S
+    slow = Machine(lambda depth, tokens: 5 * measured_s(depth, tokens))
+    slow.rest()
+    slow.read(8192)
+    assert max(slow.steps_s[100:]) <= 1.3 * MOST_SLICE_S
 
 
 def test_a_short_prompt_is_read_at_once() -> None:
@@ -100,14 +116,13 @@ def test_short_prompts_that_follow_one_another_have_no_more_than_one_that_is_lon
     for _ in range(60):
         machine.read(300)
         machine.rest(1)
-    slower = sum(machine.steps_s[before:]) / (len(machine.steps_s) - before) / ALONE_S
-    assert slower <= 1.1 * MOST_SLOWER
+    assert machine.slower(before) <= 1.1 * MOST_SLOWER
 
 
 def test_where_more_prompts_wait_than_replies_run_prompts_have_more_of_the_time() -> None:
     machine = Machine()
     machine.rest()
-    assert 2 < machine.read(16_384, prompts=32) <= 1.1 * (1 + 4 * (MOST_SLOWER - 1))
+    assert 2 < machine.read(16_384, prompts=32) <= 1.1 * (1 + 4 * (MOST_SLOWER - 1)) + 0.2
 
 
 @pytest.mark.parametrize("row_s", [1e-6, 20e-6, 200e-6, 1.0])
@@ -115,7 +130,7 @@ def test_prompts_go_on_however_slow_they_are(row_s: float) -> None:
     machine = Machine(lambda _depth, tokens: ALONE_S + tokens * row_s)
     machine.rest()
     machine.read(2000)
-    gaps = "".join("x" if each else "." for each in machine.slices[50:]).split("x")
+    gaps = "".join("x" if each else "." for each in machine.slices[RESTED:]).split("x")
     assert max(map(len, gaps)) <= MOST_STEPS_APART
 
 
@@ -142,9 +157,6 @@ def test_what_one_reply_takes_alone_says_nothing_of_many() -> None:
 def test_no_slice_is_larger_than_a_batch() -> None:
     share = PromptShare(40)
     share.learn(1, 0, 0, 1e-3)
-    taken = []
     for _ in range(20):
-        taken.append(share.tokens(1, 1))
-        share.learn(1, taken[-1], 1, 1e-3)
-    assert taken[0] == 40
-    assert set(taken[1:]) <= {size for size in SIZES if size <= 40}
+        assert share.tokens(1, 1, 1000) == 40
+        share.learn(1, 40, 1, 1e-3)

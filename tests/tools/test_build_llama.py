@@ -84,6 +84,9 @@ def test_a_missing_compiler_is_named_with_what_to_do(sources: Path, tmp_path: Pa
 
 
 GRAPHS = """
+            const bool properties_changed = ggml_cuda_graph_update_required(cuda_ctx, cgraph);
+                if (!properties_changed) {
+                }
         if (graph->instance == nullptr) { // Create executable graph from captured graph.
         }
         if (cuda_graph_update_required) { // Update graph executable
@@ -110,9 +113,13 @@ def test_cuda_graphs_are_made_anew_where_they_would_be_updated(
     written = sources / "thirdparty/llama.cpp" / source
     written.parent.mkdir(parents=True)
     written.write_text(GRAPHS)
+    written.with_name("common.cuh").write_text("    bool warmup_complete = false;\n")
     done = configure_cuda(sources, tmp_path)
     assert done.returncode == 0, done.stderr
     mended = (tmp_path / "out" / "source" / source).read_text()
+    fields = (tmp_path / "out" / "source" / source).with_name("common.cuh").read_text()
+    assert "int calls_alike = 0;" in fields
+    assert "if (graph->calls_alike >= 16) {" in mended
     assert "cudaGraphExecDestroy(graph->instance)" in mended
     assert "if (cuda_graph_update_required) {" not in mended
 
@@ -121,6 +128,7 @@ def test_sources_that_cannot_be_mended_are_not_built(sources: Path, tmp_path: Pa
     written = sources / "thirdparty/llama.cpp/ggml/src/ggml-cuda/ggml-cuda.cu"
     written.parent.mkdir(parents=True)
     written.write_text("another version")
+    written.with_name("common.cuh").write_text("another version")
     done = configure_cuda(sources, tmp_path)
     assert done.returncode != 0
     assert "could not be mended" in done.stderr

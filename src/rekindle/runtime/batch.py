@@ -15,7 +15,8 @@ LEAST_SLICE_TOKENS = 4  # on the slowest machines
 WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
-SHORT_TOKENS = 64  # of a prompt's rest, that goes first beside replies on a GPU
+SHARED_TOKENS = 256  # what a slice counts as beside replies on a GPU, where it is now and then
+SHORT_TOKENS = 64  # of a prompt's rest, that goes first there
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
@@ -63,7 +64,7 @@ class Batcher:
         self._prompts = len(prefilling) + waiting
         pending = sum(turn.pending_tokens for turn in prefilling)
         if self._replies and self._share:
-            room = self._share.tokens(self._replies, self._prompts)
+            room = self._share.tokens(self._replies, self._prompts, pending)
             prefilling.sort(key=lambda turn: turn.pending_tokens > SHORT_TOKENS)
         else:
             room = self._even_slice(pending, self._slice_tokens(running))
@@ -100,7 +101,7 @@ class Batcher:
     def _slice_tokens(self, running: list[Turn]) -> int:
         decoding = sum(turn.pending_tokens == 1 for turn in running)
         if decoding and self._share:
-            return max(self._share.tokens(decoding, len(running) - decoding), SHORT_TOKENS)
+            return SHARED_TOKENS
         return self._slice.tokens(SHARED_S if decoding else ALONE_S)
 
 

@@ -30,20 +30,20 @@ class ReplyRun:
         self.steps = 1
         self._delivery = delivery
         self._batch: Batch = []
-        self._began_s = 0.0  # the step under way
+        self._first_s = self._began_s = 0.0  # when the first step began, and the one under way
         self._until_s = 0.0
 
     def begin(self, batch: Batch, *, may_run_on: bool) -> GoOn | None:
         """A step begins; None: it is one alone."""
         self._batch, self.steps = batch, 1
-        self._began_s = time.perf_counter()
+        self._first_s = self._began_s = time.perf_counter()
         self._until_s = self._began_s + MOST_S
         is_run = may_run_on and self.is_undisturbed() and all(map(_may_run_on, batch))
         return self._go_on if is_run else None
 
     def end(self) -> float:
-        """How long the last step took."""
-        return time.perf_counter() - self._began_s
+        """How long a step took on average."""
+        return (time.perf_counter() - self._first_s) / self.steps
 
     def _go_on(self, results: list[Sampled | None]) -> bool:
         now_s = time.perf_counter()
