@@ -27,6 +27,7 @@ from rekindle.engine.base import (
     nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
+from rekindle.engine.steps import run_on
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
@@ -332,12 +333,7 @@ class FakeEngine:
         return FakeSampler(sampling, token_mask)
 
     def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
-        results = self._step(work)
-        while go_on and self.free_tokens() >= len(work) and go_on(results):
-            tokens = [sampled.token for sampled in results if sampled]
-            work = [item._replace(tokens=[token]) for item, token in zip(work, tokens, strict=True)]
-            results = self._step(work)
-        return results
+        return run_on(self._step, work, go_on)
 
     def _step(self, work: Seq[Work]) -> list[Sampled | None]:
         self.counts.steps += 1

@@ -44,6 +44,7 @@ from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling import build_sampler
 from rekindle.engine.step_sampler import build_step_sampler
+from rekindle.engine.steps import run_on
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
@@ -207,9 +208,12 @@ class MlxEngine:
         return build_sampler(sampling, prompt, token_mask)
 
     def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+        return run_on(self._step, work, go_on)
+
+    def _step(self, work: Seq[Work]) -> list[Sampled | None]:
         if any(item.vectors is not None for item in work):
             _refuse_pictures()
-        self._check_room(work)
+        _check_room(work, self.free_tokens)
         with self._reset_when_broken():
             computation = Computation(self._model, self._batches)
             computation.add(work)
@@ -217,15 +221,6 @@ class MlxEngine:
         for item in work:
             self._sequences.grow(item.sequence, len(item.tokens))
         return self._sample(work, rows)
-
-    def _check_room(self, work: Seq[Work]) -> None:
-        needed: dict[KvType, int] = {}
-        for item in work:
-            if not item.sequence.exact:
-                kv_type = item.sequence.kv_type
-                needed[kv_type] = needed.get(kv_type, 0) + len(item.tokens)
-        if any(tokens > self.free_tokens(kv_type) for kv_type, tokens in needed.items()):
-            raise PoolFull("no free cells for this step")
 
     def _sample(self, work: Seq[Work], rows: Mapping[int, Row]) -> list[Sampled | None]:
         chosen = {id(item): item.sampler for item in work if item.sampler is not None}
@@ -255,6 +250,16 @@ class MlxEngine:
 def _ours(sequence: Sequence) -> MlxSequence:
     assert isinstance(sequence, MlxSequence)
     return sequence
+
+
+def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:
+    needed: dict[KvType, int] = {}
+    for item in work:
+        if not item.sequence.exact:
+            kv_type = item.sequence.kv_type
+            needed[kv_type] = needed.get(kv_type, 0) + len(item.tokens)
+    if any(tokens > free_tokens(kv_type) for kv_type, tokens in needed.items()):
+        raise PoolFull("no free cells for this step")
 
 
 def _refuse_pictures() -> NoReturn:
