@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol.events import Delta, Event, ReasoningDelta, TextDelta, TokenLogprob
+from rekindle.protocol.events import (
+    ArgumentsDelta,
+    Cancelled,
+    Delta,
+    Event,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
+)
 from rekindle.runtime.delivery import TOGETHER_S, _joined
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
@@ -122,21 +131,31 @@ def test_nothing_waits_for_a_prompt_that_is_read(monkeypatch: pytest.MonkeyPatch
     assert seen == [0]
 
 
-def test_texts_of_a_turn_become_one_with_all_of_their_log_probabilities() -> None:
+def test_parts_that_go_on_with_one_another_become_one_with_all_log_probabilities() -> None:
     logged = [TokenLogprob(b"%d" % number, -1.0, []) for number in range(4)]
     events: list[Event] = [
         Delta(1, TextDelta("a", [logged[0]])),
         Delta(2, TextDelta("x")),
         Delta(1, TextDelta("b", [logged[1], logged[2]])),
         Delta(2, ReasoningDelta("y")),
+        Delta(2, ReasoningDelta("yy")),
         Delta(2, TextDelta("z", [logged[3]])),
         Delta(1, TextDelta("c")),
+        Delta(3, ToolCallStart(0, "look")),
+        Delta(3, ArgumentsDelta(0, "{")),
+        Delta(3, ArgumentsDelta(0, "}")),
+        Delta(3, ArgumentsDelta(1, "{}")),
+        Cancelled(1),
     ]
     assert _joined(events) == [
         Delta(1, TextDelta("abc", logged[:3])),
         Delta(2, TextDelta("x")),
-        Delta(2, ReasoningDelta("y")),
+        Delta(2, ReasoningDelta("yyy")),
         Delta(2, TextDelta("z", [logged[3]])),
+        Delta(3, ToolCallStart(0, "look")),
+        Delta(3, ArgumentsDelta(0, "{}")),
+        Delta(3, ArgumentsDelta(1, "{}")),
+        Cancelled(1),
     ]
 
 

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 
 from rekindle.engine.base import Sampled, Work
-from rekindle.protocol.events import TERMINAL, Delta, Event, Prefill, TextDelta
+from rekindle.protocol.events import (
+    TERMINAL,
+    ArgumentsDelta,
+    Delta,
+    Event,
+    Part,
+    Prefill,
+    ReasoningDelta,
+    TextDelta,
+)
 from rekindle.runtime.batch import Batch
 from rekindle.runtime.pipeline import Pipeline
 from rekindle.runtime.turn import Turn
@@ -93,21 +102,31 @@ class Delivery:
 
 
 def _joined(events: list[Event]) -> list[Event]:
-    """The same, the texts of a turn that follow one another as one."""
+    """The same, parts of a turn's reply that go on with one another as one."""
     joined: list[Event] = []
-    texts: dict[int, TextDelta] = {}  # by turn: of the last event, if that is one
+    last: dict[int, Part | None] = {}  # of each turn, if its last event is one
     for event in events:
         part = event.part if isinstance(event, Delta) else None
-        before = texts.pop(event.turn, None)
-        if before and isinstance(part, TextDelta):
-            before.text += part.text
+        if part is None or not _goes_on(last.get(event.turn), part):
+            joined.append(event)
+            last[event.turn] = part
+    return joined
+
+
+def _goes_on(before: Part | None, part: Part) -> bool:
+    """Whether a part goes on with the one before; then that has its text, too."""
+    match before, part:
+        case TextDelta(), TextDelta():
             if part.logprobs:
                 before.logprobs = [*(before.logprobs or ()), *part.logprobs]
-        else:
-            joined.append(event)
-        if isinstance(part, TextDelta):
-            texts[event.turn] = before or part
-    return joined
+        case ReasoningDelta(), ReasoningDelta():
+            pass
+        case ArgumentsDelta(index), ArgumentsDelta(other) if index == other:
+            pass
+        case _:
+            return False
+    before.text += part.text
+    return True
 
 
 def _account(turn: Turn, work: Work, took_s: float, events: list[Event]) -> None:
