@@ -25,7 +25,7 @@ from tests.support.harness import RuntimeHarness
 
 STREAMS = 64
 CELLS = 8192
-MOST_ROWS, SAME_STEPS = 128, 8
+MOST_ROWS, SAME_STEPS = 128, 24
 REPORT_S = 10.0
 
 
