@@ -195,3 +195,77 @@ def test_a_cancel_between_two_slices_ends_the_turn(
     assert isinstance(reply.events[-1], Cancelled)
     assert engine.now_s <= 5 * PROMISED_S
     assert max(engine.rows) <= 50
+
+
+# -- beside replies on a GPU -------------------------------------------------------------------
+
+
+class TimedGpu(FakeEngine):
+    """A step takes 8 ms, and each of its rows 0.1 ms."""
+
+    now_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(
+            device="gpu", context_tokens=8192, pool_tokens=65_536, batch_tokens=MOST_TOKENS + 16
+        )
+        self.prompt_rows: list[int] = []
+
+    def step(self, work: Any, go_on: Any = None) -> list[Sampled | None]:
+        rows = sum(len(item.tokens) for item in work)
+        self.prompt_rows.append(rows - sum(len(item.tokens) == 1 for item in work))
+        self.now_s += 8e-3 + rows * 1e-4
+        return super().step(work, go_on)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedGpu, RuntimeHarness]]:
+    """Beside four replies that go on for long."""
+    engine = TimedGpu()
+    monkeypatch.setattr("rekindle.runtime.reply_run.time.perf_counter", lambda: engine.now_s)
+    harness = RuntimeHarness(engine, parallel=8)
+    for number in range(4):
+        harness.submit([50 + number] * 20, max_tokens=6000)
+    for _ in range(60):
+        harness.scheduler.step()
+    yield engine, harness
+    monkeypatch.undo()
+
+
+def words(count: int, start: int) -> list[int]:
+    return [100 + (start + n * 7) % 800 for n in range(count)]
+
+
+def test_replies_beside_a_long_prompt_have_most_of_the_time(
+    gpu: tuple[TimedGpu, RuntimeHarness],
+) -> None:
+    engine, harness = gpu
+    began_s, steps = engine.now_s, len(engine.prompt_rows)
+    late = harness.submit(words(6000, 1), max_tokens=1)
+    harness.run(late)
+    took_s = (engine.now_s - began_s) / (len(engine.prompt_rows) - steps)
+    assert 1.3 < took_s / 8.4e-3 <= 1.6  # the burst at the beginning included
+
+
+def test_a_short_prompt_does_not_wait_for_the_slices_of_a_long_one(
+    gpu: tuple[TimedGpu, RuntimeHarness],
+) -> None:
+    engine, harness = gpu
+    late = harness.submit(words(6000, 1), max_tokens=1)
+    while late.turn.held_tokens < 2000:
+        harness.scheduler.step()
+    began_s = engine.now_s
+    short = harness.submit(words(40, 5), max_tokens=1)
+    harness.run(short)
+    assert engine.now_s - began_s < 0.3
+    assert not late.ended
+
+
+def test_many_prompts_at_once_are_not_held_up_by_a_few_replies(
+    gpu: tuple[TimedGpu, RuntimeHarness],
+) -> None:
+    engine, harness = gpu
+    began_s = engine.now_s
+    asked = [harness.submit(words(300, number), max_tokens=1) for number in range(20)]
+    harness.run(*asked)
+    assert engine.now_s - began_s < 3 * 20 * 300 * 1e-4

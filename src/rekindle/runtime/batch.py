@@ -15,7 +15,9 @@ LEAST_SLICE_TOKENS = 4  # on the slowest machines
 WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
-SHARED_TOKENS = 256  # what a slice counts as beside replies on a GPU, where it is now and then
+SHARED_TOKENS = (
+    128  # what a slice counts as beside replies on a GPU, where there is one now and then
+)
 SHORT_TOKENS = 64  # of a prompt's rest, that goes first there
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
@@ -62,10 +64,12 @@ class Batcher:
         if not prefilling:
             return []
         self._prompts = len(prefilling) + waiting
+        share = self._share if self._replies else None
+        if share:  # short ones do not wait until a long one's slice is paid for
+            prefilling = list(filter(_is_short, prefilling)) or prefilling
         pending = sum(turn.pending_tokens for turn in prefilling)
-        if self._replies and self._share:
-            room = self._share.tokens(self._replies, self._prompts, pending)
-            prefilling.sort(key=lambda turn: turn.pending_tokens > SHORT_TOKENS)
+        if share:
+            room = share.tokens(self._replies, self._prompts, pending)
         else:
             room = self._even_slice(pending, self._slice_tokens(running))
         batch: Batch = []
@@ -103,6 +107,10 @@ class Batcher:
         if decoding and self._share:
             return SHARED_TOKENS
         return self._slice.tokens(SHARED_S if decoding else ALONE_S)
+
+
+def _is_short(turn: Turn) -> bool:
+    return turn.pending_tokens <= SHORT_TOKENS
 
 
 def _prefilling(running: list[Turn]) -> list[Turn]:
