@@ -203,7 +203,7 @@ def test_a_cancel_between_two_slices_ends_the_turn(
 class TimedGpu(FakeEngine):
     """A step takes 8 ms, and each of its rows 0.1 ms."""
 
-    now_s = 0.0
+    now_s, row_s = 0.0, 1e-4
 
     def __init__(self) -> None:
         super().__init__(
@@ -214,7 +214,7 @@ class TimedGpu(FakeEngine):
     def step(self, work: Any, go_on: Any = None) -> list[Sampled | None]:
         rows = sum(len(item.tokens) for item in work)
         self.prompt_rows.append(rows - sum(len(item.tokens) == 1 for item in work))
-        self.now_s += 8e-3 + rows * 1e-4
+        self.now_s += 8e-3 + rows * self.row_s
         return super().step(work, go_on)
 
 
@@ -269,3 +269,31 @@ def test_many_prompts_at_once_are_not_held_up_by_a_few_replies(
     asked = [harness.submit(words(300, number), max_tokens=1) for number in range(20)]
     harness.run(*asked)
     assert engine.now_s - began_s < 3 * 20 * 300 * 1e-4
+
+
+def test_a_step_beside_a_reply_that_is_over_is_no_larger_than_a_batch() -> None:
+    engine = FakeEngine(device="gpu", computes_beside=True)  # which checks that
+    harness = RuntimeHarness(engine)
+    over = harness.submit([1] * 20, max_tokens=12)
+    while not over.turn.is_over:
+        harness.scheduler.step()
+    late = harness.submit([100 + number for number in range(400)], max_tokens=2)
+    harness.run(late)
+    assert late.ended
+
+
+def test_a_first_slice_beside_replies_is_no_larger_than_the_machine_is_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = TimedGpu()
+    engine.row_s = 1 / 120
+    monkeypatch.setattr("rekindle.runtime.reply_run.time.perf_counter", lambda: engine.now_s)
+    harness = RuntimeHarness(engine)
+    harness.submit(words(300, 1), max_tokens=2000)
+    for _ in range(60):
+        harness.scheduler.step()
+    before = len(engine.prompt_rows)
+    late = harness.submit(words(2000, 3), max_tokens=1)
+    harness.run(late)
+    assert max(engine.prompt_rows[before:]) <= 100
+    assert engine.now_s < 120

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rekindle.engine.base import Matrix
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Cancelled,
@@ -17,9 +18,11 @@ from rekindle.protocol.events import (
     TokenLogprob,
     ToolCallStart,
 )
+from rekindle.protocol.media import Picture
 from rekindle.runtime.delivery import TOGETHER_S, _joined
-from tests.support.fake import FakeEngine
+from tests.support.fake import AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
+from tests.support.pictures import drawn
 
 PROMPT = list(range(100, 140))
 
@@ -109,7 +112,10 @@ def test_a_reply_that_its_text_may_end_is_told_token_by_token(
     assert len(texts(told)) >= 9
 
 
-def test_nothing_waits_for_a_prompt_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prompts", [(300,), (63, 1), (15, 1)])
+def test_nothing_waits_for_a_prompt_that_is_read(
+    monkeypatch: pytest.MonkeyPatch, prompts: tuple[int, ...]
+) -> None:
     engine = TimedEngine()
     engine.clock = clock = Clock(monkeypatch, TOGETHER_S / 50)
     harness = RuntimeHarness(engine)
@@ -117,7 +123,8 @@ def test_nothing_waits_for_a_prompt_that_is_read(monkeypatch: pytest.MonkeyPatch
     while talking.turn.generated_tokens < 12:
         harness.scheduler.step()
     assert len(talking.text.split()) < 12  # some wait
-    harness.submit([7] * 300)
+    for tokens in prompts:
+        harness.submit([600 + number % 300 for number in range(tokens)])
     clock.step_s = 1.0
     seen: list[int] = []
     step = engine._step
@@ -168,3 +175,27 @@ def test_a_cancel_tells_what_was_computed_first(monkeypatch: pytest.MonkeyPatch)
         harness.scheduler.step()
     harness.cancel(reply)
     assert len(reply.text.split()) == reply.turn.generated_tokens
+
+
+def test_nothing_waits_for_a_picture_that_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [{"type": "text", "text": "look at this"}, {"type": "image"}]
+    engine = TimedEngine(sees=True)
+    engine.tokenizer = AsciiTokenizer()
+    engine.clock = Clock(monkeypatch, TOGETHER_S / 50)
+    harness = RuntimeHarness(engine)
+    harness.ask_chat([{"role": "user", "content": asked}], [drawn(1)])
+    talking = harness.submit(PROMPT, max_tokens=400)
+    while talking.turn.generated_tokens < 12:
+        harness.scheduler.step()
+    waiting: list[int] = []
+    encode = engine.encode_picture
+
+    def note(picture: Picture) -> list[Matrix]:
+        waiting.append(talking.turn.generated_tokens - talking.turn.output.tokens)
+        return encode(picture)
+
+    monkeypatch.setattr(engine, "encode_picture", note)
+    harness.submit_chat([{"role": "user", "content": asked}], [drawn(2)])
+    while not waiting:
+        harness.scheduler.step()
+    assert waiting == [0]

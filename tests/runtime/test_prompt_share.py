@@ -13,10 +13,10 @@ from rekindle.runtime.prompt_share import (
     MOST_SLICE_S,
     MOST_SLOWER,
     MOST_STEPS_APART,
+    MOST_TOKENS,
     PromptShare,
 )
 
-MOST_TOKENS = 2048
 ALONE_S, PROMISED = 8e-3, 1.5
 RESTED = 64  # steps without a prompt, before the first
 
@@ -45,8 +45,9 @@ class Machine:
     one takes longer: with another number of rows, or more cells in steps of 256."""
 
     took_s: Callable[[int, int], float] = measured_s
-    share: PromptShare = field(default_factory=lambda: PromptShare(MOST_TOKENS))
+    share: PromptShare = field(default_factory=PromptShare)
     replies: int = 8
+    limit: int = MOST_TOKENS  # of a slice, by what is known of the machine's speed
     cells: int = 2000
     anew_s: float = 7e-3
     shape: tuple[int, int] = (0, 0)
@@ -55,7 +56,8 @@ class Machine:
 
     def step(self, depth: int = 0, pending: int = 0, prompts: int = 0) -> int:
         """One step; how many tokens of the prompt it had."""
-        tokens = self.share.tokens(self.replies, prompts, pending) if prompts else 0
+        asked = (self.replies, prompts, pending, self.limit)
+        tokens = self.share.tokens(*asked) if prompts else 0
         self.cells += self.replies + tokens
         before, self.shape = self.shape, (tokens, self.cells // 256)
         took_s = self.took_s(depth, tokens) + self.anew_s * (self.shape != before)
@@ -84,9 +86,7 @@ def test_a_long_prompt_slows_replies_down_by_half_at_most_on_average() -> None:
     machine = Machine()
     machine.rest()
     assert machine.read(32_768) <= PROMISED
-    assert (
-        sum(machine.steps_s[RESTED:]) < 18.0
-    )  # the prompt is read in a few times what it takes alone
+    assert sum(machine.steps_s[RESTED:]) < 20  # seconds; alone it takes 2.5
 
 
 def test_replies_do_not_wait_long_for_a_slice() -> None:
@@ -94,10 +94,6 @@ def test_replies_do_not_wait_long_for_a_slice() -> None:
     machine.rest()
     machine.read(32_768)
     assert max(machine.steps_s) <= 1.3 * MOST_SLICE_S
-    slow = Machine(lambda depth, tokens: 5 * measured_s(depth, tokens))
-    slow.rest()
-    slow.read(8192)
-    assert max(slow.steps_s[100:]) <= 1.3 * MOST_SLICE_S
 
 
 def test_a_short_prompt_is_read_at_once() -> None:
@@ -150,13 +146,63 @@ def test_what_one_reply_takes_alone_says_nothing_of_many() -> None:
     machine = Machine()
     machine.rest()
     machine.replies = 64
-    assert machine.step(0, 1000, prompts=1) == 0  # to see what that takes
-    assert machine.step(0, 1000, prompts=1) > 0
+    taken = [machine.step(0, 1000, prompts=1) for _ in range(6)]
+    assert taken[:2] == [0, 0]  # to see what that takes
+    assert any(taken)
 
 
 def test_no_slice_is_larger_than_a_batch() -> None:
-    share = PromptShare(40)
-    share.learn(1, 0, 0, 1e-3)
-    for _ in range(20):
-        assert share.tokens(1, 1, 1000) == 40
-        share.learn(1, 40, 1, 1e-3)
+    machine = Machine(limit=40)
+    machine.rest()
+    machine.read(2000)
+    assert max(machine.slices) == 40
+
+
+@pytest.mark.parametrize(("alone_s", "row_s", "step_s"), [(0.07, 1 / 120, 0.0), (0.4, 1e-3, 0.8)])
+def test_a_slow_machine_gives_prompts_their_share_too(
+    alone_s: float, row_s: float, step_s: float
+) -> None:
+    """An integrated GPU, and one that holds half of a model: a slice there takes long by itself."""
+    machine = Machine(
+        lambda _depth, tokens: alone_s + tokens * row_s + step_s * bool(tokens),
+        limit=64 if row_s > 2e-3 else 512,
+        anew_s=0.0,
+    )
+    machine.rest()
+    assert 1.3 < machine.read(4096) <= 1.1 * MOST_SLOWER
+
+
+def test_steps_that_become_slower_meanwhile_do_not_starve_prompts() -> None:
+    base_s = [0.008]
+    machine = Machine(lambda _depth, tokens: base_s[0] + tokens * 5e-5)
+    machine.rest()
+    base_s[0] = 0.012
+    before = len(machine.steps_s)
+    machine.read(16_384)
+    assert sum(machine.steps_s[before:]) < 12
+
+
+def test_a_very_long_prompt_goes_on_though_its_cells_slow_everybody_down() -> None:
+    machine = Machine(lambda depth, tokens: 8e-3 + depth * 7e-8 + tokens * (4e-5 + depth * 3e-9))
+    machine.rest()
+    machine.read(131_072)
+    assert sum(machine.steps_s) < 230
+    assert machine.slices[-64:].count(0) < 64
+
+
+def test_one_step_that_took_long_is_not_held_against_prompts_for_long() -> None:
+    machine = Machine()
+    machine.rest()
+    machine.share.learn(8, 0, 1, 5.0)
+    before = len(machine.steps_s)
+    machine.read(8192)
+    assert sum(machine.steps_s[before:]) < 4
+
+
+def test_what_steps_of_many_replies_take_is_not_learnt_from_one_that_is_made_anew() -> None:
+    machine = Machine(anew_s=30e-3)
+    machine.step(0, 1000, prompts=1)
+    for _ in range(6):
+        machine.read(8192)
+    late = machine.steps_s[-200:]
+    assert fmean(late) < 2 * ALONE_S

@@ -108,6 +108,7 @@ def test_an_engine_that_breaks_meanwhile_changes_no_reply() -> None:
     harness.run()
     assert engine.counts.resets == 1
     assert [reply.tokens for reply in replies] == expected(max_tokens=60)
+    assert harness.kv.counts.computed_tokens == engine.counts.computed_tokens
 
 
 def test_a_pool_that_becomes_full_meanwhile_changes_no_reply() -> None:

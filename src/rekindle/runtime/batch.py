@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rekindle.engine.base import Capabilities, Work
-from rekindle.runtime.prompt_share import PromptShare
+from rekindle.runtime.prompt_share import MOST_SLICE_S, MOST_TOKENS, PromptShare
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 0.9, 0.25  # how long a prefill slice may hold up a cancel, or other replies
@@ -15,10 +15,7 @@ LEAST_SLICE_TOKENS = 4  # on the slowest machines
 WHOLE_SLICE_TOKENS = 64
 GRAIN_TOKENS = 16  # larger slices are multiples of it, as kernels like them
 UNKNOWN_SLICE_TOKENS = 16  # before the first slice has shown how fast the machine is
-SHARED_TOKENS = (
-    128  # what a slice counts as beside replies on a GPU, where there is one now and then
-)
-SHORT_TOKENS = 64  # of a prompt's rest, that goes first there
+SHORT_TOKENS = 64  # of a prompt's rest, that goes first beside replies on a GPU
 RETRY_STEPS = 8  # smaller slices after which a whole one is tried again
 QUANTUM_SLICES = 4  # slices after which a long prompt lets the next one in
 
@@ -33,7 +30,7 @@ class Batcher:
         self._whole_pictures = capabilities.whole_pictures
         most = capabilities.batch_tokens - parallel
         self._slice = SliceSize(most)
-        self._share = PromptShare(most) if capabilities.device == "gpu" else None
+        self._share = PromptShare() if capabilities.device == "gpu" else None
         self._replies = self._prompts = 0  # beside one another, in the step that was composed last
 
     def learn(self, batch: Batch, took_s: float) -> int:
@@ -69,7 +66,8 @@ class Batcher:
             prefilling = list(filter(_is_short, prefilling)) or prefilling
         pending = sum(turn.pending_tokens for turn in prefilling)
         if share:
-            room = share.tokens(self._replies, self._prompts, pending)
+            slice_tokens = self._slice_tokens(running)
+            room = share.tokens(self._replies, self._prompts, pending, slice_tokens)
         else:
             room = self._even_slice(pending, self._slice_tokens(running))
         batch: Batch = []
@@ -100,13 +98,20 @@ class Batcher:
             running.append(prefilling[0])
 
     def _has_had_quantum(self, turn: Turn, running: list[Turn]) -> bool:
-        return turn.slice_tokens >= QUANTUM_SLICES * self._slice_tokens(running)
+        slices = 1 if self._share and _has_replies(running) else QUANTUM_SLICES
+        return turn.slice_tokens >= slices * self._slice_tokens(running)
 
     def _slice_tokens(self, running: list[Turn]) -> int:
-        decoding = sum(turn.pending_tokens == 1 for turn in running)
-        if decoding and self._share:
-            return SHARED_TOKENS
-        return self._slice.tokens(SHARED_S if decoding else ALONE_S)
+        """The most that a slice may have now."""
+        if not _has_replies(running):
+            return self._slice.tokens(ALONE_S)
+        if self._share:  # where slices are far apart, and as large as they may be
+            return min(self._slice.tokens(MOST_SLICE_S), MOST_TOKENS)
+        return self._slice.tokens(SHARED_S)
+
+
+def _has_replies(running: list[Turn]) -> bool:
+    return any(turn.is_decoding for turn in running)
 
 
 def _is_short(turn: Turn) -> bool:

@@ -7,39 +7,43 @@ replies alone in between: a little in every step would cost more.
 
 from __future__ import annotations
 
-MOST_SLOWER = 1.45  # that replies become while a prompt is read beside them: within 1.5
-SIZES = (512, 256, 128, 64)  # of a slice, in tokens
+MOST_SLOWER = 1.42  # that replies become while a prompt is read beside them: within 1.5
+LEAST_SLOWER = 1.2  # than without slices but beside a prompt, whose cells may slow them down alone
+MOST_TOKENS = 512  # of a slice
 FIRST_TOKENS = 256  # of the first one, before anything is known
 MOST_SLICE_S = 0.1  # that replies wait for one, if it can be helped
 BURST_S = 0.15  # that prompts may take at once, after as long without any
 MOST_STEPS_APART = 64  # of two slices, whatever they take
-UNSETTLED_STEPS = 2  # after a slice, which may still pay for another shape
-ALONE_LEARNING, ROW_LEARNING = 0.05, 0.3  # of what was known, that is replaced by what was seen
+UNSETTLED_STEPS = 2  # after one of another shape, which may still pay for that
+LEAST_TAUGHT_TOKENS = 64  # of a slice that says what a token takes
+SLOW, QUICK = 0.05, 0.3  # of what was known, that is replaced by what was seen
 
 
 class PromptShare:
     """Replies may take so much longer than alone on average; where more prompts wait than replies
     run, by as much more. What they did not use of that is saved for the next slice."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._alone_s: dict[int, float] = {}  # what steps of so many replies take, by bit length
-        self._row_s: float | None = None  # and what a token of a prompt adds to it
+    def __init__(self) -> None:
+        # What steps without a slice take, by the bit length of the number of replies:
+        self._alone_s: dict[int, float] = {}  # where there is no prompt, if that was ever seen
+        self._beside_s: dict[int, float] = {}  # beside the prompts that are read now
+        self._row_s: float | None = None  # and what a token of a slice adds to that
         self._saved_s = BURST_S
+        self._wanted_s = BURST_S  # that the next slice takes
         self._apart = 0  # steps since the last slice
+        self._kind, self._alike = 0, 0  # of the last step, and of how many before it without one
 
-    def tokens(self, replies: int, prompts: int, pending: int) -> int:
+    def tokens(self, replies: int, prompts: int, pending: int, limit: int) -> int:
         """The next slice beside so many replies, of prompts that have so much left; 0: none now."""
-        alone_s = self._alone_s.get(replies.bit_length())
-        if alone_s is None:
+        kind = replies.bit_length()
+        if kind not in self._alone_s:
             return 0  # which teaches that
+        size = min(pending, limit, MOST_TOKENS)
         if self._row_s is None:
-            return min(FIRST_TOKENS, self._most, pending)
-        fitting = (size for size in SIZES if alone_s + size * self._row_s <= MOST_SLICE_S)
-        size = min(next(fitting, SIZES[-1]), self._most, pending)
-        allowed_s = alone_s * _slower(replies, prompts) + self._saved_s
-        is_paid = alone_s + size * self._row_s <= allowed_s
-        return size if is_paid or self._apart >= MOST_STEPS_APART else 0
+            return min(size, FIRST_TOKENS)
+        self._wanted_s = size * self._row_s
+        left_s = self._saved_s + self._allowed_s(replies, prompts) - self._base_s(kind)
+        return size if self._wanted_s <= left_s or self._apart >= MOST_STEPS_APART else 0
 
     def learn(self, replies: int, slice_tokens: int, prompts: int, took_s: float) -> None:
         """A step took so long, with or without a slice of the prompts that there were."""
@@ -48,19 +52,34 @@ class PromptShare:
             return
         kind = replies.bit_length()
         self._apart = 0 if slice_tokens else self._apart + 1
-        is_settled = not prompts and self._apart > UNSETTLED_STEPS
-        if not slice_tokens and (is_settled or kind not in self._alone_s):
-            self._alone_s[kind] = _between(self._alone_s.get(kind), took_s, ALONE_LEARNING)
-        alone_s = self._alone_s.get(kind, took_s)
-        if slice_tokens >= min(SIZES[-1], self._most):
-            row_s = max(took_s - alone_s, 0.0) / slice_tokens
-            self._row_s = _between(self._row_s, row_s, ROW_LEARNING)
-        saved_s = self._saved_s + alone_s * _slower(replies, prompts) - took_s
-        self._saved_s = min(saved_s, BURST_S)
+        self._alike = 0 if slice_tokens or kind != self._kind else self._alike + 1
+        self._kind = kind
+        if slice_tokens >= LEAST_TAUGHT_TOKENS:
+            row_s = max(took_s - self._base_s(kind), 0.0) / slice_tokens
+            self._row_s = _between(self._row_s, row_s, QUICK)
+        elif self._alike > UNSETTLED_STEPS:
+            self._learn_base(kind, took_s, is_alone=not prompts)
+        if kind not in self._alone_s:
+            return
+        saved_s = self._saved_s + self._allowed_s(replies, prompts) - took_s
+        self._saved_s = min(max(saved_s, -BURST_S), max(self._wanted_s, BURST_S))
 
+    def _learn_base(self, kind: int, took_s: float, *, is_alone: bool) -> None:
+        if is_alone or kind not in self._alone_s:
+            self._alone_s[kind] = _between(self._alone_s.get(kind), took_s, SLOW)
+        if is_alone:
+            self._beside_s.clear()  # the next prompt begins with an empty context
+        else:
+            self._beside_s[kind] = _between(self._beside_s.get(kind), took_s, QUICK)
 
-def _slower(replies: int, prompts: int) -> float:
-    return 1 + (MOST_SLOWER - 1) * max(1.0, prompts / replies)
+    def _base_s(self, kind: int) -> float:
+        return self._beside_s.get(kind, self._alone_s.get(kind, 0.0))
+
+    def _allowed_s(self, replies: int, prompts: int) -> float:
+        """What a step may take on average."""
+        kind = replies.bit_length()
+        slower = 1 + (MOST_SLOWER - 1) * max(1.0, prompts / replies)
+        return max(slower * self._alone_s[kind], LEAST_SLOWER * self._base_s(kind))
 
 
 def _between(known: float | None, seen: float, learning: float) -> float:

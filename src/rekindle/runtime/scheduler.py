@@ -112,6 +112,7 @@ class Scheduler:
         """Vectors for turns that have come to a picture. One is encoded at most: the other turns go
         on between two."""
         for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
+            self._delivery.hurry()
             try:
                 if self._pictures.supply(turn):
                     return True
@@ -121,7 +122,7 @@ class Scheduler:
         return False
 
     def _compute(self, batch: Batch, *, may_run_on: bool) -> bool:
-        if len(batch[-1][1].tokens) > 1:  # of a prompt: nothing waits for a step that is long
+        if any(len(work.tokens) > 1 for _, work in batch):
             self._delivery.hurry()
         go_on = self.run.begin(batch, may_run_on=may_run_on)
         self._kv.is_computing = True
@@ -133,9 +134,11 @@ class Scheduler:
             return True
         finally:
             self._kv.is_computing = False
+            self._kv.counts.computed_tokens += len(batch) * (self.run.steps - 1)
+        took_s = self.run.end()
         self._delivery.deliver_due()
         self._retire_ended()
-        self._take_in(batch, results, self.run.end())
+        self._take_in(batch, results, took_s)
         return True
 
     # -- admitting -----------------------------------------------------------------------------
@@ -212,7 +215,7 @@ class Scheduler:
         """What a step brought. Replies that only go on are delivered a few steps together where
         steps are short, and while the next one is computed, where it is computed beside."""
         rows = self._batcher.learn(batch, took_s)
-        self._kv.counts.computed_tokens += rows * self.run.steps
+        self._kv.counts.computed_tokens += rows
         if len(batch) == 1:
             self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
         if self._kv.idle:
