@@ -7,8 +7,8 @@ replies alone in between: a little in every step would cost more.
 
 from __future__ import annotations
 
-MOST_SLOWER = 1.42  # that replies become while a prompt is read beside them: within 1.5
-LEAST_SLOWER = 1.2  # than without slices but beside a prompt, whose cells may slow them down alone
+MOST_SLOWER = 1.45  # that replies become while a prompt is read beside them: within 1.5
+LEAST_SLOWER = 1.1  # than beside a prompt without slices, whose cells may slow them down alone
 MOST_TOKENS = 512  # of a slice
 FIRST_TOKENS = 256  # of the first one, before anything is known
 MOST_SLICE_S = 0.1  # that replies wait for one, if it can be helped
