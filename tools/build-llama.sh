@@ -109,13 +109,14 @@ mend_cuda_graphs() {
   local drop='if (cuda_graph_update_required \&\& graph->instance) {'
   drop+=' CUDA_CHECK(cudaGraphExecDestroy(graph->instance)); graph->instance = nullptr; }'
   local count='graph->calls_alike = properties_changed ? 0 : graph->calls_alike + 1;'
-  grep -q 'graph->instance = nullptr; } if (graph->instance' "$file" && return # before it was packed
+  grep -q 'graph->calls_alike' "$file" && return # before it was packed
   sed -i.orig -e "s|^\( *\)\(if (graph->instance == nullptr) { // Create executable.*\)|\1$drop \2|" \
     -e 's|if (cuda_graph_update_required) { // Update graph executable|if (false) {|' \
     -e "s|\(const bool properties_changed = .*;\)|\1 $count|" \
     -e 's|if (!properties_changed) {|if (graph->calls_alike >= 16) {|' "$file"
   sed -i.orig -e 's|bool warmup_complete = false;|& int calls_alike = 0;|' "$fields"
-  [ "$(diff "$file.orig" "$file" | grep -c '^>')$(diff "$fields.orig" "$fields" | grep -c '^>')" = 41 ] ||
+  { [ "$(diff "$file.orig" "$file" | grep -c '^>')" = 4 ] &&
+    [ "$(diff "$fields.orig" "$fields" | grep -c '^>')" = 1 ]; } ||
     fail "$file is not of the pinned version: CUDA graphs could not be mended"
   rm "$file.orig" "$fields.orig"
 }

@@ -66,7 +66,7 @@ def main() -> None:
     options = EngineOptions(path=given.model, parallel=given.streams, context_tokens=2048)
     engine = LlamaCppEngine(options)
     harness = RuntimeHarness(engine, parallel=given.streams)
-    harness.scheduler.run.is_undisturbed = lambda: True
+    harness.scheduler.reply_run.is_undisturbed = lambda: True
     for number in range(given.streams):
         sampling = SamplingParams(temperature=given.temperature, top_p=0.9, seed=number)
         prompt = [1000 + number] * PROMPT_TOKENS

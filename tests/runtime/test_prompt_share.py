@@ -11,9 +11,9 @@ import pytest
 from rekindle.runtime.prompt_share import (
     BURST_S,
     MOST_SLICE_S,
+    MOST_SLICE_TOKENS,
     MOST_SLOWER,
     MOST_STEPS_APART,
-    MOST_TOKENS,
     PromptShare,
 )
 
@@ -47,7 +47,7 @@ class Machine:
     took_s: Callable[[int, int], float] = measured_s
     share: PromptShare = field(default_factory=PromptShare)
     replies: int = 8
-    limit: int = MOST_TOKENS  # of a slice, by what is known of the machine's speed
+    limit: int = MOST_SLICE_TOKENS  # of a slice, by what is known of the machine's speed
     cells: int = 2000
     anew_s: float = 7e-3
     shape: tuple[int, int] = (0, 0)
@@ -187,7 +187,6 @@ def test_a_very_long_prompt_goes_on_though_its_cells_slow_everybody_down() -> No
     machine.rest()
     machine.read(131_072)
     assert sum(machine.steps_s) < 230
-    assert machine.slices[-64:].count(0) < 64
 
 
 def test_one_step_that_took_long_is_not_held_against_prompts_for_long() -> None:

@@ -14,9 +14,15 @@ from tests.support.harness import Reply, RuntimeHarness
 PROMPTS = [list(range(100 + 50 * number, 140 + 50 * number)) for number in range(3)]
 
 
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step takes any time, however busy the machine is."""
+    monkeypatch.setattr("rekindle.runtime.reply_run.time.perf_counter", lambda: 0.0)
+
+
 def harness_of(engine: FakeEngine, **settings: Any) -> RuntimeHarness:
     harness = RuntimeHarness(engine, **settings)
-    harness.scheduler.run.is_undisturbed = lambda: True
+    harness.scheduler.reply_run.is_undisturbed = lambda: True
     return harness
 
 
@@ -54,7 +60,7 @@ def test_it_stops_when_somebody_wants_the_engine() -> None:
     harness = harness_of(FakeEngine())
     [reply, *_] = start(harness, max_tokens=500)
     asked = iter([True, True, True, False])
-    harness.scheduler.run.is_undisturbed = lambda: next(asked, False)
+    harness.scheduler.reply_run.is_undisturbed = lambda: next(asked, False)
     before = reply.turn.generated_tokens
     harness.scheduler.step()
     assert reply.turn.generated_tokens == before + 3

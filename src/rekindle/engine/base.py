@@ -263,7 +263,8 @@ class Engine(Protocol):
         """Do all the work, or none of it and raise PoolFull; one result for each piece. With
         `go_on`, which is for single tokens of shared sequences with a sampler each, an engine may
         ask it after a step, and compute the tokens that it brought; the last step's results are
-        returned, and what the others brought is part of the sequences."""
+        returned, and what the others brought is part of the sequences. PoolFull then is of the step
+        under way alone."""
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rekindle.engine.base import Capabilities, Work
-from rekindle.runtime.prompt_share import MOST_SLICE_S, MOST_TOKENS, PromptShare
+from rekindle.runtime.prompt_share import MOST_SLICE_S, MOST_SLICE_TOKENS, PromptShare
 from rekindle.runtime.turn import Turn
 
 ALONE_S, SHARED_S = 0.9, 0.25  # how long a prefill slice may hold up a cancel, or other replies
@@ -33,12 +33,14 @@ class Batcher:
         self._share = PromptShare() if capabilities.device == "gpu" else None
         self._replies = self._prompts = 0  # beside one another, in the step that was composed last
 
-    def learn(self, batch: Batch, took_s: float) -> int:
-        """Learn from a step how large the next slices may be; how many rows it had."""
+    def learn(self, batch: Batch, took_s: float, steps: int = 1) -> int:
+        """Learn from so many steps how large the next slices may be; how many rows one had."""
         rows = sum(len(work.tokens) for _, work in batch)
         self._slice.learn(rows, took_s)
         if self._share:
-            self._share.learn(self._replies, rows - self._replies, self._prompts, took_s)
+            slice_tokens = rows - self._replies
+            for _ in range(steps):
+                self._share.learn(self._replies, slice_tokens, self._prompts, took_s)
         return rows
 
     def has_room(self, running: list[Turn]) -> bool:
@@ -61,15 +63,14 @@ class Batcher:
         if not prefilling:
             return []
         self._prompts = len(prefilling) + waiting
-        share = self._share if self._replies else None
+        most, share = self._slice_tokens(running), self._share if self._replies else None
         if share:  # short ones do not wait until a long one's slice is paid for
             prefilling = list(filter(_is_short, prefilling)) or prefilling
         pending = sum(turn.pending_tokens for turn in prefilling)
         if share:
-            slice_tokens = self._slice_tokens(running)
-            room = share.tokens(self._replies, self._prompts, pending, slice_tokens)
+            room = share.tokens(self._replies, self._prompts, pending, most)
         else:
-            room = self._even_slice(pending, self._slice_tokens(running))
+            room = self._even_slice(pending, most)
         batch: Batch = []
         for turn in prefilling:
             if room <= 0:
@@ -106,7 +107,7 @@ class Batcher:
         if not _has_replies(running):
             return self._slice.tokens(ALONE_S)
         if self._share:  # where slices are far apart, and as large as they may be
-            return min(self._slice.tokens(MOST_SLICE_S), MOST_TOKENS)
+            return min(self._slice.tokens(MOST_SLICE_S), MOST_SLICE_TOKENS)
         return self._slice.tokens(SHARED_S)
 
 

@@ -43,13 +43,11 @@ class Delivery:
         self._since_s = 0.0  # when the first of it came
 
     def take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> bool:
-        """Give turns their tokens, but for those that have ended meanwhile. Whether all of the
-        replies only go on, so that what they say can wait."""
-        now_s = time.monotonic()
-        if not self.brought:
-            self._since_s = now_s
+        """Give turns their tokens, but for those that have ended meanwhile. Whether what was
+        brought is to be delivered before the next step."""
         may_wait = may_gather = True
         events: list[Event] = []
+        brought: list[tuple[Turn, Sampled | None]] = []
         for (turn, work), sampled in zip(batch, results, strict=True):
             if turn.sampler is None and sampled is not None:
                 continue  # it has ended
@@ -58,24 +56,31 @@ class Delivery:
             if sampled is not None:
                 turn.take(sampled)
             may_gather = may_gather and not turn.is_over and turn.output.ends_by_token
-            self.brought.append((turn, sampled))
+            brought.append((turn, sampled))
         if events:
             self._emit(events)
-        self.is_due = not may_gather or now_s - self._since_s + took_s > TOGETHER_S
-        return may_wait
+        self._gather(brought, took_s)
+        self.is_due = self.is_due or not may_gather
+        return not may_wait or (self.is_due and not self._beside)
 
     def take_on(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
         """Give replies that go on by themselves their tokens, none of which is the last."""
-        now_s = time.monotonic()
-        if not self.brought:
-            self._since_s = now_s
+        brought: list[tuple[Turn, Sampled | None]] = []
         for (turn, _), sampled in zip(batch, results, strict=True):
             assert sampled is not None
             turn.tokens.append(sampled.token)
-            self.brought.append((turn, sampled))
-        self.is_due = now_s - self._since_s + took_s > TOGETHER_S
+            brought.append((turn, sampled))
+        self._gather(brought, took_s)
         if not self._beside:
             self.deliver_due()
+
+    def _gather(self, brought: list[tuple[Turn, Sampled | None]], took_s: float) -> None:
+        """It is due if what came first would wait too long for another step like this one."""
+        now_s = time.monotonic()
+        if not self.brought:
+            self._since_s = now_s
+        self.brought += brought
+        self.is_due = now_s - self._since_s + took_s > TOGETHER_S
 
     def hurry(self) -> None:
         """A step begins that is long: what was brought does not wait for its end."""

@@ -72,6 +72,10 @@ class ReplyOutput:
         """Whether the model ends its reply with this token, which is no part of it."""
         return token in self._end_tokens
 
+    def is_last(self, token: int, before: int) -> bool:
+        """Whether a token ends the reply, after so many others, or would be one too many."""
+        return before + 1 >= self.most_tokens or token in self._end_tokens
+
     def accept(self, sampled: Sampled) -> list[Part]:
         """The parts that became certain with this token; the last ones when it is the end."""
         if self.ends_with(sampled.token):

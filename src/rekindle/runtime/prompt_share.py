@@ -1,20 +1,21 @@
-"""How much of the prompts a step has beside replies, on a GPU: replies have two thirds of the time.
+"""How much of the prompts a step has beside replies, on a GPU: replies have two thirds of the time,
+less where more prompts wait than replies run.
 
-A step of another shape than the last one takes several milliseconds more there, because its graph
-is made anew, and so does the one after it. So prompts are read in few large slices, with steps of
-replies alone in between: a little in every step would cost more.
+Prompts are read in few large slices, with steps of replies alone in between: a step of another
+shape than the last one is slower by itself (where CUDA graphs are made of two steps that are alike,
+by several milliseconds, and so is the next one), and a little in every step would cost more.
 """
 
 from __future__ import annotations
 
 MOST_SLOWER = 1.45  # that replies become while a prompt is read beside them: within 1.5
 LEAST_SLOWER = 1.1  # than beside a prompt without slices, whose cells may slow them down alone
-MOST_TOKENS = 512  # of a slice
+MOST_SLICE_TOKENS = 512
 FIRST_TOKENS = 256  # of the first one, before anything is known
 MOST_SLICE_S = 0.1  # that replies wait for one, if it can be helped
 BURST_S = 0.15  # that prompts may take at once, after as long without any
 MOST_STEPS_APART = 64  # of two slices, whatever they take
-UNSETTLED_STEPS = 2  # after one of another shape, which may still pay for that
+UNSETTLED_STEPS = 2  # of a new shape, that may be slower than those that follow
 LEAST_TAUGHT_TOKENS = 64  # of a slice that says what a token takes
 SLOW, QUICK = 0.05, 0.3  # of what was known, that is replaced by what was seen
 
@@ -38,7 +39,7 @@ class PromptShare:
         kind = replies.bit_length()
         if kind not in self._alone_s:
             return 0  # which teaches that
-        size = min(pending, limit, MOST_TOKENS)
+        size = min(pending, limit)
         if self._row_s is None:
             return min(size, FIRST_TOKENS)
         self._wanted_s = size * self._row_s

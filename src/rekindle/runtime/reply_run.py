@@ -31,27 +31,25 @@ class ReplyRun:
         self._delivery = delivery
         self._batch: Batch = []
         self._first_s = self._began_s = 0.0  # when the first step began, and the one under way
-        self._until_s = 0.0
 
     def begin(self, batch: Batch, *, may_run_on: bool) -> GoOn | None:
         """A step begins; None: it is one alone."""
         self._batch, self.steps = batch, 1
         self._first_s = self._began_s = time.perf_counter()
-        self._until_s = self._began_s + MOST_S
         is_run = may_run_on and self.is_undisturbed() and all(map(_may_run_on, batch))
         return self._go_on if is_run else None
 
     def end(self) -> float:
-        """How long a step took on average."""
+        """How long a step took on average, with delivering between two of them."""
         return (time.perf_counter() - self._first_s) / self.steps
 
     def _go_on(self, results: list[Sampled | None]) -> bool:
         now_s = time.perf_counter()
         took_s = now_s - self._began_s
-        if now_s + took_s > self._until_s or not self.is_undisturbed():
+        if now_s + took_s > self._first_s + MOST_S or not self.is_undisturbed():
             return False
         for (turn, _), sampled in zip(self._batch, results, strict=True):
-            if sampled is None or _is_last(turn, sampled):
+            if sampled is None or turn.output.is_last(sampled.token, turn.generated_tokens):
                 return False
         self._began_s = now_s
         self.steps += 1
@@ -63,8 +61,3 @@ def _may_run_on(piece: tuple[Turn, object]) -> bool:
     """Whether nothing but tokens decides about the next steps of a turn."""
     turn = piece[0]
     return turn.is_decoding and turn.only_goes_on and turn.output.ends_by_token
-
-
-def _is_last(turn: Turn, sampled: Sampled) -> bool:
-    is_full = turn.generated_tokens + 1 >= turn.output.most_tokens
-    return is_full or turn.output.ends_with(sampled.token)

@@ -41,10 +41,10 @@ class Scheduler:
         self._queues = TurnQueues()
         self._waiting = self._queues.waiting
         self._restoring, self._running = self._queues.restoring, self._queues.running
-        self._beside = engine.capabilities.computes_beside
-        self._delivery = Delivery(pipeline, emit, self._queues.end, beside=self._beside)
-        self.run = ReplyRun(self._delivery)
-        if self._beside:
+        beside = engine.capabilities.computes_beside
+        self._delivery = Delivery(pipeline, emit, self._queues.end, beside=beside)
+        self.reply_run = ReplyRun(self._delivery)
+        if beside:
             engine.meanwhile = self._delivery.deliver_due
 
     @property
@@ -112,7 +112,7 @@ class Scheduler:
         """Vectors for turns that have come to a picture. One is encoded at most: the other turns go
         on between two."""
         for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
-            self._delivery.hurry()
+            self._settle()
             try:
                 if self._pictures.supply(turn):
                     return True
@@ -124,7 +124,7 @@ class Scheduler:
     def _compute(self, batch: Batch, *, may_run_on: bool) -> bool:
         if any(len(work.tokens) > 1 for _, work in batch):
             self._delivery.hurry()
-        go_on = self.run.begin(batch, may_run_on=may_run_on)
+        go_on = self.reply_run.begin(batch, may_run_on=may_run_on)
         self._kv.is_computing = True
         try:
             results = self._engine.step([work for _, work in batch], go_on)
@@ -134,8 +134,8 @@ class Scheduler:
             return True
         finally:
             self._kv.is_computing = False
-            self._kv.counts.computed_tokens += len(batch) * (self.run.steps - 1)
-        took_s = self.run.end()
+            self._kv.counts.computed_tokens += len(batch) * (self.reply_run.steps - 1)
+        took_s = self.reply_run.end()
         self._delivery.deliver_due()
         self._retire_ended()
         self._take_in(batch, results, took_s)
@@ -214,14 +214,13 @@ class Scheduler:
     def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
         """What a step brought. Replies that only go on are delivered a few steps together where
         steps are short, and while the next one is computed, where it is computed beside."""
-        rows = self._batcher.learn(batch, took_s)
+        rows = self._batcher.learn(batch, took_s, self.reply_run.steps)
         self._kv.counts.computed_tokens += rows
         if len(batch) == 1:
             self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
         if self._kv.idle:
-            self._kv.idle.count_rows(_shared_rows(batch, self.run.steps))
-        may_wait = self._delivery.take_in(batch, results, took_s)
-        if not may_wait or (self._delivery.is_due and not self._beside):
+            self._kv.idle.count_rows(_shared_rows(batch, self.reply_run.steps))
+        if self._delivery.take_in(batch, results, took_s):
             self._settle()
             self._kv.keep_prompts(turn for turn, _ in batch)
         if rows > len(batch):

@@ -184,11 +184,9 @@ class Turn:
 
     def take(self, sampled: Sampled) -> None:
         """A sampled token belongs to the turn; `accept` follows."""
-        if self.output.ends_with(sampled.token):
-            self.is_over = True
-        else:
+        self.is_over = self.output.is_last(sampled.token, self.generated_tokens)
+        if not self.output.ends_with(sampled.token):
             self.tokens.append(sampled.token)
-            self.is_over = self.generated_tokens >= self.output.most_tokens
 
     def accept(self, sampled: Sampled) -> list[Event]:
         """The text of a token that was taken."""

@@ -179,16 +179,10 @@ class LlamaCppEngine:
             raise
         if is_first:
             self.meanwhile()  # a GPU computes until its logits are read
-        wanted = [at for at, item in enumerate(work) if item.sampler is not None]
         samplers = [item.sampler for item in work if item.sampler is not None]
-        self._prepare(work, samplers)
-        results: list[Sampled | None] = [None] * len(work)
-        if wanted:
-            items, rows_of = [work[at] for at in wanted], [last[at] for at in wanted]
-            chosen = self._choose(context, items, samplers, rows_of)
-            for at, each in zip(wanted, chosen, strict=True):
-                results[at] = each
-        return results
+        wanted = [row for row, item in zip(last, work, strict=True) if item.sampler is not None]
+        chosen = iter(self._finish(context, work, samplers, wanted))
+        return [None if item.sampler is None else next(chosen) for item in work]
 
     def _run_on(
         self, context: Context, work: Seq[Work], results: list[Sampled | None], go_on: GoOn
@@ -205,23 +199,23 @@ class LlamaCppEngine:
                 self.reset()
                 raise
             self.meanwhile()
-            self._prepare(work, samplers)
-            results = [*self._choose(context, work, samplers, last)]
+            results = [*self._finish(context, work, samplers, last)]
         return results
 
-    def _prepare(self, work: Seq[Work], samplers: Seq[Sampler]) -> None:
-        """What is being computed is part of the sequences; then tokens are chosen."""
+    def _finish(
+        self, context: Context, work: Seq[Work], samplers: Seq[Sampler], wanted: Seq[int]
+    ) -> list[Sampled]:
+        """What is being computed becomes part of the sequences; the next token of each piece of
+        work that has a sampler, from these rows."""
         if self._model.on_gpu:
             self._step_sampler.arm(samplers, self.tokenizer.size)
         self._sequences.lengthen(work, on_gpu=self._model.on_gpu)
-
-    def _choose(
-        self, context: Context, wanted: Seq[Work], samplers: Seq[Sampler], last: Seq[int]
-    ) -> list[Sampled]:
-        """The next token of each piece of work that wants one."""
-        logits = context.logits(last, self.tokenizer.size)
+        if not samplers:
+            return []
+        logits = context.logits(wanted, self.tokenizer.size)
         if self.observe is not None:
-            for item, row in zip(wanted, logits, strict=True):
+            sampling = [item for item in work if item.sampler is not None]
+            for item, row in zip(sampling, logits, strict=True):
                 self.observe(item.sequence, row)
         return self._step_sampler.sample(samplers, logits)
 
