@@ -68,9 +68,11 @@ def build(
     emit: Callable[[list[Event]], None],
     log: Callable[[LogLine], None],
     idle_tokens: int | None = None,
+    is_undisturbed: Callable[[], bool] = lambda: False,
 ) -> Runtime:
     """`emit` takes the events of turns, `log` lines for the server's log. `idle_tokens` is what
-    finished sequences may hold of the engine's pool."""
+    finished sequences may hold of the engine's pool. `is_undisturbed` says whether the engine's
+    thread has nothing to do but the turns that run."""
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
     input_processor = _input_processor(engine, storage, encoder, template)
@@ -84,6 +86,7 @@ def build(
     pictures = PictureEncoder(engine, storage.pictures)
     parallel = storage.settings.parallel
     scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=parallel)
+    scheduler.reply_run.is_undisturbed = is_undisturbed
     preview = Preview(template, engine.tokenizer.control_texts)
     cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
     transfer = StateTransfer(engine, storage, kv)

@@ -70,8 +70,13 @@ class RuntimeProcess:
         storage = open_storage(
             load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
         )
-        self._runtime: Runtime = build(engine, storage, emit=self._emit, log=self.send)
-        self._runtime.scheduler.reply_run.is_undisturbed = self._is_undisturbed
+        self._runtime: Runtime = build(
+            engine,
+            storage,
+            emit=self._emit,
+            log=self.send,
+            is_undisturbed=self._is_undisturbed,
+        )
         self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
         self._tokenisation = Tokenisation(
             engine.tokenizer,

@@ -1,9 +1,10 @@
 """How much of the prompts a step has beside replies, on a GPU: replies have two thirds of the time,
 less where more prompts wait than replies run.
 
-Prompts are read in few large slices, with steps of replies alone in between: a step of another
-shape than the last one is slower by itself (where CUDA graphs are made of two steps that are alike,
-by several milliseconds, and so is the next one), and a little in every step would cost more.
+Prompts are read (chunked prefill) in few large slices, with steps of replies alone in between: a
+step of another shape than the last one is slower by itself (where CUDA graphs are made of two steps
+that are alike, by several milliseconds, and so is the next one), and a little in every step would
+cost more.
 """
 
 from __future__ import annotations

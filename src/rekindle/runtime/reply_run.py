@@ -1,4 +1,5 @@
-"""Replies that go on by themselves: the engine computes step after step while nobody else wants it.
+"""Replies that go on by themselves: the engine computes step after step while nobody else wants it
+(multi-step scheduling, as vLLM calls it).
 
 What happens between two steps, looking for messages, for turns to admit, for state to move, takes
 as long as a small model's step itself, and is the same from step to step.
