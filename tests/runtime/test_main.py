@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from rekindle.errors import ModelError
+from rekindle.protocol.admin import AdminReply
 from rekindle.protocol.events import Event, Failed, Finished
+from rekindle.protocol.requests import Stop
 from rekindle.runtime.encoders import LARGE_BYTES
+from rekindle.runtime.process import RuntimeProcess
 from rekindle.server import supervisor
 from rekindle.server.runtime_client import RuntimeClient
 from tests.server.test_runtime_client import answer, ask, load, run, running, soon
@@ -55,6 +59,20 @@ def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
     [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert warning.startswith("serving text alone: mmproj.gguf is no projector for tiny.gguf")
     assert warning.endswith("--no-vlm silences this warning")
+
+
+def test_replies_go_on_by_themselves_until_a_message_comes(model: Path) -> None:
+    front, sock = socket.socketpair()
+    with front, sock:
+        process = RuntimeProcess(load(model), sock)
+        reply_run = process._runtime.scheduler.reply_run
+        assert reply_run.is_undisturbed()
+        process._deliver(AdminReply(1))  # which is answered at once
+        assert reply_run.is_undisturbed()
+        process._inbox.put(Stop())
+        assert not reply_run.is_undisturbed()
+        process.run()
+        process.close()
 
 
 def begin(runtime: RuntimeClient, prompt: str) -> list[Event]:
