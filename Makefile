@@ -10,7 +10,7 @@ WORKERS ?= 2  # tests at a time; a file's tests stay together
 
 install: $(READY)
 
-$(READY): requirements.lock pyproject.toml hatch_build.py $(wildcard src/rekindle/engine/*.[ch])
+$(READY): requirements.lock pyproject.toml hatch_build.py $(wildcard src/rekindle/engine/sampling/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .

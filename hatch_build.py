@@ -22,7 +22,7 @@ try:
 except ImportError:  # as a script
     BuildHookInterface = object
 
-ENGINE = Path(__file__).parent / "src/rekindle/engine"
+ENGINE = Path(__file__).parent / "src/rekindle/engine/sampling"
 NAME = "_rows.so"
 #: No two machines may add in another order, or round at another place. Errors are not asked for.
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -44,7 +44,7 @@ class CompiledRowsHook(BuildHookInterface):
         if compile_rows(library):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"  # it knows nothing of Python
-            build_data["force_include"][str(library)] = f"rekindle/engine/{NAME}"
+            build_data["force_include"][str(library)] = f"rekindle/engine/sampling/{NAME}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "folder"):

@@ -34,9 +34,8 @@ from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.settings import usable_cores
-from rekindle.runtime.cost_gate import CostGate
-from rekindle.runtime.offload import Allowance, Counts
-from rekindle.runtime.restorer import Restorer
+from rekindle.runtime.device.offload import Allowance, Counts
+from rekindle.runtime.reuse.restorer import CostGate, Restorer
 from rekindle.tokens import Tokens
 
 ROOT = b"r" * 32

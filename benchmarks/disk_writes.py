@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.duel import Duel
+from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
+from rekindle.kvcache.eviction.duel import Duel
 
 Requests = list[list[bytes]]
 

@@ -27,12 +27,12 @@ from typing import Protocol
 import disk_writes
 from blake3 import blake3
 
-from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.density_ranking import DensityRanking
-from rekindle.kvcache.duel import Duel
-from rekindle.kvcache.frequency_ranking import FrequencyRanking
-from rekindle.kvcache.hit_density import HitDensity
-from rekindle.kvcache.policy import Shares
+from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
+from rekindle.kvcache.eviction.density_ranking import DensityRanking
+from rekindle.kvcache.eviction.duel import Duel
+from rekindle.kvcache.eviction.frequency_ranking import FrequencyRanking
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import Shares
 
 TRACE_BLOCK_TOKENS = 512
 TOKENS = [500_000, 1_000_000, 3_000_000, 5_000_000, 10_000_000]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 
-MODULE = "rekindle.server.launch"
+MODULE = "rekindle.front.launch"
 PROBE = """
 import importlib, json, resource, sys
 launch = importlib.import_module(sys.argv[1])

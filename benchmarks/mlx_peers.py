@@ -25,11 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from servers import Setup, mlx_lm, rekindle
 
-from rekindle.bench.decode_scenarios import measure_decode, measure_sampled
-from rekindle.bench.options import BenchOptions
+from rekindle.bench.agent_scenarios import measure_decode, measure_sampled, measure_toolloop
+from rekindle.bench.client import BenchOptions
 from rekindle.bench.rig import Conversation, Rig, Turn, open_rig
 from rekindle.bench.scenarios import least_for
-from rekindle.bench.tool_scenarios import measure_toolloop
 
 ROOT = Path(__file__).parents[1]
 LOGS = Path("bench-results")

@@ -10,7 +10,7 @@ import numpy as np
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
 
 from rekindle.models.catalogue import DEFAULT_VISION_MODEL
-from rekindle.models.projector import packaged_projector
+from rekindle.models.pull import packaged_projector
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE_KEY = "tokenizer.chat_template"

@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rekindle.engine import compiled_rows
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.bindings import declare, load_library
-from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import StepSampler
+from rekindle.engine.sampling import native as compiled_rows
+from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.step import StepSampler
 from rekindle.protocol.requests import SamplingParams
 
 ROUNDS = 5

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import ParamSpec, TypeVar
 
+from rekindle.http.auth import Keys
 from rekindle.kvcache.block import WriteBack, chain_key
 from rekindle.kvcache.disk.files import Calls
-from rekindle.kvcache.entries import Draft
+from rekindle.kvcache.entries.entries import Draft
 from rekindle.protocol.admin import GetStats
-from rekindle.server.auth import Keys
 from rekindle.tokens import Tokens
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,9 @@ from openai._streaming import SSEDecoder
 
 from rekindle import event_stream
 from rekindle.bench.client import BenchFailed, Recording, parse_data
-from rekindle.cli.conversation import ChatFailed, Conversation, Cost
+from rekindle.cli.chat import ChatFailed, Conversation, Cost
 from rekindle.event_stream import EventReader, EventTooLarge
-from rekindle.server.responses import SSE_DONE, sse_comment, sse_data, sse_event
+from rekindle.http.responses import SSE_DONE, sse_comment, sse_data, sse_event
 from tests.support.rounds import rounds
 
 EXAMPLES = settings(max_examples=rounds(60, 2000), derandomize=True, database=None, deadline=None)

@@ -14,16 +14,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
-LIBRARY = "rekindle/engine/_rows.so"
+LIBRARY = "rekindle/engine/sampling/_rows.so"
 BROKEN = "sh -c 'exit 1'"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Of the repository what a build needs."""
-    engine = tmp_path / "src/rekindle/engine"
+    engine = tmp_path / "src/rekindle/engine/sampling"
     engine.mkdir(parents=True)
-    for source in (ROOT / "src/rekindle/engine").glob("*.[ch]"):
+    for source in (ROOT / "src/rekindle/engine/sampling").glob("*.[ch]"):
         shutil.copy(source, engine)
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path)
@@ -79,5 +79,5 @@ def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) 
     shutil.unpack_archive(source, tree / "unpacked", filter="data")
     [unpacked] = (tree / "unpacked").iterdir()
     assert (unpacked / "hatch_build.py").exists()
-    sources = {each.name for each in (unpacked / "src/rekindle/engine").iterdir()}
+    sources = {each.name for each in (unpacked / "src/rekindle/engine/sampling").iterdir()}
     assert sources == {"rows.c", "rows.h", "row_pool.c", "weights.h"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from rekindle.models.bert_gguf import BOOL, Field, Tensor, write_gguf
 from rekindle.models.gguf import ARRAY, FIXED_BYTES, MAGIC, STRING, HeaderReader
-from rekindle.models.gguf_writer import BOOL, Field, Tensor, write_gguf
 
 CONTEXT_TOKENS = 131_072
 RANDOM_VALUES = 1 << 24  # that all weights are taken from, for 16 GB in seconds

@@ -15,10 +15,10 @@ from typing import Any
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.step_sampler import StepSampler
+from rekindle.engine.sampling.step import StepSampler
 from rekindle.protocol.requests import SamplingParams
-from rekindle.runtime.delivery import Delivery
-from rekindle.runtime.scheduler import Scheduler
+from rekindle.runtime.schedule.delivery import Delivery
+from rekindle.runtime.schedule.scheduler import Scheduler
 from tests.support.harness import RuntimeHarness
 
 STEPS = 150

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rekindle.version import __version__
 
 if TYPE_CHECKING:
-    from rekindle.server.embedded import Engine, EngineConfig
+    from rekindle.front.embedded import Engine, EngineConfig
 
 __all__ = ["Engine", "EngineConfig", "__version__"]
 
@@ -15,7 +15,7 @@ __all__ = ["Engine", "EngineConfig", "__version__"]
 def __getattr__(name: str) -> Any:
     """Import the server only when a program asks for it, so that `import rekindle` stays light."""
     if name in ("Engine", "EngineConfig"):
-        from rekindle.server import embedded
+        from rekindle.front import embedded
 
         return getattr(embedded, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from rekindle.protocol.errors import ErrorInfo
+from rekindle.protocol.events import ErrorInfo
 
 
 class RekindleError(Exception):

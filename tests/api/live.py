@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.server.drain import Drain, Server
-from rekindle.server.http_protocol import HttpProtocol
-from rekindle.server.launch import finish_responses
+from rekindle.front.launch import finish_responses
+from rekindle.http.drain import Drain, Server
+from rekindle.http.protocol import HttpProtocol
 from tests.api.scripted import Front
 
 PATIENCE_S = 10.0

@@ -14,16 +14,19 @@ import httpx
 from msgspec import structs
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rekindle.api.base.models import ServedModels
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.front.app import build_app
+from rekindle.http.drain import Drain
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.embeddings import EmbedRequest, RankRequest
-from rekindle.protocol.errors import ErrorInfo
 from rekindle.protocol.events import (
     TERMINAL,
     ArgumentsDelta,
     CacheReport,
     Delta,
+    ErrorInfo,
     Event,
     Failed,
     Finished,
@@ -38,11 +41,7 @@ from rekindle.protocol.events import (
 from rekindle.protocol.frames import DISK, RAM, Ready, Room, TurnRequest
 from rekindle.protocol.requests import GenerateRequest, LoadModel
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.server.app import build_app
-from rekindle.server.drain import Drain
-from rekindle.server.model_file import ModelFile
-from rekindle.server.models import ServedModels
-from rekindle.server.runtime_client import OnEvent, RuntimeClient
+from rekindle.worker.client import ModelFile, OnEvent, RuntimeClient
 
 PATIENCE_S = 30.0
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

@@ -9,6 +9,7 @@ import pytest
 
 from rekindle.bench.client import (
     BenchFailed,
+    BenchOptions,
     Chunk,
     Recording,
     Refused,
@@ -17,7 +18,6 @@ from rekindle.bench.client import (
     connect,
     parse_data,
 )
-from rekindle.bench.options import BenchOptions
 
 Handler = Callable[[httpx.Request], httpx.Response]
 

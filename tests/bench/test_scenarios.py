@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from rekindle.bench.agent_scenarios import Schema, tokens_per_s
 from rekindle.bench.client import BenchFailed, Reply, Usage
-from rekindle.bench.decode_scenarios import tokens_per_s
 from rekindle.bench.rig import Turn
 from rekindle.bench.scenarios import Agents, Article, Crowd, Document, computed_in
-from rekindle.bench.tool_scenarios import Schema
 
 COLD = Turn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
 WARM = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=1508)

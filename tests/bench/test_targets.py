@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from rekindle.bench.decode_scenarios import Decode
+from rekindle.bench.agent_scenarios import Decode
 from rekindle.bench.results import Results
 from rekindle.bench.rig import Turn
 from rekindle.bench.scenarios import Article

@@ -11,14 +11,15 @@ import httpx
 import pytest
 from rich.console import Console
 
-from rekindle.cli.chat import Screen, converse
-from rekindle.cli.conversation import (
+from rekindle.cli.chat import (
     ChatFailed,
     Conversation,
     Cost,
     PrefillProgress,
     Reasoning,
+    Screen,
     ToolCall,
+    converse,
 )
 
 Answer = Callable[[dict[str, Any]], httpx.Response]

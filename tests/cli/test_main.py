@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 import rekindle
 import rekindle.cli.chat
 from rekindle.cli import main as cli
-from rekindle.cli.conversation import Conversation
+from rekindle.cli.chat import Conversation
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
+from rekindle.front import launch
+from rekindle.http import auth
+from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
-from rekindle.server import auth, launch
-from rekindle.server.auth import Keys
 
 COMMANDS = ("serve", "pull", "chat", "bench", "key")
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
@@ -217,7 +218,7 @@ def bound_hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         opened.append(config.host)
         raise RekindleError("far enough")
 
-    monkeypatch.setattr(rekindle.server.launch, "bind", stop_here)
+    monkeypatch.setattr(rekindle.front.launch, "bind", stop_here)
     return opened
 
 
@@ -310,7 +311,7 @@ def test_a_taken_port_is_known_before_anything_slow(
     def never(*_: Any, **__: Any) -> Path:
         raise AssertionError("the model was fetched")
 
-    monkeypatch.setattr(rekindle.server.launch, "pull", never)
+    monkeypatch.setattr(rekindle.front.launch, "pull", never)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         message = failure(monkeypatch, capsys, "serve", "--port", port)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from rekindle.models.projector import packaged_projector
+from rekindle.models.pull import packaged_projector
 from tests.support.rounds import rounds
 from tests.support.server import Server, running
 from tests.support.shapes import asking, conversations, questions

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.server import auth
+from rekindle.http import auth
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 

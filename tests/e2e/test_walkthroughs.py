@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.server import auth
+from rekindle.http import auth
 from tests.support import tiny
 from tests.support.server import Server, running
 from tests.support.tiny_mlx import write_tiny_mlx

@@ -6,7 +6,7 @@ from ctypes import CDLL
 
 import pytest
 
-from rekindle.engine import compiled_rows
+from rekindle.engine.sampling import native as compiled_rows
 
 COMPILED = compiled_rows.load()
 CHOOSERS = {"numpy": None} | ({"compiled": COMPILED} if COMPILED else {})

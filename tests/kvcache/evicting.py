@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from rekindle.kvcache.policy import Ranking
+from rekindle.kvcache.eviction.policy import Ranking
 
 
 def evict(ranking: Ranking, spared: Container[bytes] = ()) -> bytes | None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from rekindle.kvcache import block as blocks
-from rekindle.kvcache import conversations, store, tree
+from rekindle.kvcache import store, tree
+from rekindle.kvcache import store as conversations
 from rekindle.kvcache.block import Block
 from rekindle.kvcache.tree import Tree
 from rekindle.tokens import Tokens

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.kvcache import placement
 from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
-from rekindle.kvcache.hit_density import AGES, CLASSES, LEAST_LIVES
+from rekindle.kvcache.eviction.hit_density import AGES, CLASSES, LEAST_LIVES
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens

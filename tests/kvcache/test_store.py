@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rekindle.kvcache import block as blocks
-from rekindle.kvcache.adaptive_ranking import AdaptiveRanking
 from rekindle.kvcache.block import Block, chain_key
-from rekindle.kvcache.duel import Duel
-from rekindle.kvcache.policy import POLICIES
+from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
+from rekindle.kvcache.eviction.duel import Duel
+from rekindle.kvcache.eviction.policy import POLICIES
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.protocol.settings import EvictionPolicy

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, Record, parse_header
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.entries import Draft, Entries
+from rekindle.kvcache.entries.entries import Draft, Entries
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier, TierEvent, TierState
 from rekindle.kvcache.tiers.disk import DiskTier

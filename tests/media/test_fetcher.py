@@ -13,8 +13,7 @@ import pytest
 
 from rekindle.media.addresses import Address, AllowList
 from rekindle.media.errors import BadMedia, MediaRefused
-from rekindle.media.fetcher import Fetcher, FetchLimits
-from rekindle.media.network import SystemResolver
+from rekindle.media.fetcher import Fetcher, FetchLimits, SystemResolver
 from tests.media.attacker import PEM, Attacker, Canary, attacking
 
 MOST = 1 << 20

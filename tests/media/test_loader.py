@@ -18,8 +18,7 @@ from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher, FetchLimits
 from rekindle.media.jobs import Frame, Job, Sizing
-from rekindle.media.loader import MediaLoader, Sampling, Source
-from rekindle.media.picture_cache import Shot
+from rekindle.media.loader import MediaLoader, Sampling, Shot, Source
 from tests.media.attacker import Attacker, attacking
 from tests.media.files import BLUE, clip, plain, saved
 

@@ -17,7 +17,7 @@ from rekindle.models.catalogue import (
     locate,
 )
 from rekindle.models.gguf import check_gguf
-from rekindle.models.projector import packaged_projector
+from rekindle.models.pull import packaged_projector
 
 MODELS = Path("models")
 

@@ -12,14 +12,14 @@ from rekindle.errors import ModelError
 from rekindle.protocol.admin import AdminReply
 from rekindle.protocol.events import Event, Failed, Finished
 from rekindle.protocol.requests import Stop
-from rekindle.runtime.encoders import LARGE_BYTES
+from rekindle.runtime.encode.threads import LARGE_BYTES
 from rekindle.runtime.process import RuntimeProcess
-from rekindle.server import supervisor
-from rekindle.server.runtime_client import RuntimeClient
-from tests.server.test_runtime_client import answer, ask, load, run, running, soon
+from rekindle.worker import supervisor
+from rekindle.worker.client import RuntimeClient
 from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
 from tests.support.tiny import WIDTH, write_llama
 from tests.support.tiny_projector import write_llava_projector
+from tests.worker.test_client_runtime_client import answer, ask, load, run, running, soon
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 

@@ -10,7 +10,7 @@ import pytest
 from rekindle.engine.base import Sampled
 from rekindle.protocol.events import CacheReport, Delta, Event, Reason, TextDelta
 from rekindle.protocol.requests import GenerateRequest, SamplingParams, ToolUse
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.schedule.turn import Turn
 from tests.chat.tool_templates import CHANNELS, HERMES, THINKING
 from tests.support.agent import TOOLS, Agent, as_it_was, call, thinking
 from tests.support.conversations import CHATML_CONTROL, HARMONY_CONTROL

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rekindle.chat.prompt import Prompt
 from rekindle.errors import NoRoomForPins
-from rekindle.kvcache.entries import Draft, Entries
-from rekindle.kvcache.entry import Clock
-from rekindle.kvcache.entry_index import MOST_NAMES
+from rekindle.kvcache.entries.entries import Draft, Entries
+from rekindle.kvcache.entries.entry import Clock
+from rekindle.kvcache.entries.index import MOST_NAMES
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt

@@ -14,8 +14,7 @@ from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.runtime.budgets import choose_budgets
-from rekindle.runtime.storage_opening import open_storage
+from rekindle.runtime.storage.opening import choose_budgets, open_storage
 from tests.stress.trouble import block_files_with
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness

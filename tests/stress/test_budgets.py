@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.protocol.requests import Names, Prepare
-from rekindle.runtime.storage_shares import LEAST_ENTRIES_DISK_BYTES, LEAST_QUEUE_BYTES
+from rekindle.runtime.storage.storage import LEAST_ENTRIES_DISK_BYTES, LEAST_QUEUE_BYTES
 from tests.stress.storage_harness import StorageHarness, load
 from tests.support.fake import FakeEngine
 from tests.support.rounds import rounds

@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.protocol.admin import EntryInfo, ShowEntry
 from rekindle.protocol.requests import Names
-from rekindle.runtime.storage_shares import LEAST_QUEUE_BYTES
+from rekindle.runtime.storage.storage import LEAST_QUEUE_BYTES
 from tests.stress.storage_harness import StorageHarness, load
 from tests.stress.trouble import Trouble
 from tests.support.fake import FakeEngine

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.kvcache.disk.check import check
-from rekindle.kvcache.entries import Entry
+from rekindle.kvcache.entries.entries import Entry
 from rekindle.protocol.requests import Names
 from rekindle.tokens import pack
 from tests.support.fake import FakeEngine, NumberTokenizer

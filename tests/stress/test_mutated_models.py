@@ -16,7 +16,7 @@ from rekindle.models.gguf import check_gguf
 from rekindle.protocol.events import Finished
 from rekindle.protocol.requests import GenerateRequest, LoadModel, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.worker.client import RuntimeClient
 from tests.support.rounds import rounds
 from tests.support.tiny import write_llama, write_phi3
 

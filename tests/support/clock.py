@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.kvcache.entry import Clock
+from rekindle.kvcache.entries.entry import Clock
 
 
 class FakeClock(Clock):

@@ -16,10 +16,10 @@ from rekindle.protocol.events import (
     ReasoningDelta,
     TextDelta,
     ToolCallStart,
+    new_call_id,
 )
-from rekindle.protocol.message import new_call_id
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness

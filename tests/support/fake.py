@@ -10,7 +10,6 @@ from typing import Literal
 
 import numpy as np
 
-from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -29,6 +28,7 @@ from rekindle.engine.base import (
 from rekindle.engine.cells import Cells
 from rekindle.engine.steps import run_on
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
+from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens, pack

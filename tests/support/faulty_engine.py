@@ -13,10 +13,10 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, GoOn, OnProgress, Sampled, Work
 from rekindle.engine.registry import EngineKind
-from rekindle.kvcache.disk.block_reading import BlockReading
+from rekindle.kvcache.disk.block_files import BlockReading
 from rekindle.kvcache.tiers import disk
 from rekindle.protocol.requests import ENGINE_MODULE
-from rekindle.runtime import restorer
+from rekindle.runtime.reuse import restorer
 from tests.support.fake import FakeEngine, NumberTokenizer
 
 SUFFIX = ".faulty"

@@ -10,7 +10,7 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-from rekindle.models.gguf_writer import write_gguf
+from rekindle.models.bert_gguf import write_gguf
 from tests.support.gguf_vocabulary import metadata_of
 
 

@@ -15,9 +15,9 @@ from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Engine
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.disk.picture_files import PictureFiles
-from rekindle.kvcache.entries import Entries
-from rekindle.kvcache.entry import Clock
+from rekindle.kvcache.disk.image_files import PictureFiles
+from rekindle.kvcache.entries.entries import Entries
+from rekindle.kvcache.entries.entry import Clock
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier, TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -36,13 +36,12 @@ from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
-from rekindle.runtime.encoded_pictures import EncodedPictures
-from rekindle.runtime.output_format import ReplyDecoding
-from rekindle.runtime.precision import precision
-from rekindle.runtime.request import EncodedPrompt, EncodedRequest
-from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.runtime.storage import Storage
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.device.images import EncodedPictures
+from rekindle.runtime.encode.output_format import ReplyDecoding
+from rekindle.runtime.encode.precision import precision
+from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch
+from rekindle.runtime.schedule.turn import Turn
+from rekindle.runtime.storage.storage import Storage
 from rekindle.tokens import Tokens
 from tests.support.memory_tier import MemoryTier
 

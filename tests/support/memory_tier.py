@@ -23,7 +23,7 @@ from rekindle.kvcache.tiers.base import (
     WriteFailed,
     Written,
 )
-from rekindle.kvcache.tiers.write_behind import WriteBehindTier
+from rekindle.kvcache.tiers.disk import WriteBehindTier
 from rekindle.tokens import Tokens
 
 OVERHEAD_BYTES = 200

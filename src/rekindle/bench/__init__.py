@@ -1,7 +1,6 @@
 """Measures any OpenAI-compatible server over HTTP: how long a turn waits, how fast it writes."""
 
-from rekindle.bench.client import BenchFailed
-from rekindle.bench.options import SCENARIO_NAMES, BenchOptions
+from rekindle.bench.client import SCENARIO_NAMES, BenchFailed, BenchOptions
 from rekindle.bench.results import Results, plot, print_table, save_json
 from rekindle.bench.session import run
 

@@ -13,11 +13,9 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from rekindle.bench.agent_scenarios import Decode, Pictures, Sampled, Schema, ToolLoop
 from rekindle.bench.client import BenchFailed
-from rekindle.bench.decode_scenarios import Decode, Sampled
-from rekindle.bench.picture_scenarios import Pictures
 from rekindle.bench.scenarios import Agents, Article, Crowd, Document, Hybrid
-from rekindle.bench.tool_scenarios import Schema, ToolLoop
 from rekindle.version import __version__
 
 Round = (

@@ -7,8 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
-from rekindle.bench.client import BenchFailed, Client, Message, Refused, Reply, connect
-from rekindle.bench.options import BenchOptions
+from rekindle.bench.client import (
+    BenchFailed,
+    BenchOptions,
+    Client,
+    Message,
+    Refused,
+    Reply,
+    connect,
+)
 
 SAMPLE_WORDS = 120
 

@@ -8,9 +8,14 @@ from collections.abc import Awaitable, Callable
 from rich.console import Console
 from rich.progress import Progress
 
-from rekindle.bench.decode_scenarios import measure_decode, measure_sampled
-from rekindle.bench.options import BenchOptions
-from rekindle.bench.picture_scenarios import measure_pictures
+from rekindle.bench.agent_scenarios import (
+    measure_decode,
+    measure_pictures,
+    measure_sampled,
+    measure_schema,
+    measure_toolloop,
+)
+from rekindle.bench.client import BenchOptions
 from rekindle.bench.results import Results, Round
 from rekindle.bench.rig import Rig, open_rig
 from rekindle.bench.scenarios import (
@@ -20,7 +25,6 @@ from rekindle.bench.scenarios import (
     measure_document,
     measure_hybrid,
 )
-from rekindle.bench.tool_scenarios import measure_schema, measure_toolloop
 from rekindle.models.progress import task_bars
 
 SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rekindle.chat.continued_spans import Encoding, continued_spans
 from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
@@ -16,10 +15,23 @@ from rekindle.chat.escaping import (
     escape,
     unescape,
 )
-from rekindle.chat.known_prefix import (
+from rekindle.chat.images import flattened, picture_text
+from rekindle.chat.message_spans import (
+    Encoding,
+    MessageSpan,
+    Render,
+    continued_spans,
+    find_messages,
+)
+from rekindle.chat.messages import Message, with_text_after
+from rekindle.chat.prompt import (
     NO_PICTURES,
+    NOTHING,
+    ChatPrompt,
     KnownPrefix,
     Pictures,
+    Prompt,
+    PromptEdges,
     Recall,
     adds_space,
     completion_spans,
@@ -29,15 +41,6 @@ from rekindle.chat.known_prefix import (
     tokens_after,
     with_media,
 )
-from rekindle.chat.message_spans import (
-    MessageSpan,
-    Render,
-    find_messages,
-)
-from rekindle.chat.messages import Message, with_text_after
-from rekindle.chat.pictures import flattened, picture_text
-from rekindle.chat.prompt import ChatPrompt, Prompt
-from rekindle.chat.prompt_edges import NOTHING, PromptEdges
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import Tokenizer, Tokens

@@ -15,6 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from rekindle.chat.images import digests_of
 from rekindle.chat.messages import (
     REASONING_FIELDS,
     SYSTEM_ROLES,
@@ -25,7 +26,6 @@ from rekindle.chat.messages import (
     tool_calls,
     with_text_after,
 )
-from rekindle.chat.pictures import digests_of
 
 CALL_KEY, HISTORY_KEY = "call:", "said:"  # by the id of a call; by all messages up to the reply
 SEGMENT_DIGITS = 16

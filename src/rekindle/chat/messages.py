@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rekindle.chat.tools.json_value import clean
+from rekindle.chat.tools.values import clean
 from rekindle.protocol.nesting import depth_exceeds
 
 Message = Mapping[str, Any]

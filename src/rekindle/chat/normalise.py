@@ -14,10 +14,105 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from rekindle.chat.dates import without_days
 from rekindle.chat.messages import SYSTEM_ROLES, Message
-from rekindle.chat.session_paths import without_session_paths
-from rekindle.protocol.normalisers import USUAL, Normaliser
+from rekindle.protocol.settings import USUAL, Normaliser
+
+# ----------------------------------------------------------------------
+# Dates in what agents put before a conversation, which make each day's prompt a new one.
+#
+# opencode has the day in its system prompt, Claude Code, Codex and Qwen Code have it in what they
+# put into the first user message. Without the day of the month it changes once a month; but a
+# model that is asked what day it is then does not know. So this is done only where it is asked
+# for.
+
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]{0,6}"
+_WEEKDAY = "(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]{0,6}"
+#: The announcement of a date, as far as its month, its year, and what there is of it between.
+_DATE = re.compile(
+    r"((?:[Tt]oday's date|[Cc]urrent date)(?: is)?:? |<current_date>)"
+    rf"(?:(\d{{4}}-\d\d)-\d\d|(?:{_WEEKDAY},? )?({_MONTH}) \d{{1,2}},? (\d{{4}}))(?!\d)"
+)
+#: What agents put before a user's own words, which are never changed.
+_CONTEXT = re.compile(r"\s*<(environment_context|system-reminder)>.*?</\1>", re.DOTALL)
+
+
+def without_days(messages: Sequence[Message]) -> tuple[list[Message], bool]:
+    """The messages with the month alone where an agent says the date before the first reply; and
+    whether one did."""
+    opening = list(takewhile(lambda each: each.get("role") in (*SYSTEM_ROLES, "user"), messages))
+    changed = [_without_day(each) for each in opening]
+    if changed == opening:
+        return list(messages), False
+    return [*changed, *messages[len(opening) :]], True
+
+
+def _without_day(message: Message) -> Message:
+    in_system = message.get("role") in SYSTEM_ROLES
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": _shortened(content, in_system)}
+    if isinstance(content, list):
+        return {**message, "content": [_shortened_part(part, in_system) for part in content]}
+    return message
+
+
+def _shortened_part(part: Any, in_system: bool) -> Any:
+    if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+        return part
+    return {**part, "text": _shortened(part["text"], in_system)}
+
+
+def _shortened(text: str, in_system: bool) -> str:
+    if in_system:
+        return _DATE.sub(_month, text)
+    context = _CONTEXT.match(text)
+    end = context.end() if context else 0
+    return _DATE.sub(_month, text[:end]) + text[end:]
+
+
+def _month(found: re.Match[str]) -> str:
+    announced, iso, month, year = found.groups()
+    return f"{announced}{iso or f'{month} {year}'}"
+
+
+# ----------------------------------------------------------------------
+# Paths of a client's session in its system prompt, which make each session's prompt a new one.
+#
+# GitHub's Copilot CLI names `~/.copilot/session-state/<UUID>` in the middle of its system prompt:
+# all after it, tools included, is new in the next session. Without the id it is not; but a model
+# that uses the path then uses one that does not exist. So this is done only where it is asked for.
+
+STAND_IN = "session"
+
+#: A folder that is a UUID, or one in a folder of sessions whose name has a digit in it.
+_SESSION = re.compile(
+    r"(?<=[/\\])"
+    r"(?:[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
+    r"|(?:(?<=/session-state/)|(?<=\\session-state\\)|(?<=/sessions/)|(?<=\\sessions\\))"
+    r"(?=[A-Za-z_-]{0,63}[0-9])[\w-]{8,64})"
+    r"(?![\w-])"
+)
+
+
+def without_session_paths(messages: Sequence[Message]) -> tuple[list[Message], bool]:
+    """The messages with a stand-in for the session's folder in the leading system messages; and
+    whether there was one."""
+    leading = list(takewhile(lambda each: each.get("role") in SYSTEM_ROLES, messages))
+    changed = [{**each, "content": _without(each.get("content"))} for each in leading]
+    if changed == leading:
+        return list(messages), False
+    return [*changed, *messages[len(leading) :]], True
+
+
+def _without(content: Any) -> Any:
+    if isinstance(content, str):
+        return _SESSION.sub(STAND_IN, content)
+    if isinstance(content, list):
+        return [_without(part) for part in content]
+    if isinstance(content, Mapping) and isinstance(content.get("text"), str):
+        return {**content, "text": _without(content["text"])}
+    return content
+
 
 # The order of a tool's fields: these first, the others after them by name.
 TOOL_FIELDS = ("type", "function")

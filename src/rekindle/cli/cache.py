@@ -12,8 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 
 from rekindle.cli import cache_views as views
-from rekindle.cli.cache_client import CacheClient
-from rekindle.cli.prompt_cache_file import SUFFIX, PromptCacheFile, read_tokens
+from rekindle.cli.cache_client import SUFFIX, CacheClient, PromptCacheFile, read_tokens
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_bar

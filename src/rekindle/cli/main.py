@@ -55,7 +55,7 @@ def options(
 @takes_settings
 def serve(config: ConfigFile = None, **flags: Any) -> None:
     """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
-    from rekindle.server.launch import serve as run_server
+    from rekindle.front.launch import serve as run_server
 
     run_server(load_config(flags, file=config), console)
 
@@ -85,8 +85,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
 ) -> None:
     """Talk to a running server; each turn shows what was reused and how fast it began."""
-    from rekindle.cli.chat import converse
-    from rekindle.cli.conversation import Conversation
+    from rekindle.cli.chat import Conversation, converse
 
     conversation = Conversation(
         base_url=base_url,
@@ -134,7 +133,7 @@ def key(
     admin: Annotated[bool, typer.Option("--admin", help="Let it see every cache")] = False,
 ) -> None:
     """Make an API key. It is shown once; the file holds its digest alone."""
-    from rekindle.server import auth
+    from rekindle.http import auth
 
     secret = auth.new_key()
     line = auth.key_line(name, secret, admin=admin)

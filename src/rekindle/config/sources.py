@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from rekindle.config.presets import Spell, as_flag, unknown_setting
 from rekindle.config.settings import SETTINGS, Config
-from rekindle.config.spelling import Spell, as_flag, unknown_setting
 from rekindle.errors import ConfigError
 from rekindle.protocol.settings import GB
 

@@ -3,19 +3,134 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
 
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
-from rekindle.media.errors import BadMedia
+from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fair_slots import FairSlots
 from rekindle.media.fetcher import Fetcher
-from rekindle.media.folders import read_file_url
 from rekindle.media.jobs import MOST_REQUEST_PIXELS, Frame, ImageJob, Job, Sizing, VideoJob
-from rekindle.media.picture_cache import PictureCache, Shot, cache_key
-from rekindle.protocol.media import CHANNELS, picture
+from rekindle.protocol.media import CHANNELS, Picture, picture
+
+# ----------------------------------------------------------------------
+# Files that `file:` URLs name, inside the folders that the operator allows and nowhere else.
+
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe would block the open
+
+
+def read_file_url(url: str, folders: Sequence[Path], most_bytes: int) -> bytes:
+    """The file's bytes; raises MediaRefused for anything that is not a file in a folder.
+
+    Whether a file outside of them exists is not told.
+    """
+    if not folders:
+        raise MediaRefused(
+            "`file:` URLs are not read: this server's operator has allowed no folder with "
+            "--media-folder. Send a `data:` URL."
+        )
+    try:
+        path = Path(os.path.realpath(_path(url)))
+        folder = next(each for each in map(_resolved, folders) if path.is_relative_to(each))
+        descriptor = _open_below(folder, path.relative_to(folder))
+    except (OSError, ValueError, StopIteration):
+        raise MediaRefused("There is no such file in a folder that may be read.") from None
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > most_bytes:
+            raise BadMedia(f"A file to read may have at most {most_bytes >> 20} MiB.")
+        return file.read(most_bytes)
+
+
+def _path(url: str) -> str:
+    parts = urlsplit(url)
+    path = unquote(parts.path, errors="strict")
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
+        raise ValueError("not a path of this machine")
+    return path
+
+
+def _resolved(folder: Path) -> Path:
+    return Path(os.path.realpath(folder))
+
+
+def _open_below(folder: Path, relative: Path) -> int:
+    """Open it step by step from the folder, so that no link that was put there meanwhile is
+    followed out of it."""
+    flags = os.O_RDONLY | _NO_FOLLOW
+    opened = os.open(folder, flags | _DIRECTORY)
+    for number, step in enumerate(relative.parts, 1):
+        above = opened
+        kind = _NO_WAIT if number == len(relative.parts) else _DIRECTORY
+        try:
+            opened = os.open(step, flags | kind, dir_fd=above)
+        finally:
+            os.close(above)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):  # a folder, a pipe, a device
+        os.close(opened)
+        raise ValueError("not a file")
+    return opened
+
+
+# ----------------------------------------------------------------------
+# Decoded pictures by what they were decoded from, so that no turn of a conversation decodes the
+# pictures of the turns before it again.
+
+BUDGET_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """A picture, and when it was seen if it is of a video."""
+
+    picture: Picture
+    at_s: float | None = None
+
+
+class PictureCache:
+    """The least recently used make room for others. A tenant finds what it has sent itself: what
+    another has sent shows in no answer's time."""
+
+    def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._budget_bytes = budget_bytes
+        self._shots: OrderedDict[bytes, list[Shot]] = OrderedDict()
+        self.size_bytes = 0
+
+    def get(self, key: bytes) -> list[Shot] | None:
+        if key in self._shots:
+            self._shots.move_to_end(key)
+        return self._shots.get(key)
+
+    def put(self, key: bytes, shots: list[Shot]) -> None:
+        if key in self._shots or _size_bytes(shots) > self._budget_bytes:
+            return
+        self._shots[key] = shots
+        self.size_bytes += _size_bytes(shots)
+        while self.size_bytes > self._budget_bytes:
+            _, oldest = self._shots.popitem(last=False)
+            self.size_bytes -= _size_bytes(oldest)
+
+
+def cache_key(tenant: bytes, job: Job) -> bytes:
+    """Of the source's bytes and all that decoding them depends on."""
+    settings: tuple[object, ...] = (tenant, job.is_base64, job.sizing.longest, job.sizing.exact)
+    if isinstance(job, VideoJob):
+        settings += (job.fps, job.max_frames)
+    return blake3(repr(settings).encode() + b"\0").update(job.data).digest()
+
+
+def _size_bytes(shots: list[Shot]) -> int:
+    return sum(len(shot.picture.pixels) for shot in shots)
+
 
 MOST_IMAGE_BYTES = 20 << 20  # of a file
 MOST_VIDEO_BYTES = 64 << 20

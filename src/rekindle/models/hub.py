@@ -2,17 +2,184 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import httpx2  # the client huggingface_hub speaks through; its errors pass through it
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.file_download import http_get
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
 
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import HubModel
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
-from rekindle.models.hub_client import HubFile, download, explained, list_files, verify
 from rekindle.models.progress import Progress, task
 from rekindle.models.quant import Chosen, Unclear, best_projector, choose
 from rekindle.models.workspace import publish, publish_folder, require_room, workspace
+
+# ----------------------------------------------------------------------
+# A model hub, asked through huggingface_hub; obeys HF_ENDPOINT and HF_TOKEN.
+
+LIST_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file at one commit; a hub knows the hash of large files only."""
+
+    repo: str
+    commit: str
+    name: str
+    size_bytes: int | None
+    sha256: str | None
+
+
+def list_files(repo: str) -> list[HubFile]:
+    """Every file of a repository whose name is safe to use."""
+    api = HfApi(endpoint=_endpoint())
+    try:
+        info = api.model_info(repo, files_metadata=True, timeout=LIST_TIMEOUT_S)
+        files = [_hub_file(repo, info.sha, sibling) for sibling in info.siblings or ()]
+    except (HFValidationError, HfHubHTTPError):
+        raise
+    except (TypeError, KeyError, ValueError) as error:  # JSON of another shape, or none
+        raise ModelError(
+            f"What answered for {repo} is not a model hub. Check HF_ENDPOINT and any proxy."
+        ) from error
+    return [file for file in files if _is_safe(file.name)]
+
+
+def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
+    """What the hub says of one file, or TypeError: huggingface_hub does not check its types."""
+    digest = sibling.lfs.sha256 if sibling.lfs else ""
+    size_bytes = sibling.size or 0
+    for text in (commit, sibling.rfilename, digest):
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, got {text!r}")
+    if not isinstance(size_bytes, int):
+        raise TypeError(f"expected a size, got {size_bytes!r}")
+    return HubFile(repo, commit or "", sibling.rfilename, size_bytes or None, digest or None)
+
+
+def _is_safe(name: str) -> bool:
+    """Whether a name a hub gave stays inside the folder it is joined to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not any(
+        part in ("..", "/") or part.startswith(".") or set(part) & {"\\", ":", "\0"}
+        for part in parts
+    )
+
+
+def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
+    """Complete `part`, going on from the bytes it has."""
+    url = hf_hub_url(file.repo, file.name, revision=file.commit, endpoint=_endpoint())
+    with part.open("ab") as output:
+        if file.size_bytes is not None and output.tell() > file.size_bytes:
+            output.seek(0)
+            output.truncate()
+        have_bytes = output.tell()
+        require_room(part.parent, (file.size_bytes or 0) - have_bytes)
+        advance(have_bytes)
+        # hf_hub_download would start a file afresh after every failure; this goes on from the part.
+        http_get(
+            url,
+            output,
+            resume_size=have_bytes,
+            headers=build_hf_headers() | {"Accept-Encoding": "identity"},
+            expected_size=file.size_bytes,
+            tqdm_class=cast(Any, lambda **_: _Bar(advance)),
+        )
+
+
+def verify(file: HubFile, part: Path) -> None:
+    """Remove a file that is not what the hub said it is, and raise ModelError."""
+    if file.sha256 is None:
+        return
+    with part.open("rb") as stream:
+        digest = file_digest(stream, "sha256").hexdigest()
+    if digest != file.sha256:
+        part.unlink()
+        raise ModelError(
+            f"{file.name} from {file.repo} arrived damaged (SHA-256 {digest}, expected "
+            f"{file.sha256}); it was not kept. Pull again."
+        )
+
+
+class _Bar:
+    """The part of a tqdm bar that huggingface_hub drives."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, size_bytes: int) -> None:
+        self._advance(size_bytes)
+
+
+def _endpoint() -> str | None:
+    # Read at each call: huggingface_hub reads it once, when it is imported.
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+
+
+@contextmanager
+def explained(repo: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one sentence and a remedy."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo} asks for its terms to be accepted. Accept them on its page, then set HF_TOKEN."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(_no_repo(repo)) from error
+    except HfHubHTTPError as error:
+        raise ModelError(_refused(repo, error.response.status_code)) from error
+    except ValueError as error:  # an id the hub's rules forbid, a file too large for plain HTTP
+        raise ModelError(f"Cannot fetch {repo}: {error}") from error
+    except OfflineModeIsEnabled as error:
+        raise ModelError(
+            f"{repo} is not on this machine and HF_HUB_OFFLINE is set. Unset it to fetch the model."
+        ) from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ModelError(
+            f"Cannot reach the hub for {repo} ({error}). Check the network, or HF_ENDPOINT for a "
+            "mirror, and pull again: the download goes on where it stopped."
+        ) from error
+
+
+def _no_repo(repo: str) -> str:
+    return (
+        f"The hub has no repository {repo}, or it is private. Check the spelling; for a private "
+        "one set HF_TOKEN."
+    )
+
+
+def _refused(repo: str, status: int) -> str:
+    if status == 404:
+        return _no_repo(repo)
+    if status in (401, 403):
+        return f"The hub denies access to {repo}. Set HF_TOKEN to a token that may read it."
+    return f"The hub answered {status} for {repo}. Pull again in a while."
+
 
 MAX_CHOICES_SHOWN = 20
 FOLDER_FILES = (WEIGHTS, "*.json", "*.jinja")  # of a model that is a folder; no code among them

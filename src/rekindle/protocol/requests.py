@@ -9,8 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from rekindle.protocol.media import Picture
-from rekindle.protocol.normalisers import Normalise
-from rekindle.protocol.settings import RuntimeSettings
+from rekindle.protocol.settings import Normalise, RuntimeSettings
 
 #: Environment variable that names the module of an engine from outside the package.
 ENGINE_MODULE = "REKINDLE_ENGINE_MODULE"

@@ -20,11 +20,32 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Gt, Interval, MinLen
 
-from rekindle.protocol.normalisers import USUAL, Normaliser
-
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
+
+# ----------------------------------------------------------------------
+# The normalisers of prompts, by the names that requests, settings and reports have for them.
+
+Normaliser = Literal[
+    "claude-code-billing-header",
+    "home-assistant-seconds",
+    "goose-minutes",
+    "tools",
+    "session-paths",
+    "dates",
+]
+#: What a request has done to its prompt: those the server is set to, nothing, or just these.
+Normalise = bool | list[Normaliser]
+
+#: Those that take nothing from a prompt that means anything to its model.
+USUAL: tuple[Normaliser, ...] = (
+    "claude-code-billing-header",
+    "home-assistant-seconds",
+    "goose-minutes",
+    "tools",
+)
+
 
 Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "likely", "on-evict"]

@@ -6,32 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from rekindle.chat.describe import Preview
 from rekindle.chat.encode import Encoder
-from rekindle.chat.preview import Preview
 from rekindle.chat.template import ChatTemplate
 from rekindle.chat.tools.registry import DEFAULT_TOOL_FORMAT
 from rekindle.engine.base import Engine
 from rekindle.errors import TemplateFailed
-from rekindle.kvcache.entries import Entry
+from rekindle.kvcache.entries.entries import Entry
 from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
-from rekindle.runtime.admin import Admin
-from rekindle.runtime.admission import Admission
+from rekindle.runtime.admin.admin import Admin
+from rekindle.runtime.admin.cache_info import CacheInfo
+from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.background import Pieces
-from rekindle.runtime.cache_info import CacheInfo
-from rekindle.runtime.input_processor import InputProcessor
-from rekindle.runtime.kv_manager import KvManager
-from rekindle.runtime.output_format import OutputFormat
-from rekindle.runtime.picture_encoder import PictureEncoder
-from rekindle.runtime.pins import Pins
-from rekindle.runtime.pipeline import Pipeline
-from rekindle.runtime.planner import Planner
-from rekindle.runtime.recent_chats import RecentChats
-from rekindle.runtime.scheduler import Scheduler
-from rekindle.runtime.sessions import Sessions
-from rekindle.runtime.state_transfer import StateTransfer
-from rekindle.runtime.storage import Storage
+from rekindle.runtime.device.images import PictureEncoder
+from rekindle.runtime.device.kv_manager import KvManager
+from rekindle.runtime.encode.chat import RecentChats
+from rekindle.runtime.encode.input_processor import InputProcessor
+from rekindle.runtime.encode.output_format import OutputFormat
+from rekindle.runtime.reuse.admission import Admission
+from rekindle.runtime.reuse.planner import Planner
+from rekindle.runtime.reuse.sessions import Pins, Sessions
+from rekindle.runtime.schedule.pipeline import Pipeline
+from rekindle.runtime.schedule.scheduler import Scheduler
+from rekindle.runtime.storage.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

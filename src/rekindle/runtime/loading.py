@@ -11,7 +11,7 @@ from rekindle.engine.registry import load_engine
 from rekindle.errors import ProjectorError
 from rekindle.protocol.frames import Loading, LogLine, ToFront
 from rekindle.protocol.requests import LoadModel
-from rekindle.runtime.budgets import Budgets
+from rekindle.runtime.storage.opening import Budgets
 
 
 def load_model(load: LoadModel, budgets: Budgets, send: Callable[[ToFront], None]) -> Engine:

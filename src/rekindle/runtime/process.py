@@ -17,24 +17,28 @@ from queue import Empty, SimpleQueue
 from rekindle.chat.tools.registry import check_names
 from rekindle.errors import ServerError, as_server_error
 from rekindle.kvcache.tiers.base import TierEvent
-from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
+from rekindle.protocol.admin import (
+    AdminReply,
+    AdminRequest,
+    AdminResult,
+    Detokenize,
+    IndexPrompt,
+    Tokenize,
+    Validate,
+)
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import Device, Events, LogLine, Ready, Received, ToFront
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
-from rekindle.protocol.tokenisation import Detokenize, Tokenize
 from rekindle.runtime.background import Background, Pieces
-from rekindle.runtime.budgets import choose_budgets
 from rekindle.runtime.build import Runtime, build, formats
-from rekindle.runtime.encoders import Encoders, Job
+from rekindle.runtime.encode.precision import check_kv_bits
+from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch
+from rekindle.runtime.encode.threads import Encoders, Job
+from rekindle.runtime.encode.tokenisation import Tokenisation
 from rekindle.runtime.link import Link
 from rekindle.runtime.loading import load_model
-from rekindle.runtime.precision import check_kv_bits
-from rekindle.runtime.request import EncodedPrompt
-from rekindle.runtime.rooms import rooms
-from rekindle.runtime.stopwatch import Stopwatch
-from rekindle.runtime.storage_opening import open_storage
-from rekindle.runtime.tokenisation import Tokenisation
-from rekindle.runtime.turn import Turn
+from rekindle.runtime.schedule.turn import Turn
+from rekindle.runtime.storage.opening import choose_budgets, open_storage, rooms
 
 TICK_S = 60.0
 FOLDER_PATIENCE_S = 5.0

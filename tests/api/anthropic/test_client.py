@@ -11,9 +11,8 @@ import pytest
 from anthropic.types import MessageParam, ToolParam
 from pydantic import BaseModel
 
-from rekindle.protocol.admin import AdminOp, AdminResult
+from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
 from rekindle.protocol.events import Started
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from tests.api.live import live
 from tests.api.scripted import (
     Front,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rekindle.api.fields import MOST_CHARACTERS
-from rekindle.api.message import MOST_PARTS
-from rekindle.api.signature import seal, sign
+from rekindle.api.base.fields import MOST_CHARACTERS
+from rekindle.api.base.messages import MOST_PARTS
+from rekindle.api.base.signature import seal, sign
 from tests.api.anthropic.asking import LOOK, TOOL, messages_sent, refused, requested
 
 USER = {"role": "user", "content": "hello"}

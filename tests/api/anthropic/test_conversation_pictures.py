@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.api.anthropic.asking import ask, error
+from tests.api.base.test_images import RED_URL
 from tests.api.scripted import Front, ScriptedRuntime
-from tests.api.test_illustration import RED_URL
 
 BASE64 = {"type": "base64", "media_type": "image/png", "data": RED_URL.partition(",")[2]}
 TEXT = {"type": "text", "text": "What is it?"}

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.protocol.admin import AdminOp, AdminResult
+from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
 from rekindle.protocol.frames import Ready
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from tests.api.scripted import Front, ScriptedRuntime
 
 VECTORS = np.array([[0.5, 0.25], [1.0, 0.0]], "<f4")

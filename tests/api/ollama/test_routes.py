@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.admin import AdminOp, AdminResult
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
+from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
 from tests.api.scripted import (
     Front,
     ScriptedRuntime,
@@ -101,7 +100,7 @@ def test_tool_call_deltas_carry_their_index_and_whole_arguments() -> None:
 def test_a_stream_is_not_silent_while_arguments_are_generated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.api.ollama.answer.SIGN_OF_LIFE_S", -1.0)
+    monkeypatch.setattr("rekindle.api.ollama.reply.SIGN_OF_LIFE_S", -1.0)
     front = Front(ScriptedRuntime(calling(("weather", '{"city": "Rome"}'))))
     signs = [each for each in lines(chat(front)) if "tool_calls" not in each["message"]]
     assert len(signs) > 2

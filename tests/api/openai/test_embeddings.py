@@ -14,7 +14,7 @@ from rekindle.protocol.events import Cancelled, Started
 from rekindle.protocol.frames import Ready
 from tests.api.live import live, soon
 from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, failed
-from tests.server.test_disconnect import request
+from tests.front.test_disconnect import request
 
 PATH = "/v1/embeddings"
 VECTORS = [0.6, 0.8, 1.0, 0.0]

@@ -16,7 +16,7 @@ def front() -> Front:
 def test_the_models_are_listed_with_their_context(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.server.models.time.time", lambda: 1.0)  # of each server's start
+    monkeypatch.setattr("rekindle.api.base.models.time.time", lambda: 1.0)  # of each server's start
     listed = front.get("/v1/models").json()
     assert listed["object"] == "list"
     models = [Model.model_validate(entry) for entry in listed["data"]]

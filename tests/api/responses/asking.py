@@ -19,9 +19,10 @@ from rekindle.protocol.admin import (
     GetDocument,
     Removed,
     StoreDocument,
+    Tokenize,
+    Tokenized,
 )
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
 from tests.api.responses.stream_grammar import events_of, response_of
 from tests.api.scripted import (
     PATIENCE_S,

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from rekindle.api.responses import truncation
-from rekindle.api.responses.requests import Conversation
-from rekindle.protocol.admin import AdminOp, AdminResult
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
-from rekindle.server.json_route import VALIDATORS
+from rekindle.api.responses.request import Conversation
+from rekindle.http.body import VALIDATORS
+from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
 from tests.api.responses.asking import Documents, answered
 from tests.api.scripted import Front, ScriptedRuntime
 

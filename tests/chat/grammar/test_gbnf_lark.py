@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rekindle.chat.grammar.gbnf_lark import gbnf_to_lark
+from rekindle.chat.grammar.gbnf import gbnf_to_lark
 from rekindle.chat.grammar.lark import Grammar
 from tests.chat.grammar.writer import Writer
 

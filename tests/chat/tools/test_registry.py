@@ -100,7 +100,7 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
 ) -> None:
     (tmp_path / "invented.py").write_text(
         "from rekindle.chat.tools.format import ToolFormat\n"
-        "from rekindle.chat.tools.plain import PlainTextParser\n"
+        "from rekindle.chat.tools.format import PlainTextParser\n"
         "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
     )
     monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])

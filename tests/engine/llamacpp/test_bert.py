@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import EngineOptions, Matrix
-from rekindle.engine.llamacpp import bert_file, bert_layer, embedder
+from rekindle.engine.llamacpp import bert as bert_file
+from rekindle.engine.llamacpp import bert as bert_layer
+from rekindle.engine.llamacpp import embedder
 from rekindle.engine.llamacpp.bert import Bert
-from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
-from rekindle.engine.llamacpp.embedding_context import EmbeddingContext
+from rekindle.engine.llamacpp.embedder import EmbeddingContext, LlamaCppEmbedder
 from tests.support.tiny import write_llama
 from tests.support.tiny_bert import write_bert
 

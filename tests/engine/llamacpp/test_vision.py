@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import EngineOptions, Matrix, Work
-from rekindle.engine.llamacpp import bindings, mtmd
+from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp import vision as mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import LibraryMismatch, ModelError
 from tests.contract.actions import PROMPT, prefill

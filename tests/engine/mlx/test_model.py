@@ -16,8 +16,7 @@ from mlx.utils import tree_flatten
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.mlx import _limits_kept
-from rekindle.engine.mlx.fingerprint import state_fingerprint
-from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model
+from rekindle.engine.mlx.model import UNLIMITED_TOKENS, LoadedModel, load_model, state_fingerprint
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.errors import BadRequest, ModelError
 from tests.support.rounds import rounds

@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.errors import IndexDamaged
 from rekindle.kvcache.disk.index_db import SCHEMA_VERSION, EntryRow, IndexDb, PutEntry
-from rekindle.kvcache.entry import Reply, decode_replies
+from rekindle.kvcache.entries.entry import Reply, decode_replies
 from tests.kvcache.records import chain, entry, row_of
 
 ROOT = "X'9FEF913FC4658B16AF564FC243F125BD64E3BE7770F9D5695434DF4C543B76E9'"

@@ -23,7 +23,7 @@ def db() -> Iterator[sqlite3.Connection]:
 
 def new_db() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None)
-    db.executescript(pieces.SCHEMA + entry_table.SCHEMA)
+    db.executescript(pieces.SCHEMA + entry_table.ENTRY_SCHEMA)
     return db
 
 

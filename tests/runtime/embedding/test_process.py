@@ -17,10 +17,10 @@ from rekindle.protocol.embeddings import Embedded, EmbedRequest
 from rekindle.protocol.events import Failed, Started
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.server import supervisor
-from rekindle.server.runtime_client import RuntimeClient
-from tests.server.test_runtime_client import PATIENCE_S, run, soon
+from rekindle.worker import supervisor
+from rekindle.worker.client import RuntimeClient
 from tests.support.tiny_bert import WIDTH, write_bert
+from tests.worker.test_client_runtime_client import PATIENCE_S, run, soon
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ import numpy as np
 
 from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Started
-from rekindle.runtime.embedding.scheduler import EmbeddingScheduler
+from rekindle.runtime.embedding.scheduler import EmbeddingScheduler, VectorCache
 from rekindle.runtime.embedding.turn import begin
-from rekindle.runtime.embedding.vector_cache import VectorCache
 from tests.support.fake_embedder import FakeEmbedder, vector_of
 
 

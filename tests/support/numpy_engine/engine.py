@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 from blake3 import blake3
 
-from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -27,8 +26,9 @@ from rekindle.engine.base import (
     nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.sampling import build_sampler
+from rekindle.engine.sampling.sampler import build_sampler
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
+from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens

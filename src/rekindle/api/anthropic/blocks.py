@@ -14,8 +14,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from rekindle.api.fields import shallow
-from rekindle.api.validation import fault_among
+from rekindle.api.base.fields import fault_among, shallow
 
 MOST_BLOCKS = 20_000
 #: What tools of Anthropic's own servers leave in a conversation; there is no such tool here.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rekindle.api.allowance import TextAllowance
 from rekindle.api.anthropic.blocks import (
     DocumentBlock,
     ImageBlock,
@@ -25,11 +24,10 @@ from rekindle.api.anthropic.blocks import (
     ToolUseBlock,
     as_blocks,
 )
-from rekindle.api.anthropic.schema import InputMessage, PromptFields
-from rekindle.api.anthropic.tools import Toolbox
-from rekindle.api.media_parts import ImagePart
-from rekindle.api.message import CalledFunction, Message, TextPart, ToolCall
-from rekindle.api.signature import signed_text
+from rekindle.api.anthropic.schema import InputMessage, PromptFields, Toolbox
+from rekindle.api.base.fields import TextAllowance
+from rekindle.api.base.messages import CalledFunction, ImagePart, Message, TextPart, ToolCall
+from rekindle.api.base.signature import signed_text
 from rekindle.errors import BadRequest
 
 SEPARATOR = "\n"  # between blocks of text

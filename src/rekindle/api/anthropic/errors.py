@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 
 from rekindle.errors import ServerError
-from rekindle.server.request_id import current_id
-from rekindle.server.responses import ErrorFormat, sse_event
+from rekindle.http.logs import current_id
+from rekindle.http.responses import ErrorFormat, sse_event
 
 VERSION = "anthropic-version"  # the header that every client of this API sends
 ROOT = "/v1/messages"

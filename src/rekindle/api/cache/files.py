@@ -22,18 +22,18 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rekindle.api.cache.schema import EntryBody, entry_body
-from rekindle.api.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.cache.entries import EntryBody, entry_body
 from rekindle.config import Config
 from rekindle.errors import BadRequest, TooManyRequests
+from rekindle.http.auth import caller_of
+from rekindle.http.body import BODY_S, BodyTooSlow
+from rekindle.http.middleware import FILE_TYPE
+from rekindle.http.responses import documented
 from rekindle.protocol.admin import EntryInfo, ExportState, ImportState, StateFile
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.auth import caller_of
-from rekindle.server.middleware import FILE_TYPE
-from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.request_body import BODY_S, BodyTooSlow
-from rekindle.server.responses import documented
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.worker.client import RuntimeClient
 
 log = logging.getLogger("rekindle.api")
 

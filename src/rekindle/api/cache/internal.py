@@ -13,10 +13,12 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.cache.listing import MOST_PAGE_ENTRIES
-from rekindle.api.cache.schema import durability
-from rekindle.api.fields import MOST_ID_CHARACTERS, SessionNumber, takes
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.fields import MOST_ID_CHARACTERS, SessionNumber, takes
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.cache.entries import MOST_PAGE_ENTRIES, durability
 from rekindle.errors import NotFound
+from rekindle.http.body import JsonRoute
 from rekindle.protocol.admin import (
     EntryInfo,
     EntryList,
@@ -25,10 +27,7 @@ from rekindle.protocol.admin import (
     RemoveOld,
     RemoveSession,
 )
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.json_route import JsonRoute
-from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.worker.client import RuntimeClient
 
 NUMBERED = "kv_cache_session_id"
 KINDS = (NUMBERED, "session_id", "message_id")

@@ -8,23 +8,22 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 
-from rekindle.api.cache.schema import Prepared, prepared
-from rekindle.api.fields import KvBits, KvGroupSize, KvStart, characters
-from rekindle.api.illustration import Illustrated, illustrate
-from rekindle.api.media_parts import Resize
-from rekindle.api.message import Messages, rendered
-from rekindle.api.tools import Tools, described
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, characters
+from rekindle.api.base.images import Illustrated, illustrate
+from rekindle.api.base.messages import Messages, Resize, rendered
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.tools import Tools, described
+from rekindle.api.base.turns import Turns, while_connected
+from rekindle.api.cache.entries import Prepared, prepared
 from rekindle.config import Config
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
+from rekindle.http.body import JsonRoute
+from rekindle.http.responses import documented
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Event, Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.json_route import JsonRoute
-from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import documented
-from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.turns import Turns, while_connected
+from rekindle.worker.client import RuntimeClient
 
 MOST_MESSAGES = 200
 MOST_CHARACTERS = 200_000

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.models import ModelNumber, models_of
 
 SERVER_FIELDS = (
     "ram_limit_bytes",

@@ -10,20 +10,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.ollama.answer import NS
-from rekindle.api.ollama.errors import OllamaErrorBody
-from rekindle.api.ollama.names import bare
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.models import models_of
+from rekindle.api.base.turns import result_of, while_connected
+from rekindle.api.ollama.models import bare
+from rekindle.api.ollama.reply import NS, OllamaErrorBody
 from rekindle.api.ollama.schema import OllamaEmbedRequest
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.middleware import received_s
+from rekindle.http.responses import documented
+from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop
-from rekindle.server.middleware import received_s
-from rekindle.server.models import models_of
-from rekindle.server.responses import documented
-from rekindle.server.runtime_client import RuntimeClient
-from rekindle.server.turns import result_of, while_connected
+from rekindle.worker.client import RuntimeClient
 
 SPECIAL_TOKENS = 2  # that models want around a text
 

@@ -8,22 +8,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.illustration import illustrate
-from rekindle.api.names import with_affinity
-from rekindle.api.ollama.answer import Answer, ChatFormat, GenerateFormat, stamped
-from rekindle.api.ollama.context import Context
-from rekindle.api.ollama.conversation import messages_of, prompt_messages
-from rekindle.api.ollama.errors import RESPONSES, line
-from rekindle.api.ollama.names import runtime_named
-from rekindle.api.ollama.requests import conversation, generate_request
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.images import illustrate
+from rekindle.api.base.models import models_of
+from rekindle.api.base.names import with_affinity
+from rekindle.api.base.tools import described
+from rekindle.api.ollama.models import runtime_named
+from rekindle.api.ollama.reply import RESPONSES, Answer, ChatFormat, GenerateFormat, line, stamped
+from rekindle.api.ollama.request import (
+    Context,
+    conversation,
+    generate_request,
+    messages_of,
+    prompt_messages,
+)
 from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
-from rekindle.api.tools import described
-from rekindle.protocol.message import AssistantMessage
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop
-from rekindle.server.models import models_of
-from rekindle.server.responses import JsonResponse
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.responses import JsonResponse
+from rekindle.protocol.events import AssistantMessage
 
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
 

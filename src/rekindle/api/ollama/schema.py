@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rekindle.api.fields import (
+from rekindle.api.base.fields import (
     MOST_TOKENS,
     WHOLE,
     Seed,
@@ -16,8 +16,8 @@ from rekindle.api.fields import (
     shallow,
     takes,
 )
-from rekindle.api.message import MOST_MESSAGES, Arguments, bounded
-from rekindle.api.tools import Tools
+from rekindle.api.base.messages import MOST_MESSAGES, Arguments, bounded
+from rekindle.api.base.tools import Tools
 from rekindle.errors import Unsupported
 from rekindle.protocol.requests import StructuredOutput
 

@@ -8,12 +8,16 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.illustration import illustrate
-from rekindle.api.logprobs import token_logprobs
-from rekindle.api.names import all_with_affinity
-from rekindle.api.openai.answer import Answer, Choice
-from rekindle.api.openai.requests import chat_requests
+from rekindle.api.base.images import illustrate
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.names import all_with_affinity
+from rekindle.api.base.report import token_logprobs
+from rekindle.api.openai.reply import Answer, Choice
+from rekindle.api.openai.request import chat_requests
 from rekindle.api.openai.schema import ChatRequest
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.responses import MAY_STREAM
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Finished,
@@ -21,13 +25,9 @@ from rekindle.protocol.events import (
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
+    ToolCall,
     ToolCallStart,
 )
-from rekindle.protocol.message import ToolCall
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop
-from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import MAY_STREAM
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 

@@ -10,17 +10,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.logprobs import finite
-from rekindle.api.names import all_with_affinity
-from rekindle.api.openai.answer import Answer, Choice
-from rekindle.api.openai.requests import completion_requests
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.names import all_with_affinity
+from rekindle.api.base.report import finite
+from rekindle.api.openai.reply import Answer, Choice
+from rekindle.api.openai.request import completion_requests
 from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.responses import MAY_STREAM
 from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop
-from rekindle.server.models import ModelNumber, models_of
-from rekindle.server.responses import MAY_STREAM
 
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 

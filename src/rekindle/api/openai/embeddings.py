@@ -11,12 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.fields import MOST_TOKENS, WHOLE, PromptInput, as_prompts
+from rekindle.api.base.fields import MOST_TOKENS, WHOLE, PromptInput, as_prompts
+from rekindle.api.base.models import models_of
+from rekindle.api.base.turns import result_of, while_connected
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute, beside_loop
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute, beside_loop
-from rekindle.server.models import models_of
-from rekindle.server.turns import result_of, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 

@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.server.models import models_of
-from rekindle.server.responses import RETRY_SOON, JsonResponse
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.api.base.models import models_of
+from rekindle.http.responses import RETRY_SOON, JsonResponse
+from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(tags=["models"])
 

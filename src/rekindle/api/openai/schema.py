@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from rekindle.api.fields import (
+from rekindle.api.base.fields import (
     MOST_TOKENS,
     WHOLE,
     FreeObject,
@@ -26,12 +26,10 @@ from rekindle.api.fields import (
     TokenLimit,
     as_prompts,
 )
-from rekindle.api.media_parts import Resize
-from rekindle.api.message import MOST_MESSAGES, Messages
-from rekindle.api.openai import tool_choice
-from rekindle.api.openai.structured_outputs import StructuredFields
-from rekindle.api.openai.tool_choice import ToolChoice
-from rekindle.api.tools import Tools
+from rekindle.api.base.messages import MOST_MESSAGES, Messages, Resize
+from rekindle.api.base.tools import Tools
+from rekindle.api.openai import constraints as tool_choice
+from rekindle.api.openai.constraints import StructuredFields, ToolChoice
 from rekindle.errors import BadRequest, Unsupported
 
 MOST_CHOICES = 32

@@ -9,13 +9,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.fields import MOST_TOKENS, WHOLE, bounded_text, takes
+from rekindle.api.base.fields import MOST_TOKENS, WHOLE, bounded_text, takes
+from rekindle.api.base.models import models_of
+from rekindle.api.base.turns import result_of, while_connected
+from rekindle.http.auth import caller_of
+from rekindle.http.body import JsonRoute
+from rekindle.http.responses import JsonResponse
 from rekindle.protocol.embeddings import Ranked, RankRequest
-from rekindle.server.auth import caller_of
-from rekindle.server.json_route import JsonRoute
-from rekindle.server.models import models_of
-from rekindle.server.responses import JsonResponse
-from rekindle.server.turns import result_of, while_connected
 
 router = APIRouter(route_class=JsonRoute, tags=["rerank"])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rekindle.errors import BadRequest, NotFound, ServerError
-from rekindle.server.responses import ErrorFormat, sse_event
+from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
 #: What a runtime calls a field, by its name here.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.api.logprobs import token_logprobs
-from rekindle.api.responses.custom_input import CustomInput
+from rekindle.api.base.report import token_logprobs
+from rekindle.api.base.signature import seal
 from rekindle.api.responses.items import PREFIXES
-from rekindle.api.responses.tools import Toolbox
-from rekindle.api.signature import seal
+from rekindle.api.responses.tools import CustomInput, Toolbox
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Part,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from rekindle.api.responses.errors import field_of
+from rekindle.api.responses.errors import ResponseNotFound, field_of
+from rekindle.api.responses.items import ID_BYTES, ItemReference, stored_items
 from rekindle.api.responses.schema import ResponsesRequest
+from rekindle.api.responses.stored import DocumentClient
 from rekindle.config import Config
-from rekindle.errors import ServerError
+from rekindle.errors import BadRequest, NotFound, ServerError
+from rekindle.protocol.events import Finished
 
 PREFIX = "resp_"
 RANDOM_BYTES = 16
@@ -97,3 +101,63 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
 def _dumped(value: Any) -> Any:
     """A form as it was sent."""
     return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
+
+
+# ----------------------------------------------------------------------
+# `usage` of a response: what was computed, what was read from the cache, what was put there.
+
+Lifetime = Literal["30m", "12h"]
+LIFETIMES_S: dict[Lifetime, float] = {"30m": 1800.0, "12h": 43_200.0}
+
+
+def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
+    """`lifetime`: that was asked for."""
+    reused = turn.cache.reused_tokens
+    written = turn.prompt_tokens - reused if turn.cache.cached_tokens else 0
+    details: dict[str, Any] = {"cached_tokens": reused, "cache_write_tokens": written}
+    if lifetime is not None:
+        details["cache_write_tokens_details"] = {
+            f"ttl_{each}_tokens": written if each == lifetime else 0 for each in LIFETIMES_S
+        }
+    return {
+        "input_tokens": turn.prompt_tokens,
+        "input_tokens_details": details,
+        "output_tokens": turn.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": turn.reasoning_tokens},
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+    }
+
+
+# ----------------------------------------------------------------------
+# References to items that are stored here: what they stand for.
+#
+# An item's id says which response it is of, so that it is found without an index.
+
+MOST_RESPONSES = 64  # that the references of one request may be to
+_DIGITS = 2 * ID_BYTES  # of a response's number
+
+
+async def referenced(items: Sequence[Any], documents: DocumentClient) -> dict[str, Any]:
+    """The items by their ids, as far as they are stored."""
+    wanted = {item.id for item in items if isinstance(item, ItemReference)}
+    if not wanted:
+        return {}
+    numbers = dict.fromkeys(item_id.partition("_")[2][:_DIGITS] for item_id in wanted)
+    if len(numbers) > MOST_RESPONSES:
+        raise BadRequest(
+            f"The references of a request may be to items of at most {MOST_RESPONSES} responses: "
+            "send the items themselves, or `previous_response_id`.",
+            param="input",
+        )
+    outputs = [await _output(f"{PREFIX}{number}", documents) for number in numbers]
+    known = [item for output in outputs for item in output if item["id"] in wanted]
+    return {item.id: item for item in stored_items.validate_python(known)}
+
+
+async def _output(key: str, documents: DocumentClient) -> list[dict[str, Any]]:
+    try:
+        stored = await documents.load(key, ResponseNotFound(key))
+    except NotFound:
+        return []
+    output: list[dict[str, Any]] = stored.object["output"]
+    return output

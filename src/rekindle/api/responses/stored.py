@@ -10,14 +10,19 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import orjson
+from fastapi import Query
 from starlette.requests import Request
 
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.models import models_of
 from rekindle.api.responses.items import new_id, stored_items
-from rekindle.errors import CacheKeyNotFound, ServerError
+from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError
+from rekindle.http.auth import caller_of
 from rekindle.protocol.admin import (
     DeleteEntry,
     Document,
@@ -26,10 +31,7 @@ from rekindle.protocol.admin import (
     Removed,
     StoreDocument,
 )
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.auth import caller_of
-from rekindle.server.models import models_of
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.worker.client import RuntimeClient
 
 MOST_DOCUMENT_BYTES = 32 << 20
 DISK_S = 2.0  # that a client waits for the disk
@@ -150,3 +152,78 @@ class DocumentClient:
         """With the state that is no other's; it is gone when this returns, restart or not."""
         async with self._slots:
             await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
+
+
+# ----------------------------------------------------------------------
+# Lists of items, page by page.
+
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Annotated[Literal["asc", "desc"], Query(description="desc: the newest first")]
+After = Annotated[
+    str | None,
+    Query(max_length=MOST_ID_CHARACTERS, description="The id that the page begins behind"),
+]
+
+
+def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """A page of a document's items."""
+    return page(list(map(orjson.loads, lines)), limit=limit, order=order, after=after)
+
+
+def page(
+    items: Sequence[dict[str, Any]], *, limit: int, order: str, after: str | None
+) -> dict[str, Any]:
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    start = 0
+    if after is not None:
+        places = (place for place, item in enumerate(ordered) if item.get("id") == after)
+        found = next(places, None)
+        if found is None:
+            raise BadRequest(
+                f"`after` takes the id of an item of this list, not {after[:128]!r}.", param="after"
+            )
+        start = found + 1
+    shown = ordered[start : start + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": start + limit < len(ordered),
+    }
+
+
+# ----------------------------------------------------------------------
+# Responses that are being computed, so that other requests can see and cancel them.
+
+OPEN_RESPONSES = "open_responses"  # in the state of the application
+
+
+class OpenResponse(Protocol):
+    async def cancel(self) -> dict[str, Any]:
+        """End it as it is; the response."""
+
+    def discard(self) -> bool:
+        """End it, and keep nothing of it; False: it is ending, and may be kept."""
+
+    def so_far(self) -> dict[str, Any]: ...
+
+    @property
+    def input_lines(self) -> Lines:
+        """The items that it answers."""
+
+
+class OpenResponses:
+    """Of all callers; each sees its own."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[bytes, str], OpenResponse] = {}
+
+    def add(self, tenant: bytes, key: str, answer: OpenResponse) -> None:
+        self._answers[tenant, key] = answer
+
+    def drop(self, tenant: bytes, key: str) -> None:
+        self._answers.pop((tenant, key), None)
+
+    def find(self, tenant: bytes, key: str) -> OpenResponse | None:
+        return self._answers.get((tenant, key))

@@ -12,17 +12,22 @@ from typing import Any
 
 from starlette.requests import Request
 
-from rekindle.api.message import Message
-from rekindle.api.responses.content import text_of
-from rekindle.api.responses.items import CallOutput, CustomToolCall, FunctionCall, MessageItem
-from rekindle.api.responses.requests import Conversation, token_question
+from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.messages import Message
+from rekindle.api.responses.items import (
+    CallOutput,
+    CustomToolCall,
+    FunctionCall,
+    MessageItem,
+    text_of,
+)
+from rekindle.api.responses.request import Conversation, token_question
 from rekindle.api.responses.schema import PromptFields
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.protocol.tokenisation import Tokenize, Tokenized
-from rekindle.server.admin_client import AdminClient
-from rekindle.server.json_route import beside_loop_if_large
-from rekindle.server.runtime_client import RuntimeClient
+from rekindle.http.body import beside_loop_if_large
+from rekindle.protocol.admin import Tokenize, Tokenized
+from rekindle.worker.client import RuntimeClient
 
 STEPS = 2  # between two cuts there are at least so many parts of the context, in characters
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from rekindle.chat.capabilities.probe import USER, Render, Tools, attempt, calling, result
+from rekindle.chat.capabilities.forms import USER, Render, Tools, attempt, calling, result
 from rekindle.chat.messages import Message, call_name, tool_calls
 
 _CALLS = (("needle_one", "call_needle_1"), ("needle_two", "call_needle_2"))  # names and ids

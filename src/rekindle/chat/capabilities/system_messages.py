@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 
-from rekindle.chat.capabilities.content import text_only
-from rekindle.chat.capabilities.probe import NEEDLE, Render, attempt
+from rekindle.chat.capabilities.forms import NEEDLE, Render, attempt, text_only
 from rekindle.chat.messages import SYSTEM_ROLES, Message
 
 BETWEEN = "\n\n"  # two texts that become one message

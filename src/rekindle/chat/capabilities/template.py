@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from rekindle.chat.capabilities import (
-    arguments,
-    content,
-    requirements,
-    system_messages,
-    tool_fallback,
-)
-from rekindle.chat.capabilities.arguments import ArgumentForms
-from rekindle.chat.capabilities.probe import Tools
+from rekindle.chat.capabilities import forms, requirements, system_messages, tool_fallback
+from rekindle.chat.capabilities.forms import ArgumentForms, Tools
 from rekindle.chat.capabilities.requirements import ToolRequirements
 from rekindle.chat.capabilities.system_messages import SystemMessages
 from rekindle.chat.capabilities.tool_fallback import ToolFallback, uses_tools
@@ -66,7 +59,7 @@ class TemplateCapabilities:
     def __init__(self, source: str, render: RenderTemplate) -> None:
         self._render = render
         self._fields = FieldNames.of(source)
-        self._content = content.probe(
+        self._content = forms.probe_content(
             lambda messages, tools: render(messages, tools, add_generation_prompt=True)
         )
 
@@ -105,7 +98,7 @@ class TemplateCapabilities:
 
     @cached_property
     def _arguments(self) -> ArgumentForms:
-        return arguments.probe(
+        return forms.probe_arguments(
             lambda messages, tools: self._render(
                 *self._with_content(messages, tools), add_generation_prompt=False
             )

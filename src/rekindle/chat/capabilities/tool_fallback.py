@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rekindle.chat.capabilities.arguments import OBJECTS
-from rekindle.chat.capabilities.content import text_only
-from rekindle.chat.capabilities.probe import (
+from rekindle.chat.capabilities.forms import (
     NEEDLE,
+    OBJECTS,
     PROBE_TOOL,
     TOOL,
     USER,
@@ -23,6 +22,7 @@ from rekindle.chat.capabilities.probe import (
     calling,
     result,
     shows_needle,
+    text_only,
 )
 from rekindle.chat.messages import SYSTEM_ROLES, Message, dump_json
 from rekindle.errors import TemplateFailed

@@ -6,8 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rekindle.chat.grammar.limits import REMARKS, check_size, check_values, resolve
-from rekindle.chat.grammar.schema import ANY_OBJECT, check, definitions, refusal
+from rekindle.chat.grammar.schema import (
+    ANY_OBJECT,
+    REMARKS,
+    check,
+    check_size,
+    check_values,
+    definitions,
+    refusal,
+    resolve,
+)
 from rekindle.errors import BadRequest, Unsupported
 
 PARAM = "tools"

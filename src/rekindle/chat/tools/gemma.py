@@ -12,9 +12,8 @@ from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.grammar.values import Notation, Values
 from rekindle.chat.tools.base import StreamParser
 from rekindle.chat.tools.format import TemplatePattern, ToolFormat
-from rekindle.chat.tools.json_value import quoted
-from rekindle.chat.tools.literal import Dialect, loose, read_literal, read_string
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.values import Dialect, loose, quoted, read_literal, read_string
 
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:/-]*")

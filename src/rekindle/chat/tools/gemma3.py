@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat
-from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat, names
 from rekindle.chat.tools.python_calls import Signature, python_call, signature, signatures
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 

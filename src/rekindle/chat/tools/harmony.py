@@ -14,8 +14,7 @@ from rekindle.chat.grammar.syntax import CallRules, ReplyStart, json_arguments
 from rekindle.chat.grammar.tool import Tool
 from rekindle.chat.reasoning import ReasoningFormat
 from rekindle.chat.tools.base import StreamParser, TrailingSpace
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat
-from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.format import TemplatePattern, ToolFormat, names
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.json_value import JsonScan, unquoted
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.values import JsonScan, unquoted
 from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")

@@ -9,9 +9,8 @@ from rekindle.chat.grammar.lark import Rules
 from rekindle.chat.grammar.schema import relocated
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat, names
 from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCallParser
-from rekindle.chat.tools.parameters import names
 from rekindle.chat.tools.reader import MarkerFinder, Steps
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"

@@ -11,9 +11,8 @@ from rekindle.chat.grammar.lark import literal as lark_literal
 from rekindle.chat.grammar.tool import PARAM, Tool
 from rekindle.chat.grammar.values import PYTHON as PYTHON_VALUES
 from rekindle.chat.grammar.values import Values
-from rekindle.chat.tools.json_value import quoted
-from rekindle.chat.tools.literal import PYTHON, read_literal
 from rekindle.chat.tools.reader import Reading, StreamReader
+from rekindle.chat.tools.values import PYTHON, quoted, read_literal
 from rekindle.errors import Unsupported
 
 _NAME = re.compile(r"[\w.-]*")

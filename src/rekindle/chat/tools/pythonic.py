@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
-from rekindle.chat.tools.parameters import names
+from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat, names
 from rekindle.chat.tools.python_calls import python_call, signatures
 from rekindle.chat.tools.reader import MarkerFinder, Steps
 

@@ -15,10 +15,16 @@ from rekindle.chat.grammar.syntax import CallSyntax
 from rekindle.chat.grammar.tool import Member, Tool
 from rekindle.chat.grammar.values import bare_string, json_value, options
 from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
-from rekindle.chat.tools.json_value import quoted
-from rekindle.chat.tools.parameters import Tools, properties, typed
+from rekindle.chat.tools.format import (
+    ControlTokens,
+    TemplatePattern,
+    ToolFormat,
+    Tools,
+    properties,
+    typed,
+)
 from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.values import quoted
 
 TAGS = ("<tool_call>", "<seed:tool_call>")
 FUNCTION, PARAMETER = "<function=", "<parameter="

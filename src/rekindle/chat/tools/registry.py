@@ -11,9 +11,7 @@ import rekindle.chat.tools
 from rekindle.chat.grammar.reply import ReplyGrammars
 from rekindle.chat.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser
 from rekindle.chat.tools.base import ReplyParser
-from rekindle.chat.tools.format import ReplyContext, ToolFormat
-from rekindle.chat.tools.parameters import Tools
-from rekindle.chat.tools.plain import PlainTextParser
+from rekindle.chat.tools.format import PlainTextParser, ReplyContext, ToolFormat, Tools
 from rekindle.errors import ModelError
 
 DEFAULT_TOOL_FORMAT = "hermes"  # also what the tool fallback describes

@@ -8,18 +8,326 @@ all rows of a run together, attention those of one length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from rekindle.engine.base import Matrix
-from rekindle.engine.llamacpp.bert_layer import Layer, Norm, Span
-from rekindle.engine.llamacpp.linear import Tensors, Weights, tiling_here
-from rekindle.engine.llamacpp.packing import packed
+from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.model import GgufHeader, LlamaModel, TensorPlace, open_header
 from rekindle.engine.team import LEAST_WORK, Share, Team, alone
+
+# ----------------------------------------------------------------------
+# A product of rows and weights, plus a bias, in the order that the BLAS of NumPy is fast with.
+#
+# For a small product OpenBLAS has kernels, on CPUs with AVX-512, that read the weights where they
+# lie. For any other it copies them first into an order of its own, again for every product, which
+# for a dozen rows takes as long as the product. So weights are kept in panels of a few columns,
+# one after another, and a few rows at a time are multiplied by a panel.
+
+Tensors = Mapping[str, Matrix]
+READING_ROWS = 16  # as many could be multiplied while weights are read
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How much a product takes at once, and how many rows make a run that a thread computes."""
+
+    panel_columns: int
+    most_multiplications: int | None  # of one product; None: as many as there are
+    least_run_rows: int  # fewer do not pay for reading all weights
+    most_run_rows: int
+
+
+IN_PLACE = Tiling(32, 100**3, least_run_rows=32, most_run_rows=160)
+COPIED = Tiling(256, None, least_run_rows=96, most_run_rows=512)
+ROWS_STEP = 6  # the kernels are fastest with a multiple of so many rows
+WITH_SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # any CPU that has AVX-512
+
+
+def tiling_here() -> Tiling:
+    names = [each.get("architecture") for each in threadpool_info() if each["user_api"] == "blas"]
+    return IN_PLACE if names and all(name in WITH_SMALL_KERNELS for name in names) else COPIED
+
+
+class Weights:
+    """Puts the weights of all layers into one array: NumPy has a large one lie in huge pages, and
+    a CPU that has to look up the address of every 4 KiB is a third slower with a dozen rows."""
+
+    def __init__(self, count: int, shards: int, tiling: Tiling) -> None:
+        self.shards = shards
+        self._tiling = tiling
+        self._free: Matrix = np.empty(count, np.float32)
+
+    def by_outputs(self, weight: Matrix, bias: Matrix) -> Linear:
+        """Each shard makes outputs of its own. `weight` has a row for each, as in a file."""
+        split = weight.reshape(self.shards, -1, weight.shape[1])
+        return self._linear(split, bias.reshape(self.shards, 1, -1))
+
+    def whole(self, weight: Matrix, bias: Matrix) -> Linear:
+        """In one shard."""
+        return self._linear(weight[None], bias[None, None])
+
+    def by_inputs(self, weight: Matrix) -> Linear:
+        """Each shard makes a part of all outputs, of its own inputs."""
+        return self._linear(weight.reshape(len(weight), self.shards, -1).swapaxes(0, 1), None)
+
+    def _linear(self, weight: Matrix, bias: Matrix | None) -> Linear:
+        shards, outputs, inputs = weight.shape
+        fitting = range(min(self._tiling.panel_columns, outputs), 0, -1)
+        width = next(columns for columns in fitting if outputs % columns == 0)
+        panels = weight.reshape(shards, -1, width, inputs).swapaxes(2, 3)
+        most_rows = None
+        if self._tiling.most_multiplications is not None:
+            rows = self._tiling.most_multiplications // (width * inputs)
+            most_rows = max(rows - rows % ROWS_STEP, 1)
+        placed = self._free[: panels.size].reshape(panels.shape)
+        placed[...] = panels
+        self._free = self._free[panels.size :]
+        return Linear(placed, bias, most_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weights in shards, and those in panels."""
+
+    panels: Matrix  # of shard, panel, input and column
+    bias: Matrix | None  # of shard, row (one) and column; None where the shards are yet to be added
+    most_rows: int | None  # of one product
+
+    def __call__(self, rows: Matrix, shards: slice, share: Share) -> Matrix:
+        """What these shards make of the rows: of shard, row and column. The rows are the same for
+        all, or (of shard, row and column, too) each shard's own."""
+        weights = self.panels[shards]
+        count, panels, inputs, width = weights.shape
+        made = np.empty((count, rows.shape[-2], panels * width), np.float32)
+        own = np.broadcast_to(rows, (count, *rows.shape[-2:]))
+
+        def compute(part: slice) -> None:
+            for shard in range(part.start // panels, -(-part.stop // panels)):
+                first = max(part.start - shard * panels, 0)
+                last = min(part.stop - shard * panels, panels)
+                columns = made[shard, :, first * width : last * width]
+                self._multiply(own[shard], weights[shard, first:last], columns)
+
+        share(compute, count * panels, inputs * width * (rows.shape[-2] + READING_ROWS))
+        if self.bias is not None:
+            made += self.bias[shards]
+        return made
+
+    def _multiply(self, rows: Matrix, panels: Matrix, into: Matrix) -> None:
+        count = len(rows)
+        most = self.most_rows or count
+        whole = count - count % most
+        if whole:
+            some = rows[:whole].reshape(-1, 1, most, rows.shape[1])
+            np.matmul(some, panels, out=_by_panel(into[:whole], most, panels))
+        if whole < count:
+            rest = _by_panel(into[whole:], count - whole, panels)
+            np.matmul(rows[whole:], panels, out=rest[0])
+
+
+def _by_panel(values: Matrix, rows: int, panels: Matrix) -> Matrix:
+    """A view of the same values: of so many rows, panel, row and column."""
+    return values.reshape(-1, rows, len(panels), panels.shape[2]).swapaxes(1, 2)
+
+
+# ----------------------------------------------------------------------
+# One layer of a BERT, in steps that several threads can share.
+
+LEAST_SHARED_ROWS = 48  # of fewer only products are shared: the rest would wait for Python's lock
+SAFE_SCORE = 60  # up to here exponentials and their sums are ordinary numbers
+# gelu(x) = x (1 + tanh(a x + b x^3)) / 2. The inputs come scaled by the cube root of b, so that
+# the inner part is x^3 + GELU_LINEAR x; the weights before and after see to it.
+TANH_LINEAR = (2 / np.pi) ** 0.5
+GELU_SCALE = (0.044715 * TANH_LINEAR) ** (1 / 3)
+GELU_LINEAR = np.float32(TANH_LINEAR / GELU_SCALE)
+
+Stage = Callable[[slice, Share], None]  # of some shards
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of inputs that are equally long."""
+
+    start: int
+    inputs: int
+    tokens: int  # of each
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.inputs * self.tokens
+
+    def of(self, rows: Matrix) -> Matrix:
+        """These rows, by input and token."""
+        shape = (*rows.shape[:-2], self.inputs, self.tokens, rows.shape[-1])
+        return rows[..., self.start : self.stop, :].reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Matrix
+    bias: Matrix
+    average: Matrix  # multiplied by a row: the mean of its values
+    epsilon: np.float32
+
+    @classmethod
+    def of(cls, tensors: Tensors, name: str, epsilon: float) -> Norm:
+        weight = tensors[f"{name}.weight"]
+        average = np.full_like(weight, 1 / len(weight))
+        return cls(weight, tensors[f"{name}.bias"], average, np.float32(epsilon))
+
+    def __call__(self, rows: Matrix) -> Matrix:
+        """In place."""
+        width = np.float32(rows.shape[1])
+        rows -= (rows @ self.average)[:, None]
+        variance = np.vecdot(rows, rows) / width
+        variance += self.epsilon
+        rows /= np.sqrt(variance)[:, None]
+        rows *= self.weight
+        rows += self.bias
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Its weights are in shards, some heads and some inner columns each, that one thread can
+    compute alone."""
+
+    shards: int
+    heads: int  # of a shard
+    attention_input: Linear  # queries, keys and values
+    attention_output: Linear  # in one shard
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    bias: Matrix
+    norm: Norm
+
+    @classmethod
+    def of(cls, tensors: Tensors, weights: Weights, *, heads: int, epsilon: float) -> Layer:
+        width, shards = len(tensors["attn_q.bias"]), weights.shards
+        one = np.float32(1)
+        scales = {"attn_q": np.float32((width // heads) ** -0.5), "attn_k": one, "attn_v": one}
+        weight, bias = (
+            np.stack(
+                [
+                    (tensors[f"{name}.{part}"] * scale).reshape(shards, width // shards, -1)
+                    for name, scale in scales.items()
+                ],
+                axis=1,
+            )
+            for part in ("weight", "bias")
+        )
+        up, down = tensors["ffn_up.weight"], tensors["ffn_down.weight"]
+        scale = np.float32(GELU_SCALE)
+        return cls(
+            shards,
+            heads // shards,
+            weights.by_outputs(weight.reshape(-1, width), bias),
+            weights.whole(tensors["attn_output.weight"], tensors["attn_output.bias"]),
+            Norm.of(tensors, "attn_output_norm", epsilon),
+            weights.by_outputs(up * scale, tensors["ffn_up.bias"] * scale),
+            weights.by_inputs(down / (2 * scale)),
+            tensors["ffn_down.bias"],
+            Norm.of(tensors, "layer_output_norm", epsilon),
+        )
+
+    def __call__(self, rows: Matrix, spans: list[Span], share: Share) -> Matrix:
+        attended = self._attention(rows, spans, share)
+        attended += rows
+        rows = self.attention_norm(attended)
+        outer = self._feed_forward(rows, share)
+        outer += self.bias
+        outer += rows
+        return self.norm(outer)
+
+    def _attention(self, rows: Matrix, spans: list[Span], share: Share) -> Matrix:
+        seen = np.empty_like(rows)
+
+        def compute(shards: slice, share: Share) -> None:
+            projected = self.attention_input(rows, shards, share)
+            for span in spans:
+                into = span.of(seen).reshape(span.inputs, span.tokens, self.shards, self.heads, -1)
+                self._attend(span.of(projected), into[:, :, shards].transpose(2, 0, 3, 1, 4))
+
+        self._staged(compute, len(rows), share)
+        return _total(self.attention_output(seen, slice(0, 1), share))
+
+    def _attend(self, projected: Matrix, seen: Matrix) -> None:
+        """What each token sees, by its query, of the values in its own input."""
+        shape = (*projected.shape[:3], 3, self.heads, -1)
+        queries, keys, values = projected.reshape(shape).transpose(3, 0, 1, 4, 2, 5)
+        scores = queries @ keys.swapaxes(-1, -2)
+        if max(-scores.min(), scores.max()) > SAFE_SCORE:
+            scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        np.matmul(scores, values, out=seen)
+        seen /= (scores @ np.ones(scores.shape[-1], np.float32))[..., None]
+
+    def _feed_forward(self, rows: Matrix, share: Share) -> Matrix:
+        """Without the bias."""
+        made: dict[int, Matrix] = {}
+
+        def compute(shards: slice, share: Share) -> None:
+            inner = _twice_gelu(self.up(rows, shards, share))
+            made[shards.start] = _total(self.down(inner, shards, share))
+
+        self._staged(compute, len(rows), share)
+        return _total(made[first] for first in sorted(made))
+
+    def _staged(self, compute: Stage, rows: int, share: Share) -> None:
+        if rows < LEAST_SHARED_ROWS:
+            compute(slice(0, self.shards), share)
+        else:
+            share(lambda shards: compute(shards, alone), self.shards, LEAST_WORK)
+
+
+def _total(parts: Iterable[Matrix]) -> Matrix:
+    """In place of the first."""
+    total, *more = parts
+    for part in more:
+        total += part
+    return total
+
+
+def _twice_gelu(values: Matrix) -> Matrix:
+    """Halving is in the next weights."""
+    inner = values * values
+    inner += GELU_LINEAR
+    inner *= values
+    np.tanh(inner, out=inner)
+    inner += 1
+    inner *= values
+    return inner
+
+
+# ----------------------------------------------------------------------
+# Which inputs are computed together.
+
+CALL_TOKENS = 512  # that inputs which are computed together have, unless one has more
+
+
+def packed(lengths: Seq[int], most_tokens: int, most_inputs: int) -> Iterator[list[int]]:
+    """Places of inputs that are computed together, the longest first: those of one call take about
+    the same time, and what is left for the last call is short."""
+    places: list[int] = []
+    tokens = 0
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if places and (tokens + lengths[place] > most_tokens or len(places) == most_inputs):
+            yield places
+            places, tokens = [], 0
+        places.append(place)
+        tokens += lengths[place]
+    if places:
+        yield places
+
 
 MOST_SHARDS = 4  # a lone run has no use for more threads: it would wait for Python's lock
 
@@ -101,3 +409,71 @@ def _spans(inputs: Seq[Seq[int]]) -> list[Span]:
         start = spans[-1].stop if spans else 0
         spans.append(Span(start, sum(1 for _ in group), tokens))
     return spans
+
+
+# ----------------------------------------------------------------------
+# The weights of a BERT in a GGUF file, for where NumPy computes it.
+
+FLOATS = {bindings.GGML_TYPES["f32"]: np.float32, bindings.GGML_TYPES["f16"]: np.float16}
+FAST_MACHINES = ("x86_64", "AMD64")  # elsewhere the library's own kernels are as good
+BODY = ("token_embd.weight", "position_embd.weight", "token_types.weight", "token_embd_norm.weight")
+LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+NORMS = ("attn_output_norm", "layer_output_norm")
+
+
+def _mean(rows: Matrix) -> Matrix:
+    means: Matrix = rows.mean(axis=1)
+    return means
+
+
+def _first(rows: Matrix) -> Matrix:
+    firsts: Matrix = rows[:, 0]
+    return firsts
+
+
+POOLS = {bindings.POOLING_MEAN: _mean, bindings.POOLING_CLS: _first}
+
+
+def open_bert(model: LlamaModel, path: Path, threads: int) -> Bert | None:
+    """The model for NumPy; None where llama.cpp is to compute it, because it is another kind of
+    model, quantised, split, or not on an x86 CPU."""
+    pool = POOLS.get(model.pooling)
+    if pool is None or model.on_gpu or platform.machine() not in FAST_MACHINES:
+        return None
+    with open_header(model.library, path) as header:
+        is_bert = header.text("general.architecture") == "bert"
+        places = _places(header, model.layers) if is_bert else None
+        if places is None:
+            return None
+        width = header.number("bert.embedding_length")
+        return Bert(
+            {name: _read(path, place, name, width) for name, place in places.items()},
+            layers=model.layers,
+            heads=header.number("bert.attention.head_count"),
+            epsilon=header.real("bert.attention.layer_norm_epsilon"),
+            pool=pool,
+            threads=threads,
+        )
+
+
+def _places(header: GgufHeader, layers: int) -> dict[str, TensorPlace] | None:
+    """Every tensor that such a model has; None unless all are there, as floats."""
+    names = [*BODY, "token_embd_norm.bias"]
+    for layer in range(layers):
+        blocks = (f"blk.{layer}.{name}" for name in (*LAYER, *NORMS))
+        names += [f"{block}.{part}" for block in blocks for part in ("weight", "bias")]
+    found = {name: header.place(name) for name in names}
+    places = {name: each for name, each in found.items() if each and each.kind in FLOATS}
+    return places if len(places) == len(names) else None
+
+
+def _read(path: Path, place: TensorPlace, name: str, width: int) -> Matrix:
+    """A matrix has a row for each output."""
+    kind = np.dtype(FLOATS[place.kind])
+    count = place.size_bytes // kind.itemsize
+    values = np.fromfile(path, kind, count, offset=place.offset_bytes).astype(np.float32)
+    if name.endswith("_norm.weight") or name.endswith(".bias"):
+        return values
+    if name.endswith("ffn_down.weight"):
+        return values.reshape(width, -1)
+    return values.reshape(-1, width)

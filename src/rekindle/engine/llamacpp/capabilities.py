@@ -2,15 +2,104 @@
 
 from __future__ import annotations
 
-from rekindle.engine.base import Capabilities, Device, EngineOptions, KvLayout
-from rekindle.engine.llamacpp.fingerprint import Numerics, state_fingerprint, weights_digest
-from rekindle.engine.llamacpp.gpus import find_gpus
-from rekindle.engine.llamacpp.layouts import BITS
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from rekindle.engine.base import Capabilities, Device, EngineOptions, KvLayout, KvType
+from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.sizes import Sizes
-from rekindle.engine.llamacpp.state import GROUPS
+from rekindle.engine.llamacpp.sizes import Sizes, find_gpus
+from rekindle.engine.llamacpp.state import BITS, GROUPS
 from rekindle.engine.llamacpp.vision import Projector
+from rekindle.models.quant import split_names
 from rekindle.protocol.media import IMAGE, TEXT
+
+# ----------------------------------------------------------------------
+# What the bytes of a state depend on beside its tokens, as one hash.
+#
+# Two engines with equal fingerprints compute the same bits for the same canonical steps and lay
+# them out alike; state never crosses to an engine whose fingerprint is another.
+
+STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"  # what every context is built with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """All that changes numbers or their layout, the weights excepted."""
+
+    state_format: str
+    library: bytes  # a digest of the build
+    backends: tuple[str, ...]  # the CPU's instruction sets, and every other device
+    gpu_layers: int
+    kv_type: KvType
+    step_tokens: int  # where the steps of exact sequences end
+    rope_factors: str = ""  # those chosen of a LongRoPE model
+
+    @classmethod
+    def of(
+        cls, model: LlamaModel, options: EngineOptions, step_tokens: int, kv_type: KvType
+    ) -> Numerics:
+        """Threads are not in it, nor are the sizes of contexts and pool: no bit depends on them."""
+        return cls(
+            state_format=STATE_FORMAT,
+            library=_digest(*library_files(bindings.library_path())),
+            backends=_backends(model.library),
+            gpu_layers=min(model.gpu_layers(options), model.layers + 1),  # + 1: the output layer
+            kv_type=kv_type,
+            step_tokens=step_tokens,
+            rope_factors=model.rope.factors if model.rope else "",
+        )
+
+
+def weights_digest(path: Path, mmproj: Path | None = None) -> bytes:
+    """Weights, tokenizer and template are in the model's files, all of which are hashed; the first
+    file of a split may hold no tensor at all. Another projector makes other state of a picture."""
+    files = [path.with_name(name) for name in split_names(path.name)]
+    files += [mmproj] if mmproj else []
+    return _hash(*files)
+
+
+def state_fingerprint(weights: bytes, numerics: Numerics) -> bytes:
+    return blake3(repr(astuple(numerics)).encode() + weights).digest()
+
+
+def library_files(path: Path) -> list[Path]:
+    """The library, and what a shared build has beside it: its kernels are in libggml-*."""
+    library = path.resolve()
+    beside = {each.resolve() for each in library.parent.iterdir() if _is_part(each.name)}
+    return sorted(beside | {library})
+
+
+def _is_part(name: str) -> bool:
+    of_llama = "llama" in name or "ggml" in name
+    return of_llama and (".so" in name or name.endswith(".dylib"))
+
+
+@cache
+def _digest(*files: Path) -> bytes:
+    """Once a process: a library does not change under those who have loaded it."""
+    return _hash(*files)
+
+
+def _hash(*files: Path) -> bytes:
+    return b"".join(blake3(max_threads=blake3.AUTO).update_mmap(file).digest() for file in files)
+
+
+def _backends(library: Any) -> tuple[str, ...]:
+    """What computes. A GPU counts even where no layer lies on it: large batches may go there."""
+    devices = (library.ggml_backend_dev_get(n) for n in range(library.ggml_backend_dev_count()))
+    others = (
+        library.ggml_backend_dev_name(device) + b" " + library.ggml_backend_dev_description(device)
+        for device in devices
+        if library.ggml_backend_dev_type(device) != bindings.DEVICE_CPU
+    )
+    return tuple(
+        each.decode(errors="replace") for each in (library.llama_print_system_info(), *others)
+    )
 
 
 def describe(

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -40,9 +39,10 @@ from rekindle.engine.llamacpp.sizes import (
     choose_sizes,
 )
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import build_step_sampler
+from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
+from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens

@@ -15,9 +15,8 @@ from collections import deque
 from functools import cache
 from typing import Any
 
-from rekindle.buffers import plain_memory
 from rekindle.engine.llamacpp import bindings
-from rekindle.host_memory import host_free_bytes
+from rekindle.memory import host_free_bytes, plain_memory
 
 log = logging.getLogger("rekindle.engine")
 

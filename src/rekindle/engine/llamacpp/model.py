@@ -3,14 +3,136 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from rekindle.engine.base import EngineOptions, KvType, OnProgress
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.rope import choose_rope
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
+from rekindle.models.quant import split_names
+
+# ----------------------------------------------------------------------
+# The header of a GGUF file as llama.cpp reads it, before the model is loaded.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    kind: int  # ggml's type
+    offset_bytes: int
+    size_bytes: int
+
+
+class GgufHeader:
+    """Answers for what is there and of the right type; a file that cannot be read has nothing."""
+
+    def __init__(self, library: Any, native: int | None) -> None:
+        self._library = library
+        self._native = native
+
+    def number(self, key: str) -> int:
+        """An unsigned 32-bit value; 0 when there is none."""
+        index = self._find(key, bindings.GGUF_UINT32)
+        return 0 if index is None else int(self._library.gguf_get_val_u32(self._native, index))
+
+    def real(self, key: str) -> float:
+        """A 32-bit float; 0 when there is none."""
+        index = self._find(key, bindings.GGUF_FLOAT32)
+        return 0.0 if index is None else float(self._library.gguf_get_val_f32(self._native, index))
+
+    def text(self, key: str) -> str:
+        """A text; empty when there is none."""
+        index = self._find(key, bindings.GGUF_STRING)
+        if index is None:
+            return ""
+        value: bytes = self._library.gguf_get_val_str(self._native, index)
+        return value.decode(errors="replace")
+
+    def has_tensor(self, name: str) -> bool:
+        if not self._native:
+            return False
+        return bool(self._library.gguf_find_tensor(self._native, name.encode()) >= 0)
+
+    def place(self, name: str) -> TensorPlace | None:
+        """Where a tensor lies in the file; None: it is not there."""
+        if not self.has_tensor(name):
+            return None
+        index = self._library.gguf_find_tensor(self._native, name.encode())
+        start = self._library.gguf_get_data_offset(self._native)
+        return TensorPlace(
+            kind=int(self._library.gguf_get_tensor_type(self._native, index)),
+            offset_bytes=start + self._library.gguf_get_tensor_offset(self._native, index),
+            size_bytes=int(self._library.gguf_get_tensor_size(self._native, index)),
+        )
+
+    def _find(self, key: str, kind: int) -> int | None:
+        """Where the key is; ggml ends the process when a value is read as another type."""
+        if not self._native:
+            return None
+        index = int(self._library.gguf_find_key(self._native, key.encode()))
+        if index < 0 or self._library.gguf_get_kv_type(self._native, index) != kind:
+            return None
+        return index
+
+
+@contextmanager
+def open_header(library: Any, path: Path) -> Iterator[GgufHeader]:
+    native = library.gguf_init_from_file(str(path).encode(), bindings.GgufInitParams(True, None))
+    try:
+        yield GgufHeader(library, native)
+    finally:
+        if native:
+            library.gguf_free(native)
+
+
+# ----------------------------------------------------------------------
+# LongRoPE: which of a model's two sets of rotation factors is used, the same in every context.
+#
+# llama.cpp compares each context's cells with the model's original context length. A pool has more
+# cells than an exact context, and how many depends on free memory, so that the two could rotate
+# differently, and one run unlike the next. Here the settings and the model decide, once.
+
+LONG_FACTORS = "rope_factors_long.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeChoice:
+    key: str  # of the model's original context length
+    original_tokens: int
+    factors: Literal["long", "short"]
+
+    @property
+    def overrides(self) -> Any:
+        """An original context length that is below that of any context, or above."""
+        forced = 1 if self.factors == "long" else (1 << 31) - 1
+        override = bindings.KvOverride(bindings.OVERRIDE_INT, self.key.encode())
+        override.value.number = forced
+        return (bindings.KvOverride * 2)(override, bindings.KvOverride())  # the empty one ends it
+
+
+def choose_rope(library: Any, options: EngineOptions) -> RopeChoice | None:
+    """None for a model with one set of factors, and for a file that llama.cpp cannot read."""
+    files = [options.path.with_name(name) for name in split_names(options.path.name)]
+    if not any(_has_long_factors(library, file) for file in files):
+        return None
+    with open_header(library, files[0]) as header:
+        architecture = header.text("general.architecture")
+        key = f"{architecture}.rope.scaling.original_context_length"
+        trained_tokens = header.number(f"{architecture}.context_length")
+        original_tokens = header.number(key) or trained_tokens
+    wanted_tokens = options.context_tokens or trained_tokens
+    factors: Literal["long", "short"] = "long" if wanted_tokens > original_tokens else "short"
+    return RopeChoice(key, original_tokens, factors)
+
+
+def _has_long_factors(library: Any, file: Path) -> bool:
+    with open_header(library, file) as header:
+        return header.has_tensor(LONG_FACTORS)
+
 
 ALL_LAYERS = 999
 

@@ -7,16 +7,15 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
 
-from rekindle.buffers import Allocate
 from rekindle.engine.base import Blob, EngineOptions, KvType, Sequence, Work
 from rekindle.engine.llamacpp.context import Context
-from rekindle.engine.llamacpp.exact_contexts import ExactContexts
-from rekindle.engine.llamacpp.layouts import Layouts
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.parking import Parking
-from rekindle.engine.llamacpp.pools import Pools
+from rekindle.engine.llamacpp.pools import ExactContexts, Pools
 from rekindle.engine.llamacpp.sizes import Sizes, evenly_free_bytes, free_bytes, measure_layout
+from rekindle.engine.llamacpp.state import Layouts
 from rekindle.errors import EngineBroken, PoolFull
+from rekindle.memory import Allocate
 
 
 class Sequences:

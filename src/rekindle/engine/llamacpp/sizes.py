@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import Rows
 from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
-from rekindle.engine.llamacpp.exact_contexts import ExactBudget
-from rekindle.engine.llamacpp.gpus import find_gpus
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.pools import OtherPools
+from rekindle.engine.llamacpp.pools import ExactBudget, OtherPools
 from rekindle.engine.llamacpp.state import StateLayout, read_layout
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.host_memory import host_free_bytes
+from rekindle.memory import host_free_bytes
+
+# ----------------------------------------------------------------------
+# The GPUs that llama.cpp was built for and has found.
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+
+def find_gpus(library: Any) -> list[Gpu]:
+    """As llama.cpp chooses: integrated ones only where there are no others."""
+    devices = [library.ggml_backend_dev_get(n) for n in range(library.ggml_backend_dev_count())]
+    for kind in (bindings.DEVICE_GPU, bindings.DEVICE_INTEGRATED_GPU):
+        if found := [each for each in devices if library.ggml_backend_dev_type(each) == kind]:
+            return [_read(library, each) for each in found]
+    return []
+
+
+def _read(library: Any, device: int) -> Gpu:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    name = library.ggml_backend_dev_description(device).decode(errors="replace")
+    return Gpu(name, free.value, total.value)
+
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay in the pool beside the active ones

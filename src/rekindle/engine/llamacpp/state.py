@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from rekindle.engine.base import Blob, KvType
 from rekindle.engine.llamacpp import bindings
-from rekindle.errors import CorruptBlock
+from rekindle.errors import CorruptBlock, ModelError, NoMemory, Unsupported
 
 #: Of a KV type: how many values share a scale, and the bytes that those take.
 GROUPS: dict[KvType, tuple[int, int]] = {"f16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
@@ -221,3 +221,51 @@ def _rotated(values: Floats, size: int) -> Floats:
         np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
         turned, others, near = others, turned, 2 * near
     return (turned.T * np.float32(size**-0.5)).reshape(-1)
+
+
+# ----------------------------------------------------------------------
+# What blocks of each KV type look like, and blocks of one type as blocks of another.
+
+BITS: dict[KvType, int] = {"f16": 16, "q8_0": 8, "q4_0": 4}
+
+
+class Layouts:
+    """Sizes are known of every type; rotations, which only state of the type itself shows, of the
+    usual one, and of others when they are first needed."""
+
+    def __init__(
+        self,
+        library: Any,
+        sizes: Mapping[KvType, StateLayout],
+        usual: KvType,
+        measure: Callable[[KvType], StateLayout],
+    ) -> None:
+        self._library = library
+        self._sizes = sizes
+        self._measure = measure
+        self._measured = {usual: sizes[usual]}
+
+    def __getitem__(self, kv_type: KvType) -> StateLayout:
+        """The sizes of a type."""
+        return self._sizes[kv_type]
+
+    def transcode(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool
+    ) -> bytes:
+        if BITS[target] >= BITS[source]:
+            raise ValueError(f"{target} cells hold no less than {source} cells")
+        layouts = self.measured(source), self.measured(target)
+        return Transcoder(self._library, *layouts).transcode(blob, tokens, resumable=resumable)
+
+    def measured(self, kv_type: KvType) -> StateLayout:
+        """The layout of a type with its rotations; raises NoMemory."""
+        if kv_type not in self._measured:
+            try:
+                found = self._measure(kv_type)
+            except ModelError:
+                raise NoMemory.for_kv_type(needed_bytes=1) from None
+            known = self._sizes[kv_type]
+            if (found.fixed, found.each) != (known.fixed, known.each):
+                raise Unsupported(f"llama.cpp lays {kv_type} cells out in an unknown way.")
+            self._measured[kv_type] = found
+        return self._measured[kv_type]

@@ -16,7 +16,6 @@ from typing import NoReturn
 import mlx.core as mx
 import numpy as np
 
-from rekindle.buffers import plain_memory
 from rekindle.engine.base import (
     Blob,
     Capabilities,
@@ -34,18 +33,17 @@ from rekindle.engine.base import (
     nothing_meanwhile,
 )
 from rekindle.engine.mlx import memory, state
-from rekindle.engine.mlx.batch import can_batch
-from rekindle.engine.mlx.batches import DecodingBatches
-from rekindle.engine.mlx.computation import Computation
+from rekindle.engine.mlx.batches import Computation, DecodingBatches, can_batch
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import LoadedModel, load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequence, Sequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
-from rekindle.engine.sampling import build_sampler
-from rekindle.engine.step_sampler import build_step_sampler
+from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.engine.steps import run_on
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
+from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens

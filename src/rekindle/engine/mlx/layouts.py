@@ -17,8 +17,16 @@ from blake3 import blake3
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from rekindle.engine.base import Blob, KvLayout, KvType
-from rekindle.engine.mlx.arrays import Reader, joined
-from rekindle.engine.mlx.layers import Layer, Part, Positions, Recurrent, Rows, check_kinds
+from rekindle.engine.mlx.layers import (
+    Layer,
+    Part,
+    Positions,
+    Reader,
+    Recurrent,
+    Rows,
+    check_kinds,
+    joined,
+)
 from rekindle.engine.mlx.quantized_batch import MergingQuantizedKVCache
 from rekindle.engine.mlx.state import StateLayout, block_header, share
 from rekindle.errors import CorruptBlock, ModelError

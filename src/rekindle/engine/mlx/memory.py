@@ -11,7 +11,7 @@ import mlx.core as mx
 from rekindle.engine.base import Device as Gpu
 from rekindle.engine.base import EngineOptions, KvLayout, KvType
 from rekindle.engine.mlx.sequences import PoolSize
-from rekindle.host_memory import host_free_bytes
+from rekindle.memory import host_free_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 IDLE_SEQUENCES = 32  # idle conversations that may stay on the device beside the active ones

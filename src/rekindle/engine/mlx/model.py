@@ -4,19 +4,52 @@ from __future__ import annotations
 
 import glob
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.utils
+from blake3 import blake3
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from rekindle.engine.base import EngineOptions, OnProgress
-from rekindle.engine.mlx.fingerprint import ADAPTER_FILES, state_fingerprint
 from rekindle.errors import ModelError
-from rekindle.models.folder import CONFIG, TOKENIZER, check_folder, read_json
+from rekindle.models.folder import CONFIG, TOKENIZER, check_folder, read_json, weight_files
 from rekindle.models.safetensors import tensor_names
+
+# ----------------------------------------------------------------------
+# What the bytes of a state depend on beside its tokens and KV type, as one hash.
+#
+# Weights, configuration and adapter; the libraries that compute; what they compute on. Tokenizers
+# are in it, so that a repaired one starts anew; templates are not, as they change no token's
+# state.
+
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+QUANTISATION = "hf_quant_config.json"  # mlx_lm reads it where the configuration says nothing of it
+LIBRARIES = ("mlx", "mlx-lm")
+
+
+def state_fingerprint(folder: Path, adapter: Path | None) -> bytes:
+    files = [folder / CONFIG, folder / TOKENIZER, *weight_files(folder)]
+    files += [folder / QUANTISATION] if (folder / QUANTISATION).is_file() else []
+    files += [adapter / name for name in ADAPTER_FILES] if adapter else []
+    return blake3(repr((_numerics(), len(files))).encode() + b"".join(map(_hash, files))).digest()
+
+
+def _numerics() -> tuple[str, ...]:
+    """The BLAS of a CPU chooses its kernels by the processor, so that its name is in it."""
+    versions = tuple(f"{name} {version(name)}" for name in LIBRARIES)
+    device = mx.default_device()
+    about = mx.device_info(device)
+    names = (f"{about.get(key)}" for key in ("architecture", "device_name"))
+    return (*versions, str(device), *names)
+
+
+def _hash(file: Path) -> bytes:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).digest()
+
 
 UNLIMITED_TOKENS = 1 << 17  # context of a model that gives no limit, as recurrent ones do
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -18,12 +18,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from rekindle.engine.base import Blob
-from rekindle.engine.mlx.arrays import Reader, joined
 from rekindle.engine.mlx.layers import (
     Layer,
     Part,
     Positions,
+    Reader,
     buffers,
+    joined,
     layer_of,
     leaves,
     set_buffers,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,122 @@ from typing import Any
 
 from tokenizers import Tokenizer as NativeTokenizer
 
-from rekindle.engine.mlx.chat_template import read_chat_template
-from rekindle.engine.mlx.pieces import piece_decoder
 from rekindle.errors import BadRequest, ModelError
 from rekindle.models.folder import CONFIG, TOKENIZER, read_json
+
+# ----------------------------------------------------------------------
+# The bytes that a token stands for, by the decoder that tokenizer.json describes.
+
+Spelled = Callable[[str], bytes]  # from a token as the vocabulary spells it
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_spellings() -> dict[str, int]:
+    """GPT-2's printable character for each byte, the other way round."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    named = {chr(byte): byte for byte in printable}
+    return named | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = byte_spellings()
+
+
+def piece_decoder(decoder: Any) -> Spelled:
+    """How tokens become bytes; raises ModelError where that depends on their neighbours."""
+    steps = list(_steps(decoder))
+    if any(step["type"] == "ByteLevel" for step in steps):
+        return _from_byte_level
+    replaced = [pair for step in steps if (pair := _replacement(step))]
+    has_bytes = any(step["type"] == "ByteFallback" for step in steps)
+
+    def spelled(text: str) -> bytes:
+        if has_bytes and (byte := _BYTE.fullmatch(text)):
+            return bytes.fromhex(byte[1])
+        for old, new in replaced:
+            text = text.replace(old, new)
+        return text.encode()
+
+    return spelled
+
+
+def _from_byte_level(text: str) -> bytes:
+    try:
+        return bytes(_BYTES[character] for character in text)
+    except KeyError:
+        return text.encode()  # added to the vocabulary as it is
+
+
+def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
+    """The decoders of a sequence, one after the other."""
+    if decoder is None:
+        return
+    if not isinstance(decoder, dict):
+        raise _unknown(decoder)
+    if decoder.get("type") == "Sequence":
+        for each in decoder.get("decoders", ()):
+            yield from _steps(each)
+    else:
+        yield {"type": None} | decoder
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
+    """What a decoder puts in place of what."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return old, new
+        case {"type": "Metaspace", "replacement": str(old)} if old:
+            return old, " "
+        case {"type": "ByteFallback" | "Fuse" | "Strip"}:  # the last two are of whole texts
+            return None
+    raise _unknown(step["type"])
+
+
+def _unknown(kind: object) -> ModelError:
+    return ModelError(
+        f"The tokenizer's decoder {str(kind)[:100]!r} is not supported: use a model with a "
+        "byte-level or SentencePiece vocabulary."
+    )
+
+
+# ----------------------------------------------------------------------
+# The chat template of a model folder, wherever its publisher put it.
+
+MAX_TEMPLATE_BYTES = 1 << 20
+PREFERRED = ("default", "tool_use")  # of several templates, by name
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """In the order in which transformers looks; None: the model has none."""
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        return _bounded(alone)
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        path = folder / name
+        found = _chosen(read_json(path).get("chat_template")) if path.is_file() else None
+        if found is not None:
+            return found
+    return None
+
+
+def _bounded(path: Path) -> str:
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path} is larger than any chat template. Pull the model again.")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _chosen(template: Any) -> str | None:
+    """The template itself, or one of those that have names."""
+    if not isinstance(template, list):
+        return template if isinstance(template, str) else None
+    named = {
+        each["name"]: each["template"]
+        for each in template
+        if isinstance(each, dict) and isinstance(each.get("template"), str) and "name" in each
+    }
+    chosen = (named[name] for name in (*PREFERRED, *named) if name in named)
+    return next(chosen, None)
+
 
 #: Control tokens that end a turn, whatever the settings say, as in llama.cpp.
 END_TEXTS = {

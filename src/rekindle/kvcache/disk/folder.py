@@ -31,7 +31,7 @@ from rekindle.errors import FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.files import Files, make_folder, sync_folder
 from rekindle.kvcache.disk.index_db import BACKUP, EntryRow, IndexDb, RawBlock, beside
-from rekindle.kvcache.disk.learnt_file import Learnt, read_learnt
+from rekindle.kvcache.disk.policy_state import Learnt, read_learnt
 from rekindle.kvcache.disk.recovery import OpenIndex, Recovery, recover
 from rekindle.kvcache.disk.secret import read_secret
 

@@ -11,15 +11,14 @@ from pathlib import Path
 
 from rekindle.errors import IndexDamaged
 from rekindle.kvcache.disk import entry_table, index_upgrade, pieces
-from rekindle.kvcache.disk import index_rows as rows
-from rekindle.kvcache.disk.entry_table import EntryTable
-from rekindle.kvcache.disk.index_rows import (
+from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
     DropBlock,
     DropEntry,
     DropName,
     EntryRow,
+    EntryTable,
     PutBlock,
     PutEntry,
     RawBlock,
@@ -44,7 +43,8 @@ __all__ = [
 
 SCHEMA_VERSION = "5"
 _SCHEMA = f"""
-BEGIN IMMEDIATE; {rows.SCHEMA} {entry_table.SCHEMA} {entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
+BEGIN IMMEDIATE; {entry_table.BLOCK_SCHEMA} {entry_table.ENTRY_SCHEMA}
+{entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
 INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
 COMMIT;
 """
@@ -136,12 +136,12 @@ class IndexDb:
 
     def blocks(self) -> list[BlockRow]:
         """All blocks in the order in which they first came."""
-        return [rows.parse_block(raw) for raw in self.raw_blocks()]
+        return [entry_table.parse_block(raw) for raw in self.raw_blocks()]
 
     def raw_blocks(self) -> list[RawBlock]:
         """The same, as quickly as they can be read."""
         with _raising_damage():
-            return list(map(rows.parse_raw, self._db.execute(rows.SELECT_BLOCKS)))
+            return list(map(entry_table.parse_raw, self._db.execute(entry_table.SELECT_BLOCKS)))
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""
@@ -153,7 +153,8 @@ class IndexDb:
         with _raising_damage():
             found = self._db.execute(_DANGLING)
             return [
-                DropName(namespace, kind, rows.parse_text(name)) for namespace, kind, name in found
+                DropName(namespace, kind, entry_table.parse_text(name))
+                for namespace, kind, name in found
             ]
 
     def problems(self) -> list[str]:
@@ -186,7 +187,7 @@ class IndexDb:
     def _apply(self, change: Change) -> None:
         match change:
             case PutBlock(block):
-                self._db.execute(rows.PUT_BLOCK, rows.put_block(block))
+                self._db.execute(entry_table.PUT_BLOCK, entry_table.put_block(block))
             case DropBlock(block_key):
                 self._db.execute("DELETE FROM blocks WHERE key = ?", (block_key,))
             case PutEntry(entry):
@@ -197,7 +198,7 @@ class IndexDb:
                 self._entries.drop(key)
             case DropName(namespace, kind, name):
                 drop = "DELETE FROM names WHERE root = ? AND kind = ? AND name = ?"
-                self._db.execute(drop, (namespace, kind, rows.text_bytes(name)))
+                self._db.execute(drop, (namespace, kind, entry_table.text_bytes(name)))
             case SetMeta(key, value):
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 

@@ -12,8 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from rekindle.kvcache.disk import entry_table, pieces
-from rekindle.kvcache.disk.entry_table import EntryTable
-from rekindle.kvcache.disk.index_rows import EntryRow, typed
+from rekindle.kvcache.disk.entry_table import EntryRow, EntryTable, typed
 
 UPGRADED = ("1", "2", "3", "4")
 
@@ -53,7 +52,7 @@ def _upgrade_2(db: sqlite3.Connection, version: str) -> None:
     if version == "1":
         _run(db, _TO_2)
     entries = [_parse_2(row) for row in db.execute(_SELECT_2).fetchall()]
-    _run(db, f"DROP TABLE entries; {entry_table.SCHEMA} {pieces.SCHEMA}")
+    _run(db, f"DROP TABLE entries; {entry_table.ENTRY_SCHEMA} {pieces.SCHEMA}")
     table = EntryTable(db)
     for entry in entries:
         if entry is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rekindle.errors import CorruptBlock, IndexDamaged
 from rekindle.kvcache.block import packed_chain_key
 from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.disk.entry_table import parse_block
 from rekindle.kvcache.disk.index_db import (
     BACKUP,
     SIDECARS,
@@ -25,7 +26,6 @@ from rekindle.kvcache.disk.index_db import (
     beside,
     publish,
 )
-from rekindle.kvcache.disk.index_rows import parse_block
 
 DAMAGED = ".damaged"
 

@@ -16,19 +16,17 @@ from queue import Empty, SimpleQueue
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import load_embedder
 from rekindle.errors import ServerError, Unsupported, as_server_error
-from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats
+from rekindle.protocol.admin import AdminReply, AdminRequest, Detokenize, GetStats, Tokenize
 from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import Events, Loading, Ready, Received
 from rekindle.protocol.requests import Cancel, Stop
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.protocol.tokenisation import Detokenize, Tokenize
-from rekindle.runtime.embedding.scheduler import EmbeddingScheduler
+from rekindle.runtime.embedding.scheduler import EmbeddingScheduler, VectorCache
 from rekindle.runtime.embedding.turn import EmbeddingTurn, begin
-from rekindle.runtime.embedding.vector_cache import VectorCache
-from rekindle.runtime.encoders import Encoders, Job
+from rekindle.runtime.encode.threads import Encoders, Job
+from rekindle.runtime.encode.tokenisation import Tokenisation
 from rekindle.runtime.link import Link
-from rekindle.runtime.tokenisation import Tokenisation
 
 MOST_CACHE_BYTES = 256 << 20  # of rows; several hundred thousand short texts
 

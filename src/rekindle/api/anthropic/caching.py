@@ -1,0 +1,126 @@
+"""`cache_control`: how long what a request computes is to be kept at least."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from rekindle.api.anthropic.blocks import CacheControl, ToolResultBlock, as_blocks
+from rekindle.api.anthropic.schema import MessagesRequest
+from rekindle.protocol.events import CacheReport, Finished, Reason
+
+# ----------------------------------------------------------------------
+# `usage` of a message: what was computed, what was read from the cache, and what was put there.
+
+Lifetime = Literal["5m", "1h"]
+
+
+def input_usage(
+    prompt_tokens: int, reused_tokens: int, lifetime: Lifetime | None
+) -> dict[str, Any]:
+    """Of a prompt, as soon as it is known what is reused. All that is computed is kept; to say so
+    is right only where a client asked for it with a `lifetime`."""
+    computed = prompt_tokens - reused_tokens
+    created = computed if lifetime else 0
+    return {
+        "input_tokens": computed - created,
+        "cache_read_input_tokens": reused_tokens,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": created if lifetime == "5m" else 0,
+            "ephemeral_1h_input_tokens": created if lifetime == "1h" else 0,
+        },
+        "service_tier": "standard",
+    }
+
+
+def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
+    """Of a whole turn."""
+    kept = lifetime if turn.cache.cached_tokens else None
+    return {
+        **input_usage(turn.prompt_tokens, turn.cache.reused_tokens, kept),
+        "output_tokens": turn.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": turn.reasoning_tokens},
+    }
+
+
+LIFETIMES_S: dict[Lifetime, float] = {"5m": 300.0, "1h": 3600.0}
+
+
+def lifetime_of(body: MessagesRequest) -> Lifetime | None:
+    """The longest that any mark asks for; None: there is no mark."""
+    marks = {mark.ttl for mark in _marks(body) if mark is not None}
+    return "1h" if "1h" in marks else "5m" if marks else None
+
+
+def _marks(body: MessagesRequest) -> Iterator[CacheControl | None]:
+    yield body.cache_control
+    for tool in body.tools or ():
+        yield tool.cache_control
+    for block in as_blocks(body.system):
+        yield block.cache_control
+    for message in body.messages:
+        for block in message.blocks:
+            yield block.cache_control
+            if isinstance(block, ToolResultBlock):
+                yield from (each.cache_control for each in block.blocks)
+
+
+# ----------------------------------------------------------------------
+# Ids of messages: random, and with the model in them that wrote the message.
+
+PREFIX = "msg_"
+MODEL_DIGITS = 8
+RANDOM_BYTES = 12
+
+
+def new_message_id(model: str) -> str:
+    return f"{PREFIX}{_mark(model)}{secrets.token_hex(RANDOM_BYTES)}"
+
+
+def is_of_other_model(message_id: str, model: str) -> bool:
+    """Whether an id of ours is that of another model's message."""
+    digits = message_id.removeprefix(PREFIX)
+    is_ours = message_id != digits and len(digits) == MODEL_DIGITS + 2 * RANDOM_BYTES
+    return is_ours and not digits.startswith(_mark(model))
+
+
+def _mark(model: str) -> str:
+    return blake3(model.encode()).hexdigest()[:MODEL_DIGITS]
+
+
+# ----------------------------------------------------------------------
+# `diagnostics.cache_miss_reason`: what has changed since a message that the client names.
+
+CHANGES = {
+    Reason.SYSTEM_CHANGED: "system_changed",
+    Reason.TOOLS_CHANGED: "tools_changed",
+    Reason.TURN_CHANGED: "messages_changed",
+    Reason.PREFIX_CHANGED: "messages_changed",
+    Reason.REQUEST_SHORTER: "messages_changed",
+}
+
+
+def diagnostics(
+    previous: str | None, model: str, prompt_tokens: int, cache: CacheReport
+) -> dict[str, Any] | None:
+    """None: nothing has changed but what was added, or there is nothing to compare with."""
+    if previous is None:
+        return None
+    missed = {"cache_missed_input_tokens": prompt_tokens - cache.reused_tokens}
+    if cache.cache_key is None:
+        if is_of_other_model(previous, model):
+            return _reason("model_changed", **missed)
+        return _reason("previous_message_not_found")
+    if cache.reason is Reason.FULL_MATCH:
+        return None
+    change = CHANGES.get(cache.reason)
+    # Nothing has changed, and yet not all of it was there: it was evicted, or was damaged.
+    return _reason(change, **missed) if change else _reason("unavailable")
+
+
+def _reason(kind: str, **fields: int) -> dict[str, Any]:
+    return {"cache_miss_reason": {"type": kind, **fields}}

@@ -1,0 +1,200 @@
+"""The served models: their names, the presets that use them, and the model that a request means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Header
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
+
+from rekindle.api.base.tools import Tool, Tools, described
+from rekindle.config import Config, Preset
+from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
+from rekindle.models.catalogue import DEFAULT_MODEL, DEFAULT_VISION_MODEL
+from rekindle.models.folder import is_model_folder
+from rekindle.worker.client import RuntimeClient
+
+DEFAULT = "default"
+ModelNumber = Annotated[
+    str | None,
+    Header(alias="X-Model-Id", description="The number of a loaded model, counted from 0."),
+]
+
+_tools: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
+
+
+class ServedModels:
+    """The loaded models and their settings; the first of its kind answers when a request names
+    none."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtimes: list[RuntimeClient],
+        embedders: Sequence[RuntimeClient] = (),
+    ) -> None:
+        """`runtimes` generate text, `embedders` make vectors or scores."""
+        self.config = config
+        self._runtimes = {runtime.name: runtime for runtime in runtimes}
+        self._embedders = {runtime.name: runtime for runtime in embedders}
+        self._rankers = {each.name for each in embedders if each.ready and each.ready.ranks}
+        self._default = runtimes[0]
+        self.started_at = int(time.time())
+
+    @property
+    def runtimes(self) -> list[RuntimeClient]:
+        """Those that generate text, in the order of `--model`, which is how they are numbered."""
+        return list(self._runtimes.values())
+
+    @property
+    def all(self) -> list[RuntimeClient]:
+        """Those that make vectors, too."""
+        return [*self._runtimes.values(), *self._embedders.values()]
+
+    def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
+        """The model of this name; without one, the model of this number."""
+        numbered = self._default if number is None else self._numbered(number)
+        if model in (None, "", DEFAULT):
+            return numbered
+        if model in self._embedders:
+            endpoint = "/v1/rerank" if model in self._rankers else "/v1/embeddings"
+            raise BadRequest(
+                f"The model {model!r} generates no text: use {endpoint}, or one of "
+                f"{', '.join(self._runtimes)}.",
+                param="model",
+            )
+        return _named(model, self._runtimes)
+
+    def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
+        """The same, or the model of this name that makes vectors."""
+        other = self._embedders.get(model or "")
+        return self.runtime(model, number) if other is None else other
+
+    def embedder(self, model: str | None) -> RuntimeClient:
+        """The model of this name that makes vectors."""
+        names = [name for name in self._embedders if name not in self._rankers]
+        return self._of_kind(model, names, "makes embeddings", "--embedding-model")
+
+    def ranker(self, model: str | None) -> RuntimeClient:
+        """The model of this name that scores documents."""
+        names = [name for name in self._embedders if name in self._rankers]
+        return self._of_kind(model, names, "ranks documents", "--embedding-model with a reranker")
+
+    def _of_kind(
+        self, model: str | None, names: Sequence[str], what: str, flag: str
+    ) -> RuntimeClient:
+        if not names:
+            raise Unsupported(f"No model here {what}: start the server with {flag}.", param="model")
+        if model in (None, "", DEFAULT):
+            return self._embedders[names[0]]
+        if model in names:
+            return self._embedders[model]
+        found = _named(model, {each.name: each for each in self.all})
+        raise BadRequest(
+            f"The model {found.name!r} is not one that {what}: use one of {', '.join(names)}.",
+            param="model",
+        )
+
+    def _numbered(self, number: str) -> RuntimeClient:
+        loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
+        if number not in loaded:
+            names = ", ".join(f"{place} ({runtime.name})" for place, runtime in loaded.items())
+            raise BadRequest(
+                f"`X-Model-Id` takes the number of a loaded model: {names}.", param="X-Model-Id"
+            )
+        return loaded[number]
+
+    def chosen(self, number: str | None) -> list[RuntimeClient]:
+        """The model of this number alone; without one, all of them."""
+        return self.runtimes if number is None else [self._numbered(number)]
+
+    def others(self, runtime: RuntimeClient) -> list[RuntimeClient]:
+        return [other for other in self.runtimes if other is not runtime]
+
+    @property
+    def problem(self) -> str | None:
+        """Why not every model answers; None: all do."""
+        down = (runtime.supervisor.down_reason for runtime in self.all if runtime.ready is None)
+        return next(down, None)
+
+
+def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
+    found = served.get(model)
+    if found is None:
+        raise ModelNotFound(
+            f"The model {model[:128]!r} is not served here. Served: {', '.join(served)}. "
+            "Leave `model` out for the first of them.",
+            param="model",
+        )
+    return found
+
+
+def models_of(request: Request) -> ServedModels:
+    """The models of the server that received this request."""
+    models: ServedModels = request.state.models
+    return models
+
+
+def served_embedders(config: Config) -> dict[str, str]:
+    """What `--embedding-model` named, by what clients call it, in the order given."""
+    return _by_served_name(config.embedding_model, taken=served_names(config))
+
+
+def served_names(config: Config) -> dict[str, str]:
+    """What `--model` named, by what clients call it, in the order given."""
+    default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
+    return _by_served_name(config.model or (default,))
+
+
+def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for name in names:
+        served = _served_name(name)
+        other = taken.get(served) or named.setdefault(served, name)
+        if other != name or served in taken:
+            raise ConfigError(
+                f"{other} and {name} would both be called {served}: rename one of the files"
+            )
+    return named
+
+
+def _served_name(name: str) -> str:
+    """The name as given, or the stem of a file, or the name of a folder."""
+    path = Path(name)
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if is_model_folder(path) else name
+
+
+def preset_models(config: Config) -> dict[str, str]:
+    """What clients call each preset's model."""
+    names = served_names(config)
+    return {name: _model_of(name, preset, names) for name, preset in config.projects.items()}
+
+
+def _model_of(name: str, preset: Preset, names: dict[str, str]) -> str:
+    """The model may be written as clients call it, or as `--model` named it."""
+    if preset.model is None:
+        return next(iter(names))
+    for served, given in names.items():
+        if preset.model in (served, given):
+            return served
+    raise ConfigError(
+        f"project {name} wants the model {preset.model}, which is not served: "
+        f"give --model {preset.model} too, or choose one of {', '.join(names)}"
+    )
+
+
+def described_tools(name: str, preset: Preset) -> list[dict[str, Any]] | None:
+    """The preset's tools as a chat template sees them, validated like those of a request."""
+    try:
+        return described(_tools.validate_python(preset.tools))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, (name, "tools", *first["loc"])))
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"`projects`, `{place}`: {reason}") from None

@@ -1,0 +1,196 @@
+"""The HTTP application: routes, middleware, and the one place where errors become JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from rekindle.api.anthropic import routes as anthropic
+from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
+from rekindle.api.base import fields
+from rekindle.api.base.images import MEDIA
+from rekindle.api.base.models import ServedModels
+from rekindle.api.base.turns import ClientGone
+from rekindle.api.cache import entries, files, internal, prepare, stats
+from rekindle.api.ollama import embed as ollama_embed
+from rekindle.api.ollama import models as ollama_models
+from rekindle.api.ollama import routes as ollama
+from rekindle.api.ollama.reply import OLLAMA_ERRORS, speaks_ollama
+from rekindle.api.openai import chat, completions, embeddings, models
+from rekindle.api.rerank import routes as rerank
+from rekindle.api.responses import conversations
+from rekindle.api.responses import routes as responses
+from rekindle.api.responses.conversations import CONVERSATION_LOCKS, ConversationLocks
+from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
+from rekindle.api.responses.stored import (
+    DOCUMENT_SLOTS,
+    OPEN_RESPONSES,
+    DocumentSlots,
+    OpenResponses,
+)
+from rekindle.api.tokens import routes as tokens
+from rekindle.config import Config
+from rekindle.errors import NotFound, ServerError
+from rekindle.front import docs, metrics
+from rekindle.front.docs import EVERY_OPERATION, DocumentedApp
+from rekindle.http.auth import Keys
+from rekindle.http.body import VALIDATORS, open_validators
+from rekindle.http.drain import Drain
+from rekindle.http.middleware import RequestMiddleware
+from rekindle.http.responses import OPENAI_ERRORS, ErrorFormat, ErrorResponse, documented
+from rekindle.media.loader import MediaLoader
+from rekindle.version import __version__
+
+log = logging.getLogger("rekindle.api")
+
+CLIENT_CLOSED_REQUEST = 499
+
+OpenModels = Callable[[], AbstractAsyncContextManager[ServedModels]]
+
+
+# An endpoint is served by being listed here. Statistics come before entries: any other path under
+# /v1/cache is a cache key. Anthropic's list of models comes before OpenAI's: it is for clients that
+# send `anthropic-version`.
+ROUTERS = (
+    chat.router,
+    completions.router,
+    embeddings.router,
+    rerank.router,
+    responses.router,
+    conversations.router,
+    anthropic.router,
+    anthropic.models_router,
+    ollama.router,
+    ollama_models.router,
+    ollama_embed.router,
+    ollama_models.pull_router,
+    models.router,
+    tokens.props_router,
+    prepare.router,
+    files.router,
+    stats.router,
+    entries.listing_router,
+    entries.router,
+    internal.router,
+    tokens.router,
+    metrics.router,
+    docs.router,
+)
+
+
+def build_app(
+    config: Config,
+    open_models: OpenModels,
+    keys: Keys | None = None,
+    drain: Drain | None = None,
+) -> RequestMiddleware:
+    app = DocumentedApp(
+        title="Rekindle",
+        version=__version__,
+        summary="An OpenAI-compatible server that never computes the same prompt twice.",
+        lifespan=partial(_lifespan, config, open_models),
+        redirect_slashes=False,  # a redirect would repeat a forged Host header
+        responses=documented(*EVERY_OPERATION),
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_exception_handler(ServerError, _on_server_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    return RequestMiddleware(
+        (drain or Drain()).guard(app),
+        keys or Keys.of(config),
+        config.host,
+        origins=config.cors_origin,
+        versioned=_versioned(),
+        error_format=_error_format,
+    )
+
+
+@asynccontextmanager
+async def _lifespan(
+    config: Config, open_models: OpenModels, _app: FastAPI
+) -> AsyncIterator[dict[str, Any]]:
+    """What requests share, from the start of the server to its end."""
+    async with open_models() as models:
+        media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+        try:
+            with open_validators() as validators:
+                yield {
+                    "models": models,
+                    VALIDATORS: validators,
+                    MEDIA: media,
+                    files.TRANSFERS: files.Transfers(),
+                    OPEN_RESPONSES: OpenResponses(),
+                    CONVERSATION_LOCKS: ConversationLocks(),
+                    DOCUMENT_SLOTS: DocumentSlots(),
+                }
+        finally:
+            await media.close()
+
+
+def _versioned() -> set[str]:
+    """The first words after /v1/ of all paths."""
+    routes = (route for router in ROUTERS for route in router.routes)
+    paths = [route.path for route in routes if isinstance(route, APIRoute)]
+    return {path.split("/")[2] for path in paths if path.startswith("/v1/")}
+
+
+def _error_format(path: str, headers: Headers) -> ErrorFormat:
+    if speaks_anthropic(path, headers):
+        return ANTHROPIC_ERRORS
+    if speaks_responses(path):
+        return RESPONSES_ERRORS
+    return OLLAMA_ERRORS if speaks_ollama(path) else OPENAI_ERRORS
+
+
+class MethodNotAllowed(NotFound):
+    status, code = 405, "method_not_allowed"
+
+
+async def _on_server_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServerError)
+    return ErrorResponse(error, request.scope)
+
+
+async def _on_invalid_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return ErrorResponse(fields.explain(error.errors()), request.scope)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The router's own errors: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
+    path = request.scope["path"][:128]  # not request.url: an odd Host makes that raise
+    unserved = kind(f"{request.method} {path} is not served here; see /docs.")
+    response = ErrorResponse(unserved, request.scope)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the log: nobody receives it
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    route = getattr(request.scope.get("route"), "path", "no route")  # a path may hold a cache key
+    log.exception("unexpected error on %s", route, exc_info=error)
+    unexpected = ServerError("an unexpected error happened; the server's log has the details")
+    return ErrorResponse(unexpected, request.scope)

@@ -1,0 +1,268 @@
+"""The Python API: `Engine` runs a model inside a program, for chat or to serve HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar, overload
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from rekindle.api.base import fields as validation
+from rekindle.api.base.images import has_media, load_pictures
+from rekindle.api.base.models import ServedModels
+from rekindle.api.base.turns import Turns
+from rekindle.api.openai.request import chat_requests
+from rekindle.api.openai.schema import ChatRequest
+from rekindle.config import Config, load_config
+from rekindle.errors import BadRequest, ConfigError
+from rekindle.front import launch
+from rekindle.http.auth import OPEN_SALT, Keys
+from rekindle.http.drain import Server
+from rekindle.media.loader import MediaLoader
+from rekindle.protocol.events import Delta, TextDelta
+
+DTYPES = ("auto", "bf16", "f16")
+
+T = TypeVar("T")
+Texts = SimpleQueue[str | None]  # pieces of a reply; None: there are no more
+
+
+class EngineConfig:
+    """How to run a model. `model_id` is what `rekindle serve --model` takes.
+
+    Every other setting of the server can be given by its name: `force_cache`, `max_model_len`,
+    `kv_fraction`, `fp8_kvcache` and so on. What is not given comes from `rekindle.yaml` and
+    `REKINDLE_*`, or is the default. `flash_context` is the server's
+    `context_cache`: whether state is reused at all.
+    """
+
+    def __init__(
+        self,
+        model_id: str | Path | None = None,
+        *,
+        flash_context: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        model = None if model_id is None else [str(model_id)]
+        given = {"model": model, "context_cache": flash_context, **settings}
+        self.settings = load_config(given, spell=lambda name: f"`{name}`")
+
+
+class Engine:
+    """A model in a process of its own, loaded when it is first needed.
+
+    `dtype` is accepted for programs that name one: the weights are what the GGUF file holds, and
+    "bf16", "f16" and "auto" all mean that. `fp8_kvcache` decides about the KV cells.
+    """
+
+    def __init__(self, config: EngineConfig, dtype: str = "auto") -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}, not {dtype!r}")
+        self._config = config.settings
+        launch.check_settings(self._config)
+        self._lock = threading.Lock()
+        self._server: EmbeddedServer | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server and the model, if they run; the next use starts them again."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        session_id: str | None = None,
+        stream: Literal[False] = False,
+        **options: Any,
+    ) -> str: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        session_id: str | None = None,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Generator[str, None, None]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        session_id: str | None = None,
+        stream: bool = False,
+        **options: Any,
+    ) -> str | Generator[str, None, None]:
+        """The reply, or with `stream` an iterator over its pieces as they come.
+
+        `options` are the fields of POST /v1/chat/completions, with the same defaults. What is
+        wrong raises one of `rekindle.errors`.
+        """
+        fields = {"messages": [dict(message) for message in messages], "session_id": session_id}
+        request = _request({**fields, **options})
+        pieces = self._open().chat(request)
+        return pieces if stream else "".join(pieces)
+
+    def start_server(self, port: int = 8000, background: bool = False) -> None:
+        """Serve HTTP, on 127.0.0.1 unless the config names a host.
+
+        In the foreground it blocks until a signal stops it, as `rekindle serve` does. In the
+        background it returns at once, and `chat` and the server share model and cache.
+        """
+        config = replace(self._config, port=port)
+        if background:
+            self._open().serve(config)
+        else:
+            self.close()  # the server loads the model for itself
+            launch.serve(config, Console(stderr=True))
+
+    @property
+    def base_url(self) -> str | None:
+        """The address of the server in the background."""
+        return self._server.base_url if self._server else None
+
+    def _open(self) -> EmbeddedServer:
+        with self._lock:
+            if self._server is None:
+                self._server = EmbeddedServer(self._config)
+            return self._server
+
+
+@dataclass(frozen=True, slots=True)
+class HttpServer:
+    """HTTP that is being served in the background."""
+
+    server: Server
+    ended: Future[None]
+    base_url: str
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.ended.result()
+
+
+class EmbeddedServer:
+    """Loaded models and the thread whose event loop runs them; `close` ends both."""
+
+    def __init__(self, config: Config) -> None:
+        console = Console(stderr=True)
+        files = launch.fetch(config, console)
+        self._config = config
+        self._media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self._http: HttpServer | None = None
+        try:
+            self._models: ServedModels = self._submit(
+                self._stack.enter_async_context(launch.open_models(config, files, console))
+            ).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def close(self) -> None:
+        if self._http is not None:
+            self._http.stop()
+        self._submit(self._media.close()).result()
+        self._submit(self._stack.aclose()).result()
+        self._end_loop()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _end_loop(self) -> None:
+        self._submit(_cancel_all()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def chat(self, request: ChatRequest) -> Generator[str, None, None]:
+        """The reply's text in pieces; closing the generator early cancels the turn."""
+        texts: Texts = SimpleQueue()
+        turn = self._submit(self._generate(request, texts))
+        try:
+            while (text := texts.get()) is not None:
+                yield text
+            turn.result()
+        finally:
+            turn.cancel()
+
+    async def _generate(self, request: ChatRequest, texts: Texts) -> None:
+        try:
+            runtime = self._models.runtime(request.model)
+            illustrated = None
+            if has_media(request.messages):
+                illustrated = await load_pictures(
+                    self._media, runtime, request.messages, request.resize, OPEN_SALT
+                )
+            requests = chat_requests(request, self._config, OPEN_SALT, illustrated)
+            with contextlib.closing(Turns(runtime, requests)) as turns:
+                while turns.open:
+                    _, event = await turns.next()
+                    if isinstance(event, Delta) and isinstance(event.part, TextDelta):
+                        texts.put(event.part.text)
+        finally:
+            texts.put(None)
+
+    @property
+    def base_url(self) -> str | None:
+        return self._http.base_url if self._http else None
+
+    def serve(self, config: Config) -> None:
+        """Serve HTTP in the background, from the same models and cache."""
+        if self._http is not None:
+            raise ConfigError(f"this engine already serves on {self.base_url}")
+        keys = Keys.of(config)
+        listener = launch.bind(config, config.port)
+        server = launch.build_server(config, self._models, keys)
+        listener.listen(server.config.backlog)
+        ended = self._submit(launch.run(server, listener))
+        self._http = HttpServer(server, ended, _url(listener))
+
+
+def _request(fields: dict[str, Any]) -> ChatRequest:
+    """The body of the same request over HTTP, except that an unknown keyword is an error."""
+    try:
+        request = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation.explain(error.errors()) from None
+    if unknown := fields.keys() - ChatRequest.model_fields.keys():
+        raise TypeError(f"chat() has no option {', '.join(sorted(unknown))}")
+    if (request.n or 1) > 1:
+        raise BadRequest("chat() gives one reply: leave `n` out", param="n")
+    if request.tools and request.tool_choice != "none":
+        raise BadRequest("chat() gives a text: call tools over HTTP", param="tools")
+    return request
+
+
+async def _cancel_all() -> None:
+    """Cancel every task of this loop and wait for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

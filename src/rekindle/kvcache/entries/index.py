@@ -1,0 +1,247 @@
+"""Finding entries: by key, by name, by their tokens, by their text, by a reply."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from typing import Generic, TypeVar
+
+from rekindle.kvcache.entries.entry import Clock, Entry, Name, Reply, newest_replies
+from rekindle.kvcache.entries.text_index import TextIndex
+from rekindle.tokens import Tokens
+
+# ----------------------------------------------------------------------
+# Entries in the order of their last use, to be read page by page.
+
+LEAST_STALE = 64  # places worth removing
+
+
+class UseOrder:
+    """A use gives an entry the next place; the one it had is stale, and removed with many others.
+
+    Places only grow, so whoever has read down to one can go on below it later, whatever was used,
+    added or removed in the meantime.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, Entry]] = []  # ascending
+        self._stale = 0
+
+    def __len__(self) -> int:
+        return len(self._places) - self._stale
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The oldest use first."""
+        return (entry for place, entry in self._places if entry.place == place)
+
+    def append(self, entry: Entry) -> None:
+        """The entry has a new place, above all others."""
+        self._places.append((entry.place, entry))
+
+    def leave(self) -> None:
+        """An entry is about to leave its place."""
+        self._stale += 1
+        if self._stale > LEAST_STALE + len(self):
+            self._places = [(place, entry) for place, entry in self._places if entry.place == place]
+            self._stale = 1  # the one that is about to leave
+
+    def newest(self, before: int | None = None) -> Iterator[Entry]:
+        """The newest use first, from below a place on; nothing may change meanwhile."""
+        at = len(self._places)
+        if before is not None:
+            at = bisect_left(self._places, before, key=lambda each: each[0])
+        for index in range(at - 1, -1, -1):
+            place, entry = self._places[index]
+            if entry.place == place:
+                yield entry
+
+
+MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
+MOST_FOUND = 8  # conversations that are looked at for one reply's key
+
+T = TypeVar("T")
+
+
+class ReplyIndex(Generic[T]):
+    """Who knows a reply, by each of its keys."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[T, Reply]] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def put(self, owner: T, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            for key in reply.keys:
+                known = self._known.setdefault(key, {})
+                known.pop(owner, None)  # put again, it is the newest
+                known[owner] = reply
+
+    def drop(self, owner: T, replies: Iterable[Reply]) -> None:
+        for key in {key for reply in replies for key in reply.keys}:
+            known = self._known.get(key, {})
+            known.pop(owner, None)
+            if not known:
+                self._known.pop(key, None)
+
+    def find(self, key: str) -> list[tuple[T, Reply]]:
+        """The newest first."""
+        known = self._known.get(key, {})
+        return [(owner, known[owner]) for owner in islice(reversed(known), MOST_FOUND)]
+
+
+class EntryIndex:
+    """All entries, expired or not, and what they take; decides nothing about lifetimes.
+
+    Changed by the engine's thread. `recall`, `replies` and `knows_replies` may be called by any.
+    """
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.held_bytes: Counter[bytes] = Counter()  # by tenant
+        self._by_key: dict[str, Entry] = {}
+        self._orders: defaultdict[bytes | None, UseOrder] = defaultdict(UseOrder)  # None: of all
+        self._places = count(1)
+        self._by_name: dict[tuple[bytes, Name], Entry] = {}
+        self._by_tokens: dict[tuple[bytes, Tokens], Entry] = {}
+        self._texts: dict[bytes, TextIndex[Entry]] = {}
+        self._replies: dict[bytes, ReplyIndex[Entry]] = {}
+        self._lock = threading.Lock()  # around these two
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def of(self, namespace: bytes | None) -> list[Entry]:
+        """A tenant's entries, or everybody's; the oldest use first."""
+        order = self._orders.get(namespace)
+        return list(order) if order else []
+
+    def newest(self, namespace: bytes | None, before: int | None) -> Iterator[Entry]:
+        """A tenant's entries, or everybody's, from below a place in the order of use on; the newest
+        use first. Nothing may change while it is read."""
+        order = self._orders.get(namespace)
+        return order.newest(before) if order else iter(())
+
+    def by_key(self, namespace: bytes | None, key: str) -> Entry | None:
+        entry = self._by_key.get(key)
+        return entry if entry is not None and namespace in (None, entry.tenant) else None
+
+    def by_name(self, namespace: bytes, name: Name) -> Entry | None:
+        return self._by_name.get((namespace, name))
+
+    def by_tokens(self, namespace: bytes, tokens: Tokens) -> Entry | None:
+        return self._by_tokens.get((namespace, tokens))
+
+    def recall(self, namespace: bytes, text: bytes) -> Entry | None:
+        """The longest conversation whose rendered bytes `text` begins with. Any thread."""
+        with self._lock:
+            texts = self._texts.get(namespace)
+            return texts.longest(text) if texts else None
+
+    def nearest(self, namespace: bytes, text: bytes) -> Entry | None:
+        """A conversation that has most in common with rendered bytes from the beginning on."""
+        with self._lock:
+            texts = self._texts.get(namespace)
+            return texts.nearest(text) if texts else None
+
+    def replies(self, namespace: bytes, key: str) -> list[tuple[Entry, Reply]]:
+        """The conversations that know a reply by this key, the newest first. Any thread."""
+        with self._lock:
+            known = self._replies.get(namespace)
+            return known.find(key) if known else []
+
+    def knows_replies(self, namespace: bytes) -> bool:
+        """Whether a tenant has any. Any thread."""
+        return namespace in self._replies
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry that has neither replies nor names yet."""
+        self._by_key[entry.key] = entry
+        self._set_place(entry, next(self._places))
+        if entry.tokens:
+            self._by_tokens[entry.tenant, entry.tokens] = entry
+        self._count(entry.tenant, entry.cost_bytes)
+        if entry.text:
+            with self._lock:
+                self._texts.setdefault(entry.tenant, TextIndex()).put(entry.text, entry)
+
+    def remove(self, entry: Entry) -> None:
+        del self._by_key[entry.key]
+        self._set_place(entry, 0)
+        if self._by_tokens.get((entry.tenant, entry.tokens)) is entry:
+            del self._by_tokens[entry.tenant, entry.tokens]
+        for name in entry.names:
+            del self._by_name[entry.tenant, name]
+        self._count(entry.tenant, -entry.cost_bytes)
+        with self._lock:
+            if texts := self._texts.get(entry.tenant):
+                texts.drop(entry.text, entry)
+                if not len(texts):
+                    del self._texts[entry.tenant]
+            if known := self._replies.get(entry.tenant):
+                known.drop(entry, entry.replies)
+                if not len(known):
+                    del self._replies[entry.tenant]
+
+    def use(self, entry: Entry, clock: Clock) -> None:
+        """Its time begins again, and it is the newest."""
+        entry.use(clock)
+        self._set_place(entry, next(self._places))
+
+    def _set_place(self, entry: Entry, place: int) -> None:
+        """The one place where the order of use changes; 0: the entry leaves it."""
+        before, views = entry.place, (entry.tenant, None)
+        if before:
+            for view in views:
+                self._orders[view].leave()
+        entry.place = place
+        for view in views:
+            if place:
+                self._orders[view].append(entry)
+            elif not self._orders[view]:
+                del self._orders[view]
+
+    def set_name(self, entry: Entry, name: Name) -> Entry | None:
+        """Let the name lead to this entry; returns the one that it led to before."""
+        before = self._by_name.get((entry.tenant, name))
+        if before is not None and before is not entry:
+            del before.names[name]
+        entry.names.pop(name, None)  # named again, it is the newest
+        entry.names[name] = None
+        self._by_name[entry.tenant, name] = entry
+        while len(entry.names) > MOST_NAMES:
+            oldest = next(iter(entry.names))
+            del entry.names[oldest], self._by_name[entry.tenant, oldest]
+        return before if before is not entry else None
+
+    def set_document(self, entry: Entry, document: bytes) -> None:
+        self._count(entry.tenant, len(document) - len(entry.document))
+        entry.document = document
+
+    def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
+        """Remember replies beside those the entry knows: one conversation may have been delivered
+        more than once, each time with ids of its own."""
+        known = newest_replies((*entry.replies, *new))
+        if known == entry.replies:
+            return
+        cost_bytes = entry.cost_bytes
+        with self._lock:
+            index = self._replies.setdefault(entry.tenant, ReplyIndex())
+            index.drop(entry, entry.replies)
+            index.put(entry, known)
+        entry.replies = known
+        self._count(entry.tenant, entry.cost_bytes - cost_bytes)
+
+    def _count(self, namespace: bytes, more_bytes: int) -> None:
+        self.used_bytes += more_bytes
+        self.held_bytes[namespace] += more_bytes
+        if not self.held_bytes[namespace]:
+            del self.held_bytes[namespace]

@@ -1,0 +1,132 @@
+"""What is kept: entries as clients see them, page by page, and figures over all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+from blake3 import blake3
+from msgspec.structs import replace
+
+from rekindle.chat.describe import Preview
+from rekindle.kvcache.block import chain
+from rekindle.kvcache.entries.entries import Entry
+from rekindle.protocol.admin import (
+    EntryInfo,
+    EntryList,
+    EntryName,
+    GetStats,
+    ListEntries,
+    Segment,
+    Stats,
+)
+from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.device.kv_manager import KvManager
+from rekindle.runtime.reuse.planner import Planner
+from rekindle.runtime.schedule.pipeline import Pipeline
+from rekindle.runtime.schedule.scheduler import Scheduler
+from rekindle.runtime.storage.storage import Storage
+
+View = bytes | None  # the namespace that is seen; None: all of them
+
+
+class CacheInfo:
+    """Called by the engine's thread; what takes long yields between its pieces."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        kv: KvManager,
+        planner: Planner,
+        pipeline: Pipeline,
+        scheduler: Scheduler,
+        preview: Preview,
+    ) -> None:
+        self._storage = storage
+        self._entries = storage.entries
+        self._store = storage.store
+        self._clock = storage.clock
+        self._kv = kv
+        self._planner = planner
+        self._pipeline = pipeline
+        self._scheduler = scheduler
+        self._preview = preview
+
+    def info(self, entry: Entry) -> EntryInfo:
+        blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
+        left_s = entry.expires_in_s(self._clock)
+        count = len(entry.tokens)
+        stored = (block.stop for block in ends if block.stored)
+        return EntryInfo(
+            cache_key=entry.key,
+            segments=[Segment(*segment) for segment in entry.segments],
+            token_count=count,
+            tier=self._store.tiers.slowest(blocks),
+            size_bytes=entry.state_bytes,
+            held_tokens=min(max((block.stop for block in ends), default=0), count),
+            stored_tokens=min(max(stored, default=0), count),
+            hit_count=entry.hits,
+            pinned=entry.pinned,
+            ttl=entry.ttl_s,
+            created_at=entry.created_at,
+            last_used=entry.last_used_at,
+            expires_at=None if left_s is None else self._clock.wall_s() + left_s,
+            names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
+            tenant=blake3(entry.tenant).hexdigest()[:12],
+            place=entry.place,
+        )
+
+    def seen(self, entry: Entry, own: bytes) -> EntryInfo:
+        """With words by which its own tenant recognises it; an admin is not shown other people's
+        text."""
+        info = self.info(entry)
+        return replace(info, preview=self._preview.of(entry.text)) if entry.tenant == own else info
+
+    def page(self, op: ListEntries, view: View, own: bytes) -> Pieces[EntryList]:
+        """One more entry than asked for shows whether there is a next page."""
+        found = list(islice(self._entries.newest(view, op.before), op.limit + 1))
+        listed = []
+        for entry in found[: op.limit]:
+            yield
+            if entry.place:  # else it was removed meanwhile
+                listed.append(self.seen(entry, own))
+        rest = found[op.limit :]
+        return EntryList(listed, next=rest[0].place + 1 if rest else None)
+
+    def stats(self, op: GetStats, view: View) -> Pieces[Stats]:
+        """Running counts; entries, of which there are not many, are counted a piece at a time."""
+        turns = self._pipeline.statuses[view]
+        ram_bytes, disk_bytes = self._storage.held_bytes(view)
+        stats = Stats(
+            entries=0,
+            pinned_entries=0,
+            by_tier={},
+            ram_bytes=ram_bytes,
+            disk_bytes=disk_bytes,
+            unique_bytes=self._store.size_bytes(view),
+            logical_bytes=0,
+            hits=turns["hit"],
+            partial_hits=turns["partial_hit"],
+            misses=turns["miss"],
+            evictions=self._store.evictions(view),
+        )
+        if view is None:
+            stats.computed_tokens = self._kv.counts.computed_tokens
+            stats.reused_tokens = self._kv.counts.reused_tokens
+            stats.active_turns = self._scheduler.turns
+            self._storage.add_totals(stats)
+        if op.of_entries:
+            yield from self._count_entries(view, stats)
+        return stats
+
+    def _count_entries(self, view: View, stats: Stats) -> Pieces[None]:
+        tiers: Counter[str] = Counter()
+        for number, entry in enumerate(self._entries.of(view)):
+            if number % PIECE_ENTRIES == 0:
+                yield
+            stats.entries += 1
+            stats.pinned_entries += entry.pinned
+            if entry.block is not None and not entry.block.is_root:
+                tiers[self._store.tiers.source(entry.block).name] += 1
+                stats.logical_bytes += entry.state_bytes
+        stats.by_tier = dict(tiers)

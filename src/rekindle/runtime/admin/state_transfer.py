@@ -1,0 +1,169 @@
+"""The state of a conversation into a file that other programs read, and out of one.
+
+Piece by piece between two steps of the engine; only the file itself is read or written at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rekindle.engine.base import Engine, StateFiles
+from rekindle.errors import BadRequest, CorruptBlock, ServerError, Unsupported
+from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
+from rekindle.kvcache.entries.entries import Draft, Entry, Name
+from rekindle.kvcache.tiers.base import Blob, Fetch
+from rekindle.protocol.admin import StateFile
+from rekindle.runtime.background import Pieces
+from rekindle.runtime.device.kv_manager import KvManager
+from rekindle.runtime.reuse.restorer import FETCH_TIMEOUT_S
+from rekindle.runtime.storage.storage import Storage
+from rekindle.tokens import Tokens
+
+
+class NoState(ServerError):
+    status, kind, code = 409, "invalid_request_error", "no_state"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Of this entry's state nothing is left that could be exported: it was evicted, or "
+            "cannot be read. Send its conversation again, then export it."
+        )
+
+
+class NoRoom(ServerError):
+    status, kind, code = 507, "insufficient_storage_error", "no_room"
+
+
+class StateTransfer:
+    """Called by the engine's thread."""
+
+    def __init__(self, engine: Engine, storage: Storage, kv: KvManager) -> None:
+        self._engine = engine
+        self._capabilities = engine.capabilities
+        self._store = storage.store
+        self._entries = storage.entries
+        self._now_s = storage.clock.steady_s
+        self._ttl_s = storage.settings.key_ttl
+        self._kv = kv
+
+    def _files(self) -> StateFiles:
+        if self._engine.state_files is None:
+            raise Unsupported(
+                "The state of this model cannot be exchanged: there is no other program that reads "
+                "what its engine writes."
+            )
+        return self._engine.state_files
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def save(self, entry: Entry, folder: Path) -> Pieces[StateFile]:
+        """Write the state of an entry into a file in a folder; raises a ServerError."""
+        files = self._files()
+        if entry.namespace != entry.tenant:
+            raise Unsupported(
+                "Only state of the usual precision is exported, and this conversation has other "
+                "`kv_bits`."
+            )
+        if entry.tokens.media:
+            raise Unsupported("A conversation with pictures cannot be exported.")
+        exported: list[bool] = []
+        self._kv.export(entry, lambda: exported.append(True))
+        while not exported:
+            yield
+        blocks = self._blocks(entry)
+        writer = files.writer()
+        windows: list[Fetch] = []
+        try:
+            for number, block in enumerate(blocks):
+                blob = yield from self._blob(blocks[number:], windows)
+                resumable = number == len(blocks) - 1 and not self._capabilities.can_truncate
+                size_bytes = self._capabilities.kv_layout.cells_bytes(len(block.tokens))
+                cells = blob if resumable else memoryview(blob)[:size_bytes]
+                writer.append(cells, len(block.tokens), resumable=resumable)
+        except CorruptBlock:
+            self._store.drop(block)
+            raise NoState from None
+        finally:
+            for window in windows:
+                self._store.fetches.release(window)
+        tokens = entry.first(min(blocks[-1].stop, len(entry.tokens)))
+        path = folder / f"state{files.suffix}"
+        writer.save(path, tokens)
+        return StateFile(path.name, len(tokens), path.stat().st_size)
+
+    def _blocks(self, entry: Entry) -> list[Block]:
+        """What holds the entry's state, the first first, up to where it can be gone on from."""
+        held = list(chain(entry.block))
+        if not self._capabilities.can_truncate:
+            usable = (n for n, block in enumerate(held) if block.resumable)
+            held = held[next(usable, len(held)) :]
+        if not held:
+            raise NoState
+        return held[::-1]
+
+    def _blob(self, rest: list[Block], windows: list[Fetch]) -> Pieces[Blob]:
+        """The state of the first of these blocks, read if need be; others are read with it."""
+        block, until_s = rest[0], self._now_s() + FETCH_TIMEOUT_S
+        while (blob := self._at_hand(block, windows)) is None:
+            coming = any(block.key in each.blocks and not each.is_done for each in windows)
+            if not coming:
+                while windows:  # they held what came before
+                    self._store.fetches.release(windows.pop())
+                if not self._store.is_readable(block):
+                    raise NoState
+                if window := self._store.fetches.start(rest):
+                    windows.append(window)
+            if self._now_s() > until_s:
+                raise NoState
+            yield
+        yield
+        return blob
+
+    def _at_hand(self, block: Block, windows: list[Fetch]) -> Blob | None:
+        found = (each.blob(block) for each in windows if each.is_done and block.key in each.blocks)
+        return self._store.get(block) or next(found, None)
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def load(self, path: Path, namespace: bytes, names: tuple[Name, ...]) -> Pieces[Entry]:
+        """Keep the state in a file as a tenant's own; raises a ServerError."""
+        state = self._files().read(path)
+        tokens = self._checked(state.tokens)
+        step, parent = self._capabilities.block_tokens, namespace
+        for start in range(0, len(tokens), step):
+            yield
+            stop = min(start + step, len(tokens))
+            piece = tokens[start:stop]
+            resumable = stop == len(tokens) and not self._capabilities.can_truncate
+            if self._store.wants(parent, piece, exact=False, resumable=resumable):
+                blob = state.export(start, stop, resumable=resumable)
+                if not self._store.put(
+                    namespace, parent, piece, blob, exact=False, resumable=resumable
+                ):
+                    raise NoRoom(f"There is room for the first {start} of {len(tokens)} tokens.")
+            parent = chain_key(parent, piece)
+            self._store.set_write_back(parent, WriteBack.SOON)
+        draft = Draft(
+            namespace=namespace,
+            tokens=tokens,
+            text=b"",
+            names=names,
+            ttl_s=None if names else self._ttl_s,
+            keyed=True,
+        )
+        entry = self._entries.remember(draft)
+        if entry is None:
+            raise BadRequest("These are too many tokens to be remembered.", param="file")
+        return entry
+
+    def _checked(self, ids: list[int]) -> Tokens:
+        most = self._engine.tokenizer.size - 1
+        if not all(0 <= each <= most for each in ids):
+            raise BadRequest(f"The file names tokens beyond 0 to {most}.", param="file")
+        if len(ids) > self._capabilities.context_tokens:
+            raise BadRequest(
+                f"The file holds the state of {len(ids)} tokens; this model takes "
+                f"{self._capabilities.context_tokens}.",
+                param="file",
+            )
+        return Tokens.of(ids)

@@ -1,0 +1,174 @@
+"""Vectors for the turns that have come to a picture: those that are kept, or new ones."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from rekindle.engine.base import Engine, Matrix
+from rekindle.errors import ServerError
+from rekindle.kvcache.block import WriteBack
+from rekindle.kvcache.disk.image_files import EncodedPicture, PictureFiles, PictureRead
+from rekindle.runtime.schedule.turn import Turn
+from rekindle.tokens import Media
+
+# ----------------------------------------------------------------------
+# Encoded pictures: the vectors that a projector made, kept so that it makes them once.
+
+READ_TIMEOUT_S = 10.0  # then a picture is encoded again
+
+
+@dataclass(slots=True)
+class PictureCounts:
+    encoded: int = 0
+    hits: int = 0
+
+
+class OpenFiles(Protocol):
+    """Opens the files of encoded pictures in a model's folder; raises OSError."""
+
+    def __call__(self, folder: Path, /, *, limit_bytes: int) -> PictureFiles: ...
+
+
+class EncodedPictures:
+    """Vectors in memory, within a budget, and below that in files; those least recently used go
+    first. Called by the engine's thread."""
+
+    def __init__(self, limit_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.counts = PictureCounts()
+        self.files: PictureFiles | None = None
+        self.open_files: OpenFiles | None = None  # None: the model sees none
+        self._now_s = now_s
+        self._held: OrderedDict[bytes, Matrix] = OrderedDict()
+        self._reading: dict[bytes, float] = {}  # since when
+        self._arrived: tuple[bytes, Matrix] | None = None  # from a file, too large to be held
+
+    def attach(self, folder: Path, limit_bytes: int) -> bool:
+        """Keep them in files of a folder, too, if they may be; raises OSError."""
+        if self.open_files is not None:
+            self.files = self.open_files(folder, limit_bytes=limit_bytes)
+        return self.files is not None
+
+    def get(self, key: bytes) -> Matrix | None:
+        vectors = self._held.get(key)
+        if vectors is not None:
+            self._held.move_to_end(key)
+        elif self._arrived and self._arrived[0] == key:
+            vectors, self._arrived = self._arrived[1], None
+        if vectors is not None:
+            self.counts.hits += 1
+        return vectors
+
+    def wait_s(self, key: bytes) -> float | None:
+        """How long to wait for vectors that are not in memory; None: they are nowhere else, or take
+        too long to be read. Has them read."""
+        if self.files is None or not (key in self._reading or self.files.holds(key)):
+            return None
+        if key not in self._reading:
+            self._reading[key] = self._now_s()
+            self.files.read(key)
+        left_s = self._reading[key] + READ_TIMEOUT_S - self._now_s()
+        return left_s if left_s > 0 else None
+
+    def on_read(self, read: PictureRead) -> None:
+        """A file was read."""
+        self._reading.pop(read.key, None)
+        if read.picture is not None:
+            vectors = _matrix(read.picture)
+            self._hold(read.key, vectors)
+            if read.key not in self._held:
+                self._arrived = (read.key, vectors)
+
+    def put(self, key: bytes, vectors: Matrix, *, durable: bool) -> None:
+        """Keep them; in a file, too, if they may be."""
+        self._hold(key, vectors)
+        if durable and self.files is not None:
+            rows, width = vectors.shape
+            self.files.write(key, EncodedPicture(rows, width, vectors.data.cast("B")))
+
+    def _hold(self, key: bytes, vectors: Matrix) -> None:
+        """In memory, unless they alone are more than there is room for."""
+        self._forget(key)
+        if vectors.nbytes > self.limit_bytes:
+            return
+        while self.used_bytes + vectors.nbytes > self.limit_bytes:
+            self._forget(next(iter(self._held)))
+        self._held[key] = vectors
+        self.used_bytes += vectors.nbytes
+
+    def _forget(self, key: bytes) -> None:
+        vectors = self._held.pop(key, None)
+        if vectors is not None:
+            self.used_bytes -= vectors.nbytes  # the only line that subtracts
+
+    def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
+
+
+def picture_key(namespace: bytes, digest: bytes) -> bytes:
+    """Of a picture of one tenant under one projector, both of which the namespace stands for."""
+    return blake3(namespace + digest, derive_key_context="rekindle encoded picture 1").digest()
+
+
+def _matrix(picture: EncodedPicture) -> Matrix:
+    return np.frombuffer(picture.vectors, np.float32).reshape(picture.rows, picture.width)
+
+
+class PictureEncoder:
+    """Called by the engine's thread. A picture is encoded when a turn has come to it: then it is
+    known that its state cannot be had otherwise."""
+
+    def __init__(self, engine: Engine, cache: EncodedPictures) -> None:
+        self._engine = engine
+        self.cache = cache
+
+    def supply(self, turn: Turn) -> bool:
+        """Give a turn the vectors of the picture that it has come to, unless they are still being
+        read; True when they had to be computed. Raises ServerError when they could not be."""
+        span = turn.next_picture
+        assert span is not None, "the turn has come to a picture"
+        vectors = self._kept(turn, span.digest)
+        turn.waits_for_vectors = vectors is None and self.wait_s(turn) is not None
+        if turn.waits_for_vectors:
+            return False
+        is_new = vectors is None
+        turn.shown = (span, self._encode(turn, span) if vectors is None else vectors)
+        return is_new
+
+    def wait_s(self, turn: Turn) -> float | None:
+        """How long a turn still waits for vectors that are being read; None: for none."""
+        span = turn.next_picture if turn.wants_vectors else None
+        if span is None or not turn.request.reuse:
+            return None
+        return self.cache.wait_s(picture_key(turn.encoded.pictures.namespace, span.digest))
+
+    def _kept(self, turn: Turn, digest: bytes) -> Matrix | None:
+        if not turn.request.reuse:
+            return None
+        return self.cache.get(picture_key(turn.encoded.pictures.namespace, digest))
+
+    def _encode(self, turn: Turn, span: Media) -> Matrix:
+        """A picture with several spans is encoded as a whole: they are wanted one after another."""
+        pictures = turn.encoded.pictures
+        picture = pictures.by_span[span.digest]
+        spans = [each for each, whose in pictures.by_span.items() if whose is picture]
+        encoded = dict(zip(spans, self._engine.encode_picture(picture), strict=False))
+        self.cache.counts.encoded += 1
+        if len(encoded) != len(spans) or len(encoded[span.digest]) != span.length:
+            raise ServerError("the projector made more or fewer vectors of a picture than it said")
+        if turn.request.reuse:
+            durable = turn.lookup.write_back > WriteBack.NEVER
+            for each, vectors in encoded.items():
+                key = picture_key(pictures.namespace, each)
+                self.cache.put(key, vectors, durable=durable)
+        return encoded[span.digest]

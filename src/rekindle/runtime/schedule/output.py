@@ -1,0 +1,206 @@
+"""A reply on its way out: sampled tokens in, parts of the assistant's message out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from rekindle.chat.detokenize import Detokenizer
+from rekindle.engine.base import Sampled
+from rekindle.protocol.events import (
+    ArgumentsDelta,
+    AssistantMessage,
+    FinishReason,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+    ToolCallStart,
+    new_call_id,
+)
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.runtime.encode.output_format import ReplyDecoding
+from rekindle.tokens import Tokenizer
+
+
+class ReplyOutput:
+    """Follows one reply to its end, which is an end token, a stop string or a limit."""
+
+    def __init__(
+        self, request: GenerateRequest, decoding: ReplyDecoding, tokenizer: Tokenizer, *, most: int
+    ) -> None:
+        self.message = AssistantMessage(keeps_logprobs=False)
+        self.finish_reason: FinishReason | None = None  # None: it goes on
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.is_broken_off = False  # inside reasoning or a call, or after the one call
+        self.most_tokens = most
+        self._takes_calls = request.tool_use.parallel
+        self._parser = decoding.parser
+        self._shown = decoding.shown
+        self._tokenizer = tokenizer
+        # A constrained reply ends when it is whole, whatever the request says.
+        ends = decoding.token_mask is not None or not request.ignore_eos
+        self._end_tokens = decoding.end_tokens if ends else frozenset()
+        #: Whether nothing that its text says ends it.
+        self.ends_by_token = not request.stop and (self._parser is None or self._takes_calls)
+        self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
+        self._raw: list[str] = []  # all that the model wrote, markers included
+        self._logprobs = LogprobBuffer()
+        self._is_call_cut = False  # by a stop string
+        self._is_enough = False  # a client that takes one call at a time has it
+
+    @property
+    def raw(self) -> str:
+        """All the text the model wrote, markers of calls and reasoning included."""
+        return "".join(self._raw)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model wrote nothing but what the client was given as text."""
+        return self.raw == self.message.text
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._text.matched
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.most_tokens - self.tokens
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the model ends its reply with this token, which is no part of it."""
+        return token in self._end_tokens
+
+    def is_last(self, token: int, before: int) -> bool:
+        """Whether a token ends the reply, after so many others, or would be one too many."""
+        return before + 1 >= self.most_tokens or token in self._end_tokens
+
+    def accept(self, sampled: Sampled) -> list[Part]:
+        """The parts that became certain with this token; the last ones when it is the end."""
+        if self.ends_with(sampled.token):
+            return self.finish("stop")
+        self.tokens += 1
+        has_parser = self._parser is not None
+        was_reasoning = has_parser and self._is_reasoning
+        text = self._text.push(sampled.token)
+        if sampled.logprob is not None:
+            self._note(sampled, sampled.logprob)
+        parts = self._parts(text)
+        if has_parser and (was_reasoning or self._is_reasoning):
+            self.reasoning_tokens += 1
+            self._logprobs.drop()
+        if self._text.stopped or self._is_enough:
+            return parts + self._break_off("stop")
+        if self.remaining_tokens <= 0:
+            return parts + self._break_off("length")
+        return parts
+
+    def finish(self, reason: FinishReason, *, cut: bool = False) -> list[Part]:
+        """The rest of what was held back; `cut`: the model has not ended its reply itself."""
+        parts = self._parts(self._text.finish())
+        if self._parser is not None:
+            parts += self._delivered(self._parser.finish(cut=cut))
+            self.is_broken_off |= self._parser.is_call_cut
+        self.finish_reason = reason
+        if reason == "stop" and self.message.tool_calls and not self._is_call_cut:
+            self.finish_reason = "tool_calls"
+        return parts
+
+    def _break_off(self, reason: FinishReason) -> list[Part]:
+        """End the reply where it is."""
+        self.is_broken_off = bool(self.message.tool_calls) or self._is_reasoning
+        ended = self._parser.ended_calls if self._parser else 0
+        self._is_call_cut = self._text.stopped and ended < len(self.message.tool_calls)
+        return self.finish(reason, cut=True)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.in_reasoning
+
+    def _note(self, sampled: Sampled, logprob: float) -> None:
+        """Hold the token's log probability until it is known whether it is part of the text."""
+        piece = self._tokenizer.piece
+        top = [(piece(token, special=True), score) for token, score in sampled.top]
+        own = TokenLogprob(piece(sampled.token, special=True), logprob, top)
+        self._logprobs.add(own, marker=sampled.token in self._shown)
+
+    def _parts(self, text: str) -> list[Part]:
+        self._raw.append(text)
+        if self._parser is not None:
+            return self._delivered(self._parser.push(text))
+        delta = TextDelta(text, self._logprobs.all() or None)
+        self.message.add(delta)
+        return [delta] if text or delta.logprobs else []
+
+    def _delivered(self, parts: Iterable[Part]) -> list[Part]:
+        """Those of the parts that the client is given."""
+        return [part for part in parts if self._deliver(part)]
+
+    def _deliver(self, part: Part) -> bool:
+        self._is_enough |= self._is_beyond_one_call(part)
+        if self._is_enough:
+            return False
+        match part:
+            case TextDelta(text):
+                part.logprobs = (self._logprobs.of(text) or None) if text else None
+            case ReasoningDelta(text) if text:
+                self._logprobs.drop()
+            case ToolCallStart():
+                self._logprobs.drop()
+                part.id = new_call_id()
+        self.message.add(part)
+        return isinstance(part, ToolCallStart) or bool(part.text)
+
+    def _is_beyond_one_call(self, part: Part) -> bool:
+        if self._takes_calls or not self.message.tool_calls:
+            return False
+        return not isinstance(part, ArgumentsDelta)
+
+
+class LogprobBuffer:
+    """Log probabilities of sampled tokens, until it is known which of them are part of the text: a
+    token may turn out to be reasoning, part of a call, or a marker."""
+
+    def __init__(self) -> None:
+        self._waiting: list[TokenLogprob] = []
+        self._after_marker = 0  # of those that wait, the first after a marker
+
+    def add(self, log: TokenLogprob, *, marker: bool) -> None:
+        self._waiting.append(log)
+        if marker:
+            self._after_marker = len(self._waiting)
+
+    def drop(self) -> None:
+        """None of them is part of the text."""
+        self._take(len(self._waiting))
+
+    def all(self) -> list[TokenLogprob]:
+        if not self._waiting:
+            return []
+        return self._take(len(self._waiting))
+
+    def of(self, text: str) -> list[TokenLogprob]:
+        """Those that wrote this text; those before it are dropped, those after it wait."""
+        first = self._first(text)
+        pieces = [log.piece for log in self._waiting[first:]]
+        written = text.encode(errors="replace")
+        at = b"".join(pieces).find(written)
+        if at < 0:  # broken bytes were replaced
+            return self.all()[first:]
+        starts = list(accumulate(map(len, pieces), initial=0))
+        before = sum(end <= at for end in starts[1:])
+        reached = sum(start < at + len(written) for start in starts[:-1])
+        return self._take(first + reached)[first + before :]
+
+    def _first(self, text: str) -> int:
+        """A marker that is text after all is as good as any other text."""
+        at = self._after_marker
+        is_text = at > 0 and self._waiting[at - 1].piece in text.encode(errors="replace")
+        return 0 if is_text else at
+
+    def _take(self, count: int) -> list[TokenLogprob]:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._after_marker = max(0, self._after_marker - count)
+        return taken

@@ -1,0 +1,110 @@
+"""The turns of a scheduler by how far they are, and which of those that wait may start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rekindle.runtime.schedule.turn import Turn
+
+FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
+OVERTAKEN_TURNS = 8  # turns that a turn may overtake for each point of its priority
+
+
+class TurnQueues:
+    """Each in the order of the turns' places."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Turn] = []
+        self.restoring: list[Turn] = []  # what they reuse is on its way into their sequences
+        self.running: list[Turn] = []
+        self.ended: list[Turn] = []  # that still have their sequences
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.restoring) + len(self.running)
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter([*self.waiting, *self.restoring, *self.running])
+
+    def submit(self, turn: Turn) -> None:
+        """Its priority moves a turn ahead of so many that came before, or lets so many that come
+        after pass: nobody waits for ever."""
+        self._tickets += 1
+        turn.place = self._tickets - OVERTAKEN_TURNS * turn.request.priority
+        insert(self.waiting, turn)
+
+    def remove(self, turn: Turn) -> None:
+        for turns in (self.waiting, self.restoring, self.running):
+            if turn in turns:
+                turns.remove(turn)
+
+    def end(self, turn: Turn) -> None:
+        self.remove(turn)
+        turn.sampler = None
+        self.ended.append(turn)
+
+    @property
+    def started(self) -> int:
+        """Turns that count as running: those that are being restored take memory, too."""
+        return len(self.running) + len(self.restoring)
+
+    def are_all(self, turns: int, parallel: int) -> bool:
+        """Whether so many are all that have been started, and no other can be now."""
+        is_full = not self.waiting or self.started >= parallel
+        return is_full and self.started == turns
+
+    def take_started(self) -> list[Turn]:
+        """All that have a sequence, or are getting one; they are in no queue then."""
+        started = [*self.running, *self.restoring]
+        self.running.clear()
+        self.restoring.clear()
+        return started
+
+    def next_to_start(self, exact_sequences: int) -> Turn | None:
+        """The first that may start, of exact ones so many at a time."""
+        return next((turn for turn in self.waiting if self._may_start(turn, exact_sequences)), None)
+
+    def _may_start(self, turn: Turn, exact_sequences: int) -> bool:
+        if turn.request.exact and self._exact_sequences >= exact_sequences:
+            return False
+        return not self._follows(turn)
+
+    @property
+    def _exact_sequences(self) -> int:
+        """Those that are open; of turns that cross and have two, the first is not counted twice."""
+        exact = [turn for turn in (*self.running, *self.restoring) if turn.request.exact]
+        crossing = sum(turn.crossing is not None for turn in exact)
+        return len(exact) + max(crossing - 1, 0)
+
+    def _follows(self, turn: Turn) -> bool:
+        """Whether a prefix this turn needs is just being computed or restored for another: then it
+        waits, and that is done once."""
+        reading = (leader for leader in self.running if leader.is_prefilling)
+        return any(_leads(leader, turn) for leader in (*reading, *self.restoring))
+
+
+def _leads(leader: Turn, turn: Turn) -> bool:
+    """Whether one turn is on its way to a prefix that another needs."""
+    ahead_of, behind = leader.request, turn.request
+    together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
+    precision = turn.precision
+    if not together or not (leader.precision == precision or leader.space == precision.first):
+        return False
+    common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
+    if leader.precision != precision and precision.start_tokens:
+        common = min(common, precision.start_tokens)  # then it goes on in cells of its own
+    is_on_its_way = leader.restoration or leader.crossing
+    held_tokens = 0 if is_on_its_way else leader.held_tokens  # that can be shared
+    # An exact prefix can be had when the leader's whole prompt is in the store, not before.
+    ahead = turn.request.exact or common > held_tokens
+    if common < FOLLOW_TOKENS or not ahead:
+        return False
+    if leader.checkpoints and common > leader.held_tokens:
+        leader.checkpoints.add(common)
+    return True
+
+
+def insert(turns: list[Turn], turn: Turn) -> None:
+    """Put a turn behind those whose place is before its own."""
+    behind = (at for at, other in enumerate(turns) if other.place > turn.place)
+    turns.insert(next(behind, len(turns)), turn)

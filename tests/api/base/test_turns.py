@@ -1,0 +1,171 @@
+"""The events of a request's turns: those that come together are written together; and progress
+through a prompt, for clients that ask, and in the log when it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import weakref
+from typing import Any
+
+import openai
+import pytest
+
+from rekindle.api.base.turns import PrefillLog, Turns
+from rekindle.errors import ReportedError
+from rekindle.protocol.events import Delta, Event, Prefill, Started
+from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from tests.api.live import live
+from tests.api.scripted import Front, ScriptedRuntime, Step, delta, failed, finished, reply
+
+SCRIPT: list[Step] = [
+    Started(0, 2048, 0),
+    Prefill(0, 512, 2048),
+    Prefill(0, 2048, 2048),
+    delta("x"),
+    finished(),
+]
+
+
+def streamed(**fields: Any) -> list[str]:
+    return Front(ScriptedRuntime(SCRIPT)).chat(stream=True, **fields).text.split("\n\n")
+
+
+def test_progress_can_come_as_comments() -> None:
+    blocks = streamed(prefill_progress="comments")
+    assert blocks[:3] == [": prefill 0/2048", ": prefill 512/2048", ": prefill 2048/2048"]
+    plain = streamed()
+    assert len(plain) == len(blocks) - 3
+    assert not any(block.startswith(":") for block in plain)
+
+
+@pytest.mark.parametrize("progress", [None, False, True, "comments"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
+    progress: Any, stream: bool
+) -> None:
+    front = Front(ScriptedRuntime(SCRIPT))
+    front.chat(stream=stream, prefill_progress=progress)
+    assert front.runtime.requested.progress is bool(stream and progress)
+
+
+def test_progress_nobody_asked_for_is_not_told() -> None:
+    assert "prefill" not in "".join(streamed())
+    assert "prefill" not in Front(ScriptedRuntime(SCRIPT)).chat().text
+
+
+def test_openais_client_passes_over_comments() -> None:
+    with live(Front(ScriptedRuntime(SCRIPT))) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with (
+            client,
+            client.chat.completions.stream(
+                model="default",
+                messages=[{"role": "user", "content": "hello"}],
+                extra_body={"prefill_progress": "comments"},
+            ) as stream,
+        ):
+            final = stream.get_final_completion()
+    assert final.choices[0].message.content == "x"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines(caplog: pytest.LogCaptureFixture, *events: tuple[float, Event]) -> list[str]:
+    clock = Clock()
+    prefill_log = PrefillLog(clock)
+    with caplog.at_level(logging.INFO, "rekindle.turn"):
+        for clock.now, event in events:
+            prefill_log.record(event)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_prompt_that_takes_long_is_told_of_every_five_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events = [(float(s), Prefill(12, s * 100, 9000)) for s in range(1, 13)]
+    assert lines(caplog, (0.0, Started(12, 9000, 0)), *events) == [
+        "turn 12: 500 of 9000 prompt tokens read",
+        "turn 12: 1000 of 9000 prompt tokens read",
+    ]
+
+
+def test_each_turn_has_its_own_five_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(
+        caplog,
+        (0.0, Started(1, 900, 0)),
+        (4.0, Started(2, 900, 0)),
+        (5.0, Prefill(1, 500, 900)),
+        (5.0, Prefill(2, 100, 900)),
+        (9.0, Prefill(2, 500, 900)),
+    ) == ["turn 1: 500 of 900 prompt tokens read", "turn 2: 500 of 900 prompt tokens read"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rekindle.api.base.turns.LOG_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, "rekindle.turn"):
+        Front(ScriptedRuntime(SCRIPT)).chat(stream=stream)
+    first, second, last = [record.getMessage() for record in caplog.records]
+    assert "512 of 2048" in first
+    assert "2048 of 2048" in second
+    assert "generated" in last
+
+
+async def arrived(*script: Step) -> list[list[Event]]:
+    """The events of a turn all of which have come before its client reads any."""
+    runtime = ScriptedRuntime(script)
+    request = GenerateRequest(turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None)
+    turns = Turns(runtime, [request])
+    await asyncio.wait(runtime.scripts)
+    groups: list[list[Event]] = []
+    with contextlib.suppress(ReportedError):
+        while turns.open:
+            groups.append([event for _, event in await turns.arrived()])
+    return groups
+
+
+def test_events_that_have_come_are_taken_at_once() -> None:
+    [events] = asyncio.run(arrived(*reply("Hel", "lo")))
+    assert [type(event).__name__ for event in events] == ["Started", "Delta", "Delta", "Finished"]
+
+
+def test_what_came_before_a_failure_is_not_lost() -> None:
+    problem = failed(500, "server_error", None, "broken")
+    [events] = asyncio.run(arrived(*reply("Hel", end=problem)))
+    assert [type(event).__name__ for event in events] == ["Started", "Delta"]
+
+
+def test_a_stream_that_is_over_is_let_go_of_without_a_collector() -> None:
+    """It has the whole request."""
+
+    class Stream:
+        def __init__(self, turns: Turns) -> None:
+            self.turns = turns
+
+        def on_part(self, _index: int, _delta: Delta) -> bool:
+            return True
+
+    async def stream() -> weakref.ref[Stream]:
+        request = GenerateRequest(turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None)
+        turns = Turns(ScriptedRuntime(SCRIPT), [request])
+        made = Stream(turns)
+        turns.on_part = made.on_part
+        turns.close()
+        return weakref.ref(made)
+
+    gc.disable()
+    try:
+        assert asyncio.run(stream())() is None
+    finally:
+        gc.enable()

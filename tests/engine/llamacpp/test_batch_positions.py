@@ -1,0 +1,335 @@
+"""Models whose positions have two dimensions: what is cut, moved and put together again through the
+middle of pictures computes what it would have computed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import EngineOptions, Matrix, Sequence, Work
+from rekindle.engine.llamacpp import vision as mtmd
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.errors import CorruptBlock
+from rekindle.protocol.media import Picture
+from tests.contract.actions import GREEDY, PROMPT
+from tests.support.pictures import drawn
+from tests.support.tiny import WIDTH
+from tests.support.tiny_projector import write_qwen2vl_projector
+from tests.support.tiny_qwen import DEEP_LAYERS, write_qwen2vl, write_qwen3vl, write_qwen35
+
+WIDE, HIGH = drawn(1, 160, 64), drawn(2, 48, 112)  # 10 x 4 and 3 x 7 vectors
+ROUNDING = 0.2  # of logits of about 10: cells that lie elsewhere are added up in another order
+Row = np.ndarray[Any, np.dtype[np.float32]]
+MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {  # and how wide vectors of pictures are
+    "qwen2vl": (partial(write_qwen2vl, head_width=32), WIDTH),
+    "qwen3vl": (partial(write_qwen3vl, head_width=32), WIDTH * (1 + DEEP_LAYERS)),
+    "qwen35": (write_qwen35, WIDTH),
+}
+Run = tuple[list[int], Matrix | None]  # tokens, of text or of a picture
+
+
+@contextmanager
+def loaded(name: str, folder: Path) -> Iterator[LlamaCppEngine]:
+    write, width = MODELS[name]
+    engine = LlamaCppEngine(
+        EngineOptions(
+            path=write(folder / "tiny.gguf"),
+            mmproj=write_qwen2vl_projector(folder / "mmproj.gguf", width=width),
+            parallel=4,
+            threads=1,
+            context_tokens=512,
+        )
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module", params=["qwen2vl", "qwen3vl"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LlamaCppEngine]:
+    with loaded(request.param, tmp_path_factory.mktemp("model")) as built:
+        yield built
+
+
+def prompt(engine: LlamaCppEngine) -> list[Run]:
+    """Text, a picture, text, two pictures that follow each other."""
+    runs: list[Run] = [(PROMPT[:9], None)]
+    for picture, text in ((WIDE, PROMPT[9:20]), (HIGH, []), (WIDE, PROMPT[20:25])):
+        tokens = engine.picture_tokens(picture.width, picture.height, picture.digest)
+        [span], [vectors] = tokens.media, engine.encode_picture(picture)
+        runs.append((tokens.ids()[span.start : span.stop], vectors))
+        if text:
+            runs.append((text, None))
+    return runs
+
+
+def run(
+    engine: LlamaCppEngine, sequence: Sequence, runs: list[Run], stop: int | None = None
+) -> None:
+    """Compute what a sequence lacks, a step for each run, as far as `stop`."""
+    begin = 0
+    for tokens, vectors in runs:
+        own = slice(max(sequence.length - begin, 0), None if stop is None else max(stop - begin, 0))
+        begin += len(tokens)
+        if tokens[own]:
+            rows = None if vectors is None else vectors[own]
+            engine.step([Work(sequence, tokens[own], None, rows)])
+
+
+def logits(engine: LlamaCppEngine, sequence: Sequence) -> Row:
+    """After some more text."""
+    rows: list[Row] = []
+    engine.observe = lambda _sequence, row: rows.append(row.copy())
+    engine.step([Work(sequence, PROMPT[30:37], engine.sampler(GREEDY, []))])
+    engine.observe = None
+    return rows[0]
+
+
+@pytest.fixture(scope="module")
+def runs(engine: LlamaCppEngine) -> list[Run]:
+    return prompt(engine)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: LlamaCppEngine, runs: list[Run]) -> Row:
+    sequence = engine.open(exact=True)
+    run(engine, sequence, runs)
+    found = logits(engine, sequence)
+    engine.close_sequence(sequence)
+    return found
+
+
+def length(runs: list[Run]) -> int:
+    return sum(len(tokens) for tokens, _ in runs)
+
+
+def test_pictures_take_as_many_positions_as_their_longer_side(engine: LlamaCppEngine) -> None:
+    for picture, tokens, positions in ((WIDE, 40, 10), (HIGH, 21, 7)):
+        [span] = engine.picture_tokens(picture.width, picture.height, picture.digest).media
+        assert (span.length, span.positions) == (tokens, positions)
+
+
+# -- positions are those of llama.cpp's own helper -----------------------------------------------
+
+
+def helped(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) -> Row:
+    """The last logits when llama.cpp's helper computes texts with pictures between them."""
+    library, projector = mtmd.load_mtmd(), engine._vision
+    sequence = engine.open(exact=True)
+    context = engine._exact[sequence.slot]
+    bitmaps = [
+        library.mtmd_bitmap_init(
+            each.width, each.height, (ctypes.c_uint8 * len(each.pixels))(*each.pixels)
+        )
+        for each in pictures
+    ]
+    written = [mtmd.InputText(text, len(text), False, False) for text in texts]
+    parts = [mtmd.InputPart(ctypes.pointer(written[0]), None)]
+    for text, bitmap in zip(written[1:], bitmaps, strict=True):
+        parts += mtmd.InputPart(None, bitmap), mtmd.InputPart(ctypes.pointer(text), None)
+    pointers = (ctypes.POINTER(mtmd.InputPart) * len(parts))(*map(ctypes.pointer, parts))
+    chunks = library.mtmd_input_chunks_init()
+    library.mtmd_tokenize_from_parts(projector._native, chunks, pointers, len(parts), False)
+    native = [ctypes.c_void_p(each) for each in (projector._native, context.native, chunks)]
+    status = library.mtmd_helper_eval_chunks(
+        *native, 0, 0, 64, ctypes.c_bool(True), ctypes.byref(ctypes.c_int32())
+    )
+    assert status == 0
+    row: Row = context.logits([-1], engine.tokenizer.size)[0].copy()
+    for bitmap in bitmaps:
+        library.mtmd_bitmap_free(bitmap)
+    library.mtmd_input_chunks_free(chunks)
+    engine.close_sequence(sequence)
+    return row
+
+
+def computed(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) -> Row:
+    sequence = engine.open(exact=True)
+    ids = engine.tokenizer.encode(texts[0].decode(), special=False)
+    for text, picture in zip(texts[1:], pictures, strict=True):
+        tokens = engine.picture_tokens(picture.width, picture.height, picture.digest)
+        [span], [vectors] = tokens.media, engine.encode_picture(picture)
+        own = tokens.ids()
+        engine.step([Work(sequence, ids + own[: span.start], None)])
+        engine.step([Work(sequence, own[span.start : span.stop], None, vectors)])
+        ids = own[span.stop :] + engine.tokenizer.encode(text.decode(), special=False)
+    rows: list[Row] = []
+    engine.observe = lambda _sequence, row: rows.append(row.copy())
+    engine.step([Work(sequence, ids, engine.sampler(GREEDY, []))])
+    engine.observe = None
+    engine.close_sequence(sequence)
+    return rows[0]
+
+
+@pytest.mark.parametrize("pictures", [[WIDE], [HIGH], [WIDE, HIGH]], ids=["wide", "high", "both"])
+def test_a_prompt_is_computed_as_llama_cpps_helper_computes_it(
+    engine: LlamaCppEngine, pictures: list[Picture]
+) -> None:
+    texts = [b"What is ", b" and then ", b" there?"][-len(pictures) - 1 :]
+    assert np.array_equal(computed(engine, texts, pictures), helped(engine, texts, pictures))
+
+
+# -- cutting and moving --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 50])
+def test_blocks_that_end_inside_pictures_make_the_whole_again(
+    engine: LlamaCppEngine, runs: list[Run], expected: Row, block: int
+) -> None:
+    sequence, into, total = engine.open(exact=True), engine.open(exact=True), length(runs)
+    run(engine, sequence, runs)
+    layout = engine._layouts["f16"]
+    for start in range(0, total, block):
+        stop = min(start + block, total)
+        blob = engine.export(sequence, start, stop)
+        assert len(blob) == layout.fixed + (stop - start) * layout.each
+        engine.restore(into, blob, stop - start)
+        assert engine.export(into, start, stop) == blob
+    for each in (into, sequence):  # exporting changes nothing
+        assert np.array_equal(logits(engine, each), expected)
+        engine.close_sequence(each)
+
+
+CUTS = [*range(4, 90, 9), 9, 10, 48, 49, 60, 81, 82]  # also beside the edges of pictures
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_sequence_that_is_cut_anywhere_goes_on_as_if_nothing_had_been_there(
+    engine: LlamaCppEngine, runs: list[Run], cut: int
+) -> None:
+    kept, cut_off = engine.open(exact=True), engine.open(exact=True)
+    for sequence in (kept, cut_off):
+        run(engine, sequence, runs, cut)
+        run(engine, sequence, runs)
+    engine.truncate(cut_off, cut)
+    assert cut_off.length == cut
+    run(engine, cut_off, runs)
+    assert engine.export(cut_off, 0, length(runs)) == engine.export(kept, 0, length(runs))
+    assert np.array_equal(logits(engine, cut_off), logits(engine, kept))
+    for sequence in (kept, cut_off):
+        engine.close_sequence(sequence)
+
+
+@pytest.mark.parametrize("stop", [17, 48])
+def test_a_picture_goes_on_after_the_blocks_that_there_are(
+    engine: LlamaCppEngine, runs: list[Run], stop: int
+) -> None:
+    sequence, into = engine.open(exact=True), engine.open(exact=True)
+    run(engine, sequence, runs, stop)
+    for start in range(0, stop, 8):
+        blob = engine.export(sequence, start, min(start + 8, stop))
+        engine.restore(into, blob, min(8, stop - start))
+    run(engine, into, runs)
+    run(engine, sequence, runs)
+    assert np.array_equal(logits(engine, into), logits(engine, sequence))
+    for each in (sequence, into):
+        engine.close_sequence(each)
+
+
+def test_shared_sequences_whose_cells_lie_in_disorder_are_moved_and_shared(
+    engine: LlamaCppEngine, runs: list[Run], expected: Row
+) -> None:
+    """Two sequences take turns, and go on in cells before their first ones."""
+    first = engine.open(exact=False)
+    engine.step([Work(first, PROMPT[:40], None)])
+    one, other, into, total = *(engine.open(exact=False) for _ in range(3)), length(runs)
+    for stop in range(5, total + 5, 5):
+        if stop == 25:  # inside a picture
+            engine.close_sequence(first)
+        for sequence in (one, other):
+            run(engine, sequence, runs, stop)
+    for start in range(0, total, 11):
+        blob = engine.export(one, start, min(start + 11, total))
+        engine.restore(into, blob, min(11, total - start))
+    for token in range(total):
+        assert engine.export(into, token, token + 1) == engine.export(one, token, token + 1)
+    engine.close_sequence(one)
+    engine.truncate(other, 60)
+    shared = engine.open(exact=False)
+    engine.share(into, 49, shared)
+    free = engine.free_tokens()
+    for sequence in (other, shared):
+        run(engine, sequence, runs)
+    assert engine.free_tokens() == free - 2 * total + 60 + 49
+    for sequence in (into, other, shared):
+        found = logits(engine, sequence)
+        assert np.allclose(found, expected, rtol=0, atol=ROUNDING)
+        engine.close_sequence(sequence)
+
+
+def test_a_shared_sequence_is_not_cut_inside_a_picture(
+    engine: LlamaCppEngine, runs: list[Run]
+) -> None:
+    sequence, into = engine.open(exact=False), engine.open(exact=False)
+    run(engine, sequence, runs)
+    with pytest.raises(ValueError, match="inside a picture"):
+        engine.truncate(sequence, 20)
+    with pytest.raises(ValueError, match="inside a picture"):
+        engine.share(sequence, 20, into)
+    for each in (sequence, into):
+        engine.close_sequence(each)
+
+
+def test_blocks_are_transcoded_with_the_places_of_pictures(
+    engine: LlamaCppEngine, runs: list[Run], expected: Row
+) -> None:
+    sequence, into = engine.open(exact=True), engine.open(exact=True, kv_type="q8_0")
+    run(engine, sequence, runs)
+    for start in range(0, length(runs), 16):
+        tokens = min(16, length(runs) - start)
+        blob = engine.export(sequence, start, start + tokens)
+        engine.restore(into, engine.transcode(blob, tokens, "f16", "q8_0"), tokens)
+    found = logits(engine, into)
+    assert np.corrcoef(found, expected)[0, 1] > 0.999
+    for each in (sequence, into):
+        engine.close_sequence(each)
+
+
+@pytest.mark.parametrize("stop", [30, 49, 55, 81])  # inside, at the end of, and after a picture
+def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop: int) -> None:
+    with loaded("qwen35", tmp_path) as engine:
+        texts, pictures = [b"What is ", b" and then ", b" there?"], [WIDE, HIGH]
+        assert np.array_equal(computed(engine, texts, pictures), helped(engine, texts, pictures))
+        runs, sequence, into = prompt(engine), engine.open(exact=True), engine.open(exact=True)
+        run(engine, sequence, runs, stop)
+        for start in range(0, stop, 16):
+            tokens = min(16, stop - start)
+            ends = start + tokens == stop
+            blob = engine.export(sequence, start, start + tokens, resumable=ends)
+            engine.restore(into, blob, tokens, resumable=ends)
+        for each in (sequence, into):
+            run(engine, each, runs)
+        assert np.array_equal(logits(engine, sequence), logits(engine, into))
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_block_of_other_positions_is_refused_before_it_is_read(
+    engine: LlamaCppEngine, runs: list[Run], expected: Row
+) -> None:
+    sequence, into = engine.open(exact=True), engine.open(exact=True)
+    run(engine, sequence, runs)
+    wrong = [engine.export(sequence, start, start + 8) for start in (8, 16, 56, 72)]
+    engine.restore(into, engine.export(sequence, 0, 7), 7)
+    for blob in wrong:
+        with pytest.raises(CorruptBlock):
+            engine.restore(into, blob, 8)
+    ids, vectors = runs[1]
+    assert vectors is not None
+    with pytest.raises(ValueError, match="beginning of this picture"):
+        engine.step([Work(into, ids[3:], None, vectors[3:])])
+    engine.restore(into, engine.export(sequence, 7, length(runs)), length(runs) - 7)
+    assert np.array_equal(logits(engine, into), expected)
+    for each in (sequence, into):
+        engine.close_sequence(each)

@@ -1,0 +1,53 @@
+"""The chat template of a folder is found wherever its publisher put it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.engine.mlx.tokenizer import MAX_TEMPLATE_BYTES, read_chat_template
+from rekindle.errors import ModelError
+
+
+def write(folder: Path, name: str, template: Any) -> None:
+    text = template if name.endswith(".jinja") else json.dumps({"chat_template": template})
+    (folder / name).write_text(text)
+
+
+def test_a_file_of_its_own_goes_before_settings(tmp_path: Path) -> None:
+    assert read_chat_template(tmp_path) is None
+    for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
+        write(tmp_path, name, name)
+        assert read_chat_template(tmp_path) == name
+
+
+@pytest.mark.parametrize(
+    ("named", "chosen"),
+    [
+        ({"default": "a", "tool_use": "b"}, "a"),
+        ({"rag": "c", "tool_use": "b"}, "b"),
+        ({"rag": "c"}, "c"),
+        ({}, None),
+    ],
+)
+def test_of_several_templates_one_is_chosen(
+    tmp_path: Path, named: dict[str, str], chosen: str | None
+) -> None:
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    write(tmp_path, "tokenizer_config.json", listed)
+    assert read_chat_template(tmp_path) == chosen
+
+
+@pytest.mark.parametrize("template", [3, {"a": "b"}, [3], [{"name": "default"}], [{"name": []}]])
+def test_what_is_no_template_is_none(tmp_path: Path, template: Any) -> None:
+    write(tmp_path, "tokenizer_config.json", template)
+    assert read_chat_template(tmp_path) is None
+
+
+def test_a_file_larger_than_any_template_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "chat_template.jinja", " " * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(ModelError, match="larger than any"):
+        read_chat_template(tmp_path)

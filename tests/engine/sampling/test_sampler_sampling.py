@@ -1,0 +1,247 @@
+"""Every field of SamplingParams has the effect it is said to have, and a seed its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, nan, sqrt
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rekindle.engine.base import Row
+from rekindle.engine.sampling import native as compiled_rows
+from rekindle.engine.sampling.sampler import Chooser, build_sampler
+from rekindle.protocol.requests import SamplingParams
+from tests.engine.sorted_sampling import chances
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+ROW = np.array([0.0, 3.0, 2.0, 1.0, -1.0], np.float32)
+DRAWS = 4000
+TOGETHER = 50  # rows of a step
+
+
+class Only:
+    """Allows some tokens."""
+
+    trouble = None
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.accepted: list[int] = []
+
+    def mask(self, logits: Any) -> None:
+        kept = logits[self.tokens]
+        logits[:] = -np.inf
+        logits[self.tokens] = kept
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def replay(self, tokens: Sequence[int]) -> None: ...
+
+
+def tokens(
+    sampling: SamplingParams, row: Row = ROW, *, prompt: tuple[int, ...] = (), count: int = 200
+) -> list[int]:
+    sampler = build_sampler(sampling, prompt)
+    return [sampler.sample(row.copy()).token for _ in range(count)]
+
+
+def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
+    """As many as `DRAWS`, of replies that are sampled together."""
+    assert sampling.seed is not None
+    seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
+    samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
+    chooser = Chooser(compiled_rows.build())
+    steps = [
+        chooser.choose(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)
+    ]
+    return [sampled.token for step in steps for sampled in step]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "left"),
+    [
+        (SamplingParams(temperature=0), {1}),
+        (SamplingParams(temperature=0, logit_bias={4: 10.0}), {4}),
+        (SamplingParams(temperature=0, logit_bias={1: -inf}), {2}),
+        (SamplingParams(temperature=1, seed=1, top_p=1, top_k=2), {1, 2}),
+        (SamplingParams(temperature=1, seed=1, top_p=1, top_k=50), {0, 1, 2, 3, 4}),
+        (SamplingParams(temperature=1, seed=1, top_p=0.7), {1, 2}),
+        (SamplingParams(temperature=1, seed=1, top_p=0.0), {1}),
+        (SamplingParams(temperature=1, seed=1, top_p=1, min_p=0.1), {1, 2, 3}),
+        (SamplingParams(temperature=1, seed=1, top_p=1, min_p=1.0), {1}),
+        (SamplingParams(temperature=9, seed=1, top_p=1), {0, 1, 2, 3, 4}),
+        (SamplingParams(temperature=100, seed=1, top_p=0.7), {1, 2}),
+        (SamplingParams(temperature=1e-30, seed=1, top_p=1), {1}),
+    ],
+    ids=repr,
+)
+def test_parameters_leave_the_tokens_they_should(sampling: SamplingParams, left: set[int]) -> None:
+    assert set(tokens(sampling)) == left
+
+
+DISTRIBUTIONS = {
+    "as the model": SamplingParams(temperature=1, top_p=1, seed=1),
+    "cool": SamplingParams(temperature=0.5, top_p=1, seed=2),
+    "top p": SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+    "top p, cold": SamplingParams(temperature=0.3, top_p=0.6, seed=8),
+    "top p, hot": SamplingParams(temperature=3, top_p=0.5, seed=4),
+    "top k": SamplingParams(temperature=1, top_p=1, top_k=7, seed=5),
+    "min p": SamplingParams(temperature=1.5, top_p=1, min_p=0.1, seed=6),
+    "all of them": SamplingParams(temperature=1.2, top_p=0.8, top_k=20, min_p=0.02, seed=7),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("size", [12, 1300])
+def test_tokens_are_drawn_by_their_chances(name: str, spread: float, size: int) -> None:
+    row = np.random.default_rng(8).normal(0, spread, size).round(1).astype(np.float32)
+    assert_drawn_by_chances(row, DISTRIBUTIONS[name])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("temperature", [0.8, 1, 2])
+def test_equal_tokens_at_the_edge_of_a_nucleus_are_drawn_by_their_chances(
+    top_p: float, temperature: float
+) -> None:
+    """Some of them are in, and some are not, below one that is heavier."""
+    row = np.array([0.0] * 4 + [0.7] + [0.0] * 6, np.float32)
+    assert_drawn_by_chances(row, SamplingParams(temperature=temperature, top_p=top_p, seed=9))
+
+
+def assert_drawn_by_chances(row: Row, sampling: SamplingParams) -> None:
+    """Pearson's statistic, against a bound that one in a million exceeds; the seeds are fixed."""
+    expected = chances(row, sampling)
+    drawn = np.bincount(tokens_together(sampling, row), minlength=row.size)
+    assert set(np.flatnonzero(drawn).tolist()) <= set(expected)
+    likely = {token for token, chance in expected.items() if DRAWS * chance >= 5}
+    cells = [(drawn[token], DRAWS * expected[token]) for token in likely]
+    rest = DRAWS * sum(chance for token, chance in expected.items() if token not in likely)
+    if rest >= 5:
+        cells.append((DRAWS - sum(count for count, _ in cells), rest))
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    assert statistic < len(cells) + 5 * sqrt(2 * len(cells)) + 15
+
+
+def test_a_reply_follows_its_seed_and_no_other() -> None:
+    sampling = SamplingParams(temperature=1, top_p=0.9, seed=7)
+    alone = tokens(sampling, count=50)
+    one, other = build_sampler(sampling, ()), build_sampler(SamplingParams(seed=8), ())
+    beside = []
+    for _ in range(50):
+        beside.append(one.sample(ROW.copy()).token)
+        other.sample(ROW.copy())
+    assert beside == alone
+    assert len(set(alone)) > 1
+    assert tokens(SamplingParams(temperature=1, top_p=0.9, seed=-7), count=50) != alone
+    assert tokens(SamplingParams(temperature=1, top_p=0.9), count=50) != tokens(
+        SamplingParams(temperature=1, top_p=0.9), count=50
+    )
+
+
+def test_a_token_depends_on_its_place_in_the_reply_and_not_on_what_was_drawn_before() -> None:
+    sampling = SamplingParams(temperature=5, top_p=0.9, seed=7)
+    certain = np.array([0.0, 90.0, 0.0, 0.0, 0.0], np.float32)
+    one, other = build_sampler(sampling, ()), build_sampler(sampling, ())
+    for _ in range(20):
+        one.sample(ROW.copy())
+        other.sample(certain.copy())
+    later = [[each.sample(ROW.copy()).token for _ in range(30)] for each in (one, other)]
+    assert later[0] == later[1]
+
+
+def test_penalties_move_on_from_what_was_said() -> None:
+    presence = SamplingParams(temperature=0, presence_penalty=1.5)
+    assert tokens(presence, count=3) == [1, 2, 1]
+    frequency = SamplingParams(temperature=0, frequency_penalty=2.0)
+    assert set(tokens(frequency, count=6)) == {0, 1, 2, 3}
+    repetition = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert tokens(repetition, prompt=(1,), count=1) == [2]
+
+
+def test_repetition_forgets_what_has_left_its_window() -> None:
+    sampling = SamplingParams(temperature=0, repetition_penalty=4.0, repetition_context_size=2)
+    assert tokens(sampling, prompt=(1, 0, 0), count=1) == [1]
+    assert tokens(sampling, prompt=(1, 0), count=5) == [2, 1, 3, 2, 1]
+    unbound = SamplingParams(temperature=0, repetition_penalty=4.0, repetition_context_size=0)
+    assert tokens(unbound, prompt=(1,), count=2) == [1, 1]
+
+
+def test_repetition_lowers_what_is_below_zero_too() -> None:
+    row = np.array([-1.0, -1.5], np.float32)
+    sampling = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert tokens(sampling, row, prompt=(0,), count=1) == [1]
+
+
+def test_occurrences_of_many_tokens_are_counted() -> None:
+    row = np.arange(300, dtype=np.float32)
+    sampling = SamplingParams(temperature=0, presence_penalty=1000.0)
+    assert tokens(sampling, row, count=300) == list(range(299, -1, -1))
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(seed=1)])
+def test_a_mask_has_the_last_word_and_is_given_the_choice(sampling: SamplingParams) -> None:
+    mask = Only([0, 4])
+    sampler = build_sampler(sampling, (), mask)
+    drawn = [sampler.sample(ROW.copy()).token for _ in range(50)]
+    assert set(drawn) <= {0, 4}
+    assert mask.accepted == drawn
+
+
+@pytest.mark.parametrize(
+    ("row", "token"),
+    [
+        ([-inf, -inf, -inf], 0),
+        ([nan, nan, nan], 0),
+        ([0.0, nan, 2.0], 2),
+        ([nan, nan, 2.0], 2),
+        ([-inf, nan, -inf], 1),
+        ([0.0, inf, 2.0], 1),
+        ([0.0, -3.4e38, 200.0], 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_row_that_makes_no_sense_still_gives_a_token(
+    row: list[float], token: int, top_k: int, temperature: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, seed=1)
+    assert tokens(sampling, np.array(row, np.float32), count=3) == [token] * 3
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Before mask, bias and penalties."""
+    biased = SamplingParams(temperature=0, logit_bias={4: 10.0}, top_logprobs=2)
+    sampled = build_sampler(biased, (), Only([4])).sample(ROW.copy())
+    expected = ROW - np.log(np.exp(ROW).sum())
+    assert sampled.token == 4
+    assert sampled.logprob == pytest.approx(expected[4], abs=1e-6)
+    assert [token for token, _ in sampled.top] == [1, 2]
+    assert [score for _, score in sampled.top] == pytest.approx(expected[[1, 2]].tolist(), abs=1e-6)
+    own = build_sampler(SamplingParams(temperature=0, top_logprobs=0), ()).sample(ROW.copy())
+    assert own.logprob is not None
+    assert own.top == ()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1, top_p=0.9, seed=3),
+        SamplingParams(temperature=0, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, seed=1, presence_penalty=1.5, frequency_penalty=0.5),
+    ],
+)
+def test_a_reply_goes_on_from_where_it_is_whatever_was_chosen_since(
+    sampling: SamplingParams,
+) -> None:
+    rows = np.random.default_rng(1).standard_normal((12, 50)).astype(np.float32)
+    sampler = build_sampler(sampling, range(40))
+    reply = [sampler.sample(row.copy()).token for row in rows]
+    sampler.replay(reply[:5])
+    assert [sampler.sample(row.copy()).token for row in rows[5:]] == reply[5:]

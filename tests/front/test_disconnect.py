@@ -1,0 +1,167 @@
+"""A client that leaves frees its turn, wherever the turn is; so does a server that stops."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from rekindle.http import body as request_body
+from rekindle.protocol.events import Prefill, Started
+from tests.api.live import Live, live, soon
+from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
+from tests.media.attacker import attacking
+
+QUEUED: list[Step] = [Pause()]
+IN_PREFILL: list[Step] = [Started(0, 10, 0), Prefill(0, 5, 10), Pause()]
+IN_REPLY: list[Step] = [Started(0, 10, 0), delta("Hel"), Pause()]
+CHAT = "/v1/chat/completions"
+
+
+def request(body: dict[str, Any], path: str = CHAT) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def reset(sock: socket.socket) -> None:
+    """Leave without a goodbye: the peer sees a reset."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["close", "reset"])
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "script", [QUEUED, IN_PREFILL, IN_REPLY], ids=["queued", "in prefill", "in reply"]
+)
+def test_a_client_that_leaves_cancels_its_turns(
+    script: list[Step], stream: bool, turns: int, leave: Any
+) -> None:
+    with live(Front(ScriptedRuntime(script))) as server:
+        sock = server.raw(request({**HELLO, "stream": stream, "n": turns}))
+        soon(lambda: server.runtime.open_turns == turns)
+        if stream and script is IN_REPLY:
+            assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        leave(sock)
+        soon(server.is_idle)
+        assert server.runtime.cancelled_turns == turns
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing() -> None:
+    with live(Front()) as server:
+        server.raw(request(HELLO)[:-10]).close()
+        soon(server.is_idle)
+        assert server.runtime.requests == []
+
+
+def test_a_client_that_leaves_while_a_picture_is_fetched_leaves_nothing() -> None:
+    front = Front(ScriptedRuntime(sees=True), media_allow=("localhost",))
+    with attacking() as slow, live(front) as server:
+        part = {"type": "image", "image_url": slow.url("/slow", "localhost")}
+        sock = server.raw(request({"messages": [{"role": "user", "content": [part]}]}))
+        soon(lambda: len(slow.requests) == 1)
+        sock.close()
+        soon(server.is_idle)
+        assert server.runtime.requests == []
+
+
+def test_a_client_that_leaves_does_not_disturb_another() -> None:
+    staying = reply(*(f"{number} " for number in range(200)))
+    with live(Front(ScriptedRuntime(IN_REPLY, staying))) as server:
+        leaving = server.raw(request({**HELLO, "stream": True}))
+        soon(lambda: server.runtime.open_turns == 1)
+        body = {**HELLO, "stream": True}
+        with server.client() as client, client.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            leaving.close()
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        soon(server.is_idle)
+
+
+def test_a_client_that_reads_nothing_still_frees_its_turn_when_it_leaves() -> None:
+    flood: list[Step] = [Started(0, 1, 0), *(delta("x" * 60_000) for _ in range(400)), Pause()]
+    with live(Front(ScriptedRuntime(flood))) as server:
+        sock = server.raw(request({**HELLO, "stream": True}))
+        soon(lambda: server.runtime.open_turns == 1)
+        sock.recv(1000)
+        sock.close()
+        soon(server.is_idle)
+
+
+def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "BODY_S", 0.2)
+    with live(Front()) as server, server.raw(request(HELLO)[:-10]) as sock:
+        answer = _read_until(sock, b"")
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"code":"body_too_slow"' in answer
+        soon(server.is_idle)
+
+
+def test_a_body_in_chunks_that_grows_too_large_gets_a_clean_413(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_body, "MOST_BODY_BYTES", 100_000)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
+    with live(Front()) as server:
+        content = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 50
+        with server.raw(content) as sock:
+            assert _read_until(sock, b"}}").startswith(b"HTTP/1.1 413")
+            sock.sendall(chunk * 50 + b"0\r\n\r\n" + request(HELLO))  # read past, and forgotten
+            assert _read_until(sock, b"}}").startswith(b"HTTP/1.1 200")
+        with server.client() as client:
+            answer = client.post(CHAT, content=iter([b" " * 50_000] * 20), headers=_json())
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_megabyte_of_headers_is_refused() -> None:
+    with live(Front()) as server, server.client() as client:
+        answer = client.get("/v1/models", headers={"X-Padding": "x" * (1 << 20)})
+        assert answer.status_code == 431
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_a_stopping_server_ends_streams_with_an_error_and_whole_answers_with_a_status() -> None:
+    front = Front(ScriptedRuntime(IN_REPLY))
+    found: dict[str, httpx.Response] = {}
+
+    def ask(name: str, server: Live) -> None:
+        with server.client() as client:
+            found[name] = client.post(CHAT, json={**HELLO, "stream": name == "streamed"})
+
+    with live(front) as server:
+        threads = [
+            threading.Thread(target=ask, args=(name, server)) for name in ("streamed", "whole")
+        ]
+        for thread in threads:
+            thread.start()
+        soon(lambda: server.runtime.open_turns == 2)
+        server.tell_to_stop()
+        for thread in threads:
+            thread.join()
+    *_, failed, done = events(found["streamed"].text)
+    assert failed.json["error"]["code"] == "unavailable"
+    assert done.data == "[DONE]"
+    assert found["whole"].status_code == 503
+    assert front.runtime.open_turns == 0
+
+
+def _json() -> dict[str, str]:
+    return {"content-type": "application/json"}
+
+
+def _read_until(sock: socket.socket, end: bytes) -> bytes:
+    """What comes until it ends so; empty `end` means until the server hangs up."""
+    answer = b""
+    while (part := sock.recv(65536)) and not (end and (answer + part).endswith(end)):
+        answer += part
+    return answer + part

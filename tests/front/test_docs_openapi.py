@@ -1,0 +1,87 @@
+"""The OpenAPI document says what is taken and what is answered, as it really is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rekindle.api.base.messages import NEEDED
+from tests.api.scripted import Front
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return dict(Front().get("/openapi.json").json())
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, found in document["paths"].items():
+        for method, operation in found.items():
+            yield method, path, operation
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_is_documented_beside_the_whole_answer(
+    document: dict[str, Any], path: str
+) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    assert set(content) == {"application/json", "text/event-stream"}
+    answer = Front().post(path, {"messages": [], "prompt": "x", "stream": True})
+    if answer.status_code == 200:
+        assert answer.headers["content-type"].partition(";")[0] in content
+
+
+def test_each_role_of_a_message_has_its_required_fields(document: dict[str, Any]) -> None:
+    forms = document["components"]["schemas"]["Message"]["oneOf"]
+    required = {form["properties"]["role"]["const"]: form["required"] for form in forms}
+    assert required == {role: ["role", *needed] for role, needed in NEEDED.items()}
+    tool = next(form for form in forms if "tool_call_id" in form["required"])
+    assert {"type": "null"} not in tool["properties"]["content"]["anyOf"]
+
+
+def shape_of(path: str) -> str:
+    """In which dialect its errors are."""
+    dialects = {"/v1/messages": "AnthropicErrorBody", "/api/": "OllamaErrorBody"}
+    shapes = (shape for start, shape in dialects.items() if path.startswith(start))
+    return next(shapes, "ErrorBody")
+
+
+def test_errors_are_documented_by_their_status_and_in_their_shape(
+    document: dict[str, Any],
+) -> None:
+    for method, path, operation in operations(document):
+        answers = operation["responses"]
+        assert {"400", "401", "404", "421", "429", "431", "500", "503"} <= set(answers), path
+        assert ("415" in answers) == (method == "post"), path
+        assert not {"422", "default"} & set(answers), path
+        for status, answer in answers.items():
+            if status != "200":
+                schema = answer["content"]["application/json"]["schema"]
+                assert schema == {"$ref": f"#/components/schemas/{shape_of(path)}"}
+                assert answer["description"] not in ("", "Error")
+
+
+def test_the_document_says_how_a_key_is_sent(document: dict[str, Any]) -> None:
+    schemes = document["components"]["securitySchemes"]
+    assert {scheme["type"] for scheme in schemes.values()} == {"http", "apiKey"}
+    for _, path, operation in operations(document):
+        assert bool(operation["security"]) == (path != "/health")
+
+
+def test_nothing_is_referred_to_that_is_not_there(document: dict[str, Any]) -> None:
+    defined = document["components"]["schemas"]
+    assert "HTTPValidationError" not in defined
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                assert value["$ref"].rpartition("/")[2] in defined
+            for each in value.values():
+                check(each)
+        elif isinstance(value, list):
+            for each in value:
+                check(each)
+
+    check(document)

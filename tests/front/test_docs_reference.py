@@ -1,0 +1,51 @@
+"""Types and limits of a schema, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rekindle.front.docs import Field, Reference
+
+
+def field(schema: dict[str, Any], required: bool = False) -> Field:
+    thing = {"properties": {"x": schema}, "required": ["x"] if required else []}
+    document = {
+        "info": {"title": "T", "version": "1"},
+        "paths": {},
+        "components": {"schemas": {"Thing": thing}},
+    }
+    [found] = Reference(document).types[0].forms[0].fields
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string"}, "string"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "integer or null"),
+        ({"type": "array", "items": {"$ref": "#/components/schemas/Message"}}, "list of Message"),
+        ({"enum": ["auto", "none"]}, '"auto" or "none"'),
+        ({"const": "text"}, '"text"'),
+        ({}, "any value"),
+    ],
+)
+def test_a_type_is_told_in_words(schema: dict[str, Any], words: str) -> None:
+    assert field(schema).type == words
+
+
+def test_a_field_is_told_with_its_limits_and_default() -> None:
+    schema = {
+        "anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, {"type": "null"}],
+        "description": "How bold.",
+        "default": 0.7,
+    }
+    assert field(schema, required=True) == Field(
+        "x", "number or null", [], True, "How bold.; from 0; up to 2; default 0.7"
+    )
+
+
+def test_a_field_names_the_types_it_refers_to() -> None:
+    schema = {"anyOf": [{"$ref": "#/components/schemas/A"}, {"items": {"$ref": "#/x/B"}}]}
+    assert field(schema).types == ["A", "B"]

@@ -1,0 +1,101 @@
+"""Presets prepared at startup."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from rekindle.config import Preset
+from rekindle.errors import Unavailable
+from rekindle.front.warmup import warm
+from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, Flush
+from rekindle.protocol.events import CacheReport, Finished, Prefill, Reason, Started
+from rekindle.protocol.requests import Prepare
+from tests.api.scripted import ScriptedRuntime, Step, failed
+
+PROJECT = {
+    "system_prompt": "You are an analyst.",
+    "tools": ["get_portfolio"],
+    "shared": True,
+    "cache": {"warm_on_startup": True, "pinned": True, "ttl": None},
+}
+REPORT = CacheReport("miss", Reason.NOT_CACHED, 0, 20, None, new_cache_key="abc")
+READY: list[Step] = [Started(0, 20, 0), Prefill(0, 20, 20), Finished(0, "stop", 20, 0, 0.1, REPORT)]
+ENTRY = EntryInfo(
+    cache_key="abc", segments=[], token_count=20, tier="ram", size_bytes=1, held_tokens=20,
+    stored_tokens=20,
+    hit_count=0, pinned=True, ttl=None, created_at=0, last_used=0, expires_at=None, names=[],
+    tenant="",
+)  # fmt: skip
+
+
+def flushed(op: AdminOp) -> AdminResult:
+    assert op == Flush("abc")
+    return ENTRY
+
+
+def prepare(runtime: ScriptedRuntime, *names: str) -> None:
+    presets = {name: Preset.model_validate(PROJECT) for name in names}
+    quiet = Console(file=io.StringIO())
+    asyncio.run(warm(presets, lambda _name: runtime, quiet))
+
+
+def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
+    runtime = ScriptedRuntime(READY, answers=flushed)
+    prepare(runtime, "a")
+    ask = runtime.requested
+    assert ask.messages == [{"role": "system", "content": "You are an analyst."}]
+    assert ask.tools == [
+        {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
+    ]
+    assert ask.prepare == Prepare(pinned=True, ttl_s=None, shared=True)
+    assert ask.salt == b""
+    [question] = runtime.admin_requests
+    assert question.op == Flush("abc")
+    assert question.admin  # a shared entry is in nobody's own list
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
+    runtime = ScriptedRuntime(READY, answers=flushed)
+    presets = {"a": Preset.model_validate(PROJECT)}
+    quiet = Console(file=io.StringIO())
+    asyncio.run(warm(presets, lambda _name: runtime, quiet, exact=True, normalise=normalise))
+    assert (runtime.requested.exact, runtime.requested.normalise) == (True, normalise)
+
+
+def test_a_project_that_does_not_want_it_is_left_alone() -> None:
+    runtime = ScriptedRuntime(READY, answers=flushed)
+    presets = {"a": Preset(system_prompt="x")}
+    asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
+    assert runtime.requests == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [Unavailable("no room at all")],
+        [Started(0, 20, 0), failed(507, "x", None, "no room at all")],
+    ],
+)
+def test_a_failure_is_a_warning_that_names_the_project(
+    caplog: pytest.LogCaptureFixture, script: list[Step]
+) -> None:
+    caplog.set_level(logging.INFO, "rekindle")
+    runtime = ScriptedRuntime(script, READY, answers=flushed)
+    prepare(runtime, "first", "second")
+    warning, success = [record.getMessage() for record in caplog.records]
+    assert "first" in warning
+    assert "no room at all" in warning
+    assert "second is prepared: 20 tokens" in success
+
+
+def test_a_project_that_cannot_be_stored_is_a_warning_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare(ScriptedRuntime(READY), "a")
+    assert "project a could not be prepared" in caplog.text

@@ -1,0 +1,71 @@
+"""A signal to stop: what is in flight goes on for a while, what is new is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rekindle.http import drain
+from tests.api.live import live, soon
+from tests.api.scripted import (
+    HELLO,
+    Front,
+    Pause,
+    ScriptedRuntime,
+    Step,
+    delta,
+    error,
+    events,
+    finished,
+)
+
+CHAT = "/v1/chat/completions"
+STREAM = {**HELLO, "stream": True}
+HELD: list[Step] = [delta("Hel"), Pause(), delta("lo"), finished()]
+
+
+def test_a_reply_in_flight_is_finished_while_what_is_new_is_refused() -> None:
+    released = asyncio.Event()
+
+    class Held(ScriptedRuntime):
+        async def paused(self) -> None:
+            await released.wait()
+
+    with live(Front(Held(HELD))) as server, server.client() as early, server.client() as late:
+        with early.stream("POST", CHAT, json=STREAM) as stream:
+            lines = stream.iter_text()
+            text = next(lines)
+            server.signal()
+            for path in ("/health", "/v1/models"):
+                refused = late.get(path)
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"]
+                assert refused.headers["x-request-id"]
+                assert "stopping" in error(refused)["message"]
+            assert late.post(CHAT, json=HELLO).status_code == 503
+            server.call(released.set)
+            text += "".join(lines)
+        assert events(text)[-1].data == "[DONE]"
+        assert "error" not in text
+        soon(lambda: server.has_ended)
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with live(Front()) as server:
+        server.signal()
+        soon(lambda: server.has_ended)
+
+
+def test_a_reply_that_outlasts_the_deadline_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drain, "DRAIN_S", 0.3)
+    with live(Front(ScriptedRuntime(HELD))) as server, server.client() as client:
+        with client.stream("POST", CHAT, json=STREAM) as stream:
+            server.signal()
+            found = events("".join(stream.iter_text()))
+        assert found[-2].json["error"]["code"] == "unavailable"
+        assert found[-1].data == "[DONE]"
+        soon(lambda: server.has_ended)
+        assert server.runtime.open_turns == 0

@@ -1,0 +1,123 @@
+"""The longest stored prefix of a text, against a naive search; and how much is read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rekindle.kvcache.entries import text_index
+from rekindle.kvcache.entries.text_index import TextIndex
+from rekindle.tokens import common_bytes
+from tests.support.effort import calls_made
+
+#: Few letters, so that texts begin with each other all the time; marks are bytes like any other.
+texts = st.lists(st.sampled_from(b"ab\xff"), max_size=6).map(bytes)
+
+
+@given(st.lists(texts, max_size=30), texts)
+def test_the_longest_stored_beginning_is_found(stored: list[bytes], request: bytes) -> None:
+    remembered: TextIndex[bytes] = TextIndex()
+    for text in stored:
+        remembered.put(text, text)
+    expected = max((t for t in stored if request.startswith(t)), key=len, default=None)
+    assert remembered.longest(request) == expected
+    assert len(remembered) == len(set(stored))
+
+
+@given(st.lists(st.tuples(texts, st.booleans()), max_size=30), texts)
+def test_what_was_dropped_is_not_found_and_the_rest_is(
+    steps: list[tuple[bytes, bool]], request: bytes
+) -> None:
+    remembered: TextIndex[bytes] = TextIndex()
+    kept: dict[bytes, bytes] = {}
+    for text, keep in steps:
+        if keep:
+            remembered.put(text, text)
+            kept[text] = text
+        else:
+            remembered.drop(text, kept.pop(text, text))
+    expected = max((t for t in kept if request.startswith(t)), key=len, default=None)
+    assert remembered.longest(request) == expected
+    assert len(remembered) == len(kept)
+    for text, value in kept.items():
+        remembered.drop(text, value)
+    assert nodes(remembered) == 1
+
+
+def nodes(index: TextIndex[bytes]) -> int:
+    found = [index._root]
+    for node in found:  # grows as it is walked
+        found.extend(node.children.values())
+        is_needed = node.value is not None or len(node.children) > 1
+        assert is_needed or node is index._root, "neither a text nor a branch"
+    return len(found)
+
+
+def test_of_two_equal_texts_the_later_stays_though_the_earlier_is_dropped() -> None:
+    remembered: TextIndex[list[int]] = TextIndex()
+    first, second = [1], [2]
+    remembered.put(b"text", first)
+    remembered.put(b"text", second)
+    remembered.drop(b"text", first)
+    assert remembered.longest(b"text and more") is second
+
+
+@given(st.lists(texts, max_size=30), texts)
+def test_the_nearest_text_has_as_much_in_common_as_any(stored: list[bytes], request: bytes) -> None:
+    remembered: TextIndex[bytes] = TextIndex()
+    for text in stored:
+        remembered.put(text, text)
+    found = remembered.nearest(request)
+    most = max((common_bytes(text, request) for text in stored), default=None)
+    assert (None if found is None else common_bytes(found, request)) == most
+
+
+def read_bytes(search: Callable[[bytes], object], text: bytes, patch: pytest.MonkeyPatch) -> int:
+    """How many bytes of a text a search compares with what is stored."""
+    read = 0
+
+    def counting(text: bytes, at: int, edge: bytes) -> bool:
+        nonlocal read
+        read += len(edge)
+        return text.startswith(edge, at)
+
+    with patch.context() as patched:
+        patched.setattr(text_index, "_goes_on", counting)
+        search(text)
+    return read
+
+
+STEPS = 2000
+#: For each, what is stored at every step, and a text that goes through all of them.
+ADVERSARIES = {
+    "branches below": [b"a" * step + b"A" for step in range(1, STEPS)],
+    "branches above": [b"a" * step + b"z" for step in range(1, STEPS)],
+    "nested": [b"a" * step for step in range(1, STEPS)],
+    "long branches": [b"a" * step + b"A" * STEPS for step in range(1, STEPS, 10)],
+}
+
+
+@pytest.mark.parametrize("kind", ADVERSARIES)
+@pytest.mark.parametrize("text", [b"a" * STEPS, b"a" * STEPS + b"B" * STEPS, b"ab", b"b"])
+def test_whatever_is_stored_each_byte_of_a_text_is_read_once(
+    kind: str, text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index: TextIndex[int] = TextIndex()
+    for stored in ADVERSARIES[kind]:
+        index.put(stored, len(stored))
+    longest_edge = STEPS  # of which the last one may be read in vain
+    for search in (index.longest, index.nearest):
+        assert read_bytes(search, text, monkeypatch) <= len(text) + longest_edge
+    known = [stored for stored in ADVERSARIES[kind] if text.startswith(stored)]
+    assert index.longest(text) == max(map(len, known), default=None)
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_a_search_takes_no_more_steps_for_many_texts_than_for_few(count: int) -> None:
+    index: TextIndex[int] = TextIndex()
+    for number in range(count):
+        index.put(b"you are helpful" + number.to_bytes(4, "big"), number)
+    assert calls_made(lambda: index.longest(b"you are helpful, and brief")) < 60

@@ -1,0 +1,101 @@
+"""Recent conversations: found by their messages, within a bound, each tenant's by itself."""
+
+from __future__ import annotations
+
+import threading
+from random import Random
+
+from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.prompt import ChatPrompt
+from rekindle.runtime.encode.chat import ChatTools, RecentChat, RecentChats, chat_key
+from rekindle.tokens import Tokens
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def chat(*texts: str) -> RecentChat:
+    messages = said(*texts)
+    hashes, tools = ConversationHashes(messages), ChatTools.of(None, None)
+    return RecentChat(messages, hashes, ChatPrompt(Tokens()), tools)
+
+
+def put(recent: RecentChats, tenant: bytes, *texts: str) -> RecentChat:
+    stored = chat(*texts)
+    recent.put(tenant, chat_key(said(*texts)), stored)
+    return stored
+
+
+def test_a_conversation_goes_on_from_the_longest_it_begins_with() -> None:
+    recent = RecentChats()
+    put(recent, b"one", "a")
+    longest = put(recent, b"one", "a", "b")
+    put(recent, b"one", "a", "b", "d")
+    assert recent.find(b"one", chat_key(said("a", "b", "c"))) is longest
+    assert recent.find(b"one", chat_key(said("a", "b"))) is longest
+    assert recent.find(b"one", chat_key(said("b"))) is None
+    assert recent.find(b"other", chat_key(said("a", "b"))) is None
+
+
+def test_a_key_begins_another_only_where_its_messages_do() -> None:
+    assert not chat_key(said("ab")).startswith(chat_key(said("a")))
+    assert chat_key([{"n": 1}]) != chat_key([{"n": 1.0}])
+    assert chat_key([{"n": 1}]) != chat_key([{"n": True}])
+    assert chat_key([{"n": 1, "m": 2}]) != chat_key([{"m": 2, "n": 1}])
+
+
+def test_beyond_the_limit_the_tenant_that_has_most_gives_up_its_oldest() -> None:
+    cost_bytes = chat("a").cost_bytes(chat_key(said("a")))
+    recent = RecentChats(4 * cost_bytes)
+    kept = put(recent, b"small", "a")
+    for text in "abcdef":
+        put(recent, b"large", text)
+        assert recent.used_bytes <= 4 * cost_bytes
+    assert recent.find(b"small", chat_key(said("a"))) is kept
+    known = [recent.find(b"large", chat_key(said(text))) for text in "abcdef"]
+    assert [each is not None for each in known] == [False, False, False, True, True, True]
+
+
+def test_one_that_exceeds_the_limit_is_not_kept_and_costs_no_other() -> None:
+    recent = RecentChats(chat("a").cost_bytes(chat_key(said("a"))))
+    kept = put(recent, b"one", "a")
+    put(recent, b"one", "b" * 1000)
+    assert recent.find(b"one", chat_key(said("a"))) is kept
+
+
+def test_the_same_messages_again_cost_nothing_more() -> None:
+    recent = RecentChats()
+    put(recent, b"one", "a")
+    once = recent.used_bytes
+    newest = put(recent, b"one", "a")
+    assert recent.used_bytes == once
+    assert recent.find(b"one", chat_key(said("a"))) is newest
+
+
+def test_threads_find_put_and_forget_at_once() -> None:
+    recent = RecentChats(20 * chat("a").cost_bytes(chat_key(said("a"))))
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = Random(seed)
+        try:
+            for _ in range(300):
+                tenant, texts = chance.choice((b"one", b"two")), chance.choices("ab", k=3)
+                put(recent, tenant, *texts)
+                found = recent.find(tenant, chat_key(said(*texts, "c")))
+                assert found is None or list(found.messages) == said(*texts)[: len(found.messages)]
+                if chance.random() < 0.05:
+                    recent.forget(tenant)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    recent.forget(b"one")
+    recent.forget(b"two")
+    assert recent.used_bytes == 0

@@ -1,0 +1,174 @@
+"""Encoding beside the engine: in turn by tenant, and no more than somebody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from random import Random
+
+import pytest
+
+from rekindle.protocol.events import Cancelled
+from rekindle.runtime.encode.threads import LARGE_BYTES, Encoders, Job, Lane
+from tests.support.rounds import rounds
+
+PATIENCE_S = 30.0
+SMALL, LARGE = 100, LARGE_BYTES + 1
+A, B, C = b"a", b"b", b"c"
+
+Outcome = str | Cancelled
+
+
+@dataclass
+class EncodersHarness:
+    """Encoders and what came out of them; a job may be held up until it is let go."""
+
+    outcomes: SimpleQueue[Outcome] = field(default_factory=SimpleQueue)
+    started: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.encoders: Encoders[str] = Encoders(self.outcomes.put)
+
+    def submit(
+        self, *names: str, tenant: bytes, size_bytes: int = SMALL, turns: tuple[int, ...] = ()
+    ) -> None:
+        self.encoders.submit(Job(tenant, size_bytes, lambda: names, turns))
+
+    def submit_held(
+        self, *names: str, tenant: bytes, size_bytes: int = SMALL, turns: tuple[int, ...] = ()
+    ) -> None:
+        """A job that is done when it is released."""
+
+        def encode() -> tuple[str, ...]:
+            self.started.put(names[0])
+            assert self.released.wait(PATIENCE_S)
+            return names
+
+        self.encoders.submit(Job(tenant, size_bytes, encode, turns))
+
+    def next(self) -> Outcome:
+        return self.outcomes.get(timeout=PATIENCE_S)
+
+    def hold_all(self) -> None:
+        """Give every thread something to do."""
+        for name, size_bytes in (("large", LARGE), ("small", SMALL)):
+            self.submit_held(name, tenant=b"busy", size_bytes=size_bytes)
+            assert self.started.get(timeout=PATIENCE_S) == name
+
+
+@contextmanager
+def running() -> Iterator[EncodersHarness]:
+    opened = EncodersHarness()
+    try:
+        yield opened
+    finally:
+        opened.released.set()
+
+
+def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    lane: Lane[str] = Lane()
+    for tenant, name in ((A, "a1"), (A, "a2"), (A, "a3"), (B, "b1"), (C, "c1"), (B, "b2")):
+        lane.put(Job(tenant, SMALL, lambda name=name: name))  # type: ignore[misc]
+    taken = [job.encode() for job in iter(lane.take, None)]
+    assert taken == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_large_prompts_of_one_tenant_leave_an_encoder_to_small_ones() -> None:
+    with running() as harness:
+        for number in range(10):
+            harness.submit_held(f"large {number}", tenant=A, size_bytes=LARGE)
+        for number in range(3):
+            harness.submit(f"small {number}", tenant=B)
+        assert [harness.next() for _ in range(3)] == ["small 0", "small 1", "small 2"]
+
+
+def test_a_large_prompt_waits_for_one_of_each_other_tenant_at_most() -> None:
+    with running() as harness:
+        harness.hold_all()
+        for number in range(10):
+            harness.submit(f"a{number}", tenant=A, size_bytes=LARGE)
+        harness.submit("b", tenant=B, size_bytes=LARGE)
+        harness.released.set()
+        done = [harness.next() for _ in range(13)]
+        assert [name for name in done if name not in ("large", "small")][:2] == ["a0", "b"]
+
+
+@pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
+def test_a_turn_cancelled_while_it_waits_is_never_encoded(size_bytes: int) -> None:
+    with running() as harness:
+        harness.hold_all()
+        harness.submit_held("encoded", tenant=A, size_bytes=size_bytes, turns=(1,))
+        assert harness.encoders.cancel(1)
+        assert harness.next() == Cancelled(1)  # while all encoders are busy
+        assert not harness.encoders.cancel(1)
+        harness.released.set()
+        assert {harness.next(), harness.next()} == {"large", "small"}
+        harness.submit("last", tenant=A, size_bytes=size_bytes)
+        assert harness.next() == "last"
+        assert harness.started.empty()
+
+
+def test_a_turn_cancelled_while_it_is_encoded_ends_once_and_at_once() -> None:
+    with running() as harness:
+        harness.submit_held("encoded", tenant=A, turns=(7,))
+        harness.started.get(timeout=PATIENCE_S)
+        assert harness.encoders.cancel(7)
+        assert harness.next() == Cancelled(7)
+        assert not harness.encoders.cancel(7)
+        harness.released.set()
+        harness.submit("after", tenant=A)
+        assert harness.next() == "after"
+
+
+def test_of_several_choices_the_others_go_on_when_one_is_cancelled() -> None:
+    with running() as harness:
+        harness.hold_all()
+        harness.submit("first", "second", "third", tenant=A, turns=(1, 2, 3))
+        assert harness.encoders.cancel(2)
+        assert harness.next() == Cancelled(2)
+        harness.released.set()
+        done = [harness.next() for _ in range(4)]
+        assert [name for name in done if name not in ("large", "small")] == ["first", "third"]
+
+
+def test_the_turns_of_a_refused_request_are_all_refused() -> None:
+    with running() as harness:
+        harness.submit("refused", "refused", tenant=A, turns=(1, 2))
+        assert [harness.next(), harness.next()] == ["refused", "refused"]
+
+
+def test_a_turn_that_was_delivered_is_no_longer_here() -> None:
+    with running() as harness:
+        harness.submit("done", tenant=A, turns=(3,))
+        assert harness.next() == "done"
+        assert not harness.encoders.cancel(3)
+
+
+@pytest.mark.long
+def test_whenever_they_are_cancelled_turns_end_exactly_once() -> None:
+    turns = rounds(2_000, 20_000)
+    chance = Random(3)
+    cancels: SimpleQueue[int | None] = SimpleQueue()
+
+    def cancel_some(harness: EncodersHarness) -> None:
+        while (turn := cancels.get(timeout=PATIENCE_S)) is not None:
+            harness.encoders.cancel(turn)
+
+    with running() as harness:
+        canceller = threading.Thread(target=cancel_some, args=(harness,))
+        canceller.start()
+        for turn in range(turns):
+            size_bytes = chance.choice((SMALL, LARGE))
+            tenant = chance.choice((A, B, C))
+            harness.submit(str(turn), tenant=tenant, size_bytes=size_bytes, turns=(turn,))
+            cancels.put(chance.randrange(turn + 1))
+        cancels.put(None)
+        canceller.join(PATIENCE_S)
+        outcomes = [harness.next() for _ in range(turns)]
+    ended = [int(each) if isinstance(each, str) else each.turn for each in outcomes]
+    assert sorted(ended) == list(range(turns))
+    assert harness.outcomes.empty()

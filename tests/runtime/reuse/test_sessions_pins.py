@@ -1,0 +1,83 @@
+"""Pins for a while: they hold for their time, and then leave an entry like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rekindle.kvcache.entries.entries import Entry
+from rekindle.protocol.requests import Names
+from tests.runtime.reuse.test_sessions import PROMPT, going_on
+from tests.support.clock import FakeClock
+from tests.support.fake import AsciiTokenizer, FakeEngine
+from tests.support.harness import RuntimeHarness
+
+FIVE_MINUTES = Names(pin_s=300.0)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def pinned(harness: RuntimeHarness) -> list[Entry]:
+    return [entry for entry in harness.entries.of(None) if entry.pinned]
+
+
+def press(harness: RuntimeHarness) -> None:
+    """More of other conversations than there is room for."""
+    for number in range(20):
+        harness.ask([500 + number] * 40)
+
+
+def test_state_outlives_pressure_for_as_long_as_it_is_pinned(clock: FakeClock) -> None:
+    harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=20_000, idle_tokens=0)
+    kept = harness.ask(PROMPT[:32], names=FIVE_MINUTES)
+    press(harness)
+    clock.pass_by(299)
+    harness.entries.collect()
+    again = harness.ask(going_on(kept)).finished.cache
+    assert again.reused_tokens == len(kept.turn.tokens) - 1
+    clock.pass_by(2)
+    harness.entries.collect()
+    assert pinned(harness) == []
+    press(harness)
+    assert harness.ask(going_on(kept)).finished.cache.reused_tokens == 0
+
+
+def test_a_conversation_that_goes_on_has_one_pin(clock: FakeClock) -> None:
+    engine = FakeEngine()
+    engine.tokenizer = AsciiTokenizer()
+    harness = RuntimeHarness(engine, clock=clock)
+    text = "Once upon a time"
+    for _ in range(4):
+        text += harness.ask_text(text, names=FIVE_MINUTES).text + " and then"
+    [entry] = harness.entries.of(None)
+    assert entry.pinned
+
+
+def test_a_pin_for_longer_is_not_cut_short(clock: FakeClock) -> None:
+    harness = RuntimeHarness(FakeEngine(), clock=clock)
+    first = harness.ask(PROMPT, names=Names(pin_s=3600.0))
+    harness.ask(going_on(first), names=FIVE_MINUTES)
+    clock.pass_by(301)
+    harness.entries.collect()
+    [entry] = pinned(harness)
+    assert entry.tokens == first.turn.tokens.all()
+
+
+def test_where_there_is_no_room_nothing_is_pinned_and_nothing_fails(clock: FakeClock) -> None:
+    harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=2_000, idle_tokens=0)
+    assert harness.ask(list(range(100, 300)), names=FIVE_MINUTES).finished.reason == "length"
+    assert pinned(harness) == []
+
+
+def test_after_a_restart_nothing_is_pinned_for_good(tmp_path: Path, clock: FakeClock) -> None:
+    harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    harness.ask(PROMPT, names=FIVE_MINUTES)
+    assert len(pinned(harness)) == 1
+    harness.close()
+    again = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    assert pinned(again) == []
+    again.close()

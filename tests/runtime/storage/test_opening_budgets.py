@@ -1,0 +1,112 @@
+"""Budgets by the machine, unless they are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import GB, GIB, RuntimeSettings
+from rekindle.runtime.storage.opening import Budgets, Machine, choose_budgets
+
+
+class Readings(Machine):
+    """A machine that is as large as a test wants it."""
+
+    def __init__(self, memory_bytes: int, disk_bytes: int) -> None:
+        self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
+
+    def free_memory_bytes(self) -> int:
+        return self.memory_bytes
+
+    def free_disk_bytes(self, folder: Path) -> int:
+        return self.disk_bytes
+
+
+class Unread(Machine):
+    def free_memory_bytes(self) -> int:
+        raise AssertionError("nobody needs to know")
+
+    def free_disk_bytes(self, folder: Path) -> int:
+        raise AssertionError("nobody needs to know")
+
+
+def load(path: Path = Path("none.gguf"), models: int = 1, **told: Any) -> LoadModel:
+    served = [str(number) for number in range(models)]
+    return LoadModel(path=str(path), served=served, settings=RuntimeSettings(**told))
+
+
+def budgets(memory_bytes: int, disk_bytes: int, **order: Any) -> Budgets:
+    return choose_budgets(load(**order), Readings(memory_bytes, disk_bytes))
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "ram_bytes"),
+    [
+        (128 * GIB, 32 * GIB),
+        (10 * GIB, 2.5 * GIB),
+        (8 * GIB, 2 * GIB),
+        (3 * GIB, 2 * GIB),
+        (2 * GIB, 2 * GIB),
+        (1 * GIB, GIB // 4),
+        (0, 0),
+    ],
+)
+def test_ram_is_a_quarter_of_the_free_and_two_gib_where_there_are(
+    free_bytes: int, ram_bytes: int
+) -> None:
+    assert budgets(free_bytes, 0).ram_bytes == ram_bytes
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "disk_bytes"), [(2000 * GB, 200 * GB), (50 * GB, 10 * GB), (0, 10 * GB)]
+)
+def test_disk_is_a_tenth_of_the_free_and_ten_gb_at_least(free_bytes: int, disk_bytes: int) -> None:
+    assert budgets(0, free_bytes).disk_bytes == disk_bytes
+
+
+def test_models_of_one_server_share_the_quarter() -> None:
+    assert budgets(128 * GIB, 0, models=4).ram_bytes == 8 * GIB
+
+
+def test_weights_count_as_loaded(tmp_path: Path) -> None:
+    """The memory is asked for before they are."""
+    parts = [tmp_path / f"model-{number:05}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.touch()
+        with part.open("r+b") as file:
+            file.truncate(4 * GIB)
+    assert budgets(40 * GIB, 0, path=parts[0]).ram_bytes == 8 * GIB
+    assert budgets(40 * GIB, 0, path=tmp_path).ram_bytes == 8 * GIB
+    assert budgets(5 * GIB, 0, path=tmp_path).ram_bytes == 0
+
+
+def test_what_is_told_is_taken_and_nothing_is_read() -> None:
+    assert choose_budgets(load(ram_cache=5, disk_cache=0), Unread()) == Budgets(5, 0)
+
+
+def test_one_may_be_told_and_the_other_chosen() -> None:
+    assert budgets(128 * GIB, 2000 * GB, disk_cache=GB) == Budgets(32 * GIB, GB)
+
+
+def test_what_the_cache_has_taken_does_not_make_its_budget_smaller(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    before_bytes = Machine().free_disk_bytes(folder)
+    assert before_bytes > 0
+    folder.mkdir(parents=True)
+    (folder / "block").touch()
+    with (folder / "block").open("r+b") as file:
+        file.truncate(1 << 40)  # takes nothing of the disk, and counts all the same
+    assert Machine().free_disk_bytes(folder) > 1 << 40
+
+
+def test_a_disk_that_does_not_answer_has_nothing_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr("shutil.disk_usage", refuse)
+    assert Machine().free_disk_bytes(tmp_path) == 0

@@ -1,0 +1,25 @@
+"""What there is room for, place by place."""
+
+from __future__ import annotations
+
+from rekindle.kvcache.tiers.ram import RamTier
+from rekindle.protocol.frames import PARKED, POOL, RAM, Room
+from rekindle.runtime.storage.opening import rooms
+from tests.support.fake import FakeEngine
+from tests.support.memory_tier import MemoryTier
+
+
+def test_pool_parking_and_tiers_are_counted_in_tokens_of_the_model() -> None:
+    engine = FakeEngine(park_tokens=300)
+    each = engine.capabilities.kv_layout.token_bytes
+    pool, parked, ram = rooms(engine, [RamTier(7 * each + 1)])
+    assert pool == Room(POOL, engine.pool_tokens, engine.pool_tokens * each)
+    assert parked == Room(PARKED, 300, 300 * each)
+    assert ram == Room(RAM, 7, 7 * each + 1)
+
+
+def test_a_further_tier_has_its_own_name_and_one_that_is_not_open_yet_is_left_out() -> None:
+    further, opening = (MemoryTier(size, lambda _event: None) for size in (1000, 0))
+    opening.is_open = False
+    places = [room.place for room in rooms(FakeEngine(), [RamTier(0), further, opening])]
+    assert places == [POOL, RAM, "memory"]

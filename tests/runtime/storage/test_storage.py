@@ -1,0 +1,158 @@
+"""What a runtime opens at its start: tiers, entries, and the secret that blocks are sealed with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from rekindle.errors import ConfigError
+from rekindle.kvcache.eviction.duel import Duel
+from rekindle.kvcache.eviction.hit_density import AGES, CLASSES
+from rekindle.kvcache.tiers.base import TierEvent
+from rekindle.protocol.frames import LogLine
+from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
+from rekindle.runtime.storage.opening import choose_budgets, open_storage
+from rekindle.runtime.storage.storage import Storage
+from tests.support.fake import FakeEngine
+
+SECRET = bytes(range(32))
+PATIENCE_S = 30.0
+
+
+def opening(
+    cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
+) -> tuple[Storage, SimpleQueue[TierEvent]]:
+    settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
+    load = LoadModel(path="model", settings=settings)
+    capabilities = FakeEngine(fingerprint=fingerprint).capabilities
+    events = SimpleQueue[TierEvent]()
+    return open_storage(load, choose_budgets(load), capabilities, events.put, log.append), events
+
+
+def opened(
+    cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
+) -> Storage:
+    storage, events = opening(cache_dir, log, fingerprint, **more)
+    while not storage.is_settled:  # the folder is opened by a thread of its own
+        storage.on_event(events.get(timeout=PATIENCE_S))
+    return storage
+
+
+def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:
+    storage = opened(tmp_path, [])
+    assert [tier.name for tier in storage.store.tiers] == ["ram", "disk"]
+    storage.close()
+
+
+def test_a_folder_that_is_still_being_read_is_said_to_be(tmp_path: Path) -> None:
+    storage, events = opening(tmp_path, [])
+    assert (storage.is_on_disk, storage.conversations) == (True, None)
+    while not storage.is_settled:
+        storage.on_event(events.get(timeout=PATIENCE_S))
+    assert (storage.is_on_disk, storage.conversations) == (True, 0)
+    second = opened(tmp_path, [])
+    assert not second.is_on_disk, "another process has the folder"
+    second.close()
+    storage.close()
+
+
+def test_without_a_disk_there_is_none(tmp_path: Path) -> None:
+    settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=0, cache_dir=tmp_path)
+    load = LoadModel(path="model", settings=settings)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _: None, lambda _: None
+    )
+    assert (storage.is_on_disk, storage.conversations) == (False, 0)
+    storage.close()
+
+
+def test_a_configured_secret_is_that_of_every_cache_folder(tmp_path: Path) -> None:
+    file, log = tmp_path / "key", list[LogLine]()
+    file.write_text(SECRET.hex() + "\n")
+    for name in ("one", "two"):
+        storage = opened(tmp_path / name, log, cache_secret_file=file)
+        assert storage.secret == SECRET
+        storage.close()
+    assert log == []
+
+
+def test_without_one_each_cache_folder_has_its_own(tmp_path: Path) -> None:
+    first, second = opened(tmp_path / "one", []), opened(tmp_path / "two", [])
+    assert first.secret != second.secret
+    first.close()
+    second.close()
+
+
+def test_a_configured_secret_is_used_without_a_disk_too(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(SECRET)
+    settings = RuntimeSettings(disk_cache=0, cache_secret_file=file)
+    load = LoadModel(path="", settings=settings)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _event: None, print
+    )
+    assert storage.secret == SECRET
+    storage.close()
+
+
+def test_state_of_another_engine_is_left_aside_and_said_so(tmp_path: Path) -> None:
+    log = list[LogLine]()
+    for fingerprint in (b"one build", b"another"):
+        opened(tmp_path, log, fingerprint).close()
+    [line] = log
+    assert "another build of the engine" in line.text
+    assert "give way" in line.text
+
+
+@pytest.mark.parametrize("content", [None, b"short", b"x" * 64])
+def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """Going on with another one would quietly share nothing."""
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="key"):
+        opened(tmp_path / "kv", [], cache_secret_file=file)
+
+
+def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget(
+    tmp_path: Path,
+) -> None:
+    settings = RuntimeSettings(ram_cache=1 << 30, disk_cache=1 << 26, cache_dir=tmp_path)
+    load = LoadModel(path="", settings=settings)
+    storage = open_storage(
+        load, choose_budgets(load), FakeEngine().capabilities, lambda _event: None, print
+    )
+    assert storage.disk is not None
+    set_aside = storage.disk.queue_bytes + storage.store.fetches.limit_bytes
+    assert storage.store.fetches.limit_bytes == 1 << 27
+    assert storage.store.tiers[0].budget.limit_bytes == (1 << 30) - set_aside
+    storage.close()
+
+
+def test_what_eviction_has_learnt_is_known_after_a_restart(tmp_path: Path) -> None:
+    first = opened(tmp_path, [])
+    counts = [[[2.0] * AGES] * CLASSES, [[3.0] * AGES] * CLASSES]
+    learnt = {"counts": counts, "favourite": "frequency"}
+    for duel in (*(tier.budget.duel for tier in first.store.tiers), first.device):
+        duel.load(learnt)
+    first.close()
+    second = opened(tmp_path, [])
+    assert [tier.budget.duel.dump() for tier in second.store.tiers] == [learnt, learnt]
+    assert second.device.dump() == learnt
+    second.close()
+
+
+def test_damaged_counts_are_learnt_anew_and_the_rest_is_there(tmp_path: Path) -> None:
+    opened(tmp_path, []).close()
+    (file,) = tmp_path.glob("*/learnt")
+    for content in (b"", b"rekindle learnt 9\n", bytes(1000)):
+        file.write_bytes(content)
+        storage = opened(tmp_path, [])
+        assert storage.disk is not None
+        assert storage.disk.is_open
+        assert storage.store.tiers[0].budget.duel.dump() == Duel().dump()
+        storage.close()

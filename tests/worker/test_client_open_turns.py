@@ -1,0 +1,161 @@
+"""Places in the queue: bounded, shared among tenants, and given back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rekindle.errors import TooManyRequests
+from rekindle.protocol.events import Cancelled, Event, Started
+from rekindle.worker.client import OpenTurns
+
+A, B, C = b"a", b"b", b"c"
+
+
+class Queue:
+    """Open turns as a runtime's client uses them; `refused` are those displaced by others."""
+
+    def __init__(self, places: int) -> None:
+        self.turns = OpenTurns(places)
+        self.owners: dict[int, bytes] = {}
+        self.refused: list[int] = []
+        self.heard: list[Event] = []
+        self._number = 0
+
+    def begin(self, tenant: bytes, count: int = 1) -> list[int]:
+        for displaced in self.turns.displaced_by(tenant, count):
+            assert self.turns.give_up(displaced)
+            self.end(displaced)  # as the runtime says when it has let go
+            self.refused.append(displaced)
+        begun = []
+        for _ in range(count):
+            self._number += 1
+            self.owners[self._number] = tenant
+            self.turns.add(self._number, tenant, self.heard.append)
+            begun.append(self._number)
+        return begun
+
+    def start(self, number: int) -> None:
+        self.turns.deliver(Started(number, 1, 0))
+
+    def end(self, number: int) -> None:
+        self.turns.deliver(Cancelled(number))
+
+    def held(self) -> Counter[bytes]:
+        return Counter(self.owners[number] for number in self.turns.ids())
+
+
+def fill(queue: Queue, tenant: bytes) -> None:
+    """Begin as many turns as there is room for."""
+    with contextlib.suppress(TooManyRequests):
+        while True:
+            queue.begin(tenant)
+
+
+def test_a_tenant_alone_may_have_all_places() -> None:
+    queue = Queue(10)
+    fill(queue, A)
+    assert queue.held() == {A: 10}
+    assert queue.refused == []
+
+
+def test_another_tenant_gets_its_share_from_the_newest_that_wait() -> None:
+    queue = Queue(10)
+    fill(queue, A)
+    fill(queue, B)
+    assert queue.held() == {A: 5, B: 5}
+    assert queue.refused == [10, 9, 8, 7, 6]
+    fill(queue, C)
+    assert queue.held() == {A: 4, B: 3, C: 3}
+
+
+def test_what_has_begun_is_never_displaced() -> None:
+    queue = Queue(4)
+    for number in [queue.begin(A)[0] for _ in range(4)]:
+        queue.start(number)
+    with pytest.raises(TooManyRequests, match="4 requests"):
+        queue.begin(B)
+    assert queue.held() == {A: 4}
+
+
+def test_two_tenants_for_one_place_do_not_displace_each_other() -> None:
+    queue = Queue(1)
+    queue.begin(A)
+    with pytest.raises(TooManyRequests):
+        queue.begin(B)
+
+
+def test_a_request_for_more_choices_than_a_share_is_refused_and_displaces_nobody() -> None:
+    queue = Queue(10)
+    fill(queue, A)
+    with pytest.raises(TooManyRequests):
+        queue.begin(B, count=6)
+    assert queue.held() == {A: 10}
+    queue.begin(B, count=5)
+    assert queue.held() == {A: 5, B: 5}
+
+
+def test_a_turn_given_up_before_it_began_keeps_its_place_until_it_has_ended() -> None:
+    queue = Queue(2)
+    first, second = queue.begin(A)[0], queue.begin(A)[0]
+    for number in (first, second):
+        assert queue.turns.give_up(number)
+        assert not queue.turns.give_up(number)
+    with pytest.raises(TooManyRequests):
+        queue.begin(A)
+    queue.begin(B)  # it is not B's fault
+    queue.end(first)
+    queue.end(second)
+    queue.begin(A)
+    assert queue.heard == []
+
+
+def test_a_turn_given_up_after_it_began_gives_its_place_back_at_once() -> None:
+    queue = Queue(1)
+    [number] = queue.begin(A)
+    queue.start(number)
+    assert queue.turns.give_up(number)
+    queue.begin(B)
+    queue.end(number)  # comes later, and is of no turn that is open
+    assert queue.held() == {B: 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    places=st.integers(1, 12),
+    actions=st.lists(st.tuples(st.sampled_from("bseg"), st.integers(0, 3)), max_size=80),
+)
+def test_whatever_comes_nobody_is_refused_a_place_that_another_has_beyond_its_share(
+    places: int, actions: list[tuple[str, int]]
+) -> None:
+    queue = Queue(places)
+    for action, pick in actions:
+        ids = queue.turns.ids()
+        number = ids[pick % len(ids)] if ids else 0
+        if action == "b":
+            tenant = (A, B, C)[pick % 3]
+            before = queue.held()
+            try:
+                queue.begin(tenant)
+            except TooManyRequests:
+                share = max(places // len({*before, tenant}), 1)
+                waiting = Counter(
+                    queue.owners[n] for n, turn in queue.turns._turns.items() if turn.is_waiting
+                )
+                greedy = [t for t in waiting if before[t] > share]
+                assert before[tenant] >= share or not greedy
+        elif action == "s" and ids:
+            queue.start(number)
+        elif action == "e" and ids:
+            queue.end(number)
+        elif ids:
+            queue.turns.give_up(number)
+        listened = sum(turn.listener is not None for turn in queue.turns._turns.values())
+        assert listened <= places
+    for number in queue.turns.ids():
+        queue.end(number)
+    assert len(queue.turns) == 0
