@@ -59,12 +59,12 @@ def test_without_a_word_cells_are_the_usual_ones() -> None:
 
 def test_bits_that_cells_cannot_have_are_refused_in_words() -> None:
     harness = RuntimeHarness(FakeEngine())
-    with pytest.raises(Unsupported, match=r"cannot have 5 bits, but 4 or 8 or 16") as raised:
+    with pytest.raises(Unsupported, match=r"supports 4 or 8 or 16 bits, not 5") as raised:
         harness.submit(PROMPT, kv_bits=5)
     assert raised.value.param == "kv_bits"
     check_kv_bits(harness.capabilities, 4)
     check_kv_bits(harness.capabilities, None)
-    with pytest.raises(ModelError, match=r"cannot have 5 bits, but .*: leave --kv-bits out"):
+    with pytest.raises(ModelError, match=r"bits, not 5: leave --kv-bits out"):
         check_kv_bits(harness.capabilities, 5)
 
 
@@ -100,14 +100,14 @@ def test_a_turn_has_groups_of_the_size_that_it_asks_for(
 ) -> None:
     request = request_for(kv_bits=bits, kv_group_size=group_size, kv_quantization_start=9)
     chosen = precision(request, grouped(usual), b"tenant")
-    assert chosen.space_of(100).kv_type == kv_type
+    assert chosen.format_at(100).kv_type == kv_type
     if kv_type == "q8_g32" and usual == "q8_g128":
-        assert (chosen.may_transcode, chosen.start_tokens) == (False, 0)  # it holds no less
+        assert (chosen.can_requantise, chosen.start_tokens) == (False, 0)  # it holds no less
 
 
 def test_groups_of_another_size_are_refused_with_those_there_are() -> None:
     request = request_for(kv_bits=4, kv_group_size=64)
-    with pytest.raises(Unsupported, match=r"groups of 32 or 128 values in this model") as raised:
+    with pytest.raises(Unsupported, match=r"groups of 32 or 128 values at 4 bits") as raised:
         precision(request, grouped(), b"tenant")
     assert raised.value.param == "kv_group_size"
 
@@ -213,11 +213,11 @@ def test_a_crossing_takes_its_steps_and_others_go_on_meanwhile() -> None:
     harness.kv.allowance.step_bytes = 2 * 8 * CELL_BYTES
     other = harness.submit([1, 2, 3], max_tokens=200)
     long = harness.submit([5] * 900, **{**LATER, "kv_quantization_start": 800})
-    while long.turn.crossing is None:
+    while long.turn.requantisation is None:
         harness.scheduler.step()
     said = len(other.tokens)
     steps = 0
-    while long.turn.crossing is not None:
+    while long.turn.requantisation is not None:
         harness.scheduler.step()
         steps += 1
     assert steps >= 20
@@ -236,7 +236,7 @@ def test_a_turn_cancelled_while_it_crosses_leaves_nothing_open() -> None:
     harness = RuntimeHarness(engine)
     harness.kv.allowance.step_bytes = 1
     reply = harness.submit(PROMPT, **LATER)
-    while reply.turn.crossing is None or reply.turn.crossing.into is None:
+    while reply.turn.requantisation is None or reply.turn.requantisation.into is None:
         harness.scheduler.step()
     harness.cancel(reply)
     assert engine.open_sequences == 1  # the usual state, which is of use

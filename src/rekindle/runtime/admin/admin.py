@@ -43,7 +43,13 @@ from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedPrompt
 from rekindle.runtime.reuse.planner import Planner
-from rekindle.runtime.reuse.report import Evidence, changed_at, compare, first_message_tokens, judge
+from rekindle.runtime.reuse.report import (
+    ReuseInputs,
+    changed_at,
+    classify,
+    compare,
+    first_message_tokens,
+)
 from rekindle.runtime.reuse.sessions import MESSAGE, NUMBER, SESSION, Pins
 from rekindle.runtime.storage.storage import Storage
 
@@ -269,12 +275,12 @@ class Admin:
         prompt = encoded.prompt
         named = compare(entry, prompt, encoded.hashes)
         usable = prompt.tokens[: prompt.tokens.whole_media(len(prompt.tokens) - 1)]
-        is_usual = entry.namespace == namespace
-        match = self._planner.match(entry.namespace, usable, is_usual=is_usual)
-        found = self._planner.reusable_tokens(entry.namespace, usable, is_usual=is_usual)
+        is_default = entry.namespace == namespace
+        match = self._planner.match(entry.namespace, usable, is_default=is_default)
+        found = self._planner.reusable_tokens(entry.namespace, usable, is_default=is_default)
         reusable = min(found, named.common_tokens)
-        verdict = judge(
-            Evidence(
+        outcome = classify(
+            ReuseInputs(
                 prompt_tokens=len(prompt.tokens),
                 first_message_tokens=first_message_tokens(prompt, op.tools),
                 reused_tokens=reusable,
@@ -286,10 +292,10 @@ class Admin:
             )
         )
         return Validation(
-            status=verdict.status,
+            status=outcome.status,
             reusable_tokens=reusable,
             invalidated_at=named.changed,
-            reason=verdict.reason,
+            reason=outcome.reason,
             diverged_at=named.diverged_at,
         )
 

@@ -72,8 +72,8 @@ class KvManager:
     def retire(self, turn: Turn) -> None:
         """Take the sequence off a turn, however it ended, and keep what it computed."""
         sequence, is_whole = turn.sequence, turn.restoration is None
-        if turn.crossing and turn.crossing.into:
-            self._engine.close_sequence(turn.crossing.into)
+        if turn.requantisation and turn.requantisation.into:
+            self._engine.close_sequence(turn.requantisation.into)
         self.release(turn)
         if sequence is None:
             return
@@ -91,7 +91,7 @@ class KvManager:
         """Let a turn hold nothing any more; should it start again, it looks again."""
         if turn.restoration is not None:
             self.restorer.release(turn.restoration)
-        turn.sequence = turn.restoration = turn.crossing = None
+        turn.sequence = turn.restoration = turn.requantisation = None
         turn.plans = 0
 
     def _offload_prompt(self, turn: Turn) -> None:
@@ -123,7 +123,7 @@ class KvManager:
         rows_ahead = RowsByType()
         for turn in running if self.idle.is_in_pool else ():
             if not turn.request.exact and not self._hurries(turn):
-                rows_ahead[turn.space.kv_type] += turn.pending_tokens
+                rows_ahead[turn.kv_format.kv_type] += turn.pending_tokens
         return self.idle.trim(rows_ahead)
 
     def _hurries(self, turn: Turn) -> bool:

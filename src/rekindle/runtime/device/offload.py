@@ -90,11 +90,11 @@ class Offloader:
         return IdleSequence(
             sequence,
             turn.tokens.first(sequence.length),
-            turn.space.namespace,
+            turn.kv_format.namespace,
             turn.namespace,
             exact_tokens=turn.prompt_tokens if sequence.exact else 0,
             write_back=turn.lookup.write_back,
-            offloaded=turn.offloaded if known else Offloaded(0, turn.space.namespace),
+            offloaded=turn.offloaded if known else Offloaded(0, turn.kv_format.namespace),
         )
 
     def offload(self, idle: IdleSequence) -> bool:

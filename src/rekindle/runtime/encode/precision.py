@@ -1,4 +1,4 @@
-"""The precision of a turn's KV state: which cells it has, and from which position on."""
+"""Chooses the KV type of a turn's state, and the position at which the state is requantised."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from rekindle.errors import ModelError, Unsupported
 from rekindle.kvcache.block import kv_namespace
 from rekindle.protocol.requests import GenerateRequest
 
-DEFAULT_GROUP_SIZE = 64  # where an engine has several sizes of groups, and this one
-
 
 @dataclass(frozen=True, slots=True)
-class KvSpace:
-    """Where state lies: in the engine in cells of a type, in the store under a namespace."""
+class KvFormat:
+    """The KV type of state in the engine, and the namespace of its blocks in the store."""
 
     kv_type: KvType
     namespace: bytes
@@ -22,54 +20,63 @@ class KvSpace:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """State has the usual cells until a sequence goes beyond its first `start_tokens`; then all of
-    it is written again in quantised ones, and what follows is computed with those."""
+    """A sequence has the default KV type up to `start_tokens`. When it grows beyond them, all of
+    its state is requantised to the target KV type, and the rest is computed with that type.
+    """
 
-    usual: KvSpace
-    quantised: KvSpace | None = None  # None: it never changes
+    default: KvFormat
+    target: KvFormat | None = None  # None: the state is never requantised
     start_tokens: int = 0
-    may_transcode: bool = True  # from the usual cells; False: those hold less
+    # False: the default type has no more bits than the target, so its state is of no use here.
+    can_requantise: bool = True
 
     @property
-    def first(self) -> KvSpace:
-        """Where the state of a short sequence is."""
-        return self.usual if self.quantised is None or self.start_tokens else self.quantised
+    def initial(self) -> KvFormat:
+        """The format of a sequence with its first tokens."""
+        return self.default if self.target is None or self.start_tokens else self.target
 
-    def crosses(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens has quantised cells."""
-        return self.space_of(tokens) != self.usual
+    def reaches_target(self, tokens: int) -> bool:
+        """Whether a sequence of this length has the target KV type."""
+        return self.format_at(tokens) != self.default
 
-    def space_of(self, tokens: int) -> KvSpace:
-        """Where the state of a sequence of so many tokens is."""
-        if self.quantised is None or tokens <= self.start_tokens:
-            return self.usual
-        return self.quantised
+    def format_at(self, tokens: int) -> KvFormat:
+        """The format of a sequence of this length."""
+        if self.target is None or tokens <= self.start_tokens:
+            return self.default
+        return self.target
 
 
 def precision(request: GenerateRequest, capabilities: Capabilities, tenant: bytes) -> Precision:
-    """What a request asks for; raises Unsupported. The start is part of the namespace: a step ends
-    there, and what follows is computed otherwise, however a prompt is divided."""
-    usual = KvSpace(capabilities.kv_type, tenant)
-    is_shared = request.prepare is not None and request.prepare.shared  # turns of all kinds start
-    bits = None if is_shared else request.kv_bits  # from it
+    """Return the precision that a request asks for; raises Unsupported.
+
+    The start is part of the target's namespace. State beyond it depends on where it was
+    requantised, so two requests with different starts cannot share it.
+    """
+    default = KvFormat(capabilities.kv_type, tenant)
+    # State that the operator shares has the default type, because all turns can start from it.
+    is_shared = request.prepare is not None and request.prepare.shared
+    bits = None if is_shared else request.kv_bits
     kv_type = _kv_type(capabilities, bits, request.kv_group_size)
     if kv_type == capabilities.kv_type:
-        return Precision(usual)
-    holds_more = capabilities.kv[kv_type].bits >= capabilities.kv_layout.bits
-    start_tokens = 0 if holds_more else request.kv_quantization_start
+        return Precision(default)
+    can_requantise = capabilities.kv[kv_type].bits < capabilities.kv_layout.bits
+    start_tokens = request.kv_quantization_start if can_requantise else 0
     namespace = kv_namespace(tenant, capabilities.kv[kv_type].fingerprint, start_tokens)
-    return Precision(usual, KvSpace(kv_type, namespace), start_tokens, not holds_more)
+    return Precision(default, KvFormat(kv_type, namespace), start_tokens, can_requantise)
 
 
 def check_kv_bits(capabilities: Capabilities, bits: int | None) -> None:
-    """Raise ModelError where the server's own default cannot be."""
+    """Raise ModelError if the model does not support the server's default `kv_bits`."""
     if bits is not None and bits not in _known_bits(capabilities):
         raise ModelError(f"{_refusal(capabilities, bits)}: leave --kv-bits out")
 
 
 def _kv_type(capabilities: Capabilities, bits: int | None, group_size: int | None) -> KvType:
-    """The KV type of so many bits in groups of so many values; raises Unsupported. Where an engine
-    has one size of groups, that is it, whatever was asked for: answers say which it is."""
+    """Return the KV type with this many bits and this group size; raises Unsupported.
+
+    If the engine has a single group size, the requested size is ignored. The response reports the
+    size that was used.
+    """
     if bits is None:
         return capabilities.kv_type
     if bits not in _known_bits(capabilities):
@@ -85,13 +92,13 @@ def _kv_type(capabilities: Capabilities, bits: int | None, group_size: int | Non
     if group_size is not None and len(groups) > 1:
         known = " or ".join(str(each) for each in sorted(each or 1 for each in groups))
         raise Unsupported(
-            f"KV cells of {bits} bits have groups of {known} values in this model, not of "
+            f"this model's KV cache supports groups of {known} values at {bits} bits, not "
             f"{group_size}: leave `kv_group_size` out or send one of these",
             param="kv_group_size",
         )
     if bits == capabilities.kv_layout.bits:
         return capabilities.kv_type
-    return groups.get(DEFAULT_GROUP_SIZE) or [*groups.values()][-1]
+    return groups.get(64) or [*groups.values()][-1]  # 64 is the default of MLX
 
 
 def _known_bits(capabilities: Capabilities) -> set[int]:
@@ -100,4 +107,4 @@ def _known_bits(capabilities: Capabilities) -> set[int]:
 
 def _refusal(capabilities: Capabilities, bits: int) -> str:
     known = " or ".join(map(str, sorted(_known_bits(capabilities))))
-    return f"this model's KV cells cannot have {bits} bits, but {known}"
+    return f"this model's KV cache supports {known} bits, not {bits}"

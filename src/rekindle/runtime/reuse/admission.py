@@ -12,9 +12,9 @@ from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import DEVICE
 from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.device.offload import Allowance, Counts
-from rekindle.runtime.encode.precision import KvSpace
+from rekindle.runtime.encode.precision import KvFormat
 from rekindle.runtime.reuse.planner import Planner
-from rekindle.runtime.schedule.turn import Checkpoints, Crossing, Offloaded, Turn
+from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisation, Turn
 
 # ----------------------------------------------------------------------
 # A turn's state from cells of one type into cells of another, while it goes on.
@@ -23,8 +23,8 @@ from rekindle.runtime.schedule.turn import Checkpoints, Crossing, Offloaded, Tur
 # smaller cells, a slice a step; nothing is computed twice.
 
 
-class Transcoder:
-    """Carries crossings on, within the step's allowance."""
+class Requantiser:
+    """Carries requantisations on, within the step's allowance."""
 
     def __init__(self, engine: Engine, counts: Counts, allowance: Allowance) -> None:
         self._engine = engine
@@ -33,16 +33,16 @@ class Transcoder:
         self._block_tokens = engine.capabilities.block_tokens
         self._can_truncate = engine.capabilities.can_truncate
 
-    def advance(self, crossing: Crossing, kv_type: KvType) -> bool:
+    def advance(self, requantisation: Requantisation, kv_type: KvType) -> bool:
         """Go on; True when all is over there and the source is closed. Raises NoMemory."""
-        source = crossing.source
+        source = requantisation.source
         try:
-            if crossing.into is None:
-                crossing.into = self._engine.open(exact=source.exact, kv_type=kv_type)
-            while crossing.into.length < source.length:
+            if requantisation.into is None:
+                requantisation.into = self._engine.open(exact=source.exact, kv_type=kv_type)
+            while requantisation.into.length < source.length:
                 if self._allowance.is_spent:
                     return False
-                self._move_block(source, crossing.into)
+                self._move_block(source, requantisation.into)
         except PoolFull:
             return False  # others will end and make room
         self._engine.close_sequence(source)
@@ -84,22 +84,24 @@ class Admission:
         self._planner = planner
         self._kv = kv
         self._idle = kv.idle
-        self._transcoder = Transcoder(engine, kv.counts, kv.allowance)
+        self._requantiser = Requantiser(engine, kv.counts, kv.allowance)
 
     def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
         """The longest prefix that can be reused, of what is stored and of what is here, be it
         parked or not; the turn knows then which cells it begins in."""
-        route = self._planner.route(turn, lambda space: self._live(space, running, parked))
-        turn.space, turn.cross_at = route.space, route.cross_at
+        route = self._planner.route(turn, lambda kv_format: self._live(kv_format, running, parked))
+        turn.kv_format, turn.requantise_at = route.kv_format, route.requantise_at
         may_cut = self._capabilities.can_truncate and not turn.request.exact
         return self._kv.cost_gate.apply(route.plan, may_cut=may_cut)
 
-    def _live(self, space: KvSpace, running: list[Turn], parked: bool) -> Iterator[Live[Sequence]]:
+    def _live(
+        self, kv_format: KvFormat, running: list[Turn], parked: bool
+    ) -> Iterator[Live[Sequence]]:
         shared = self._planner.shared_namespace
-        is_usual = space.kv_type == self._capabilities.kv_type
-        allowed = (space.namespace, shared if is_usual else None)
+        is_default = kv_format.kv_type == self._capabilities.kv_type
+        allowed = (kv_format.namespace, shared if is_default else None)
         for turn in running:
-            if turn.shares and turn.space.namespace in allowed and turn.sequence:
+            if turn.shares and turn.kv_format.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
         idle = [idle for idle in self._idle if idle.namespace in allowed]
         idle = [each for each in idle if parked or not each.sequence.is_parked]
@@ -113,9 +115,13 @@ class Admission:
         unless they can. The plan to carry out; None: there is no room now."""
         if turn.request.exact:
             return plan
-        idle, kv_type = self._idle.of(turn.space.kv_type), turn.space.kv_type
+        idle, kv_type = self._idle.of(turn.kv_format.kv_type), turn.kv_format.kv_type
         shared = [other for other in others if other.cells_in(kv_type)]
-        tokens = len(turn.tokens) if turn.cross_at is None else min(turn.cross_at, len(turn.tokens))
+        tokens = (
+            len(turn.tokens)
+            if turn.requantise_at is None
+            else min(turn.requantise_at, len(turn.tokens))
+        )
         headroom = min(turn.output.remaining_tokens, HEADROOM_TOKENS)
         is_parked = plan.share is not None and plan.share.is_parked
         if plan.share is not None and is_parked:
@@ -128,7 +134,9 @@ class Admission:
         if idle.could_make_room(needed, most_idle, plan.share):
             return plan if idle.make_room(needed, most_idle, plan.share) else None
         if is_parked:  # all of it takes room
-            running = [other for other in others if not other.restoration and not other.crossing]
+            running = [
+                other for other in others if not other.restoration and not other.requantisation
+            ]
             return self.reserve(turn, self.plan(turn, running, parked=False), others)
         if others:
             return None
@@ -144,18 +152,18 @@ class Admission:
             return 0
         if self._capabilities.shares_cells:
             return plan.shared_tokens
-        idle, namespace = self._idle.of(turn.space.kv_type), turn.space.namespace
+        idle, namespace = self._idle.of(turn.kv_format.kv_type), turn.kv_format.namespace
         is_over = idle.sequences.supersedes(plan.share, plan.shared_tokens, namespace)
         return plan.shared_tokens if is_over else 0
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
         """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
-        space, source, shared_tokens = turn.space, plan.share, plan.shared_tokens
-        turn.offloaded = Offloaded(0, space.namespace)
-        if source is not None and self._idle.supersede(source, shared_tokens, space.namespace):
+        kv_format, source, shared_tokens = turn.kv_format, plan.share, plan.shared_tokens
+        turn.offloaded = Offloaded(0, kv_format.namespace)
+        if source is not None and self._idle.supersede(source, shared_tokens, kv_format.namespace):
             turn.sequence = source
         else:
-            turn.sequence = self._engine.open(exact=turn.request.exact, kv_type=space.kv_type)
+            turn.sequence = self._engine.open(exact=turn.request.exact, kv_type=kv_format.kv_type)
             if source is not None:
                 self._engine.share(source, shared_tokens, turn.sequence)
         turn.restoration = self._kv.restorer.begin(plan)
@@ -191,25 +199,25 @@ class Admission:
         )
         return Placed(plan, sequence.length, tier if sequence.length else None)
 
-    def cross(self, turn: Turn, others: list[Turn]) -> bool:
+    def requantise(self, turn: Turn, others: list[Turn]) -> bool:
         """Bring a turn's state over into the cells that it goes on in, as far as this step may;
         True when it is there. Raises NoMemory."""
-        quantised, sequence = turn.precision.quantised, turn.sequence
-        assert quantised is not None
+        target, sequence = turn.precision.target, turn.sequence
+        assert target is not None
         assert sequence is not None
-        crossing = turn.crossing = turn.crossing or Crossing(sequence)
+        requantisation = turn.requantisation = turn.requantisation or Requantisation(sequence)
         if not sequence.exact:
-            idle, kv_type = self._idle.of(quantised.kv_type), quantised.kv_type
+            idle, kv_type = self._idle.of(target.kv_type), target.kv_type
             shared = [other for other in others if other.cells_in(kv_type)]
             needed = turn.wanted_tokens(kv_type, HEADROOM_TOKENS) + _wanted_tokens(shared, kv_type)
             most_idle = self._kv.most_sequences - len(shared) - 1
             if not idle.make_room(needed, most_idle) and (shared or len(idle)):
                 return False
-        if not self._transcoder.advance(crossing, quantised.kv_type):
+        if not self._requantiser.advance(requantisation, target.kv_type):
             return False
-        turn.sequence, turn.space = crossing.into, quantised
-        turn.crossing = turn.cross_at = None
-        turn.offloaded = Offloaded(0, quantised.namespace)
+        turn.sequence, turn.kv_format = requantisation.into, target
+        turn.requantisation = turn.requantise_at = None
+        turn.offloaded = Offloaded(0, target.namespace)
         return True
 
     def _cut(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:

@@ -1,4 +1,7 @@
-"""What a turn could reuse: looks at live sequences and stored blocks, and changes nothing."""
+"""Finds the longest prefix that a turn can reuse, in live sequences and in stored blocks.
+
+Nothing here changes any state.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,29 @@ from rekindle.kvcache.plan import (
 )
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tree import Match
-from rekindle.runtime.encode.precision import KvSpace
+from rekindle.runtime.encode.precision import KvFormat
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens
 
-LiveIn = Callable[[KvSpace], Iterable[Live[Sequence]]]
+LiveIn = Callable[[KvFormat], Iterable[Live[Sequence]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a turn reuses, the cells that it begins in, and where it goes on in others."""
+    """What a turn reuses, the KV format it starts with, and where it is requantised."""
 
     plan: Plan[Sequence]
-    space: KvSpace
-    cross_at: int | None = None
+    kv_format: KvFormat
+    requantise_at: int | None = None  # None: never
 
 
 class Planner:
-    """A tenant sees its own state and what the operator declared common to all."""
+    """A tenant sees its own state and the state that the operator shares with all tenants."""
 
     def __init__(
         self, capabilities: Capabilities, store: Store, shared_namespace: bytes | None = None
     ) -> None:
-        self.can_truncate = capabilities.can_truncate  # else turns resume at checkpoints alone
+        self.can_truncate = capabilities.can_truncate  # False: turns resume at checkpoints only
         self.shared_namespace = shared_namespace
         self._block_tokens = capabilities.block_tokens
         self._step_tokens = capabilities.step_tokens
@@ -48,75 +51,80 @@ class Planner:
         self._store = store
 
     def route(self, turn: Turn, live: LiveIn) -> Route:
-        """The longest prefix of the turn's tokens that can be reused: in the cells it asks for, or
-        in the usual ones, which hold more and from which it then crosses.
+        """Reuse the longest prefix: state of the target KV type, or state of the default type that
+        is requantised afterwards.
 
-        What lies before the start of quantisation is never computed from quantised state. An exact
-        turn crosses where a cold one does, others as late as there is usual state.
+        Tokens before the start of quantisation are never computed from quantised state. An exact
+        turn requantises where a cold one would. Other turns requantise after the last token for
+        which state of the default type exists.
         """
         precision, usable = turn.precision, len(turn.tokens) - 1
-        usual, quantised, start = precision.usual, precision.quantised, precision.start_tokens
-        if quantised is None or not precision.crosses(len(turn.tokens)):
-            plan = self.plan(turn, usual, live(usual), usable)
-            return Route(plan, usual, None if quantised is None else start)
-        own = self.plan(turn, quantised, live(quantised), usable)
-        goes_on = own.reused_tokens >= start
-        if goes_on and (turn.request.exact or not precision.may_transcode):
-            return Route(own, quantised)
-        most = start if turn.request.exact else usable
-        other = self.plan(turn, usual, live(usual), most)
-        if goes_on and other.reused_tokens < own.reused_tokens + self._block_tokens:
-            return Route(own, quantised)
-        return Route(other, usual, max(other.reused_tokens, start))
+        default, target, start = precision.default, precision.target, precision.start_tokens
+        if target is None or not precision.reaches_target(len(turn.tokens)):
+            plan = self.plan(turn, default, live(default), usable)
+            return Route(plan, default, None if target is None else start)
+        quantised = self.plan(turn, target, live(target), usable)
+        has_quantised = quantised.reused_tokens >= start
+        if has_quantised and (turn.request.exact or not precision.can_requantise):
+            return Route(quantised, target)
+        limit = start if turn.request.exact else usable
+        full = self.plan(turn, default, live(default), limit)
+        if has_quantised and full.reused_tokens < quantised.reused_tokens + self._block_tokens:
+            return Route(quantised, target)
+        return Route(full, default, max(full.reused_tokens, start))
 
     def plan(
-        self, turn: Turn, space: KvSpace, live: Iterable[Live[Sequence]], most: int
+        self, turn: Turn, kv_format: KvFormat, live: Iterable[Live[Sequence]], limit: int
     ) -> Plan[Sequence]:
-        """The longest prefix of the turn's first `most` tokens that can be reused in some cells;
-        the last token is always computed."""
+        """The longest reusable prefix of the turn's first `limit` tokens, in one KV format.
+
+        `limit` excludes the last token of the prompt, which is always computed for its logits.
+        """
         if not turn.request.reuse:
             return Plan.nothing()
-        usable = turn.tokens.first(turn.tokens.whole_media(most))  # a picture is computed whole
-        is_usual = space == turn.precision.usual
-        stored = self.match(space.namespace, usable, is_usual=is_usual)
+        usable = turn.tokens.first(turn.tokens.whole_media(limit))  # never cut an image
+        is_default = kv_format == turn.precision.default
+        stored = self.match(kv_format.namespace, usable, is_default=is_default)
         if self.can_truncate:
             if turn.request.exact:
                 whole = usable if self._whole_pictures else Tokens()
                 return resolve_exact(whole, stored, step_tokens=self._step_tokens)
             return resolve(usable, stored, live, block_tokens=self._block_tokens)
-        checkpoints = self._resumable(space.namespace, usable, is_usual=is_usual)
-        if turn.problem:  # a checkpoint is of use with all that it rests on
+        checkpoints = self._resumable(kv_format.namespace, usable, is_default=is_default)
+        if turn.problem:  # a tier failed, so skip checkpoints with an unreadable block below them
             readable = self._store.is_readable
             checkpoints = (each for each in checkpoints if all(map(readable, chain(each))))
         if turn.request.exact:
             return resolve_whole_exact(stored, checkpoints, step_tokens=self._step_tokens)
         return resolve_whole(usable, stored, checkpoints, live)
 
-    def match(self, namespace: bytes, tokens: Tokens, *, is_usual: bool = True) -> Match:
-        """Stored state that equals these tokens, whether or not a turn can resume from it: the
-        tenant's, or what is common to all, which has the usual cells, if that goes further."""
-        own = self._store.match(namespace, tokens)
-        if self.shared_namespace is None or not is_usual:
-            return own
-        common = self._store.match(self.shared_namespace, tokens)
-        return common if common.tokens > own.tokens else own
+    def match(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> Match:
+        """The longest stored match, whether or not a turn can resume from its end.
 
-    def reusable_tokens(self, namespace: bytes, tokens: Tokens, *, is_usual: bool = True) -> int:
-        """How much of these tokens a turn would find in the store."""
+        Shared state has the default KV type. It is used if it matches more than the tenant's own.
+        """
+        own = self._store.match(namespace, tokens)
+        if self.shared_namespace is None or not is_default:
+            return own
+        shared = self._store.match(self.shared_namespace, tokens)
+        return shared if shared.tokens > own.tokens else own
+
+    def reusable_tokens(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> int:
+        """Number of tokens that a turn could reuse from the store."""
         if self.can_truncate:
-            return self.match(namespace, tokens, is_usual=is_usual).tokens
-        newest = next(self._resumable(namespace, tokens, is_usual=is_usual), None)
+            return self.match(namespace, tokens, is_default=is_default).tokens
+        newest = next(self._resumable(namespace, tokens, is_default=is_default), None)
         return newest.stop if newest else 0
 
     def resume_points(self, handle: PrefixHandle) -> Iterator[Block]:
-        """Blocks after which a turn could go on with a conversation."""
+        """The blocks of a conversation after which a turn could resume."""
         if self.can_truncate:
             return chain(handle.block)
-        is_usual = handle.namespace == handle.tenant
-        return self._resumable(handle.namespace, handle.tokens, is_usual=is_usual)
+        is_default = handle.namespace == handle.tenant
+        return self._resumable(handle.namespace, handle.tokens, is_default=is_default)
 
-    def _resumable(self, namespace: bytes, tokens: Tokens, *, is_usual: bool) -> Iterator[Block]:
-        """Blocks with a checkpoint, the newest first."""
-        namespaces = {namespace, (self.shared_namespace if is_usual else None) or namespace}
+    def _resumable(self, namespace: bytes, tokens: Tokens, *, is_default: bool) -> Iterator[Block]:
+        """Blocks with a checkpoint, newest first."""
+        namespaces = {namespace, (self.shared_namespace if is_default else None) or namespace}
         found = (self._store.checkpoints(each, tokens) for each in namespaces)
         return merge(*found, key=lambda block: -block.stop)

@@ -1,4 +1,7 @@
-"""Hit, partial hit or miss, and why: one judgement for turns, `validate` and `explain` alike."""
+"""Decides whether a request was a hit, a partial hit or a miss, and why.
+
+Turns, `validate` and `explain` use the same function, so they give the same answer.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +14,107 @@ from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.message_spans import MessageSpan
 from rekindle.chat.prompt import Prompt
-from rekindle.kvcache.entries.entries import Entry
+from rekindle.kvcache.entries.entry import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
-
-NO_NAME = (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED)  # the key stands for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A request beside the entry that it names."""
+    """How a request relates to the entry that it names."""
 
     common_tokens: int
-    covers: bool  # the request goes on from the whole entry
-    reason: Reason  # where it does not, what differs
+    covers: bool  # the prompt starts with the whole entry
+    reason: Reason  # the first difference, or FULL_MATCH
     changed: str | None = None  # "system", "tools" or "turn N"
     diverged_at: Divergence | None = None
-    was_computed: bool = True  # the entry's state existed at some time
+    was_computed: bool = True  # False: the entry was indexed, but its state never computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """All that bears on the judgement of one request."""
+class ReuseInputs:
+    """The facts that `classify` depends on."""
 
     prompt_tokens: int
-    first_message_tokens: int  # up to the end of its first message; 0: it has no messages
-    reused_tokens: int  # that were, or would be, reused
-    matched_tokens: int  # of equal state that was found, usable or not
-    diverged: bool  # what was found goes on differently
-    changed: Reason  # in which part of the request the found state ends
-    reuse: bool = True  # the request allows it
+    first_message_tokens: int  # position of the end of the first message; 0 if unknown
+    reused_tokens: int  # tokens that were reused, or would be
+    matched_tokens: int  # tokens of equal state that was found, whether usable or not
+    diverged: bool  # the matching state continues with other tokens than the request
+    changed: Reason  # names the part of the request in which the match ends
+    reuse: bool = True  # the request allows reuse
     exact: bool = False
-    can_truncate: bool = True  # else state is resumed at checkpoints alone
-    problem: Reason | None = None  # the name is of no use, or stored state was damaged
-    named: Comparison | None = None
+    can_truncate: bool = True  # False: turns resume at checkpoints only
+    problem: Reason | None = None  # the key is unknown, or stored state could not be used
+    named: Comparison | None = None  # None: the request names no entry
 
     @property
-    def falls_short(self) -> bool:
-        """Equal state is there, but no checkpoint to resume it from."""
+    def lacks_checkpoint(self) -> bool:
+        """Equal state exists, but there is no checkpoint to resume it from."""
         lost = self.matched_tokens - self.reused_tokens
         return not self.can_truncate and not self.diverged and lost > 1
 
 
+class ReuseOutcome(NamedTuple):
+    status: Status
+    reason: Reason
+
+
+def classify(inputs: ReuseInputs) -> ReuseOutcome:
+    """Return the status and its reason.
+
+    Reusing less than the first whole message is a miss, because every prompt of a model shares a
+    few tokens of the chat template.
+    """
+    if inputs.problem in (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED):
+        return ReuseOutcome("miss", inputs.problem)
+    named = inputs.named
+    status, reason = _classify_named(inputs, named) if named else _classify_unnamed(inputs)
+    # The last prompt token is never reused, even if it is the end of the only message.
+    whole = min(max(inputs.first_message_tokens, 1), inputs.prompt_tokens - 1)
+    if inputs.reused_tokens >= whole:
+        return ReuseOutcome(status, reason)
+    return ReuseOutcome("miss", Reason.NOT_CACHED if reason is Reason.FULL_MATCH else reason)
+
+
+def _classify_named(inputs: ReuseInputs, entry: Comparison) -> ReuseOutcome:
+    """A request that names an entry is a hit if it reuses the whole entry."""
+    wanted = min(entry.common_tokens, inputs.prompt_tokens - 1)
+    # The last token of a reply was sampled, so it has no KV state yet.
+    is_short = wanted - inputs.reused_tokens > 1
+    if entry.covers and not is_short:
+        return ReuseOutcome("hit", Reason.FULL_MATCH)
+    return ReuseOutcome("partial_hit", inputs.problem or _why_short(inputs, entry))
+
+
+def _why_short(inputs: ReuseInputs, entry: Comparison) -> Reason:
+    if not entry.covers:
+        return entry.reason
+    if inputs.exact:
+        return Reason.EXACT_BOUNDARY
+    has_equal_state = inputs.matched_tokens >= entry.common_tokens - 1
+    if inputs.lacks_checkpoint or (has_equal_state and not inputs.can_truncate):
+        return Reason.CHECKPOINT_BOUNDARY
+    return Reason.EVICTED if entry.was_computed else Reason.NOT_CACHED
+
+
+def _classify_unnamed(inputs: ReuseInputs) -> ReuseOutcome:
+    """A request without a name is a hit if it reuses everything that was found."""
+    if not inputs.reuse:
+        return ReuseOutcome("miss", Reason.OPTED_OUT)
+    if inputs.problem is not None:
+        return ReuseOutcome("partial_hit", inputs.problem)
+    if inputs.lacks_checkpoint:
+        return ReuseOutcome("partial_hit", Reason.CHECKPOINT_BOUNDARY)
+    if not inputs.reused_tokens and not inputs.matched_tokens:
+        return ReuseOutcome("miss", Reason.NOT_CACHED)
+    if not inputs.reused_tokens:
+        return ReuseOutcome("miss", Reason.EXACT_BOUNDARY if inputs.exact else inputs.changed)
+    if not inputs.diverged:
+        return ReuseOutcome("hit", Reason.FULL_MATCH)
+    return ReuseOutcome("partial_hit", inputs.changed)
+
+
 def compare(entry: Entry, prompt: Prompt, hashes: ConversationHashes | None) -> Comparison:
-    """Where a request differs from an entry, if it does."""
+    """Compare a request with the entry that it names."""
     common = entry.tokens.common_prefix(prompt.tokens)
     if common == len(entry.tokens):
         return Comparison(
@@ -64,110 +125,54 @@ def compare(entry: Entry, prompt: Prompt, hashes: ConversationHashes | None) -> 
         )
     is_shorter = common == len(prompt.tokens)
     changed = hashes.first_change(entry.segments) if hashes and not is_shorter else None
+    if is_shorter:
+        reason = Reason.REQUEST_SHORTER
+    elif changed is None:
+        reason = changed_at(prompt, common)
+    else:
+        is_turn = changed.startswith("turn")
+        reason = Reason.TURN_CHANGED if is_turn else Reason(f"{changed}_changed")
     return Comparison(
         common_tokens=common,
         covers=False,
-        reason=Reason.REQUEST_SHORTER if is_shorter else _reason(changed, prompt, common),
+        reason=reason,
         changed=changed,
         diverged_at=_divergence(entry, prompt, common),
         was_computed=entry.was_computed,
     )
 
 
-def _reason(changed: str | None, prompt: Prompt, common: int) -> Reason:
-    """What the hashes of messages and the tokens together say has changed."""
-    if changed is None:
-        return changed_at(prompt, common)
-    return Reason.TURN_CHANGED if changed.startswith("turn") else Reason(f"{changed}_changed")
-
-
-def changed_at(prompt: Prompt, tokens: int) -> Reason:
-    """Which part of the request holds the token after so many."""
+def changed_at(prompt: Prompt, token: int) -> Reason:
+    """Return the reason for a difference at this token: the part of the request that holds it."""
     for span in prompt.spans:
-        if tokens < span.end:
+        if token < span.end:
             return Reason.SYSTEM_CHANGED if span.role == "system" else Reason.TURN_CHANGED
     return Reason.TURN_CHANGED if prompt.spans else Reason.PREFIX_CHANGED
 
 
-def _divergence(entry: Entry, prompt: Prompt, common: int) -> Divergence | None:
+def _divergence(entry: Entry, prompt: Prompt, token: int) -> Divergence | None:
     if not entry.text or not prompt.escaped:
         return None
-    at = next((span for span in prompt.spans if common < span.end), None)
+    at = next((span for span in prompt.spans if token < span.end), None)
     stored, sent = first_difference(entry.text, prompt.escaped)
     return Divergence(at.index if at else None, at.role if at else None, stored, sent)
 
 
 def first_message_tokens(prompt: Prompt, tools: Sequence[Any] | None) -> int:
-    """The tokens up to the end of the first message, or of tools that stand before all messages;
-    0 where that is not known."""
+    """Position of the end of the first message, or of the tools if they precede all messages.
+
+    Returns 0 if the position is unknown.
+    """
     if not prompt.spans:
         return 0
     first = prompt.spans[0]
     if first.index > 0 and prompt.known_tokens:
-        return 0  # the messages before it are in the tokens that were recalled
-    if tools and _are_shown_before(first, tools, prompt):
+        return 0  # the first messages are part of a recalled prefix, which has no spans
+    if tools and _shows_tools_before(first, tools, prompt):
         return first.start
     return first.end
 
 
-def _are_shown_before(first: MessageSpan, tools: Sequence[Any], prompt: Prompt) -> bool:
+def _shows_tools_before(first: MessageSpan, tools: Sequence[Any], prompt: Prompt) -> bool:
     before = unescape(prompt.escaped)[: first.start_byte]
     return all(tool["function"]["name"].encode() in before for tool in tools)
-
-
-class Verdict(NamedTuple):
-    status: Status
-    reason: Reason
-
-
-def judge(evidence: Evidence) -> Verdict:
-    """A miss reuses not one whole message, however many tokens of the template agree."""
-    if evidence.problem in NO_NAME:
-        return Verdict("miss", evidence.problem)
-    status, reason = _named(evidence, evidence.named) if evidence.named else _unnamed(evidence)
-    # The last token of a prompt is never reused, even where it is the end of the only message.
-    whole = min(max(evidence.first_message_tokens, 1), evidence.prompt_tokens - 1)
-    if evidence.reused_tokens >= whole:
-        return Verdict(status, reason)
-    return Verdict("miss", Reason.NOT_CACHED if reason is Reason.FULL_MATCH else reason)
-
-
-def _named(evidence: Evidence, entry: Comparison) -> Verdict:
-    """Of a request that names an entry: all of the entry is a hit."""
-    wanted = min(entry.common_tokens, evidence.prompt_tokens - 1)
-    is_short = wanted - evidence.reused_tokens > 1  # a reply's last token is sampled, not computed
-    if entry.covers and not is_short:
-        return Verdict("hit", Reason.FULL_MATCH)
-    return Verdict("partial_hit", evidence.problem or _why_short(evidence, entry))
-
-
-def _why_short(evidence: Evidence, entry: Comparison) -> Reason:
-    if not entry.covers:
-        return entry.reason
-    if evidence.exact:
-        return Reason.EXACT_BOUNDARY
-    has_equal_state = evidence.matched_tokens >= entry.common_tokens - 1
-    if evidence.falls_short or (has_equal_state and not evidence.can_truncate):
-        return Reason.CHECKPOINT_BOUNDARY
-    return Reason.EVICTED if entry.was_computed else Reason.NOT_CACHED
-
-
-def _unnamed(evidence: Evidence) -> Verdict:
-    """Of a request without a name: all that was found is a hit."""
-    if not evidence.reuse:
-        return Verdict("miss", Reason.OPTED_OUT)
-    if evidence.problem is not None:
-        return Verdict("partial_hit", evidence.problem)
-    if evidence.falls_short:
-        return Verdict("partial_hit", Reason.CHECKPOINT_BOUNDARY)
-    if not evidence.reused_tokens:
-        return Verdict("miss", _why_nothing(evidence))
-    if not evidence.diverged:
-        return Verdict("hit", Reason.FULL_MATCH)
-    return Verdict("partial_hit", evidence.changed)
-
-
-def _why_nothing(evidence: Evidence) -> Reason:
-    if not evidence.matched_tokens:
-        return Reason.NOT_CACHED
-    return Reason.EXACT_BOUNDARY if evidence.exact else evidence.changed

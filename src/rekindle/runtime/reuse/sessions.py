@@ -200,8 +200,8 @@ class Sessions:
         if request.prepare is not None:
             if request.prepare.pinned:
                 tokens = encoded.prompt.tokens
-                space = encoded.precision.space_of(len(tokens))
-                self._pins.check(PrefixHandle(space.namespace, tokens, tenant=namespace))
+                kv_format = encoded.precision.format_at(len(tokens))
+                self._pins.check(PrefixHandle(kv_format.namespace, tokens, tenant=namespace))
             return Lookup(write_back=write_back)
         names = request.names
         if names is None or not request.reuse:
@@ -285,7 +285,7 @@ class Sessions:
         return Draft(
             key=own_key,
             namespace=turn.namespace,
-            kv_namespace=turn.space.namespace,
+            kv_namespace=turn.kv_format.namespace,
             tokens=end.tokens,
             text=end.text,
             text_tokens=end.text_tokens,

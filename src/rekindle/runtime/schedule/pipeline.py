@@ -29,7 +29,13 @@ from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedRequest, Stopwatch, check_room
 from rekindle.runtime.reuse.admission import Admission, Placed
-from rekindle.runtime.reuse.report import Evidence, changed_at, compare, first_message_tokens, judge
+from rekindle.runtime.reuse.report import (
+    ReuseInputs,
+    changed_at,
+    classify,
+    compare,
+    first_message_tokens,
+)
 from rekindle.runtime.reuse.sessions import Sessions
 from rekindle.runtime.schedule.output import ReplyOutput
 from rekindle.runtime.schedule.turn import Turn
@@ -154,9 +160,9 @@ class Pipeline:
         """How long a tier still has to answer the turn; None: it waits for none."""
         return self._admission.wait_s(turn)
 
-    def cross(self, turn: Turn, others: list[Turn]) -> Start:
+    def requantise(self, turn: Turn, others: list[Turn]) -> Start:
         """Bring over what a step may into the cells that a turn goes on in."""
-        return Start.STARTED if self._admission.cross(turn, others) else Start.RESTORING
+        return Start.STARTED if self._admission.requantise(turn, others) else Start.RESTORING
 
     def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
         """What one step of the engine brings the client, of a token that the turn has taken;
@@ -168,7 +174,7 @@ class Pipeline:
             turn.finish_prepared()
         if turn.output.finish_reason is None:
             return events
-        end = end_of(turn, self._engine.capabilities.kv[turn.space.kv_type])
+        end = end_of(turn, self._engine.capabilities.kv[turn.kv_format.kv_type])
         if isinstance(end, Finished):
             self._sessions.remember(turn, end)
         return [*events, end]
@@ -183,8 +189,8 @@ class Pipeline:
         entry = None if turn.lookup.problem else turn.lookup.entry  # a wrong key is the answer
         prompt = turn.encoded.prompt
         named = compare(entry, prompt, turn.encoded.hashes) if entry else None
-        status, reason = judge(
-            Evidence(
+        status, reason = classify(
+            ReuseInputs(
                 prompt_tokens=turn.prompt_tokens,
                 first_message_tokens=first_message_tokens(prompt, turn.request.tools),
                 reused_tokens=placed.reused_tokens,
@@ -223,7 +229,7 @@ def _problem(turn: Turn, plan: Plan[Sequence], entry: Entry | None) -> Reason | 
 def _precision_problem(turn: Turn, entry: Entry | None) -> Reason | None:
     """Whether the entry's state is of a precision that this turn cannot start from."""
     precision = turn.precision
-    spaces = (precision.usual, precision.quantised)
-    of_use = {space.namespace for space in spaces if space is not None}
+    formats = (precision.default, precision.target)
+    of_use = {each.namespace for each in formats if each is not None}
     is_strange = entry is not None and entry.namespace not in of_use
     return Reason.KV_BITS_CHANGED if is_strange else None

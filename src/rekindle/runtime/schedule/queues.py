@@ -73,8 +73,8 @@ class TurnQueues:
     def _exact_sequences(self) -> int:
         """Those that are open; of turns that cross and have two, the first is not counted twice."""
         exact = [turn for turn in (*self.running, *self.restoring) if turn.request.exact]
-        crossing = sum(turn.crossing is not None for turn in exact)
-        return len(exact) + max(crossing - 1, 0)
+        requantising = sum(turn.requantisation is not None for turn in exact)
+        return len(exact) + max(requantising - 1, 0)
 
     def _follows(self, turn: Turn) -> bool:
         """Whether a prefix this turn needs is just being computed or restored for another: then it
@@ -88,12 +88,12 @@ def _leads(leader: Turn, turn: Turn) -> bool:
     ahead_of, behind = leader.request, turn.request
     together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
     precision = turn.precision
-    if not together or not (leader.precision == precision or leader.space == precision.first):
+    if not together or not (leader.precision == precision or leader.kv_format == precision.initial):
         return False
     common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
     if leader.precision != precision and precision.start_tokens:
         common = min(common, precision.start_tokens)  # then it goes on in cells of its own
-    is_on_its_way = leader.restoration or leader.crossing
+    is_on_its_way = leader.restoration or leader.requantisation
     held_tokens = 0 if is_on_its_way else leader.held_tokens  # that can be shared
     # An exact prefix can be had when the leader's whole prompt is in the store, not before.
     ahead = turn.request.exact or common > held_tokens

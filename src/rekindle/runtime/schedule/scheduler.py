@@ -145,7 +145,7 @@ class Scheduler:
     def _restore(self) -> None:
         """Go on with turns whose state is being restored, those that came first first."""
         for turn in list(self._restoring):
-            if turn.crossing:
+            if turn.requantisation:
                 continue
             outcome = self._pipeline.restore(turn)
             if outcome is not Start.RESTORING:
@@ -155,11 +155,15 @@ class Scheduler:
     def _cross(self) -> None:
         """Bring over turns that go on in cells of another type, those that came first first; while
         they are on their way they do not run."""
-        ready = [turn for turn in self._running if turn.cross_at is not None and turn.must_cross]
-        for turn in [*(turn for turn in self._restoring if turn.crossing), *ready]:
+        ready = [
+            turn
+            for turn in self._running
+            if turn.requantise_at is not None and turn.must_requantise
+        ]
+        for turn in [*(turn for turn in self._restoring if turn.requantisation), *ready]:
             others = [other for other in (*self._running, *self._restoring) if other is not turn]
             try:
-                outcome = self._pipeline.cross(turn, others)
+                outcome = self._pipeline.requantise(turn, others)
             except ServerError as error:  # what only this turn needs is not to be had
                 self._end(turn)
                 self._emit([Failed(turn.id, error.info)])
@@ -257,7 +261,7 @@ class Scheduler:
         if self._kv.allowance.is_spent:
             return  # the next step goes on
         shared = (turn for turn in (*self._restoring, *self._running) if not turn.request.exact)
-        holding = [turn for turn in shared if turn.space.kv_type in full]
+        holding = [turn for turn in shared if turn.kv_format.kv_type in full]
         if not holding:
             return  # all have ended meanwhile
         last = max(holding, key=lambda turn: turn.place)
@@ -291,5 +295,5 @@ def _shared_rows(batch: Batch, steps: int = 1) -> RowsByType:
     rows = RowsByType()
     for turn, work in batch:
         if not turn.request.exact:
-            rows[turn.space.kv_type] += steps * len(work.tokens)
+            rows[turn.kv_format.kv_type] += steps * len(work.tokens)
     return rows

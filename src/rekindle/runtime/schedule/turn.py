@@ -141,7 +141,7 @@ class Restoration:
 # How far a turn's state has got on its way into cells of another type.
 
 
-class Crossing:
+class Requantisation:
     """The sequence that holds it, and the one that it is written into again."""
 
     __slots__ = ("into", "source")
@@ -194,10 +194,10 @@ class Turn:
         self.sampler: Sampler | None = None
         self.restoration: Restoration | None = None  # its blocks on their way into the sequence
         self.plans = 0  # made since it last held nothing
-        self.space = encoded.precision.first  # where its state is, or is planned to be
-        self.cross_at: int | None = None  # so many tokens: then it goes on in other cells
-        self.crossing: Crossing | None = None  # on its way there
-        self.offloaded = Offloaded(0, self.space.namespace)
+        self.kv_format = encoded.precision.initial  # of its state, or of the state it will have
+        self.requantise_at: int | None = None  # position at which its state is requantised
+        self.requantisation: Requantisation | None = None  # in progress
+        self.offloaded = Offloaded(0, self.kv_format.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
         self.shown: tuple[Media, Matrix] | None = None  # a picture and its vectors
         self.waits_for_vectors = False  # that are being read
@@ -238,27 +238,27 @@ class Turn:
     @property
     def only_goes_on(self) -> bool:
         """Whether its next tokens change nothing but its reply."""
-        is_watched = self.request.exact or self.checkpoints or self.cross_at is not None
+        is_watched = self.request.exact or self.checkpoints or self.requantise_at is not None
         return self.generated_tokens > 0 and not is_watched
 
     @property
-    def must_cross(self) -> bool:
+    def must_requantise(self) -> bool:
         """Whether its next token is to be computed in other cells than it has now."""
-        at = self.cross_at
+        at = self.requantise_at
         return at is not None and self.held_tokens >= at and self.pending_tokens > 0
 
     def cells_in(self, kv_type: KvType) -> bool:
         """Whether it has, or is getting, cells of a type's pool."""
-        into = self.crossing.into if self.crossing else None
-        here = self.space.kv_type == kv_type or (into is not None and into.kv_type == kv_type)
+        into = self.requantisation.into if self.requantisation else None
+        here = self.kv_format.kv_type == kv_type or (into is not None and into.kv_type == kv_type)
         return here and not self.request.exact
 
     def wanted_tokens(self, kv_type: KvType, headroom: int) -> int:
         """Cells of a type that it still needs for its prompt, and some for its reply."""
         headroom = min(self.output.remaining_tokens, headroom)
-        if self.crossing is None or self.space.kv_type == kv_type:
+        if self.requantisation is None or self.kv_format.kv_type == kv_type:
             return self.pending_tokens + headroom
-        into = self.crossing.into
+        into = self.requantisation.into
         return len(self.tokens) - (into.length if into else 0) + headroom
 
     @property
@@ -289,8 +289,8 @@ class Turn:
             stop = min(boundary, self.prompt_tokens) if start < self.prompt_tokens else start + 1
         elif self.checkpoints and (place := self.checkpoints.next_after(start)):
             stop = min(stop, place)
-        if self.cross_at is not None and start < self.cross_at:
-            stop = min(stop, self.cross_at)
+        if self.requantise_at is not None and start < self.requantise_at:
+            stop = min(stop, self.requantise_at)
         stop = self._edge(start, stop, whole_pictures=whole_pictures)
         return self._work(start, min(stop, len(self.tokens)))
 
