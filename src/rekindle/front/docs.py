@@ -283,5 +283,5 @@ def _page(template: str, **values: Any) -> Response:
 def _pages() -> jinja2.Environment:
     """Everything that is put into a page is escaped, but for the style, which is ours."""
     return jinja2.Environment(
-        loader=jinja2.PackageLoader("rekindle.server"), autoescape=True, trim_blocks=True
+        loader=jinja2.PackageLoader("rekindle.front"), autoescape=True, trim_blocks=True
     )

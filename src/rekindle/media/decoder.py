@@ -8,8 +8,8 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
+from rekindle.fair_queue import FairSlots
 from rekindle.media.errors import BadMedia
-from rekindle.media.fair_slots import FairSlots
 from rekindle.media.jobs import (
     LENGTH,
     MOST_RESULT_BYTES,

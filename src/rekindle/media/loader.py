@@ -13,10 +13,10 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
+from rekindle.fair_queue import FairSlots
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia, MediaRefused
-from rekindle.media.fair_slots import FairSlots
 from rekindle.media.fetcher import Fetcher
 from rekindle.media.jobs import MOST_REQUEST_PIXELS, Frame, ImageJob, Job, Sizing, VideoJob
 from rekindle.protocol.media import CHANNELS, Picture, picture

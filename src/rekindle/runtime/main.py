@@ -45,8 +45,8 @@ def main() -> None:
         return
     process.link.send(process.ready())
     threading.Thread(target=process.read, args=(received,), daemon=True).start()
-    for tick in process.ticking:
-        threading.Thread(target=tick, daemon=True).start()
+    for daemon in process.daemons:
+        threading.Thread(target=daemon, daemon=True).start()
     try:
         process.run()
         process.close()

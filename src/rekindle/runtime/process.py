@@ -1,7 +1,7 @@
-"""The runtime process: one loaded model behind a socket.
+"""Serves a model that generates text: its engine, its cache and the turns of all clients.
 
-Threads: a reader and a writer at the socket, a few encoders that turn requests into tokens, those
-of the disk tier, two that tick, and the main thread, which alone owns the engine and the cache.
+Besides the threads of every model process it has those of the disk tier, and one that requests
+upkeep every minute. Only the main thread uses the engine and the cache.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from rekindle.chat.tools.registry import check_names
 from rekindle.errors import ServerError, as_server_error
@@ -21,22 +21,19 @@ from rekindle.protocol.admin import (
     AdminReply,
     AdminRequest,
     AdminResult,
-    Detokenize,
     IndexPrompt,
-    Tokenize,
     Validate,
 )
-from rekindle.protocol.events import Cancelled, Event, Failed
-from rekindle.protocol.frames import Device, Events, LogLine, Ready, Received, ToFront
+from rekindle.protocol.events import Failed
+from rekindle.protocol.frames import Device, LogLine, Ready, ToFront, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.encode.precision import check_kv_bits
 from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch
-from rekindle.runtime.encode.threads import Encoders, Job
 from rekindle.runtime.encode.tokenisation import Tokenisation
-from rekindle.runtime.link import Link
 from rekindle.runtime.loading import load_model
+from rekindle.runtime.model_process import ModelProcess
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.opening import choose_budgets, open_storage, rooms
 
@@ -56,16 +53,12 @@ class _Tick:
     """A minute has gone by."""
 
 
-_Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent | Stop
-_Encoded = Turn | Failed | _ReadyAdmin | AdminReply  # what becomes of a request, or its refusal
+_Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent
 
 
-class RuntimeProcess:
-    """Serves one model until the front hangs up."""
-
+class RuntimeProcess(ModelProcess[_Message]):
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
-        self.link = Link(sock)
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        super().__init__(sock)
         self._background = Background()
         check_names(*formats(load.settings))  # before anything slow
         budgets = choose_budgets(load)
@@ -77,18 +70,17 @@ class RuntimeProcess:
         self._runtime: Runtime = build(
             engine,
             storage,
-            emit=self._emit,
+            emit=self.emit,
             log=self.send,
             is_undisturbed=self._is_undisturbed,
         )
-        self._encoders: Encoders[_Encoded] = Encoders(self._deliver)
-        self._tokenisation = Tokenisation(
+        self.tokenisation = Tokenisation(
             engine.tokenizer,
             engine.capabilities.context_tokens,
             self._runtime.input_processor.texts.wrapped,
             self._runtime.input_processor.encode_conversation,
         )
-        self.ticking = (self.tick, self.link.beat)
+        self.daemons = (self.tick, *self.daemons)
 
     def _await_folder(self) -> None:
         """Most cache folders are read in no time: then the first request finds its state. A large
@@ -96,7 +88,9 @@ class RuntimeProcess:
         until_s = time.monotonic() + FOLDER_PATIENCE_S
         with contextlib.suppress(Empty):
             while not self._runtime.storage.is_settled:
-                self._handle(self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0)))
+                message = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
+                assert not isinstance(message, Stop), "nothing is read from the front yet"
+                self._handle(message)
 
     def ready(self) -> Ready:
         """What the model is like, and how much of the cache folder was read by then."""
@@ -128,9 +122,6 @@ class RuntimeProcess:
     def send(self, message: ToFront) -> None:
         self.link.send(message)
 
-    def _emit(self, events: list[Event]) -> None:
-        self.send(Events(events))
-
     def _reply(self, request: AdminRequest, result: AdminResult | ServerError) -> None:
         if isinstance(result, ServerError):
             self.send(AdminReply(request.id, error=result.info))
@@ -139,30 +130,23 @@ class RuntimeProcess:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def read(self, received: Iterator[Received]) -> None:
-        """The reader thread."""
-        with contextlib.suppress(ConnectionResetError):
-            for message, size_bytes in received:
-                match message:
-                    case GenerateRequest():
-                        encode = partial(self._encode, message, Stopwatch(message.received_s))
-                        job = Job(message.salt, size_bytes, encode, tuple(message.turns))
-                        self._encoders.submit(job)
-                    case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
-                        encode_admin = partial(self._encode_admin, message)
-                        self._encoders.submit(Job(message.salt, size_bytes, encode_admin))
-                    case AdminRequest() if isinstance(message.op, Tokenize | Detokenize):
-                        tokenise = partial(self._tokenisation.reply, message)
-                        self._encoders.submit(Job(message.salt, size_bytes, tokenise))
-                    case AdminRequest():
-                        self._inbox.put(_ReadyAdmin(message))
-                    case Cancel(turn) if self._encoders.cancel(turn):
-                        pass
-                    case Cancel() | Stop():
-                        self._inbox.put(message)
-        self._inbox.put(Stop())  # a runtime without a front must not go on
+    def _receive(self, message: TurnRequest | AdminRequest | Cancel, size_bytes: int) -> None:
+        match message:
+            case GenerateRequest():
+                encode = partial(self._encode_turns, message, Stopwatch(message.received_s))
+                self._encode(message.salt, size_bytes, encode, tuple(message.turns))
+            case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
+                self._encode(message.salt, size_bytes, partial(self._encode_admin, message))
+            case AdminRequest():
+                self._inbox.put(_ReadyAdmin(message))
+            case Cancel():
+                self._inbox.put(message)
+            case _:
+                raise AssertionError("this model makes no vectors")
 
-    def _encode(self, request: GenerateRequest, stopwatch: Stopwatch) -> Sequence[_Encoded]:
+    def _encode_turns(
+        self, request: GenerateRequest, stopwatch: Stopwatch
+    ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
         """An encoder thread: the request as its turns, or their refusal."""
         try:
             return self._runtime.pipeline.encode_choices(request, stopwatch)
@@ -170,7 +154,9 @@ class RuntimeProcess:
             failure = as_server_error(error, "encoding the prompt").info
             return [Failed(turn, failure) for turn in request.turns]
 
-    def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
+    def _encode_admin(
+        self, request: AdminRequest
+    ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
         """An encoder thread: the prompt that an admin request is about."""
         assert isinstance(request.op, Validate | IndexPrompt)
         try:
@@ -180,43 +166,21 @@ class RuntimeProcess:
             return [AdminReply(request.id, error=failure)]
         return [_ReadyAdmin(request, prompt)]
 
-    def _deliver(self, encoded: _Encoded | Cancelled) -> None:
-        """An encoder thread, or the reader: what has become of a request."""
-        match encoded:
-            case AdminReply():
-                self.send(encoded)
-            case Failed() | Cancelled():
-                self._emit([encoded])
-            case Turn() | _ReadyAdmin():
-                self._inbox.put(encoded)
-
     # -- the engine's thread -------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Step while there is work; sleep on the inbox while there is none."""
-        idle = False
-        while True:
-            for message in self._messages(wait=idle):
-                self.link.working_since_s = time.monotonic()
-                if isinstance(message, Stop):
-                    return
-                self._handle(message)
-            self.link.working_since_s = time.monotonic()
-            has_more = self._background.run()
-            busy = self._runtime.scheduler.step()
-            self._runtime.storage.give_way(busy)
-            idle = not (busy or has_more)
-            self.link.working_since_s = None
+    def _step(self) -> bool:
+        has_more = self._background.run()
+        busy = self._runtime.scheduler.step()
+        self._runtime.storage.give_way(busy)
+        return busy or has_more
+
+    @property
+    def _max_wait_s(self) -> float | None:
+        """Wake up when the next turn stops waiting for a slow tier."""
+        return self._runtime.scheduler.wait_s
 
     def _is_undisturbed(self) -> bool:
         return self._inbox.empty() and not self._background.has_work
-
-    def _messages(self, *, wait: bool) -> Iterator[_Message]:
-        if wait:  # not longer than the next turn does for a tier that is slow
-            with contextlib.suppress(Empty):
-                yield self._inbox.get(timeout=self._runtime.scheduler.wait_s)
-        while not self._inbox.empty():  # nobody else takes any
-            yield self._inbox.get_nowait()
 
     def _handle(self, message: _Message) -> None:
         match message:
@@ -228,8 +192,6 @@ class RuntimeProcess:
                 self._background.add(self._administer(request, prompt))
             case _Tick():
                 self._background.add(self._runtime.upkeep())
-            case Stop():
-                raise AssertionError("handled by run")
             case _:
                 self._runtime.storage.on_event(message)
 
@@ -237,7 +199,7 @@ class RuntimeProcess:
         try:
             self._runtime.pipeline.find(turn)
         except ServerError as error:
-            self._emit([Failed(turn.id, error.info)])
+            self.emit([Failed(turn.id, error.info)])
         else:
             self._runtime.scheduler.submit(turn)
 
@@ -260,7 +222,6 @@ class RuntimeProcess:
             self._inbox.put(_Tick())
 
     def close(self) -> None:
-        """The engine is closed last: whatever its end is like, everything has been sent."""
         self._runtime.close()
         self.link.close()
         self._runtime.engine.close()

@@ -20,7 +20,7 @@ from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResu
 from rekindle.protocol.events import TERMINAL, Delta, Event, Failed, Started
 from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, LoadModel
-from rekindle.worker.process import AfterLoading, OnLoading, RuntimeProcess
+from rekindle.worker.process import AfterLoading, OnLoading, WorkerProcess
 from rekindle.worker.supervisor import Supervisor
 
 # ----------------------------------------------------------------------
@@ -285,7 +285,7 @@ class RuntimeClient:
         )
         return await self._admin_requests.add(number, salt)
 
-    def _ready_process(self) -> RuntimeProcess:
+    def _ready_process(self) -> WorkerProcess:
         process = self.supervisor.process
         if self.ready is None or process is None:
             raise self._still_loading()

@@ -34,7 +34,7 @@ OnMessage = Callable[[AfterLoading], None]
 States = asyncio.Queue[ToFront | None]  # of loading; None: the process has closed its socket
 
 
-class RuntimeProcess:
+class WorkerProcess:
     """Lives from `spawn` to `died` or `stop`; messages about turns go to `on_message`."""
 
     def __init__(
@@ -46,7 +46,7 @@ class RuntimeProcess:
         self._states = states
 
     @classmethod
-    async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> RuntimeProcess:
+    async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> WorkerProcess:
         """Start the process and send it what to load."""
         states: States = asyncio.Queue()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rekindle.errors import ModelError, RuntimeDied
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import LoadModel
-from rekindle.worker.process import OnLoading, OnMessage, RuntimeProcess
+from rekindle.worker.process import OnLoading, OnMessage, WorkerProcess
 
 # ----------------------------------------------------------------------
 # Whether a runtime makes progress: by what it says of itself, and by its silence.
@@ -71,7 +71,7 @@ class Supervisor:
         self._on_end = on_end
         self._watcher: asyncio.Task[None] | None = None
         self.watchdog = Watchdog(step_timeout_s)
-        self.process: RuntimeProcess | None = None
+        self.process: WorkerProcess | None = None
         self.ready: Ready | None = None
         self.down_reason = "a model is loading"  # as long as there is none that is ready
         self.restarts = 0
@@ -95,15 +95,15 @@ class Supervisor:
         if self.process is not None:
             await self.process.stop()
 
-    async def _spawn(self, on_loading: OnLoading) -> RuntimeProcess:
+    async def _spawn(self, on_loading: OnLoading) -> WorkerProcess:
         if self.process is not None:
             self.process.close()
-        self.process = await RuntimeProcess.spawn(self._name, self._load, self._on_message)
+        self.process = await WorkerProcess.spawn(self._name, self._load, self._on_message)
         self.ready = await self.process.ready(on_loading)
         self.watchdog.hear()
         return self.process
 
-    async def _watch(self, process: RuntimeProcess) -> None:
+    async def _watch(self, process: WorkerProcess) -> None:
         """When the process dies, fail its turns and start it again."""
         while True:
             end = await self._end_of(process)
@@ -115,7 +115,7 @@ class Supervisor:
             )
             process = await self._restart()
 
-    async def _end_of(self, process: RuntimeProcess) -> str:
+    async def _end_of(self, process: WorkerProcess) -> str:
         """How a process ended that nobody stopped; one that is stuck is ended."""
         died = asyncio.create_task(process.died())
         try:
@@ -133,7 +133,7 @@ class Supervisor:
         log.error("runtime of %s %s; restarting it", self._name, end)
         return end
 
-    async def _restart(self) -> RuntimeProcess:
+    async def _restart(self) -> WorkerProcess:
         for attempt in itertools.count():
             await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
             try:

@@ -1,4 +1,4 @@
-"""The process of an embedding model, as the front sees it."""
+"""An embedding model in a process of its own, as the front sees it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def embed(runtime: RuntimeClient, *inputs: str) -> Embedded:
     return events[-1]
 
 
-def test_a_process_embeds_counts_and_refuses_what_it_has_not(model: Path) -> None:
+def test_a_process_embeds_counts_and_rejects_requests_about_conversations(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
             assert runtime.ready is not None
@@ -68,7 +68,7 @@ def test_a_process_embeds_counts_and_refuses_what_it_has_not(model: Path) -> Non
     run(scene)
 
 
-def test_a_killed_process_fails_what_was_asked_and_comes_back(
+def test_a_killed_process_fails_its_requests_and_is_restarted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
@@ -76,9 +76,7 @@ def test_a_killed_process_fails_what_was_asked_and_comes_back(
     async def scene() -> None:
         async with running(model) as runtime:
             assert runtime.supervisor.pid is not None
-            os.kill(
-                runtime.supervisor.pid, signal.SIGSTOP
-            )  # so that it cannot answer before it dies
+            os.kill(runtime.supervisor.pid, signal.SIGSTOP)  # it must not answer before it dies
             asked = asyncio.ensure_future(anext(runtime.stream(EmbedRequest(inputs=["the cat"]))))
             await asyncio.sleep(0)
             os.kill(runtime.supervisor.pid, signal.SIGKILL)
@@ -91,7 +89,7 @@ def test_a_killed_process_fails_what_was_asked_and_comes_back(
     run(scene)
 
 
-def test_a_given_up_request_leaves_no_trace(model: Path) -> None:
+def test_a_cancelled_request_frees_its_place(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
             request = EmbedRequest(inputs=[f"the cat {'a' * n}" for n in range(100)])
@@ -103,7 +101,7 @@ def test_a_given_up_request_leaves_no_trace(model: Path) -> None:
     run(scene)
 
 
-def test_a_file_that_is_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_reported_with_a_clear_error(tmp_path: Path) -> None:
     async def scene() -> None:
         path = tmp_path / "page.gguf"
         path.write_text("<html>")

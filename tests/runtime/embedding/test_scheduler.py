@@ -1,4 +1,4 @@
-"""Requests side by side: some of each in every call, the tenants in turn, one end for each."""
+"""Concurrent embedding requests share engine calls, tenants take turns, and each turn ends once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import numpy as np
 
 from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
 from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Started
-from rekindle.runtime.embedding.scheduler import EmbeddingScheduler, VectorCache
-from rekindle.runtime.embedding.turn import begin
+from rekindle.runtime.embedding.scheduler import (
+    ENTRY_OVERHEAD_BYTES,
+    EmbeddingScheduler,
+    VectorCache,
+)
+from rekindle.runtime.embedding.turn import encode_inputs
 from tests.support.fake_embedder import FakeEmbedder, vector_of
+
+ROW = np.ones(4, np.float32)
+ENTRY_BYTES = len(b"k") + ROW.nbytes + ENTRY_OVERHEAD_BYTES
 
 
 class Harness:
@@ -28,7 +35,7 @@ class Harness:
         request = EmbedRequest(
             turn=turn, inputs=list(inputs), salt=salt, batch_size=batch_size, reuse=reuse
         )
-        self.scheduler.submit(begin(self.embedder, request))
+        self.scheduler.submit(encode_inputs(self.embedder, request))
 
     def run(self) -> None:
         while self.scheduler.step():
@@ -43,7 +50,7 @@ class Harness:
         return found
 
 
-def test_requests_that_wait_share_a_call() -> None:
+def test_waiting_requests_share_an_engine_call() -> None:
     harness = Harness()
     harness.submit(1, "1 2", "3")
     harness.submit(2, "4")
@@ -53,7 +60,7 @@ def test_requests_that_wait_share_a_call() -> None:
     assert np.array_equal(vectors, [vector_of([1, 2]), vector_of([3])])
 
 
-def test_a_short_request_does_not_wait_for_the_end_of_a_long_one() -> None:
+def test_a_short_request_finishes_before_a_long_one_that_came_first() -> None:
     harness = Harness(batch_tokens=4)
     harness.submit(1, *map(str, range(40)))
     harness.submit(2, "50")
@@ -72,14 +79,14 @@ def test_tenants_take_turns_however_many_requests_one_has() -> None:
     assert ends.index(10) <= 1
 
 
-def test_at_most_a_batch_of_a_request_is_computed_at_once() -> None:
+def test_batch_size_limits_how_many_inputs_of_a_request_share_a_call() -> None:
     harness = Harness()
     harness.submit(1, *map(str, range(7)), batch_size=3)
     harness.run()
     assert [len(call) for call in harness.embedder.calls] == [3, 3, 1]
 
 
-def test_what_a_tenant_has_had_computed_is_not_computed_again() -> None:
+def test_rows_are_reused_within_a_tenant() -> None:
     harness = Harness()
     harness.submit(1, "1 2", "3")
     harness.run()
@@ -97,7 +104,7 @@ def test_what_a_tenant_has_had_computed_is_not_computed_again() -> None:
     assert stats.ram_bytes > 0
 
 
-def test_a_cancelled_request_is_computed_no_further() -> None:
+def test_a_cancelled_request_is_not_computed_further() -> None:
     harness = Harness(batch_tokens=2)
     harness.submit(1, *map(str, range(10)))
     harness.submit(2, "20")
@@ -109,7 +116,7 @@ def test_a_cancelled_request_is_computed_no_further() -> None:
     assert sum(map(len, harness.embedder.calls)) == 2
 
 
-def test_a_call_that_fails_ends_its_requests_and_no_others() -> None:
+def test_a_failed_call_fails_only_its_own_requests() -> None:
     harness = Harness(batch_tokens=1)
     harness.embedder.breaks_on = 7
     harness.submit(1, "7")
@@ -120,7 +127,7 @@ def test_a_call_that_fails_ends_its_requests_and_no_others() -> None:
     assert harness.embedded(2)
 
 
-def test_what_is_open_when_the_process_stops_is_cancelled() -> None:
+def test_stopping_cancels_open_requests() -> None:
     harness = Harness()
     harness.submit(1, "1")
     harness.scheduler.stop()
@@ -128,13 +135,43 @@ def test_what_is_open_when_the_process_stops_is_cancelled() -> None:
     assert harness.events[-1] == Cancelled(1)
 
 
-def test_documents_are_scored_in_their_order_and_known_ones_not_again() -> None:
+def test_documents_are_scored_in_order_and_cached() -> None:
     harness = Harness(ranks=True)
     for turn in (1, 2):
         request = RankRequest(turn=turn, query="1", documents=["20", "60", "20"])
-        harness.scheduler.submit(begin(harness.embedder, request))
+        harness.scheduler.submit(encode_inputs(harness.embedder, request))
         harness.run()
     first, second = (event for event in harness.events if isinstance(event, Ranked))
     assert np.allclose(first.scores, [0.2, 0.6, 0.2])
     assert (first.reused_tokens, second.reused_tokens) == (2, 6)
     assert len(harness.embedder.calls) == 1
+
+
+def test_a_tenant_does_not_see_the_rows_of_another() -> None:
+    cache = VectorCache(1 << 20)
+    cache.put(b"one", b"k", ROW)
+    assert list(cache.get(b"one", [b"k", b"l"])) == [b"k"]
+    assert cache.get(b"other", [b"k"]) == {}
+
+
+def test_the_cache_evicts_the_least_recently_used_row() -> None:
+    cache = VectorCache(2 * ENTRY_BYTES)
+    for key in (b"a", b"b"):
+        cache.put(b"", key, ROW)
+    cache.get(b"", [b"a"])
+    cache.put(b"", b"c", ROW)
+    assert list(cache.get(b"", [b"a", b"b", b"c"])) == [b"a", b"c"]
+    assert cache.used_bytes == 2 * ENTRY_BYTES
+
+
+def test_storing_a_row_twice_counts_its_bytes_once() -> None:
+    cache = VectorCache(1 << 20)
+    for _ in range(3):
+        cache.put(b"", b"k", ROW)
+    assert (len(cache), cache.used_bytes) == (1, ENTRY_BYTES)
+
+
+def test_a_cache_without_a_budget_stores_nothing() -> None:
+    cache = VectorCache(0)
+    cache.put(b"", b"k", ROW)
+    assert (len(cache), cache.used_bytes) == (0, 0)

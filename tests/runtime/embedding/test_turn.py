@@ -1,4 +1,4 @@
-"""A request for vectors or scores: what it is refused for, and what its answer is made of."""
+"""A request for embeddings or scores: how it is validated, and how its answer is assembled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rekindle.errors import BadRequest
 from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
-from rekindle.runtime.embedding.turn import EmbeddingTurn, begin
+from rekindle.runtime.embedding.turn import EmbeddingTurn, encode_inputs
 from tests.support.fake_embedder import DIMENSIONS, FakeEmbedder, vector_of
 
 
@@ -23,7 +23,7 @@ def finish(turn: EmbeddingTurn, embedder: FakeEmbedder) -> Embedded | Ranked:
 
 def embed(*inputs: str | list[int], **fields: Any) -> Embedded:
     embedder = FakeEmbedder()
-    result = finish(begin(embedder, EmbedRequest(inputs=list(inputs), **fields)), embedder)
+    result = finish(encode_inputs(embedder, EmbedRequest(inputs=list(inputs), **fields)), embedder)
     assert isinstance(result, Embedded)
     return result
 
@@ -32,16 +32,16 @@ def rows(embedded: Embedded) -> Any:
     return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)
 
 
-def test_vectors_come_in_the_order_of_the_inputs_whatever_their_lengths() -> None:
+def test_vectors_have_the_order_of_the_inputs() -> None:
     found = embed("1 2 3", "4", "5 6")
     expected = [vector_of([1, 2, 3]), vector_of([4]), vector_of([5, 6])]
     assert np.array_equal(rows(found), expected)
     assert (found.prompt_tokens, found.reused_tokens) == (6, 0)
 
 
-def test_equal_inputs_are_computed_once_as_text_or_as_tokens() -> None:
+def test_equal_inputs_are_computed_once_whether_sent_as_text_or_tokens() -> None:
     embedder = FakeEmbedder()
-    turn = begin(embedder, EmbedRequest(inputs=["1 2", "3", [1, 2], "1 2"]))
+    turn = encode_inputs(embedder, EmbedRequest(inputs=["1 2", "3", [1, 2], "1 2"]))
     found = finish(turn, embedder)
     assert isinstance(found, Embedded)
     assert len(embedder.calls) == 2
@@ -49,7 +49,7 @@ def test_equal_inputs_are_computed_once_as_text_or_as_tokens() -> None:
     assert np.array_equal(rows(found)[[0, 2]], [vector_of([1, 2])] * 2)
 
 
-def test_fewer_dimensions_are_the_first_ones_with_length_one() -> None:
+def test_fewer_dimensions_truncate_and_normalise_the_vectors() -> None:
     found = embed("1 2", dimensions=3)
     first = vector_of([1, 2])[:3]
     assert np.allclose(rows(found), first / np.linalg.norm(first))
@@ -65,26 +65,24 @@ def test_fewer_dimensions_are_the_first_ones_with_length_one() -> None:
         (["1", [1] * 17], r"`input\[1\]` has 17 tokens"),
         (["1", [1000]], r"`input\[1\]` has token ids of another model: .* from 0 to 999"),
         ([[-1]], r"`input\[0\]` has token ids of another model"),
-        (["1", ""], r"`input\[1\]` has no token"),
+        (["1", ""], r"`input\[1\]` has no tokens"),
     ],
 )
-def test_an_input_that_cannot_be_taken_is_named(
-    inputs: list[str | list[int]], message: str
-) -> None:
+def test_an_error_names_the_invalid_input(inputs: list[str | list[int]], message: str) -> None:
     with pytest.raises(BadRequest, match=message) as raised:
-        begin(FakeEmbedder(), EmbedRequest(inputs=inputs))
+        encode_inputs(FakeEmbedder(), EmbedRequest(inputs=inputs))
     assert raised.value.param == "input"
 
 
-def test_more_dimensions_than_the_model_has_are_refused() -> None:
-    with pytest.raises(BadRequest, match="`dimensions` takes up to 8"):
-        begin(FakeEmbedder(), EmbedRequest(inputs=["1"], dimensions=9))
+def test_more_dimensions_than_the_model_has_are_rejected() -> None:
+    with pytest.raises(BadRequest, match="`dimensions` may be at most 8"):
+        encode_inputs(FakeEmbedder(), EmbedRequest(inputs=["1"], dimensions=9))
 
 
-def test_vectors_and_scores_are_of_different_models() -> None:
+def test_an_embedding_model_does_not_rank_and_a_reranker_does_not_embed() -> None:
     with pytest.raises(BadRequest, match="makes no vectors"):
-        begin(FakeEmbedder(ranks=True), EmbedRequest(inputs=["1"]))
+        encode_inputs(FakeEmbedder(ranks=True), EmbedRequest(inputs=["1"]))
     with pytest.raises(BadRequest, match="cannot rank"):
-        begin(FakeEmbedder(), RankRequest(query="1", documents=["2"]))
+        encode_inputs(FakeEmbedder(), RankRequest(query="1", documents=["2"]))
     with pytest.raises(BadRequest, match=r"`documents\[1\]` has 17 tokens"):
-        begin(FakeEmbedder(ranks=True), RankRequest(query="1", documents=["2", "3 " * 16]))
+        encode_inputs(FakeEmbedder(ranks=True), RankRequest(query="1", documents=["2", "3 " * 16]))

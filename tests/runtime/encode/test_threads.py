@@ -1,4 +1,4 @@
-"""Encoding beside the engine: in turn by tenant, and no more than somebody waits for."""
+"""Encoder threads serve tenants in turn and drop cancelled requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from rekindle.protocol.events import Cancelled
-from rekindle.runtime.encode.threads import LARGE_BYTES, Encoders, Job, Lane
+from rekindle.runtime.encode.threads import LARGE_BYTES, Encoders, Job
 from tests.support.rounds import rounds
 
 PATIENCE_S = 30.0
@@ -24,7 +24,7 @@ Outcome = str | Cancelled
 
 @dataclass
 class EncodersHarness:
-    """Encoders and what came out of them; a job may be held up until it is let go."""
+    """Encoders and what came out of them; a job may be held until `released` is set."""
 
     outcomes: SimpleQueue[Outcome] = field(default_factory=SimpleQueue)
     started: SimpleQueue[str] = field(default_factory=SimpleQueue)
@@ -41,7 +41,7 @@ class EncodersHarness:
     def submit_held(
         self, *names: str, tenant: bytes, size_bytes: int = SMALL, turns: tuple[int, ...] = ()
     ) -> None:
-        """A job that is done when it is released."""
+        """Submit a job that finishes when `released` is set."""
 
         def encode() -> tuple[str, ...]:
             self.started.put(names[0])
@@ -54,7 +54,7 @@ class EncodersHarness:
         return self.outcomes.get(timeout=PATIENCE_S)
 
     def hold_all(self) -> None:
-        """Give every thread something to do."""
+        """Occupy every encoder thread."""
         for name, size_bytes in (("large", LARGE), ("small", SMALL)):
             self.submit_held(name, tenant=b"busy", size_bytes=size_bytes)
             assert self.started.get(timeout=PATIENCE_S) == name
@@ -69,15 +69,7 @@ def running() -> Iterator[EncodersHarness]:
         opened.released.set()
 
 
-def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    lane: Lane[str] = Lane()
-    for tenant, name in ((A, "a1"), (A, "a2"), (A, "a3"), (B, "b1"), (C, "c1"), (B, "b2")):
-        lane.put(Job(tenant, SMALL, lambda name=name: name))  # type: ignore[misc]
-    taken = [job.encode() for job in iter(lane.take, None)]
-    assert taken == ["a1", "b1", "c1", "a2", "b2", "a3"]
-
-
-def test_large_prompts_of_one_tenant_leave_an_encoder_to_small_ones() -> None:
+def test_large_requests_leave_one_encoder_to_small_ones() -> None:
     with running() as harness:
         for number in range(10):
             harness.submit_held(f"large {number}", tenant=A, size_bytes=LARGE)
@@ -86,7 +78,7 @@ def test_large_prompts_of_one_tenant_leave_an_encoder_to_small_ones() -> None:
         assert [harness.next() for _ in range(3)] == ["small 0", "small 1", "small 2"]
 
 
-def test_a_large_prompt_waits_for_one_of_each_other_tenant_at_most() -> None:
+def test_a_large_request_waits_for_at_most_one_of_each_other_tenant() -> None:
     with running() as harness:
         harness.hold_all()
         for number in range(10):
@@ -98,7 +90,7 @@ def test_a_large_prompt_waits_for_one_of_each_other_tenant_at_most() -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
-def test_a_turn_cancelled_while_it_waits_is_never_encoded(size_bytes: int) -> None:
+def test_a_turn_cancelled_in_the_queue_is_never_encoded(size_bytes: int) -> None:
     with running() as harness:
         harness.hold_all()
         harness.submit_held("encoded", tenant=A, size_bytes=size_bytes, turns=(1,))
@@ -112,7 +104,7 @@ def test_a_turn_cancelled_while_it_waits_is_never_encoded(size_bytes: int) -> No
         assert harness.started.empty()
 
 
-def test_a_turn_cancelled_while_it_is_encoded_ends_once_and_at_once() -> None:
+def test_a_turn_cancelled_during_encoding_ends_once_and_immediately() -> None:
     with running() as harness:
         harness.submit_held("encoded", tenant=A, turns=(7,))
         harness.started.get(timeout=PATIENCE_S)
@@ -124,7 +116,7 @@ def test_a_turn_cancelled_while_it_is_encoded_ends_once_and_at_once() -> None:
         assert harness.next() == "after"
 
 
-def test_of_several_choices_the_others_go_on_when_one_is_cancelled() -> None:
+def test_cancelling_one_choice_keeps_the_others() -> None:
     with running() as harness:
         harness.hold_all()
         harness.submit("first", "second", "third", tenant=A, turns=(1, 2, 3))
@@ -135,13 +127,13 @@ def test_of_several_choices_the_others_go_on_when_one_is_cancelled() -> None:
         assert [name for name in done if name not in ("large", "small")] == ["first", "third"]
 
 
-def test_the_turns_of_a_refused_request_are_all_refused() -> None:
+def test_a_rejected_request_ends_each_of_its_turns() -> None:
     with running() as harness:
         harness.submit("refused", "refused", tenant=A, turns=(1, 2))
         assert [harness.next(), harness.next()] == ["refused", "refused"]
 
 
-def test_a_turn_that_was_delivered_is_no_longer_here() -> None:
+def test_a_delivered_turn_can_no_longer_be_cancelled() -> None:
     with running() as harness:
         harness.submit("done", tenant=A, turns=(3,))
         assert harness.next() == "done"
@@ -149,7 +141,7 @@ def test_a_turn_that_was_delivered_is_no_longer_here() -> None:
 
 
 @pytest.mark.long
-def test_whenever_they_are_cancelled_turns_end_exactly_once() -> None:
+def test_turns_cancelled_at_random_times_end_exactly_once() -> None:
     turns = rounds(2_000, 20_000)
     chance = Random(3)
     cancels: SimpleQueue[int | None] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""One request for vectors or scores: its inputs as tokens, and what has been found of each."""
+"""Holds one request for embeddings or scores: its tokenised inputs and the rows found so far."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from rekindle.errors import BadRequest, InputTooLong, Unsupported
 from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
 from rekindle.tokens import pack
 
-LITTLE_ENDIAN = np.dtype("<f4")
-
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Tokens to compute, and what stands for them."""
+    """The tokens of one text, and the key of its row in the cache."""
 
     key: bytes
     tokens: list[int]
 
 
 class EmbeddingTurn:
-    """Equal inputs are computed once; the longest is the next, so that those of a call are about
-    as long as each other."""
+    """A request on its way. Equal inputs are computed once."""
 
     def __init__(
         self, request: EmbedRequest | RankRequest, inputs: Sequence[list[int]], dimensions: int
     ) -> None:
-        """`dimensions`: of a vector that the model makes."""
+        """`dimensions` is the width of the model's vectors."""
         self.id = request.turn
         self.request = request
         self._dimensions = dimensions
@@ -38,17 +35,14 @@ class EmbeddingTurn:
         self.prompt_tokens = sum(map(len, inputs))
         self.computed_tokens = 0
         unique = dict(zip(self._order, inputs, strict=True))
-        self._missing = [Input(key, tokens) for key, tokens in unique.items()]
-        self._missing.sort(key=lambda each: len(each.tokens))
+        # Inputs left to compute, taken from the end. Sorting by length keeps the inputs of one
+        # engine call about equally long.
+        self.missing = [Input(key, tokens) for key, tokens in unique.items()]
+        self.missing.sort(key=lambda each: len(each.tokens))
         self._rows: dict[bytes, Matrix] = {}
 
     @property
-    def missing(self) -> list[Input]:
-        """Inputs that are to be computed, the longest last."""
-        return self._missing
-
-    @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self._rows) == len(set(self._order))
 
     @property
@@ -56,47 +50,46 @@ class EmbeddingTurn:
         return self.prompt_tokens - self.computed_tokens
 
     @property
-    def at_once(self) -> int | None:
-        """How many of its inputs may be computed at once; None: any number."""
+    def batch_size(self) -> int | None:
+        """The most inputs to compute in one engine call, or None for no limit."""
         return self.request.batch_size if isinstance(self.request, EmbedRequest) else None
 
-    def know(self, rows: dict[bytes, Matrix]) -> None:
-        """Rows that were computed for an earlier request."""
+    def reuse(self, rows: dict[bytes, Matrix]) -> None:
+        """Take rows that were computed for an earlier request."""
         self._rows |= rows
-        self._missing = [each for each in self._missing if each.key not in rows]
+        self.missing = [each for each in self.missing if each.key not in rows]
 
     def accept(self, computed: Input, row: Matrix) -> None:
         self._rows[computed.key] = row
         self.computed_tokens += len(computed.tokens)
 
     def result(self) -> Embedded | Ranked:
-        """The answer, once it is whole."""
+        """Return the answer of a complete turn."""
         rows = np.stack([self._rows[key] for key in self._order])
         counts = (self.prompt_tokens, self.reused_tokens)
         if isinstance(self.request, RankRequest):
             return Ranked(self.id, rows[:, 0].tolist(), *counts)
         dimensions = self.request.dimensions or self._dimensions
-        if dimensions < self._dimensions:
+        if dimensions < self._dimensions:  # Matryoshka: truncate and normalise again
             rows = rows[:, :dimensions]
             rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
-        return Embedded(self.id, rows.astype(LITTLE_ENDIAN).tobytes(), dimensions, *counts)
+        return Embedded(self.id, rows.astype("<f4").tobytes(), dimensions, *counts)
 
 
-def begin(embedder: Embedder, request: EmbedRequest | RankRequest) -> EmbeddingTurn:
-    """A request as tokens. Any thread; raises a BadRequest that names what cannot be taken."""
+def encode_inputs(embedder: Embedder, request: EmbedRequest | RankRequest) -> EmbeddingTurn:
+    """Tokenise a request, on any thread. Raises a BadRequest that names the invalid field."""
     info = embedder.info
     if isinstance(request, RankRequest):
         if not info.ranks:
             raise Unsupported("this model makes vectors and cannot rank: serve a reranker for that")
-        query = request.query
-        pairs = [embedder.pair(query, document) for document in request.documents]
+        pairs = [embedder.pair(request.query, document) for document in request.documents]
         _check_lengths(pairs, info.context_tokens, "documents")
         return EmbeddingTurn(request, pairs, info.dimensions)
     if info.ranks:
         raise Unsupported("this model ranks documents and makes no vectors: use /v1/rerank")
     if (request.dimensions or 0) > info.dimensions:
         raise BadRequest(
-            f"`dimensions` takes up to {info.dimensions}, which is what this model has",
+            f"`dimensions` may be at most {info.dimensions}, the width of this model's vectors",
             param="dimensions",
         )
     inputs = [_tokens(embedder, place, each) for place, each in enumerate(request.inputs)]
@@ -106,14 +99,16 @@ def begin(embedder: Embedder, request: EmbedRequest | RankRequest) -> EmbeddingT
 
 def _tokens(embedder: Embedder, place: int, given: str | list[int]) -> list[int]:
     if isinstance(given, str):
-        least = len(given) // embedder.tokenizer.longest_bytes
-        if least > embedder.info.context_tokens:  # tokenising takes its time: refuse it before
-            raise InputTooLong("input", place, f"at least {least}", embedder.info.context_tokens)
+        min_tokens = len(given) // embedder.tokenizer.longest_bytes
+        if min_tokens > embedder.info.context_tokens:  # refuse it before the slow tokenising
+            raise InputTooLong(
+                "input", place, f"at least {min_tokens}", embedder.info.context_tokens
+            )
         return embedder.encode(given)
-    most = embedder.tokenizer.size - 1
-    if not all(0 <= token <= most for token in given):
+    last = embedder.tokenizer.size - 1
+    if not all(0 <= token <= last for token in given):
         raise BadRequest(
-            f"`input[{place}]` has token ids of another model: this model's go from 0 to {most}; "
+            f"`input[{place}]` has token ids of another model: this model's go from 0 to {last}; "
             "send text (LangChain: check_embedding_ctx_length=False)",
             param="input",
         )
@@ -123,6 +118,6 @@ def _tokens(embedder: Embedder, place: int, given: str | list[int]) -> list[int]
 def _check_lengths(inputs: Sequence[list[int]], limit: int, param: str) -> None:
     for place, tokens in enumerate(inputs):
         if not tokens:
-            raise BadRequest(f"`{param}[{place}]` has no token: leave it out", param=param)
+            raise BadRequest(f"`{param}[{place}]` has no tokens: leave it out", param=param)
         if len(tokens) > limit:
             raise InputTooLong(param, place, str(len(tokens)), limit)

@@ -10,7 +10,7 @@ import pytest
 
 from rekindle.protocol.events import Delta, TextDelta
 from rekindle.protocol.frames import Events, FrameReader, LogLine, ToFront
-from rekindle.runtime.link import Link
+from rekindle.runtime.model_process import Link
 
 PATIENCE_S = 30.0
 
