@@ -27,7 +27,7 @@ from servers import Setup, mlx_lm, rekindle
 
 from rekindle.bench.agent_scenarios import measure_decode, measure_sampled, measure_toolloop
 from rekindle.bench.client import BenchOptions
-from rekindle.bench.rig import Conversation, Rig, Turn, open_rig
+from rekindle.bench.rig import BenchConversation, Rig, TimedTurn, open_rig
 from rekindle.bench.scenarios import least_for
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +41,8 @@ Scenario = Callable[[Rig], Awaitable[Figures]]
 
 async def _eight_turns(rig: Rig) -> Figures:
     """A conversation that grows: what of it is computed, and how long its second turn waits."""
-    talk = Conversation(rig)
-    turns: list[Turn] = []
+    talk = BenchConversation(rig)
+    turns: list[TimedTurn] = []
     for _ in range(rig.options.turns):
         turns.append(await talk.ask(f"{rig.nonce()}. {rig.prose(rig.options.turn_tokens)}"))
     return {

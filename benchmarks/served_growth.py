@@ -14,7 +14,7 @@ from statistics import median, quantiles
 import httpx
 
 from rekindle.bench import BenchOptions
-from rekindle.bench.client import Message, Reply, connect
+from rekindle.bench.client import Message, StreamedReply, connect
 from rekindle.bench.rig import prose
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def concurrent_turns(count: int, folder: Path) -> dict[str, float]:
     }
 
 
-async def _ask_at_once(url: str, count: int) -> list[Reply]:
+async def _ask_at_once(url: str, count: int) -> list[StreamedReply]:
     async with connect(BenchOptions(base_url=url, timeout_s=TIMEOUT_S)) as client:
         asked = [
             client.chat(

@@ -16,7 +16,7 @@ from openai._streaming import SSEDecoder
 
 from rekindle import event_stream
 from rekindle.bench.client import BenchFailed, Recording, parse_data
-from rekindle.cli.chat import ChatFailed, Conversation, Cost
+from rekindle.cli.chat import ChatFailed, Conversation, TurnCost
 from rekindle.event_stream import EventReader, EventTooLarge
 from rekindle.http.responses import SSE_DONE, sse_comment, sse_data, sse_event
 from tests.support.rounds import rounds
@@ -119,7 +119,7 @@ def test_the_chat_of_the_command_line_survives_any_server(pieces: list[bytes]) -
     transport = httpx.MockTransport(answering(b"".join(pieces)))
     conversation = Conversation("http://x/v1", "m", "k", {}, transport=transport)
     with suppress(ChatFailed):
-        [part.line() if isinstance(part, Cost) else part for part in conversation.send("hi")]
+        [part.line() if isinstance(part, TurnCost) else part for part in conversation.send("hi")]
     assert len(conversation.messages) in (0, 2)
 
 
@@ -163,7 +163,7 @@ def test_events_are_read_by_the_standard(content: bytes, data: list[str]) -> Non
 
 
 def test_an_event_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "MOST_EVENT_BYTES", 1000)
+    monkeypatch.setattr(event_stream, "MAX_EVENT_BYTES", 1000)
     assert len(read([b"data: " + b"x" * 500 + b"\n\n"] * 9)) == 9
     with pytest.raises(EventTooLarge):
         read([b"data: " + b"x" * 500] * 9)

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 from rekindle.errors import RekindleError
 
-MOST_EVENT_BYTES = 64 << 20
+MAX_EVENT_BYTES = 64 << 20
 
 
 class EventTooLarge(RekindleError):
     """A server sends an event without an end."""
 
     def __init__(self) -> None:
-        super().__init__(f"the server sent an event of more than {MOST_EVENT_BYTES} bytes")
+        super().__init__(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 class EventReader:
@@ -31,7 +31,7 @@ class EventReader:
     def feed(self, part: bytes) -> Iterator[str]:
         self._rest += part
         self._size_bytes += len(part)
-        if self._size_bytes > MOST_EVENT_BYTES:
+        if self._size_bytes > MAX_EVENT_BYTES:
             raise EventTooLarge
         if b"\n" in part or b"\r" in part:
             for line in self._lines():

@@ -38,7 +38,7 @@ from rekindle.protocol.events import (
     TokenLogprob,
     ToolCallStart,
 )
-from rekindle.protocol.frames import DISK, RAM, Ready, Room, TurnRequest
+from rekindle.protocol.frames import DISK, RAM, Capacity, Ready, TurnRequest
 from rekindle.protocol.requests import GenerateRequest, LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.worker.client import ModelFile, OnEvent, RuntimeClient
@@ -143,7 +143,7 @@ def refuse(_op: AdminOp) -> AdminResult:
     raise unknown_key()
 
 
-ROOMS = (Room(RAM, 10_000, 2_000_000_000), Room(DISK, 50_000, 10_000_000_000))
+CAPACITIES = (Capacity(RAM, 10_000, 2_000_000_000), Capacity(DISK, 50_000, 10_000_000_000))
 
 
 class ScriptedRuntime(RuntimeClient):
@@ -160,7 +160,7 @@ class ScriptedRuntime(RuntimeClient):
             context_tokens=4096,
             pool_tokens=8192,
             chat_template="{{ x }}",
-            rooms=ROOMS,
+            capacities=CAPACITIES,
             modalities=("image", "text") if sees else ("text",),
         )
         self.frames: list[GenerateRequest] = []  # as they are sent

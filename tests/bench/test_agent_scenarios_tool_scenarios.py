@@ -15,17 +15,17 @@ from rich.console import Console
 
 from rekindle.bench import BenchOptions, Results, run
 from rekindle.bench.agent_scenarios import TOOLS, ToolLoop
-from rekindle.bench.rig import Turn
+from rekindle.bench.rig import TimedTurn
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-COLD = Turn(8.0, prompt_tokens=900, completion_tokens=10, cached_tokens=0)
-WARM = Turn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=900)
-SLOW = Turn(0.6, prompt_tokens=1100, completion_tokens=10, cached_tokens=1000)
+COLD = TimedTurn(8.0, prompt_tokens=900, completion_tokens=10, cached_tokens=0)
+WARM = TimedTurn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=900)
+SLOW = TimedTurn(0.6, prompt_tokens=1100, completion_tokens=10, cached_tokens=1000)
 FULL, LESS = ToolLoop(((COLD,), (SLOW,))), ToolLoop(((COLD,), (WARM,)))
-UNREPORTED = Turn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=None)
+UNREPORTED = TimedTurn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tokens=None)
 
 
 def sent(serve: Serve, fake: FakeOpenAI) -> list[dict[str, Any]]:

@@ -10,10 +10,10 @@ import pytest
 from rekindle.bench.client import (
     BenchFailed,
     BenchOptions,
-    Chunk,
+    ErrorStatus,
     Recording,
-    Refused,
-    Reply,
+    StreamChunk,
+    StreamedReply,
     Usage,
     connect,
     parse_data,
@@ -28,13 +28,13 @@ STREAM = (
     b"data: [DONE]\n\n"
 )
 
-USAGE = Chunk(usage=Usage(prompt_tokens=10, completion_tokens=2, cached_tokens=None))
+USAGE = StreamChunk(usage=Usage(prompt_tokens=10, completion_tokens=2, cached_tokens=None))
 
 
-def ask(handler: Handler, model: str | None = "m", api_key: str | None = None) -> Reply:
+def ask(handler: Handler, model: str | None = "m", api_key: str | None = None) -> StreamedReply:
     options = BenchOptions(base_url="http://server", model=model, api_key=api_key)
 
-    async def once() -> Reply:
+    async def once() -> StreamedReply:
         async with connect(options, httpx.MockTransport(handler)) as client:
             return await client.chat(HELLO, 7)
 
@@ -91,7 +91,7 @@ def test_a_server_that_lists_no_model_fails_with_advice() -> None:
 def test_an_error_status_is_reported_with_the_servers_words(
     response: httpx.Response, words: str
 ) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(ErrorStatus, match=words):
         ask(lambda _: response)
 
 
@@ -104,17 +104,17 @@ def test_a_server_that_is_not_there_fails_with_its_address() -> None:
 
 
 def test_text_of_a_delta_is_the_text_of_the_chunk() -> None:
-    assert parse_data('{"choices":[{"delta":{"content":" hi"}}]}') == Chunk(text=" hi")
+    assert parse_data('{"choices":[{"delta":{"content":" hi"}}]}') == StreamChunk(text=" hi")
 
 
 def test_the_opening_role_carries_no_text() -> None:
     line = '{"choices":[{"delta":{"role":"assistant","content":null}}]}'
-    assert parse_data(line) == Chunk()
+    assert parse_data(line) == StreamChunk()
 
 
 def test_reasoning_is_kept_apart_from_the_text() -> None:
     line = '{"choices":[{"delta":{"reasoning_content":"hm"}}]}'
-    assert parse_data(line) == Chunk(reasoning="hm")
+    assert parse_data(line) == StreamChunk(reasoning="hm")
 
 
 def test_the_end_of_a_stream_gives_no_chunk() -> None:
@@ -126,12 +126,12 @@ def test_usage_is_read_from_a_chunk_without_choices() -> None:
         '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
         '"prompt_tokens_details":{"cached_tokens":7}}}'
     )
-    assert parse_data(line) == Chunk(usage=Usage(9, 2, 7))
+    assert parse_data(line) == StreamChunk(usage=Usage(9, 2, 7))
 
 
 def test_cached_tokens_are_unknown_where_the_server_does_not_say() -> None:
     line = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
-    assert parse_data(line) == Chunk(usage=Usage(9, 2, None))
+    assert parse_data(line) == StreamChunk(usage=Usage(9, 2, None))
 
 
 def test_an_error_event_fails_with_the_servers_own_words() -> None:
@@ -156,9 +156,9 @@ def test_an_event_that_is_no_chunk_fails_and_is_shown(data: str) -> None:
 
 def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:
     recording = Recording(sent_s=1.0)
-    recording.take(Chunk(), 2.0)
-    recording.take(Chunk(text="a"), 3.0)
-    recording.take(Chunk(text="b"), 4.0)
+    recording.take(StreamChunk(), 2.0)
+    recording.take(StreamChunk(text="a"), 3.0)
+    recording.take(StreamChunk(text="b"), 4.0)
     recording.take(USAGE, 5.0)
     reply = recording.finish(6.0)
     assert (reply.text, reply.ttft_s, reply.last_s) == ("ab", 2.0, 4.0)
@@ -166,8 +166,8 @@ def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:
 
 def test_reasoning_starts_the_clock_and_is_no_text() -> None:
     recording = Recording(sent_s=0.0)
-    recording.take(Chunk(reasoning="hm"), 1.0)
-    recording.take(Chunk(text="a"), 2.0)
+    recording.take(StreamChunk(reasoning="hm"), 1.0)
+    recording.take(StreamChunk(text="a"), 2.0)
     recording.take(USAGE, 3.0)
     reply = recording.finish(3.0)
     assert (reply.text, reply.ttft_s) == ("a", 1.0)

@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from rekindle.bench import BenchOptions, Results, plot, run
-from rekindle.bench.rig import Turn
+from rekindle.bench.rig import TimedTurn
 from rekindle.bench.scenarios import Hybrid, least_for
 from tests.support.server import running
 from tests.support.tiny import write_lfm2
 
-FIRST = Turn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=0)
-NEXT = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=110)
-AGAIN = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=40)
-UNREPORTED = Turn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=None)
+FIRST = TimedTurn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=0)
+NEXT = TimedTurn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=110)
+AGAIN = TimedTurn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=40)
+UNREPORTED = TimedTurn(0.1, prompt_tokens=160, completion_tokens=11, cached_tokens=None)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     return hybrid
 
 
-def known_after(turn: Turn) -> int:
+def known_after(turn: TimedTurn) -> int:
     """Tokens computed once a turn is over: its prompt and its reply but for the last token."""
     return turn.prompt_tokens + turn.completion_tokens - 1
 
@@ -61,7 +61,7 @@ def test_the_least_counts_a_reply_as_computed_but_for_its_last_token() -> None:
 
 
 def test_what_the_first_turn_found_of_others_is_not_part_of_the_least() -> None:
-    found = Turn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=6)
+    found = TimedTurn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=6)
     assert least_for([found, NEXT]) == 144
 
 

@@ -3,17 +3,17 @@ from __future__ import annotations
 import pytest
 
 from rekindle.bench.agent_scenarios import Schema, tokens_per_s
-from rekindle.bench.client import BenchFailed, Reply, Usage
-from rekindle.bench.rig import Turn
-from rekindle.bench.scenarios import Agents, Article, Crowd, Document, computed_in
+from rekindle.bench.client import BenchFailed, StreamedReply, Usage
+from rekindle.bench.rig import TimedTurn
+from rekindle.bench.scenarios import Agents, Article, Crowd, SharedDocument, computed_in
 
-COLD = Turn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
-WARM = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=1508)
-UNREPORTED = Turn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=None)
+COLD = TimedTurn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
+WARM = TimedTurn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=1508)
+UNREPORTED = TimedTurn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=None)
 
 
-def streamed(first_s: float, last_s: float, tokens: int) -> Reply:
-    return Reply("", 0.0, first_s, last_s, Usage(5, tokens, None))
+def streamed(first_s: float, last_s: float, tokens: int) -> StreamedReply:
+    return StreamedReply("", 0.0, first_s, last_s, Usage(5, tokens, None))
 
 
 def test_turn_two_computed_what_the_server_did_not_report_as_cached() -> None:
@@ -25,19 +25,19 @@ def test_turn_two_computed_what_it_added_when_the_server_does_not_say() -> None:
 
 
 def test_an_article_gives_both_ratios() -> None:
-    figures = Article(COLD, WARM, WARM, Turn(0.1, 40, 10, 18)).figures()
+    figures = Article(COLD, WARM, WARM, TimedTurn(0.1, 40, 10, 18)).figures()
     assert figures["article_turn1_over_turn2"] == pytest.approx(40)
     assert figures["article_turn2_over_reference"] == pytest.approx(2)
     assert figures["article_turn2_new_tokens"] == 20
 
 
 def test_a_document_counts_computed_tokens_only_when_they_are_reported() -> None:
-    assert Document(1.0, (COLD, WARM)).figures()["document_computed_tokens"] == 1522
-    assert "document_computed_tokens" not in Document(1.0, (COLD, UNREPORTED)).figures()
+    assert SharedDocument(1.0, (COLD, WARM)).figures()["document_computed_tokens"] == 1522
+    assert "document_computed_tokens" not in SharedDocument(1.0, (COLD, UNREPORTED)).figures()
 
 
 def test_agents_leave_their_cold_round_out_of_the_warm_figures() -> None:
-    late = Turn(0.6, 1, 1, 0)
+    late = TimedTurn(0.6, 1, 1, 0)
     figures = Agents(((COLD, COLD), (WARM, late), (WARM, WARM))).figures()
     assert figures == {"agents_cold_s": 8.0, "agents_warm_s": 0.2, "agents_worst_s": 0.6}
 

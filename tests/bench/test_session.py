@@ -20,7 +20,7 @@ from rekindle.bench import (
     save_json,
 )
 from rekindle.bench.results import FIGURES
-from rekindle.bench.scenarios import Article, Crowd, Document
+from rekindle.bench.scenarios import Article, Crowd, SharedDocument
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
@@ -103,13 +103,13 @@ def test_no_article_shares_a_beginning_with_an_earlier_one(serve: Serve) -> None
         assert isinstance(article, Article)
         assert article.first.cached_tokens in (0, 1)  # one word may repeat by chance
     for document in rounds["document"]:
-        assert isinstance(document, Document)
+        assert isinstance(document, SharedDocument)
         assert any(answer.cached_tokens in (0, 1) for answer in document.answers)
 
 
 def test_texts_have_the_length_asked_for_in_the_servers_own_tokens(serve: Serve) -> None:
     document = measure(small(serve(FakeOpenAI()), "document")).rounds["document"][0]
-    assert isinstance(document, Document)
+    assert isinstance(document, SharedDocument)
     assert 40 <= document.answers[0].prompt_tokens < 100
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.bench.agent_scenarios import Decode
 from rekindle.bench.results import Results
-from rekindle.bench.rig import Turn
+from rekindle.bench.rig import TimedTurn
 from rekindle.bench.scenarios import Article
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -26,8 +26,10 @@ def decodes(label: str, *speeds: float) -> Results:
 
 
 def article(second_s: float) -> Results:
-    turn = Turn(second_s, 10, 1, 0)
-    return Results("a", "m", True, {"article": [Article(Turn(5.0, 10, 1, 0), turn, turn, turn)]})
+    turn = TimedTurn(second_s, 10, 1, 0)
+    return Results(
+        "a", "m", True, {"article": [Article(TimedTurn(5.0, 10, 1, 0), turn, turn, turn)]}
+    )
 
 
 def test_a_ratio_is_the_median_of_paired_rounds(targets: ModuleType) -> None:

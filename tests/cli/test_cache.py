@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rekindle.cli import cache_views as views
 from rekindle.cli import main as cli
-from rekindle.cli.cache_client import CacheClient, NoServer, Refused, UnknownKey
+from rekindle.cli.cache_client import CacheClient, NoServer, RequestRefused, UnknownKey
 from rekindle.kvcache.disk import check
 from rekindle.kvcache.disk.check import Finding, FolderReport
 
@@ -208,7 +208,7 @@ def test_all_pages_are_read() -> None:
 
 def test_a_key_never_becomes_another_path() -> None:
     server = Server({})
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         client(server).remove("../chat?x#y")
     assert server.received[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
 
@@ -237,7 +237,7 @@ def test_a_refusal_is_the_servers_own_sentence() -> None:
     def refuse(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
 
-    with pytest.raises(Refused, match=r"needs an API key.*--api-key"):
+    with pytest.raises(RequestRefused, match=r"needs an API key.*--api-key"):
         client(refuse).stats()
 
 

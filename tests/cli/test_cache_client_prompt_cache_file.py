@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.cli.cache_client import CacheClient, PromptCacheFile, Refused, read_tokens
+from rekindle.cli.cache_client import CacheClient, PromptCacheFile, RequestRefused, read_tokens
 from rekindle.errors import RekindleError
 
 DATA = bytes(range(200)) * 10_000
@@ -76,7 +76,7 @@ def test_a_refused_export_leaves_the_file_that_was_there(tmp_path: Path) -> None
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"before")
     client = CacheClient("http://here/v1", None, httpx.MockTransport(answer))
-    with pytest.raises(Refused, match="nothing is left"):
+    with pytest.raises(RequestRefused, match="nothing is left"):
         client.export("key", path)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

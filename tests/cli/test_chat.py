@@ -14,11 +14,11 @@ from rich.console import Console
 from rekindle.cli.chat import (
     ChatFailed,
     Conversation,
-    Cost,
     PrefillProgress,
     Reasoning,
     Screen,
-    ToolCall,
+    ToolCallText,
+    TurnCost,
     converse,
 )
 
@@ -73,9 +73,9 @@ class Server:
         )
 
 
-def exchange(conversation: Conversation, text: str) -> tuple[str, Cost]:
+def exchange(conversation: Conversation, text: str) -> tuple[str, TurnCost]:
     *pieces, cost = conversation.send(text)
-    assert isinstance(cost, Cost)
+    assert isinstance(cost, TurnCost)
     return "".join(piece for piece in pieces if isinstance(piece, str)), cost
 
 
@@ -136,10 +136,10 @@ def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
         Reasoning("Hm, "),
         Reasoning("[b]two[/b]."),
         "2",
-        ToolCall("add", ""),
-        ToolCall("", '{"a": 1}'),
+        ToolCallText("add", ""),
+        ToolCallText("", '{"a": 1}'),
     ]
-    assert isinstance(cost, Cost)
+    assert isinstance(cost, TurnCost)
 
 
 def test_thoughts_are_not_sent_back() -> None:

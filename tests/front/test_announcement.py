@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rekindle.config import Config
 from rekindle.front.announcement import announce, cache_line, room_lines
-from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Device, Ready, Room
+from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Capacity, DeviceInfo, Ready
 from tests.api.scripted import ScriptedRuntime
 
 CONFIG = Config(cache_dir=Path("/var/lib/[kv]"))
@@ -67,8 +67,10 @@ def test_the_port_where_tools_expect_ollama_is_said_too() -> None:
 def roomy(**tokens: int) -> Ready:
     """An 8B model of 16-bit cells, whose tokens take 147,456 bytes each."""
     places = {"pool": POOL, "parked": PARKED, "ram": RAM, "disk": DISK}
-    rooms = tuple(Room(places[name], each, each * 147_456) for name, each in tokens.items())
-    return Ready(40_960, 0, rooms=rooms)
+    capacities = tuple(
+        Capacity(places[name], each, each * 147_456) for name, each in tokens.items()
+    )
+    return Ready(40_960, 0, capacities=capacities)
 
 
 def test_what_each_place_has_room_for_is_said_in_tokens_and_bytes() -> None:
@@ -93,7 +95,7 @@ def test_a_tier_that_was_turned_off_is_not_warned_of() -> None:
 
 
 def test_the_gpu_and_the_layers_that_lie_there_are_said() -> None:
-    gpu = Device("NVIDIA H200", 150_000_000_000)
+    gpu = DeviceInfo("NVIDIA H200", 150_000_000_000)
     [line] = room_lines(Ready(4096, 8192, gpus=(gpu,), layers=37, gpu_layers=20))
     assert line == "Found NVIDIA H200 with 150.0 GB: 20 of 37 layers lie there"
     [line] = room_lines(Ready(4096, 8192, gpus=(gpu,)))

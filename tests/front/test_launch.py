@@ -60,11 +60,11 @@ def test_a_projector_can_be_named(model: Path, tmp_path: Path) -> None:
 
 def test_only_a_projector_that_was_asked_for_has_to_be_usable(model: Path) -> None:
     beside = write_gguf(model.with_name("mmproj-f16.gguf"))
-    assert not fetched(model).must_see
-    assert fetched(model, vlm=True).must_see
-    assert fetched(model, mmproj=beside).must_see
+    assert not fetched(model).requires_vision
+    assert fetched(model, vlm=True).requires_vision
+    assert fetched(model, mmproj=beside).requires_vision
     for own in (fetched(model), fetched(model, vlm=True)):
-        assert launch._load(own, Config()).must_see == own.must_see
+        assert launch._load(own, Config()).requires_vision == own.requires_vision
 
 
 def test_a_projector_is_of_one_model(model: Path) -> None:

@@ -34,13 +34,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_model(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("must_see", [False, True])
+@pytest.mark.parametrize("requires_vision", [False, True])
 def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
-    must_see: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    requires_vision: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_llama(tmp_path / "tiny.gguf")
     mmproj = write_llava_projector(tmp_path / "mmproj.gguf", width=WIDTH // 2)
-    order = structs.replace(load(path), mmproj=str(mmproj), must_see=must_see)
+    order = structs.replace(load(path), mmproj=str(mmproj), requires_vision=requires_vision)
     runtime = RuntimeClient("tiny", order, queue=2)
 
     async def scene() -> None:
@@ -51,7 +51,7 @@ def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
         finally:
             await runtime.stop()
 
-    if must_see:
+    if requires_vision:
         with pytest.raises(ModelError, match=r"mmproj\.gguf is no projector for tiny\.gguf"):
             run(scene)
         return

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from PIL import Image, ImageDraw
 
-from rekindle.bench.client import BenchFailed, Message, Reply
-from rekindle.bench.rig import Conversation, Rig, Turn, user
+from rekindle.bench.client import BenchFailed, Message, StreamedReply
+from rekindle.bench.rig import BenchConversation, Rig, TimedTurn, user
 
 # ----------------------------------------------------------------------
 # Scenarios of decoding: how fast text is written, greedily and with temperature.
@@ -39,7 +39,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledDecode:
     """The same with temperature, which costs a choice among many candidates for every token."""
 
     decode: Decode
@@ -61,8 +61,8 @@ async def measure_decode(rig: Rig, **sampling: float) -> Decode:
     )
 
 
-async def measure_sampled(rig: Rig) -> Sampled:
-    return Sampled(await measure_decode(rig, **SAMPLING))
+async def measure_sampled(rig: Rig) -> SampledDecode:
+    return SampledDecode(await measure_decode(rig, **SAMPLING))
 
 
 async def _rate(rig: Rig, streams: int, tokens: int, sampling: Mapping[str, float]) -> float:
@@ -73,7 +73,7 @@ async def _rate(rig: Rig, streams: int, tokens: int, sampling: Mapping[str, floa
     return tokens_per_s(await asyncio.gather(*replies))
 
 
-def tokens_per_s(replies: Sequence[Reply]) -> float:
+def tokens_per_s(replies: Sequence[StreamedReply]) -> float:
     """All tokens but each reply's first, over the time from the earliest first to the last."""
     tokens = sum(reply.usage.completion_tokens - 1 for reply in replies)
     span_s = max(reply.last_s for reply in replies) - min(reply.first_s for reply in replies)
@@ -142,8 +142,8 @@ async def measure_schema(rig: Rig) -> Schema:
     """Tokens a second after the first token, with a schema and without."""
     chat = user(f"{rig.nonce()}: list the people who were there, as JSON.")
     tokens = rig.options.single_stream_tokens
-    free: list[Reply] = []
-    bound: list[Reply] = []
+    free: list[StreamedReply] = []
+    bound: list[StreamedReply] = []
     # The prompt and the grammar are put in place first: neither is a token's cost.
     await rig.client.chat(chat, 2, response_format=RESPONSE_FORMAT)
     for _ in range(PAIRS):
@@ -152,7 +152,7 @@ async def measure_schema(rig: Rig) -> Schema:
     return Schema(_best_rate(free), _best_rate(bound))
 
 
-def _best_rate(replies: list[Reply]) -> float:
+def _best_rate(replies: list[StreamedReply]) -> float:
     """The best of them: a reply is slowed down by what else the machine does, never sped up."""
     return max(tokens_per_s([reply]) for reply in replies)
 
@@ -165,10 +165,10 @@ class ToolLoop:
     read the same histories.
     """
 
-    rounds: tuple[tuple[Turn, ...], ...]  # the first is cold
+    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
 
     @property
-    def warm(self) -> list[Turn]:
+    def warm(self) -> list[TimedTurn]:
         return [turn for turns in self.rounds[1:] for turn in turns]
 
     def figures(self) -> dict[str, float]:
@@ -210,11 +210,11 @@ class Agent:
             {"role": "tool", "tool_call_id": call_id, "content": result},
         ]
 
-    async def reply(self) -> Turn:
+    async def reply(self) -> TimedTurn:
         """Timed, and left out of the history, which goes on with the next scripted call."""
         most = self._rig.options.turn_reply_tokens
         chat = self._rig.client.chat(self._messages, most, tools=TOOLS, tool_choice="none")
-        return Turn.of(await chat)
+        return TimedTurn.of(await chat)
 
 
 async def measure_toolloop(rig: Rig) -> ToolLoop:
@@ -243,9 +243,9 @@ class Pictures:
     """The first question about a picture, a second one in the same conversation, and one of
     another conversation that begins with the same picture."""
 
-    first: Turn
-    second: Turn
-    other: Turn
+    first: TimedTurn
+    second: TimedTurn
+    other: TimedTurn
 
     def figures(self) -> dict[str, float]:
         return {
@@ -259,10 +259,10 @@ class Pictures:
 async def measure_pictures(rig: Rig) -> Pictures:
     """Time to first token of three questions about a picture that was drawn for this round."""
     picture = _picture_part(rig.chance)
-    talk = Conversation(rig)
+    talk = BenchConversation(rig)
     first = await talk.ask([picture, {"type": "text", "text": FIRST}])
     second = await talk.ask(SECOND)
-    other = await Conversation(rig).ask([picture, {"type": "text", "text": OTHER}])
+    other = await BenchConversation(rig).ask([picture, {"type": "text", "text": OTHER}])
     return Pictures(first, second, other)
 
 

@@ -20,8 +20,21 @@ from rekindle.event_stream import EventReader, EventTooLarge
 # ----------------------------------------------------------------------
 # What to measure, where, and how much of it.
 
-USUAL = ("article", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop")
-SCENARIO_NAMES = (*USUAL, "hybrid", "pictures")  # which need a hybrid model, one with a projector
+DEFAULT_SCENARIOS = (
+    "article",
+    "document",
+    "agents",
+    "decode",
+    "sampled",
+    "crowd",
+    "schema",
+    "toolloop",
+)
+SCENARIO_NAMES = (
+    *DEFAULT_SCENARIOS,
+    "hybrid",
+    "pictures",
+)  # which need a hybrid model, one with a projector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +45,7 @@ class BenchOptions:
     label: str | None = None  # the server's name in tables and plots; its address by default
     model: str | None = None  # the first model the server lists by default
     api_key: str | None = None
-    scenarios: tuple[str, ...] = USUAL
+    scenarios: tuple[str, ...] = DEFAULT_SCENARIOS
     repeats: int = 3
     timeout_s: float = 600.0
     seed: str | None = None  # same seed, same texts; by default no text was ever sent before
@@ -104,7 +117,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StreamChunk:
     """One event of the stream: new text, reasoning or usage; often only one of them."""
 
     text: str = ""
@@ -112,7 +125,7 @@ class Chunk:
     usage: Usage | None = None
 
 
-def parse_data(data: str) -> Chunk | None:
+def parse_data(data: str) -> StreamChunk | None:
     """The chunk in an event's data, None at the end; raise BenchFailed for an error."""
     if data.strip() == "[DONE]":
         return None
@@ -122,13 +135,13 @@ def parse_data(data: str) -> Chunk | None:
         raise BenchFailed(f"the server sent an event that is no chunk: {data[:200]}") from error
 
 
-def _chunk(event: Mapping[str, Any]) -> Chunk:
+def _chunk(event: Mapping[str, Any]) -> StreamChunk:
     if error := event.get("error"):
         raise BenchFailed(f"the server ended the stream with an error: {error_message(error)}")
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
     usage = event.get("usage")
-    return Chunk(
+    return StreamChunk(
         text=_text(delta.get("content")),
         reasoning=_text(delta.get("reasoning_content") or delta.get("reasoning")),
         usage=Usage.parse(usage) if usage else None,
@@ -147,7 +160,7 @@ def error_message(error: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class StreamedReply:
     """A reply and the moments at which it came."""
 
     text: str
@@ -171,23 +184,23 @@ class Recording:
     _last_s: float | None = None
     _usage: Usage | None = None
 
-    def take(self, chunk: Chunk, now_s: float) -> None:
+    def take(self, chunk: StreamChunk, now_s: float) -> None:
         if chunk.text or chunk.reasoning:
             self._first_s = now_s if self._first_s is None else self._first_s
             self._last_s = now_s
         self._text.append(chunk.text)
         self._usage = chunk.usage or self._usage
 
-    def finish(self, now_s: float) -> Reply:
+    def finish(self, now_s: float) -> StreamedReply:
         """The whole reply; one without any text is timed at its end."""
         if self._usage is None:
             raise BenchFailed("the stream ended without usage, so its tokens cannot be counted")
         first_s = now_s if self._first_s is None else self._first_s
         last_s = now_s if self._last_s is None else self._last_s
-        return Reply("".join(self._text), self.sent_s, first_s, last_s, self._usage)
+        return StreamedReply("".join(self._text), self.sent_s, first_s, last_s, self._usage)
 
 
-class Refused(BenchFailed):
+class ErrorStatus(BenchFailed):
     """The server answered with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -202,7 +215,9 @@ class Client:
         self._http = http
         self.model = model
 
-    async def chat(self, messages: Sequence[Message], max_tokens: int, **extra: Any) -> Reply:
+    async def chat(
+        self, messages: Sequence[Message], max_tokens: int, **extra: Any
+    ) -> StreamedReply:
         """One streamed reply, greedy by default, or BenchFailed."""
         body = {
             "model": self.model,
@@ -264,7 +279,7 @@ async def _check(response: httpx.Response) -> None:
         message = error_message(orjson.loads(text)["error"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = text[:200] or response.reason_phrase
-    raise Refused(response.status_code, message)
+    raise ErrorStatus(response.status_code, message)
 
 
 def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> BenchFailed:

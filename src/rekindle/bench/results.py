@@ -13,13 +13,22 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.agent_scenarios import Decode, Pictures, Sampled, Schema, ToolLoop
+from rekindle.bench.agent_scenarios import Decode, Pictures, SampledDecode, Schema, ToolLoop
 from rekindle.bench.client import BenchFailed
-from rekindle.bench.scenarios import Agents, Article, Crowd, Document, Hybrid
+from rekindle.bench.scenarios import Agents, Article, Crowd, Hybrid, SharedDocument
 from rekindle.version import __version__
 
 Round = (
-    Article | Document | Agents | Decode | Sampled | Crowd | Schema | ToolLoop | Hybrid | Pictures
+    Article
+    | SharedDocument
+    | Agents
+    | Decode
+    | SampledDecode
+    | Crowd
+    | Schema
+    | ToolLoop
+    | Hybrid
+    | Pictures
 )
 Unit = Literal["s", "tokens/s", "tokens", "x"]
 

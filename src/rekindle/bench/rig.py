@@ -11,9 +11,9 @@ from rekindle.bench.client import (
     BenchFailed,
     BenchOptions,
     Client,
+    ErrorStatus,
     Message,
-    Refused,
-    Reply,
+    StreamedReply,
     connect,
 )
 
@@ -59,7 +59,7 @@ class Rig:
 
     async def full_reply(
         self, messages: Sequence[Message], tokens: int, **sampling: float
-    ) -> Reply:
+    ) -> StreamedReply:
         """A reply of exactly this many tokens, where the server takes ignore_eos; greedy, unless
         other sampling is given."""
         extra = {"ignore_eos": True} if self.ignores_eos else {}
@@ -78,7 +78,7 @@ async def open_rig(options: BenchOptions) -> AsyncIterator[Rig]:
 async def _accepts_ignore_eos(client: Client) -> bool:
     try:
         await client.chat(user("Say hello."), 4, ignore_eos=True)
-    except Refused as refusal:
+    except ErrorStatus as refusal:
         if refusal.status not in (400, 422):
             raise
         return False
@@ -100,7 +100,7 @@ def user(content: str) -> list[Message]:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TimedTurn:
     """One reply as measured."""
 
     ttft_s: float
@@ -110,7 +110,7 @@ class Turn:
     stages_s: Mapping[str, float] = field(default_factory=dict)  # of the time to the first token
 
     @classmethod
-    def of(cls, reply: Reply) -> Turn:
+    def of(cls, reply: StreamedReply) -> TimedTurn:
         usage = reply.usage
         return cls(
             reply.ttft_s,
@@ -134,7 +134,7 @@ class Turn:
         return self.prompt_tokens - (self.cached_tokens or 0)
 
 
-class Conversation:
+class BenchConversation:
     """Its history holds the server's real replies."""
 
     def __init__(self, rig: Rig, system: str | None = None) -> None:
@@ -143,12 +143,12 @@ class Conversation:
         if system is not None:
             self._messages.append({"role": "system", "content": system})
 
-    async def ask(self, question: str | list[Message]) -> Turn:
+    async def ask(self, question: str | list[Message]) -> TimedTurn:
         """Send the whole history with the question, a text or parts; remember the reply."""
         self._messages.append({"role": "user", "content": question})
         reply = await self._rig.client.chat(self._messages, self._rig.options.turn_reply_tokens)
         self._messages.append({"role": "assistant", "content": reply.text})
-        return Turn.of(reply)
+        return TimedTurn.of(reply)
 
 
 # -- text made of common words, the same for the same source of chance ---------------------------

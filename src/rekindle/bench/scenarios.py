@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rekindle.bench.client import Message
-from rekindle.bench.rig import Conversation, Rig, Turn
+from rekindle.bench.rig import BenchConversation, Rig, TimedTurn
 
 FIRST = "What is this article about? Answer in one line."
 SECOND = "Which of these people did the hardest work, and why?"
@@ -25,10 +25,10 @@ class Article:
     """A long article, then one-line follow-ups about it: three turns, and the fresh short prompt
     that computes as many tokens as turn two did."""
 
-    first: Turn
-    second: Turn
-    third: Turn
-    reference: Turn
+    first: TimedTurn
+    second: TimedTurn
+    third: TimedTurn
+    reference: TimedTurn
 
     @property
     def new_tokens(self) -> int:
@@ -52,34 +52,34 @@ class Article:
 
 async def measure_article(rig: Rig) -> Article:
     """Time to first token of three turns over an article the server has never seen."""
-    talk = Conversation(rig, system=f"{rig.nonce()}. You answer questions about an article.")
+    talk = BenchConversation(rig, system=f"{rig.nonce()}. You answer questions about an article.")
     first = await talk.ask(f"{rig.prose(rig.options.article_tokens)}\n\n{FIRST}")
     second = await talk.ask(SECOND)
     third = await talk.ask(THIRD)
     return Article(first, second, third, await _reference(rig, computed_in(first, second)))
 
 
-def computed_in(first: Turn, second: Turn) -> int:
+def computed_in(first: TimedTurn, second: TimedTurn) -> int:
     """Tokens turn two computed, as reported; without a report, those it added."""
     if second.cached_tokens is None:
         return second.prompt_tokens - first.prompt_tokens - first.completion_tokens
     return second.computed_tokens
 
 
-async def _reference(rig: Rig, tokens: int) -> Turn:
+async def _reference(rig: Rig, tokens: int) -> TimedTurn:
     """A fresh prompt of which the server computes this many tokens, with next to no context.
 
     The cheapest way to compute so many tokens: no long context to attend to, nothing to look up.
     """
-    words, tries = max(1, tokens // 2), list[Turn]()
+    words, tries = max(1, tokens // 2), list[TimedTurn]()
     for _ in range(REFERENCE_TRIES):
-        turn = await Conversation(rig).ask(f"{rig.nonce()} {rig.filler(words)}")
+        turn = await BenchConversation(rig).ask(f"{rig.nonce()} {rig.filler(words)}")
         tries.append(turn)
         words = max(1, words + tokens - turn.computed_tokens)
     return _middle_of_closest(tries, tokens)
 
 
-def _middle_of_closest(tries: list[Turn], tokens: int) -> Turn:
+def _middle_of_closest(tries: list[TimedTurn], tokens: int) -> TimedTurn:
     """The median in time among the tries that came closest in tokens, give or take one."""
     closest = min(abs(turn.computed_tokens - tokens) for turn in tries)
     near = [turn for turn in tries if abs(turn.computed_tokens - tokens) <= max(1, closest)]
@@ -87,11 +87,11 @@ def _middle_of_closest(tries: list[Turn], tokens: int) -> Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class SharedDocument:
     """Many questions at once over one shared document."""
 
     wall_s: float  # from the first question sent to the last answer complete
-    answers: tuple[Turn, ...]
+    answers: tuple[TimedTurn, ...]
 
     def figures(self) -> dict[str, float]:
         figures: dict[str, float] = {"document_wall_s": self.wall_s}
@@ -101,7 +101,7 @@ class Document:
         return figures
 
 
-async def measure_document(rig: Rig) -> Document:
+async def measure_document(rig: Rig) -> SharedDocument:
     """Wall time until every question about a never seen document has its whole answer."""
     system = (
         f"{rig.nonce()}. Answer from this document.\n\n{rig.prose(rig.options.document_tokens)}"
@@ -112,7 +112,7 @@ async def measure_document(rig: Rig) -> Document:
         *(rig.full_reply(chat, rig.options.answer_tokens) for chat in chats)
     )
     wall_s = time.perf_counter() - start_s
-    return Document(wall_s, tuple(Turn.of(reply) for reply in replies))
+    return SharedDocument(wall_s, tuple(TimedTurn.of(reply) for reply in replies))
 
 
 def _about(system: str, number: int) -> list[Message]:
@@ -124,7 +124,7 @@ def _about(system: str, number: int) -> list[Message]:
 class Agents:
     """Agents with long system prompts taking turns, more of them than a server has slots."""
 
-    rounds: tuple[tuple[Turn, ...], ...]  # the first is cold
+    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
 
     @property
     def warm_ttft_s(self) -> list[float]:
@@ -140,7 +140,9 @@ class Agents:
 
 async def measure_agents(rig: Rig) -> Agents:
     """Time to first token of each agent's turn, one agent after the other, round after round."""
-    talks = [Conversation(rig, _system(rig, number)) for number in range(1, rig.options.agents + 1)]
+    talks = [
+        BenchConversation(rig, _system(rig, number)) for number in range(1, rig.options.agents + 1)
+    ]
     rounds = []
     for number in range(1, rig.options.agent_rounds + 1):
         question = f"Step {number}: what will you do next, and what do you need for it?"
@@ -156,8 +158,8 @@ def _system(rig: Rig, number: int) -> str:
 class Crowd:
     """Turns on a server that keeps many conversations already, one after the other."""
 
-    again: tuple[Turn, ...]  # follow-ups to some of those it keeps
-    fresh: tuple[Turn, ...]  # first turns of new ones
+    again: tuple[TimedTurn, ...]  # follow-ups to some of those it keeps
+    fresh: tuple[TimedTurn, ...]  # first turns of new ones
 
     def figures(self) -> dict[str, float]:
         figures = {
@@ -174,13 +176,13 @@ async def measure_crowd(rig: Rig) -> Crowd:
     """Fill the server with short conversations; go on with some of them, from the oldest to the
     newest, a new one after each."""
     options = rig.options
-    kept = [Conversation(rig) for _ in range(options.kept)]
+    kept = [BenchConversation(rig) for _ in range(options.kept)]
     for talk in kept:
         await talk.ask(_message(rig, options.kept_tokens))
     again, fresh = [], []
     for talk in kept[:: max(1, options.kept // options.kept_again)]:
         again.append(await talk.ask("And then?"))
-        fresh.append(await Conversation(rig).ask(_message(rig, options.kept_tokens)))
+        fresh.append(await BenchConversation(rig).ask(_message(rig, options.kept_tokens)))
     return Crowd(tuple(again), tuple(fresh))
 
 
@@ -192,8 +194,8 @@ class Hybrid:
     twice; recurrent and hybrid models continue from a checkpoint, or from the beginning.
     """
 
-    alone: tuple[Turn, ...]
-    agents: tuple[tuple[Turn, ...], ...]  # by agent; they took turns, under one system prompt
+    alone: tuple[TimedTurn, ...]
+    agents: tuple[tuple[TimedTurn, ...], ...]  # by agent; they took turns, under one system prompt
 
     def figures(self) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -205,11 +207,11 @@ class Hybrid:
         return figures
 
 
-def _computed_by(turns: Sequence[Turn]) -> int:
+def _computed_by(turns: Sequence[TimedTurn]) -> int:
     return sum(turn.computed_tokens for turn in turns)
 
 
-def least_for(turns: Sequence[Turn]) -> int:
+def least_for(turns: Sequence[TimedTurn]) -> int:
     """Prompt tokens to compute when none is computed twice, be it as prompt or as reply.
 
     Writing a reply computes all of its tokens but the last. What the first turn found of others,
@@ -221,12 +223,12 @@ def least_for(turns: Sequence[Turn]) -> int:
 
 async def measure_hybrid(rig: Rig) -> Hybrid:
     """A conversation by itself; then two that share a system prompt, taking turns."""
-    talk = Conversation(rig)
+    talk = BenchConversation(rig)
     alone = [
         await talk.ask(_message(rig, rig.options.turn_tokens)) for _ in range(rig.options.turns)
     ]
     system = f"{rig.nonce()}. {rig.prose(rig.options.agent_tokens)}"
-    talks = [Conversation(rig, system) for _ in range(HYBRID_AGENTS)]
+    talks = [BenchConversation(rig, system) for _ in range(HYBRID_AGENTS)]
     rounds = [
         [await talk.ask(_message(rig, rig.options.turn_tokens)) for talk in talks]
         for _ in range(rig.options.turns)

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rekindle.chat.messages import SYSTEM_ROLES, Message
-from rekindle.protocol.settings import USUAL, Normaliser
+from rekindle.protocol.settings import DEFAULT_NORMALISERS, Normaliser
 
 # ----------------------------------------------------------------------
 # Dates in what agents put before a conversation, which make each day's prompt a new one.
@@ -178,7 +178,7 @@ REWRITERS: Mapping[Normaliser, Callable[[Sequence[Message]], tuple[list[Message]
 def normalise(
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
-    names: Collection[Normaliser] = USUAL,
+    names: Collection[Normaliser] = DEFAULT_NORMALISERS,
 ) -> Normalised:
     """The request without what these normalisers take out of it."""
     kept, changes = without_headers(messages, [each for each in HEADERS if each.name in names])

@@ -23,7 +23,7 @@ class NoServer(RekindleError):
     """Nothing answers there, or something that is not a Rekindle server."""
 
 
-class Refused(RekindleError):
+class RequestRefused(RekindleError):
     """The server answered with an error."""
 
 
@@ -99,7 +99,7 @@ class CacheClient:
         chat = {"messages": [message], "continue_final_message": True, **known}
         try:
             found = self._send("POST", "/tokenize", chat)
-        except Refused:  # a model without a template
+        except RequestRefused:  # a model without a template
             found = self._send("POST", "/tokenize", {"prompt": prompt, **known})
         tokens: list[int] = found["tokens"]
         return tokens
@@ -148,7 +148,7 @@ class CacheClient:
         match content:
             case {"error": {"message": str() as message}}:
                 hint = " (with --api-key here)" if answer.status_code == 401 else ""
-                raise Refused(message + hint)
+                raise RequestRefused(message + hint)
             case dict() if answer.is_success:
                 return dict(content)
         raise NoServer(f"what answers at {self._base_url} is no Rekindle server, or an older one")

@@ -37,7 +37,7 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class ToolCall(NamedTuple):
+class ToolCallText(NamedTuple):
     """A function that the model calls, or more of its arguments; it is shown and not run."""
 
     name: str
@@ -45,7 +45,7 @@ class ToolCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class Cost:
+class TurnCost:
     """What one turn took."""
 
     first_token_s: float | None = None
@@ -61,7 +61,7 @@ class Cost:
         )
 
 
-Part = str | Reasoning | ToolCall | PrefillProgress | Cost
+Part = str | Reasoning | ToolCallText | PrefillProgress | TurnCost
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Conversation:
         """The reply as it comes, then its cost; a failed turn leaves the history unchanged."""
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
-        cost = Cost()
+        cost = TurnCost()
         started = time.perf_counter()
         for chunk in self._chunks(messages):
             cost.usage = _object(chunk.get("usage")) or cost.usage
@@ -166,7 +166,9 @@ def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
         calls = delta.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             function = _object(_object(call).get("function"))
-            yield ToolCall(str(function.get("name") or ""), str(function.get("arguments") or ""))
+            yield ToolCallText(
+                str(function.get("name") or ""), str(function.get("arguments") or "")
+            )
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -261,15 +263,15 @@ class Screen:
             case PrefillProgress(done, total):
                 if self.status:
                     self.status.update(f"reading the prompt: {done} of {total} tokens")
-            case Cost():
+            case TurnCost():
                 self.note(f"\n[dim]{part.line()}[/]")
             case str():
                 self._write(str, part)
             case Reasoning(text):
                 self._write(Reasoning, text, "dim")
-            case ToolCall(name, arguments):
+            case ToolCallText(name, arguments):
                 begun = f"calls {name} " if name else ""
-                self._write(ToolCall, begun + arguments, "dim", apart=bool(begun))
+                self._write(ToolCallText, begun + arguments, "dim", apart=bool(begun))
 
     def note(self, markup: str) -> None:
         self._end_status()

@@ -28,7 +28,7 @@ _config = TypeAdapter(Config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Source:
+class SettingsSource:
     """Settings from one place, and how a setting is spelled there."""
 
     settings: Mapping[str, Any]
@@ -73,14 +73,14 @@ def _default_file(environment: Mapping[str, str]) -> Path | None:
     return CONFIG_FILE if CONFIG_FILE.exists() else None
 
 
-def _from_file(path: Path | None) -> Source:
+def _from_file(path: Path | None) -> SettingsSource:
     raw = _read(path) if path else None
     if raw is None:
-        return Source({}, str)
+        return SettingsSource({}, str)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold settings, one `name: value` a line")
     settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
-    return _known(Source(settings, lambda name: f"`{name}` in {path}"))
+    return _known(SettingsSource(settings, lambda name: f"`{name}` in {path}"))
 
 
 def _read(path: Path) -> Any:
@@ -95,17 +95,17 @@ def _read(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {problem}") from None
 
 
-def _from_disk_variable(environment: Mapping[str, str]) -> Source:
+def _from_disk_variable(environment: Mapping[str, str]) -> SettingsSource:
     """The disk budget in gigabytes, under the name that similar programs use."""
     written = environment.get(DISK_VARIABLE, "").strip()
     if not written:
-        return Source({}, str)
+        return SettingsSource({}, str)
     if not _NUMBER.fullmatch(written) or not (size := int(Fraction(written) * GB)):
         raise ConfigError(f"`{DISK_VARIABLE}`: takes a positive number of GB (got {written!r})")
-    return Source({"disk_cache": size}, lambda _name: f"`{DISK_VARIABLE}`")
+    return SettingsSource({"disk_cache": size}, lambda _name: f"`{DISK_VARIABLE}`")
 
 
-def _from_environment(environment: Mapping[str, str]) -> Source:
+def _from_environment(environment: Mapping[str, str]) -> SettingsSource:
     """An empty variable counts as one that is not set."""
     written = {
         name.removeprefix(ENV_PREFIX).lower(): value
@@ -113,9 +113,9 @@ def _from_environment(environment: Mapping[str, str]) -> Source:
         if name.startswith(ENV_PREFIX) and value
     }
     ours = {name: value for name, value in written.items() if name not in OUTSIDE_SETTINGS}
-    source = _known(Source(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
+    source = _known(SettingsSource(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
     settings = {name: None if _is_null(name, value) else value for name, value in ours.items()}
-    return Source(settings, source.spell)
+    return SettingsSource(settings, source.spell)
 
 
 def _is_null(name: str, written: str) -> bool:
@@ -123,12 +123,12 @@ def _is_null(name: str, written: str) -> bool:
     return written.lower() in (("null", "none") if SETTINGS[name].takes_null else ("null",))
 
 
-def _from_flags(flags: Mapping[str, Any], spell: Spell) -> Source:
+def _from_flags(flags: Mapping[str, Any], spell: Spell) -> SettingsSource:
     given = {name: value for name, value in flags.items() if value not in (None, (), [])}
-    return _known(Source(given, spell))
+    return _known(SettingsSource(given, spell))
 
 
-def _known(source: Source) -> Source:
+def _known(source: SettingsSource) -> SettingsSource:
     """Refuse a setting that does not exist."""
     for name in source.settings:
         if name not in SETTINGS:
@@ -136,7 +136,7 @@ def _known(source: Source) -> Source:
     return source
 
 
-def _sentence(error: Mapping[str, Any], sources: Sequence[Source]) -> str:
+def _sentence(error: Mapping[str, Any], sources: Sequence[SettingsSource]) -> str:
     name = str(error["loc"][0])
     spell = next(source.spell for source in reversed(sources) if name in source.settings)
     path = error["loc"][1:] if name == "projects" else ()

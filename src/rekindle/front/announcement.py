@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rekindle.config import Config
-from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Ready, Room
+from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Capacity, Ready
 from rekindle.protocol.media import IMAGE
 from rekindle.protocol.settings import GB
 from rekindle.worker.client import RuntimeClient
@@ -65,21 +65,23 @@ def room_lines(ready: Ready) -> Iterable[str]:
     layers = f": {ready.gpu_layers} of {ready.layers} layers lie there" if ready.layers else ""
     for gpu in ready.gpus:
         yield f"Found {gpu.name} with {gpu.memory_bytes / GB:.1f} GB{layers}"
-    if ready.rooms:
-        yield "Tokens of its state there is room for: " + ", ".join(map(_room, ready.rooms))
-    for room in ready.rooms:
-        if room.place in FLAGS and 0 < room.tokens < ready.context_tokens:
-            needed_bytes = ready.context_tokens * room.size_bytes / room.tokens
+    if ready.capacities:
+        yield "Tokens of its state there is room for: " + ", ".join(
+            map(_capacity, ready.capacities)
+        )
+    for capacity in ready.capacities:
+        if capacity.place in FLAGS and 0 < capacity.tokens < ready.context_tokens:
+            needed_bytes = ready.context_tokens * capacity.size_bytes / capacity.tokens
             yield (
                 f"Warning: one full context of {ready.context_tokens:,} tokens takes "
-                f"{needed_bytes / GB:.1f} GB and does not fit into {FLAGS[room.place]}: raise that "
-                "or lower --max-model-len"
+                f"{needed_bytes / GB:.1f} GB and does not fit into {FLAGS[capacity.place]}: "
+                "raise that or lower --max-model-len"
             )
 
 
-def _room(room: Room) -> str:
-    place = PLACES.get(room.place, room.place)
-    return f"{place} {room.tokens:,} ({room.size_bytes / GB:.1f} GB)"
+def _capacity(capacity: Capacity) -> str:
+    place = PLACES.get(capacity.place, capacity.place)
+    return f"{place} {capacity.tokens:,} ({capacity.size_bytes / GB:.1f} GB)"
 
 
 def cache_line(config: Config, found: Sequence[Ready]) -> str:

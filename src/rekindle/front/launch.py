@@ -105,15 +105,15 @@ class ModelFiles:
     path: Path
     mmproj: Path | None = None
     adapter: Path | None = None
-    must_see: bool = True  # the projector was asked for, and not merely found
-    embeds: bool = False  # it makes vectors or scores, and no text
+    requires_vision: bool = True  # the projector was asked for, and not merely found
+    is_embedder: bool = False  # it makes vectors or scores, and no text
 
 
 def fetch(config: Config, console: Console) -> dict[str, ModelFiles]:
     """The models' files by served name; those that are missing are pulled."""
     chat = {served: _files(config, name, console) for served, name in served_names(config).items()}
     embedders = {
-        served: ModelFiles(_pull(config, name, console), embeds=True)
+        served: ModelFiles(_pull(config, name, console), is_embedder=True)
         for served, name in served_embedders(config).items()
     }
     return chat | embedders
@@ -140,7 +140,7 @@ def _files(config: Config, name: str, console: Console) -> ModelFiles:
         progress=progress_on(console),
         required=bool(config.vlm),
     )
-    return ModelFiles(path, projector, config.adapter, must_see=bool(config.vlm))
+    return ModelFiles(path, projector, config.adapter, requires_vision=bool(config.vlm))
 
 
 def _refuse_projector(config: Config, name: str) -> None:
@@ -209,8 +209,8 @@ async def open_models(
             await _start(runtime, console)
         models = ServedModels(
             config,
-            [runtimes[name] for name, each in files.items() if not each.embeds],
-            [runtimes[name] for name, each in files.items() if each.embeds],
+            [runtimes[name] for name, each in files.items() if not each.is_embedder],
+            [runtimes[name] for name, each in files.items() if each.is_embedder],
         )
         model_names = preset_models(config)
         await warm(
@@ -225,7 +225,7 @@ async def open_models(
 
 def _runtime(name: str, config: Config, files: dict[str, ModelFiles]) -> RuntimeClient:
     loads = {each: _load(own, config) for each, own in files.items()}
-    served = [each.files for each in loads.values() if not each.embeds]
+    served = [each.files for each in loads.values() if not each.is_embedder]
     load = structs.replace(loads[name], served=served)
     return RuntimeClient(name, load, queue=config.queue, step_timeout_s=config.step_timeout)
 
@@ -235,8 +235,8 @@ def _load(own: ModelFiles, config: Config) -> LoadModel:
         path=str(own.path),
         mmproj=str(own.mmproj) if own.mmproj else None,
         adapter=str(own.adapter) if own.adapter else None,
-        must_see=own.must_see,
-        embeds=own.embeds,
+        requires_vision=own.requires_vision,
+        is_embedder=own.is_embedder,
         settings=config.runtime,
     )
 

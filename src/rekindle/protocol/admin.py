@@ -216,7 +216,7 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     tenant: str  # a digest of who owns it
     preview: str = ""  # first words of its last user message; for its own tenant alone
     durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
-    place: int = 0  # in the order of use
+    lru_position: int = 0  # in the order of use
 
 
 class StateFile(Struct, tag=True):

@@ -22,7 +22,7 @@ class EmbedRequest(Struct, tag=True, kw_only=True):
     def turns(self) -> list[int]:
         return [self.turn]
 
-    def numbered(self, ids: Iterator[int]) -> EmbedRequest:
+    def with_turn_ids(self, ids: Iterator[int]) -> EmbedRequest:
         return structs.replace(self, turn=next(ids))
 
 
@@ -40,7 +40,7 @@ class RankRequest(Struct, tag=True, kw_only=True):
     def turns(self) -> list[int]:
         return [self.turn]
 
-    def numbered(self, ids: Iterator[int]) -> RankRequest:
+    def with_turn_ids(self, ids: Iterator[int]) -> RankRequest:
         return structs.replace(self, turn=next(ids))
 
 

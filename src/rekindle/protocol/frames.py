@@ -33,14 +33,14 @@ class Loading(Struct, tag=True):
     fraction: float
 
 
-class Device(Struct):
+class DeviceInfo(Struct):
     """A GPU that was found."""
 
     name: str
     memory_bytes: int
 
 
-class Room(Struct):
+class Capacity(Struct):
     """What one place has room for of a model's state."""
 
     place: str
@@ -59,7 +59,7 @@ class Ready(Struct, tag=True):
     vocabulary: int = 0  # token ids go from 0 to one less
     bos: str = ""  # the texts of its control tokens; empty: it has none
     eos: str = ""
-    reasons: bool = False  # it writes for itself before it answers
+    has_reasoning: bool = False  # it writes for itself before it answers
     architecture: str = ""  # as its engine calls it
     parameters: int = 0
     quantization: str = ""  # of its weights
@@ -68,15 +68,17 @@ class Ready(Struct, tag=True):
     conversations: int | None = None  # found on disk; None: the folder is still being read
     dimensions: int = 0  # of the vectors that the model makes; 0: it generates text
     ranks: bool = False  # instead of vectors, it makes scores of pairs
-    gpus: tuple[Device, ...] = ()
+    gpus: tuple[DeviceInfo, ...] = ()
     layers: int = 0
     gpu_layers: int = 0  # of them, those that lie on GPUs
-    rooms: tuple[Room, ...] = ()  # for its state, by place
+    capacities: tuple[Capacity, ...] = ()  # for its state, by place
 
     @property
     def kept_bytes(self) -> int:
         """What the cache keeps at most."""
-        return sum(room.size_bytes for room in self.rooms if room.place in (RAM, DISK))
+        return sum(
+            capacity.size_bytes for capacity in self.capacities if capacity.place in (RAM, DISK)
+        )
 
 
 class Heartbeat(Struct, tag=True):

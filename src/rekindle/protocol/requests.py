@@ -21,8 +21,8 @@ class LoadModel(Struct, tag=True, kw_only=True):
     path: str
     mmproj: str | None = None  # the file of the model's projector, which encodes pictures
     adapter: str | None = None  # a folder of weights trained on top of the model's
-    must_see: bool = True  # False: a projector that cannot be used is left out, with a warning
-    embeds: bool = False  # it is to make vectors or scores, and no text
+    requires_vision: bool = True  # False: without a usable projector, load it text-only
+    is_embedder: bool = False  # it is to make vectors or scores, and no text
     served: list[str] = []  # `files` of all models of this server, which share the disk budget
     settings: RuntimeSettings
 
@@ -147,7 +147,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     def turns(self) -> list[int]:
         return [self.turn, *(choice.turn for choice in self.more_choices)]
 
-    def numbered(self, ids: Iterator[int]) -> GenerateRequest:
+    def with_turn_ids(self, ids: Iterator[int]) -> GenerateRequest:
         """With a number for each turn."""
         more = [structs.replace(choice, turn=next(ids)) for choice in self.more_choices]
         return structs.replace(self, turn=next(ids), more_choices=more)

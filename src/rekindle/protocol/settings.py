@@ -39,7 +39,7 @@ Normaliser = Literal[
 Normalise = bool | list[Normaliser]
 
 #: Those that take nothing from a prompt that means anything to its model.
-USUAL: tuple[Normaliser, ...] = (
+DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
     "claude-code-billing-header",
     "home-assistant-seconds",
     "goose-minutes",
@@ -231,8 +231,8 @@ class RuntimeSettings:
     ] = None
     normaliser: Annotated[
         Normalisers,
-        Setting("Normalise this in prompts; repeatable", "Cache", ", ".join(USUAL)),
-    ] = USUAL
+        Setting("Normalise this in prompts; repeatable", "Cache", ", ".join(DEFAULT_NORMALISERS)),
+    ] = DEFAULT_NORMALISERS
     cache_write: Annotated[
         WritePolicy,
         Setting("Write to disk always, named (only), if likely (used again), on-evict", "Cache"),

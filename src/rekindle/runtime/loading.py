@@ -26,7 +26,7 @@ def load_model(load: LoadModel, budgets: Budgets, send: Callable[[ToFront], None
     try:
         return load_engine(options, on_progress, name=name)
     except ProjectorError as error:
-        if load.must_see:
+        if load.requires_vision:
             raise
         text = f"serving text alone: {error}. --no-vlm silences this warning"
         send(LogLine("warning", text))

@@ -23,7 +23,7 @@ from rekindle.runtime.process import RuntimeProcess
 
 
 def _load(load: LoadModel, sock: socket.socket) -> RuntimeProcess | EmbeddingProcess:
-    if load.embeds:
+    if load.is_embedder:
         return EmbeddingProcess(engine_options(load), load.settings, sock)
     return RuntimeProcess(load, sock)
 

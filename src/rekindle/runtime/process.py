@@ -25,7 +25,7 @@ from rekindle.protocol.admin import (
     Validate,
 )
 from rekindle.protocol.events import Failed
-from rekindle.protocol.frames import Device, LogLine, Ready, ToFront, TurnRequest
+from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, ToFront, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
@@ -35,7 +35,7 @@ from rekindle.runtime.encode.tokenisation import Tokenisation
 from rekindle.runtime.loading import load_model
 from rekindle.runtime.model_process import ModelProcess
 from rekindle.runtime.schedule.turn import Turn
-from rekindle.runtime.storage.opening import choose_budgets, open_storage, rooms
+from rekindle.runtime.storage.opening import capacities, choose_budgets, open_storage
 
 TICK_S = 60.0
 FOLDER_PATIENCE_S = 5.0
@@ -104,15 +104,15 @@ class RuntimeProcess(ModelProcess[_Message]):
             vocabulary=tokenizer.size,
             bos=tokenizer.text(tokenizer.bos),
             eos=tokenizer.text(tokenizer.eos),
-            reasons=self._runtime.input_processor.reasons,
+            has_reasoning=self._runtime.input_processor.has_reasoning,
             architecture=capabilities.architecture,
             parameters=capabilities.parameters,
             quantization=capabilities.quantization,
             modalities=tuple(sorted(capabilities.modalities)),
-            gpus=tuple(Device(each.name, each.memory_bytes) for each in capabilities.gpus),
+            gpus=tuple(DeviceInfo(each.name, each.memory_bytes) for each in capabilities.gpus),
             layers=capabilities.layers,
             gpu_layers=capabilities.gpu_layers,
-            rooms=rooms(engine, storage.store.tiers),
+            capacities=capacities(engine, storage.store.tiers),
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )

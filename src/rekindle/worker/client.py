@@ -247,7 +247,7 @@ class RuntimeClient:
         if process.unsent_bytes > MOST_UNSENT_BYTES:
             raise Unavailable(f"model {self.name} is behind with reading requests; try again later")
         displaced = self._turns.displaced_by(request.salt, len(request.turns))
-        request = structs.replace(request.numbered(self._ids), request_id=current_id())
+        request = structs.replace(request.with_turn_ids(self._ids), request_id=current_id())
         process.send(request)
         for choice, turn in enumerate(request.turns):
             # Not before: a turn that was never sent has no end.

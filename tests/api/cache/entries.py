@@ -79,16 +79,18 @@ def holding(*entries: EntryInfo) -> Answers:
     """A runtime that has these entries and no others."""
     ascending = sorted(entries, key=lambda each: each.last_used)
     known = {
-        each.cache_key: structs.replace(each, place=place)
+        each.cache_key: structs.replace(each, lru_position=place)
         for place, each in enumerate(ascending, start=1)
     }
 
     def answer(op: AdminOp) -> AdminResult:
         match op:
             case ListEntries(limit=limit, before=before):
-                below = [e for e in known.values() if before is None or e.place < before][::-1]
+                below = [e for e in known.values() if before is None or e.lru_position < before][
+                    ::-1
+                ]
                 rest = below[limit:]
-                return EntryList(below[:limit], next=rest[0].place + 1 if rest else None)
+                return EntryList(below[:limit], next=rest[0].lru_position + 1 if rest else None)
             case ShowEntry(key) | Flush(key) if key in known:
                 return known[key]
             case PinEntry(key, pinned) if key in known:

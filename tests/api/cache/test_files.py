@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.api.cache import files
 from rekindle.protocol.admin import AdminOp, AdminResult, ExportState, ImportState, StateFile
-from rekindle.protocol.frames import POOL, RAM, Room
+from rekindle.protocol.frames import POOL, RAM, Capacity
 from tests.api.cache.entries import ENTRY
 from tests.api.scripted import PATIENCE_S, Front, ScriptedRuntime, error, lifespan, unknown_key
 
@@ -136,7 +136,7 @@ def test_what_is_no_upload_is_refused(
 def test_a_file_beyond_the_cache_or_the_disk_is_refused(folder: Path) -> None:
     small = front(Files())
     assert small.runtime.ready is not None
-    small.runtime.ready.rooms = (Room(POOL, 1 << 20, 1 << 40), Room(RAM, 7, 1 << 20))
+    small.runtime.ready.capacities = (Capacity(POOL, 1 << 20, 1 << 40), Capacity(RAM, 7, 1 << 20))
     for asked in (small, front(Files(), disk_floor=1 << 59)):
         answer = upload(asked)
         assert answer.status_code == 413

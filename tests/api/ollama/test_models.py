@@ -10,7 +10,7 @@ def described() -> ScriptedRuntime:
     ready = runtime.ready
     assert ready is not None
     ready.architecture, ready.parameters, ready.quantization = "llama", 134_515_008, "Q4_1"
-    ready.reasons = True
+    ready.has_reasoning = True
     return runtime
 
 

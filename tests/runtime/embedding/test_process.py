@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def running(path: Path) -> AsyncIterator[RuntimeClient]:
-    load = LoadModel(path=str(path), embeds=True, settings=RuntimeSettings(threads=1))
+    load = LoadModel(path=str(path), is_embedder=True, settings=RuntimeSettings(threads=1))
     runtime = RuntimeClient("bert", load, queue=8)
     try:
         await runtime.start()

@@ -297,7 +297,7 @@ def _merged(pages: Sequence[EntryList], limit: int) -> list[tuple[int, EntryInfo
 def _position(page: EntryList, taken: int) -> int:
     """From where on the next page goes on, after so many of this one."""
     if taken < len(page.entries):
-        return page.entries[taken].place + 1
+        return page.entries[taken].lru_position + 1
     return AT_END if page.next is None else page.next
 
 

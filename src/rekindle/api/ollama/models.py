@@ -143,7 +143,7 @@ def _capabilities(ready: Ready) -> list[str]:
         able.append("tools")  # they are asked for in words where the template has no place for them
     if IMAGE in ready.modalities:
         able.append("vision")
-    if ready.reasons:
+    if ready.has_reasoning:
         able.append("thinking")
     return able
 

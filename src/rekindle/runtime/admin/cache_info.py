@@ -73,7 +73,7 @@ class CacheInfo:
             expires_at=None if left_s is None else self._clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
             tenant=blake3(entry.tenant).hexdigest()[:12],
-            place=entry.place,
+            lru_position=entry.place,
         )
 
     def seen(self, entry: Entry, own: bytes) -> EntryInfo:

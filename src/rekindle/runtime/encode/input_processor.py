@@ -24,7 +24,7 @@ from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.media import count_images
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
-from rekindle.protocol.settings import USUAL, Normaliser
+from rekindle.protocol.settings import DEFAULT_NORMALISERS, Normaliser
 from rekindle.runtime.encode.chat import ChatEncoder, RecentChats
 from rekindle.runtime.encode.output_format import OutputFormat, ReplyDecoding
 from rekindle.runtime.encode.precision import precision
@@ -127,7 +127,7 @@ class InputProcessor:
         output_format: OutputFormat,
         *,
         picture_tokens: PictureTokens,
-        normalisers: Sequence[Normaliser] = USUAL,
+        normalisers: Sequence[Normaliser] = DEFAULT_NORMALISERS,
     ) -> None:
         """`normalisers`: of requests that do not name any."""
         self._picture_tokens = picture_tokens
@@ -146,7 +146,7 @@ class InputProcessor:
         return self._chats.recent_chats
 
     @property
-    def reasons(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether the model writes for itself before it answers."""
         return self._output_format.format.reasoning is not None
 

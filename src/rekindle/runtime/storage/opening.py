@@ -23,7 +23,7 @@ from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.memory import Allocate, host_free_bytes, plain_memory
 from rekindle.models.quant import split_names
-from rekindle.protocol.frames import PARKED, POOL, Room
+from rekindle.protocol.frames import PARKED, POOL, Capacity
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import GB, GIB, RuntimeSettings, usable_cores
 from rekindle.runtime.device.images import EncodedPictures
@@ -199,16 +199,16 @@ def _find_disk(
 # What there is room for of a model's state, place by place.
 
 
-def rooms(engine: Engine, tiers: Iterable[Tier]) -> tuple[Room, ...]:
+def capacities(engine: Engine, tiers: Iterable[Tier]) -> tuple[Capacity, ...]:
     """Nearest first; the disk once its folder is open."""
     capabilities = engine.capabilities
     token_bytes = max(capabilities.kv_layout.token_bytes, 1)
     on_device = {POOL: capabilities.pool_tokens}
     if engine.parking:
         on_device[PARKED] = engine.parking.tokens
-    found = [Room(place, tokens, tokens * token_bytes) for place, tokens in on_device.items()]
+    found = [Capacity(place, tokens, tokens * token_bytes) for place, tokens in on_device.items()]
     for tier in tiers:
         limit_bytes = tier.budget.limit_bytes
         if limit_bytes or tier.is_open:
-            found.append(Room(tier.name, limit_bytes // token_bytes, limit_bytes))
+            found.append(Capacity(tier.name, limit_bytes // token_bytes, limit_bytes))
     return tuple(found)
