@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.eviction.duel import Duel
+from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
 
 Requests = list[list[bytes]]
 
@@ -27,7 +26,7 @@ class TwoTiers:
 
     def __init__(self, ram_blocks: int, least_chance: float | None) -> None:
         self.limits = ram_blocks, DISK_TIMES_RAM * ram_blocks
-        self.ram, self.disk = AdaptiveRanking(Duel()), AdaptiveRanking(Duel())
+        self.ram, self.disk = (HitDensityRanking(HitDensity()) for _ in range(2))
         self.least_chance = least_chance
         self.parents: dict[bytes, bytes | None] = {}
         self.counts = Counts()
@@ -54,13 +53,13 @@ class TwoTiers:
         parent = self.parents[key]
         spared = {key} if parent is None else {key, parent}
         while len(self.ram) >= self.limits[0]:
-            victim = self.ram.lowest(spared)
+            victim = self.ram.next_victim(spared)
             if victim is None:
                 return
-            if self.least_chance is None or self.ram.chance(victim) >= self.least_chance:
+            if self.least_chance is None or self.ram.reuse_probability(victim) >= self.least_chance:
                 self.write(victim)
-            self.ram.leave(victim)
-        self.ram.enter(key, parent if parent in self.ram else None)
+            self.ram.remove(victim)
+        self.ram.add(key, parent if parent in self.ram else None)
 
     def write(self, key: bytes) -> None:
         """With all above it that is not there."""
@@ -70,11 +69,11 @@ class TwoTiers:
         if parent is not None:
             self.write(parent)
         while len(self.disk) >= self.limits[1]:
-            victim = self.disk.lowest(() if parent is None else (parent,))
+            victim = self.disk.next_victim(() if parent is None else (parent,))
             if victim is None:
                 return
-            self.disk.leave(victim)
-        self.disk.enter(key, parent)
+            self.disk.remove(victim)
+        self.disk.add(key, parent)
         self.counts.written += 1
 
 

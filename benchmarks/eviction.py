@@ -1,11 +1,11 @@
-"""Replay request traces through ways to evict, without computing anything.
+"""Replays request traces through eviction policies, without computing anything.
 
 A trace has one JSON object a line with `hash_ids`: one id for each block of a prompt, equal ids
 meaning an equal prefix (the format published with the Mooncake project). A hit needs the whole
 chain before it.
 
-Which conversations a duel sees and which blocks share a set of ghosts depends on the keys; so what
-learns is replayed with several sets of keys (`--salts`), and the mean and the spread are printed.
+Which blocks share a set of ghosts depends on the keys. So hit density is replayed with several sets
+of keys (`--salts`), and the mean and the spread are printed.
 
     python benchmarks/eviction.py TRACE.jsonl… [--tokens 1000000] [--salts 3] [--writes] [--cost]
 """
@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -27,12 +26,8 @@ from typing import Protocol
 import disk_writes
 from blake3 import blake3
 
-from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.eviction.density_ranking import DensityRanking
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.frequency_ranking import FrequencyRanking
-from rekindle.kvcache.eviction.hit_density import HitDensity
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
+from rekindle.kvcache.eviction.policy import Evictor, LruRanking
 
 TRACE_BLOCK_TOKENS = 512
 TOKENS = [500_000, 1_000_000, 3_000_000, 5_000_000, 10_000_000]
@@ -43,65 +38,57 @@ Requests = list[list[bytes]]
 
 
 class Policy(Protocol):
-    """What a ranking of the store has, too."""
+    """The part of a ranking that a replay needs."""
 
-    def enter(self, key: bytes, parent: bytes | None) -> None: ...
+    def add(self, key: bytes, parent: bytes | None) -> None: ...
     def use(self, key: bytes) -> None: ...
-    def lowest(self, spared: Container[bytes]) -> bytes | None: ...
-    def leave(self, key: bytes) -> None: ...
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None: ...
+    def remove(self, key: bytes) -> None: ...
 
 
-class LastUse:
-    """Leaves by a number that only a use changes: of LRU its tick, of the clairvoyant the next."""
+class Clairvoyant:
+    """Knows the trace, and evicts the leaf whose next use comes last."""
 
-    def __init__(self, rank: Callable[[bytes], int]) -> None:
-        self._rank_of = rank
+    def __init__(self, requests: Requests) -> None:
+        self.at = 0
         self._ranks: dict[bytes, int] = {}
         self._parents: dict[bytes, bytes | None] = {}
         self._children: defaultdict[bytes, int] = defaultdict(int)
         self._leaves: list[tuple[int, bytes]] = []
+        self._coming: defaultdict[bytes, list[int]] = defaultdict(list)
+        for at in range(len(requests) - 1, -1, -1):
+            for key in requests[at]:
+                self._coming[key].append(at)
 
-    def enter(self, key: bytes, parent: bytes | None) -> None:
+    def add(self, key: bytes, parent: bytes | None) -> None:
         self._parents[key] = parent
         if parent is not None:
             self._children[parent] += 1
         self.use(key)
 
     def use(self, key: bytes) -> None:
-        self._ranks[key] = self._rank_of(key)
+        self._ranks[key] = -self.next_use(key)
         heapq.heappush(self._leaves, (self._ranks[key], key))
 
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        passed_over, victim = [], None
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        skipped, victim = [], None
         while victim is None and self._leaves:
             rank, key = heapq.heappop(self._leaves)
             if self._ranks.get(key) != rank or self._children[key]:
                 continue
-            passed_over.append((rank, key))
-            if key not in spared:
+            skipped.append((rank, key))
+            if key not in excluded:
                 victim = key
-        for entry in passed_over:
+        for entry in skipped:
             heapq.heappush(self._leaves, entry)
         return victim
 
-    def leave(self, key: bytes) -> None:
+    def remove(self, key: bytes) -> None:
         del self._ranks[key]
         parent = self._parents.pop(key)
         if parent is not None:
             self._children[parent] -= 1
             heapq.heappush(self._leaves, (self._ranks[parent], parent))
-
-
-class Clairvoyant(LastUse):
-    """Evicts what is used again last of all; knows the trace."""
-
-    def __init__(self, requests: Requests) -> None:
-        super().__init__(lambda key: -self.next_use(key))
-        self.at = 0
-        self._coming: defaultdict[bytes, list[int]] = defaultdict(list)
-        for at in range(len(requests) - 1, -1, -1):
-            for key in requests[at]:
-                self._coming[key].append(at)
 
     def next_use(self, key: bytes) -> int:
         coming = self._coming[key]
@@ -135,29 +122,20 @@ def hits(requests: Requests, capacity: int, policy: Policy) -> list[int]:
             if len(held) >= capacity:
                 if isinstance(policy, Clairvoyant) and policy.is_worse(keys[i]):
                     break
-                victim = policy.lowest({parent} if parent is not None else set())
+                victim = policy.next_victim({parent} if parent is not None else set())
                 if victim is None:
                     break
-                policy.leave(victim)
+                policy.remove(victim)
                 held.remove(victim)
             held.add(keys[i])
-            policy.enter(keys[i], parent)
+            policy.add(keys[i], parent)
     return found
 
 
-LEARNING = ("hit density", "adaptive")  # what keys make a difference to
-
-
 def policies(requests: Requests) -> dict[str, Callable[[], Policy]]:
-    def lru() -> Policy:
-        ticks = count()
-        return LastUse(lambda _: next(ticks))
-
     return {
-        "LRU": lru,
-        "frequency with ageing": FrequencyRanking,
-        "hit density": lambda: DensityRanking(HitDensity()),
-        "adaptive": lambda: AdaptiveRanking(Duel()),
+        "LRU": LruRanking,
+        "hit density": lambda: HitDensityRanking(HitDensity()),
         "clairvoyant": lambda: Clairvoyant(requests),
     }
 
@@ -177,7 +155,7 @@ class Cell:
 def measure(requests: Requests, capacity: int, name: str, salts: int) -> Cell:
     half = len(requests) // 2
     cell = Cell([], [])
-    for salt in range(salts if name in LEARNING else 1):
+    for salt in range(salts if name == "hit density" else 1):
         salted = with_salt(requests, salt)
         found = hits(salted, capacity, policies(salted)[name]())
         cell.whole.append(sum(found) / sum(map(len, requests)))
@@ -220,13 +198,10 @@ def report(trace: Path, capacities: list[int], salts: int) -> Iterator[str]:
         yield f"{'':24}{heads}"
         for name, row in means.items():
             yield f"{name:24}" + " ".join(f"{each:>8.4f}" for each in row)
-        shares = zip(means["adaptive"], means["clairvoyant"], strict=True)
+        shares = zip(means["hit density"], means["clairvoyant"], strict=True)
         yield f"{'of the clairvoyant':24}" + " ".join(f"{a / b:>8.1%}" for a, b in shares)
-    for name in LEARNING:
-        spreads = (
-            (max(cell.second) - min(cell.second)) / fmean(cell.second) for cell in rows[name]
-        )
-        yield f"{name + ', spread':24}" + " ".join(f"{spread:>8.1%}" for spread in spreads)
+    spreads = (cell.spread for cell in rows["hit density"])
+    yield f"{'hit density, spread':24}" + " ".join(f"{spread:>8.1%}" for spread in spreads)
     yield from plot(second, capacities)
 
 
@@ -240,10 +215,10 @@ def plot(rows: dict[str, list[float]], capacities: list[int]) -> Iterator[str]:
 
 
 class FullTier:
-    """Blocks without parents, in turn of one tenant after another."""
+    """Blocks without parents; the tenants take turns."""
 
     def __init__(self, blocks: int, tenants: int) -> None:
-        self.shares = Shares("adaptive")
+        self.evictor = Evictor()
         self.tenants = tenants
         self.blocks = 0
         while self.blocks < blocks:
@@ -251,30 +226,30 @@ class FullTier:
 
     def enter(self) -> None:
         tenant, key = self.named(self.blocks)
-        self.shares.enter(tenant, key, None, 1)
+        self.evictor.add(tenant, key, None, 1)
         self.blocks += 1
 
     def named(self, number: int) -> tuple[bytes, bytes]:
         return (number % self.tenants).to_bytes(8, "big"), (number * ODD % 2**64).to_bytes(8, "big")
 
     def use(self, number: int) -> None:
-        self.shares.use(*self.named(number))
+        self.evictor.use(*self.named(number))
 
     def replace(self) -> None:
-        victim = self.shares.lowest(())
+        victim = self.evictor.next_victim(())
         assert victim is not None
         number = int.from_bytes(victim, "big") * pow(ODD, -1, 2**64) % 2**64
-        self.shares.leave(self.named(number)[0], victim, 1)
+        self.evictor.remove(self.named(number)[0], victim, 1)
         self.enter()
 
 
 def cost() -> Iterator[str]:
-    """What a use takes, and an eviction with the entry that it makes room for, of the processor."""
+    """Processor time of a hit, and of an eviction with the insertion that follows."""
     yield f"{'blocks':>9} {'tenants':>8} {'use, µs':>9} {'evict and enter, µs':>20}"
     for blocks, tenants in ((10**3, 1), (10**4, 1), (10**5, 1), (10**6, 1), (10**5, 10**4)):
         tier = FullTier(blocks, tenants)
         for _ in range(7000):
-            tier.replace()  # what is made at the first eviction is there then
+            tier.replace()
         begin_s = time.process_time()
         for at in range(5000):
             tier.use(tier.blocks - 1 - at * 7919 % blocks)

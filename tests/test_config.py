@@ -50,7 +50,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "cache_dir": ("/kv", Path("/kv")),
     "cache_secret_file": ("/secret", Path("/secret")),
     "cache_write": ("on-evict", "on-evict"),
-    "cache_eviction": ("hit-density", "hit-density"),
+    "cache_eviction": ("lru", "lru"),
     "context_cache": ("false", False),
     "force_cache": ("true", True),
     "normalise": ("false", False),
@@ -114,6 +114,25 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.api_keys_file, config.projects) == (None, {})
     assert (config.tool_format, config.reasoning_format, config.normalise) == ("auto", "auto", True)
     assert config.models_dir == Path("~/.cache/rekindle/models").expanduser()
+
+
+@pytest.mark.parametrize("former", ["adaptive", "frequency"])
+@pytest.mark.parametrize("source", ["file", "environment", "flag"])
+def test_a_former_eviction_policy_means_hit_density_and_is_warned_about_once(
+    source: str, former: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    match source:
+        case "file":
+            config = load(text=f"cache_eviction: {former}")
+        case "environment":
+            config = load(environment={"REKINDLE_CACHE_EVICTION": former})
+        case _:
+            config = load({"cache_eviction": former})
+    assert config.cache_eviction == config.runtime.cache_eviction == "hit-density"
+    [warning] = caplog.records
+    assert warning.levelname == "WARNING"
+    assert former in warning.getMessage()
+    assert "hit-density" in warning.getMessage()
 
 
 def test_every_setting_is_tried_below() -> None:

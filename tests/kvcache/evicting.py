@@ -1,4 +1,4 @@
-"""What tests do with rankings, of whatever rule."""
+"""Helpers for tests of rankings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Container, Iterable
 from rekindle.kvcache.eviction.policy import Ranking
 
 
-def evict(ranking: Ranking, spared: Container[bytes] = ()) -> bytes | None:
-    """Have the lowest leaf leave."""
-    victim = ranking.lowest(spared)
+def evict(ranking: Ranking, excluded: Container[bytes] = ()) -> bytes | None:
+    """Remove the next victim and return it."""
+    victim = ranking.next_victim(excluded)
     if victim is not None:
-        ranking.leave(victim)
+        ranking.remove(victim)
     return victim
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rekindle.kvcache import placement
 from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
-from rekindle.kvcache.eviction.hit_density import AGES, CLASSES, LEAST_LIVES
+from rekindle.kvcache.eviction.hit_density import AGES, CLASSES
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens
@@ -116,8 +116,8 @@ def test_none_is_evicted_for_a_block_that_would_not_fit_even_then() -> None:
 def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, MemoryTier]:
     """Ten blocks have gone through a RAM of four, which has learnt that one in ten comes back."""
     ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
-    hits, lives = [[0.1 * LEAST_LIVES] * AGES] * CLASSES, [[1.0 * LEAST_LIVES] * AGES] * CLASSES
-    ram.budget.duel.load({"counts": [hits, lives], "favourite": "hit-density"})
+    hits, lives = [[25.6] * AGES] * CLASSES, [[256.0] * AGES] * CLASSES
+    ram.budget.estimator.load([hits, lives])
     lower = MemoryTier(1 << 30, lambda _event: None)
     store = Store(block_tokens=1, tiers=[ram, lower], least_chance=least_chance)
     for token in range(10):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count, product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 from blake3 import blake3
@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
-from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.policy import POLICIES
+from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
+from rekindle.kvcache.eviction.policy import new_ranking
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.protocol.settings import EvictionPolicy
@@ -73,7 +72,7 @@ def keep(store: Store, path: Ids, *, exact: bool = False) -> None:
             return
 
 
-def room_for(blocks: int, eviction: EvictionPolicy = "adaptive") -> Store:
+def room_for(blocks: int, eviction: EvictionPolicy = "hit-density") -> Store:
     """A store for so many blocks with a state of ten bytes."""
     cost = cost_bytes(Tokens.of([0] * BLOCK_TOKENS), 10)
     return Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(blocks * cost, eviction)])
@@ -90,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         limit_bytes=st.integers(0, 14).map(lambda blocks: blocks * 1600),
-        policy=st.sampled_from(list(POLICIES)),
+        policy=st.sampled_from(get_args(EvictionPolicy)),
     )
     def open(self, limit_bytes: int, policy: EvictionPolicy) -> None:
         self.store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(limit_bytes, policy)])
@@ -361,7 +360,7 @@ def test_a_store_without_memory_keeps_nothing_and_says_so() -> None:
 
 
 def test_blocks_used_without_those_above_them_are_still_evicted_first() -> None:
-    store = room_for(4, "frequency")
+    store = room_for(4, "lru")
     path = (1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4)
     for end in ends(path, BLOCK_TOKENS):
         assert put(store, end, bytes(10))
@@ -436,12 +435,12 @@ def test_a_handle_never_gives_the_state_of_a_block_with_the_same_key() -> None:
         assert store.get(block) is None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", get_args(EvictionPolicy))
 def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> None:
     """Conversations that go on in any order, in a store of fifty blocks of one token."""
     cost = cost_bytes(Tokens.of([0]), 1)
     store = Store(block_tokens=1, tiers=[RamTier(50 * cost, policy)])
-    ranking = POLICIES[policy](Duel())()
+    ranking = new_ranking(policy, HitDensity())
     alone: set[bytes] = set()
     chance = random.Random(7)
     hits = 0
@@ -462,7 +461,7 @@ def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> N
                 victim = evict(ranking, {keys[at]})
                 assert victim is not None
                 alone.remove(victim)
-            ranking.enter(keys[at + 1], keys[at] if at else None)
+            ranking.add(keys[at + 1], keys[at] if at else None)
             alone.add(keys[at + 1])
     assert hits > 600
 
@@ -499,7 +498,7 @@ def conversations(turns: int) -> list[list[int]]:
 
 
 def simulated_hits(requests: list[list[int]], capacity: int) -> int:
-    ranking, hits = AdaptiveRanking(Duel()), 0
+    ranking, hits = HitDensityRanking(HitDensity()), 0
     for path in requests:
         keys = [blake3(b"a block %d" % token).digest() for token in path]
         known = next((at for at, key in enumerate(keys) if key not in ranking), len(keys))
@@ -509,5 +508,5 @@ def simulated_hits(requests: list[list[int]], capacity: int) -> int:
             above = keys[at - 1] if at else None
             while len(ranking) >= capacity:
                 evict(ranking, () if above is None else (above,))
-            ranking.enter(keys[at], above)
+            ranking.add(keys[at], above)
     return hits

@@ -131,7 +131,7 @@ class Placement:
         if not self._could_make_room(tier, cost, spared, needed):
             return False
         while not tier.budget.fits(cost):
-            key = tier.budget.lowest(spared)
+            key = tier.budget.next_victim(spared)
             block = self._tree.get(key) if key is not None else None
             if block is None:  # all that is left is pinned, or needed
                 return False
@@ -143,7 +143,7 @@ class Placement:
         what is needed have to be walked."""
         if tier is not self._first:
             return tier.budget.could_fit(cost)
-        key = tier.budget.lowest(spared)
+        key = tier.budget.next_victim(spared)
         victim = self._tree.get(key) if key is not None else None
         if victim is not None and tier.budget.fits(cost - victim.copies[tier.name].size_bytes):
             return True
@@ -187,7 +187,7 @@ class Placement:
     def _is_unlikely(self, tier: Tier, block: Block) -> bool:
         """Whether a block that leaves a tier is not worth being written down."""
         is_late = block.write_back is WriteBack.LATE
-        return is_late and tier.budget.chance(block) < self._least_chance
+        return is_late and tier.budget.reuse_probability(block) < self._least_chance
 
     def _is_below(self, tier: Tier, block: Block) -> bool:
         return not self._names_under[tier.name].isdisjoint(block.copies)

@@ -11,6 +11,7 @@ import pydantic for their sake alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -47,9 +48,11 @@ DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
 )
 
 
+log = logging.getLogger("rekindle.config")
+
 Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "likely", "on-evict"]
-EvictionPolicy = Literal["adaptive", "frequency", "hit-density"]
+EvictionPolicy = Literal["hit-density", "lru"]
 
 AUTO = "auto"  # a format that the model's template decides
 COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing mistake
@@ -122,6 +125,27 @@ class Among:
         if number is not None and number not in self.numbers:
             raise ValueError(f"takes {' or '.join(map(str, self.numbers))}")
         return number
+
+
+@dataclass(frozen=True, slots=True)
+class FormerValues:
+    """Lets pydantic accept values that a setting used to have, with a warning in the log."""
+
+    values: tuple[str, ...]
+    replacement: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # only the front needs pydantic
+
+        return core_schema.no_info_before_validator_function(self._replace, handler(source))
+
+    def _replace(self, value: object) -> object:
+        if value not in self.values:
+            return value
+        log.warning("The setting %r no longer exists. Using %r.", value, self.replacement)
+        return self.replacement
 
 
 class CommaSeparated:
@@ -239,8 +263,9 @@ class RuntimeSettings:
     ] = "always"
     cache_eviction: Annotated[
         EvictionPolicy,
-        Setting("Evict by frequency of use, learnt hit-density, or (adaptive) the better", "Cache"),
-    ] = "adaptive"
+        FormerValues(("adaptive", "frequency"), "hit-density"),
+        Setting("Evict by learned hit-density, or (lru) the least recently used", "Cache"),
+    ] = "hit-density"
     key_ttl: Annotated[
         float | None,
         Gt(0),

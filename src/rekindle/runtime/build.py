@@ -139,7 +139,7 @@ def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> Kv
         engine,
         storage.store,
         storage.clock.steady_s,
-        storage.device,
+        storage.device_estimator,
         eviction=storage.settings.cache_eviction,
         idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
         idle_by_cost=not is_told and capabilities.device == "cpu" and not capabilities.idle_is_free,

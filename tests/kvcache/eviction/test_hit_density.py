@@ -9,21 +9,21 @@ from rekindle.kvcache.eviction.hit_density import (
     CLASSES,
     EDGES,
     EXTENDED,
-    MOST_USES,
+    MAX_USES,
     RANK_TICKS,
     HitDensity,
     age_bin,
-    chances,
-    densities,
+    hit_densities,
+    reuse_probabilities,
 )
 from tests.kvcache.measure import allocated_bytes
 
 
-def look(learnt: HitDensity) -> None:
-    """Let it have the next look at its counts, with uses of a class of their own."""
-    place = learnt.enter(b"another"), learnt.tick
+def look(estimator: HitDensity) -> None:
+    """Have the ranking updated, by uses of a block in another class."""
+    place = estimator.add(b"another"), estimator.tick
     for _ in range(RANK_TICKS):
-        place = learnt.use(*place), learnt.tick
+        place = estimator.use(*place), estimator.tick
 
 
 def test_an_age_is_in_the_bin_whose_edges_are_around_it() -> None:
@@ -33,96 +33,95 @@ def test_an_age_is_in_the_bin_whose_edges_are_around_it() -> None:
     assert age_bin(10**30) == AGES - 1
 
 
-def test_what_is_used_again_soon_is_worth_more_than_what_is_used_again_late() -> None:
+def test_a_block_that_is_reused_soon_has_a_higher_density() -> None:
     soon, late = [0.0] * AGES, [0.0] * AGES
     soon[3], late[12] = 10.0, 10.0
-    assert densities(soon, soon)[0] > densities(late, late)[0]
+    assert hit_densities(soon, soon)[0] > hit_densities(late, late)[0]
 
 
-def test_the_worth_looks_ahead_to_the_age_at_which_hits_come() -> None:
-    """A block that has nearly reached it is worth more than one just used."""
+def test_the_density_looks_ahead_to_the_age_at_which_hits_come() -> None:
+    """A block that has nearly reached that age is worth more than one that was just used."""
     hits = [0.0] * AGES
     hits[12] = 10.0
-    worths = densities(hits, hits)
+    worths = hit_densities(hits, hits)
     assert worths == sorted(worths[:13]) + worths[13:]
 
 
-def test_what_is_never_used_again_is_worth_nothing() -> None:
+def test_a_block_that_is_never_reused_has_no_density() -> None:
     lives = [0.0] * AGES
     lives[8] = 10.0
-    assert set(densities([0.0] * AGES, lives)) == {0.0}
+    assert set(hit_densities([0.0] * AGES, lives)) == {0.0}
 
 
-def test_the_chance_of_a_use_is_the_share_of_lives_that_end_in_one_later() -> None:
+def test_the_reuse_probability_is_the_share_of_later_lives_that_end_in_a_hit() -> None:
     hits, lives = [0.0] * AGES, [0.0] * AGES
     hits[3], lives[3] = 300.0, 400.0
     lives[9] = 200.0
-    assert chances(hits, lives)[0] == chances(hits, lives)[3] == 0.5
-    assert chances(hits, lives)[4] == 1.0, "too few lives to say"
+    assert reuse_probabilities(hits, lives)[0] == reuse_probabilities(hits, lives)[3] == 0.5
+    assert reuse_probabilities(hits, lives)[4] == 1.0, "too few lives to say"
 
 
-def test_a_block_that_comes_back_after_it_has_left_is_known_as_used_before() -> None:
-    learnt = HitDensity()
-    learnt.leave(b"block", learnt.enter(b"block"), learnt.tick)
-    assert learnt.enter(b"block") == 1
-    assert learnt.enter(b"another") == 0
+def test_an_evicted_block_that_comes_back_counts_as_used_before() -> None:
+    estimator = HitDensity()
+    estimator.remove(b"block", estimator.add(b"block"), estimator.tick)
+    assert estimator.add(b"block") == 1
+    assert estimator.add(b"another") == 0
 
 
 def test_a_class_is_the_number_of_uses_and_whether_anything_followed() -> None:
-    learnt = HitDensity()
-    class_ = learnt.enter(b"block")
+    estimator = HitDensity()
+    class_ = estimator.add(b"block")
     for uses in (2, 3, 4, 5, 6):
-        class_ = learnt.use(class_, learnt.tick)
-        assert class_ == min(uses, MOST_USES) - 1
+        class_ = estimator.use(class_, estimator.tick)
+        assert class_ == min(uses, MAX_USES) - 1
     for _ in range(2):
-        class_ = learnt.extend(class_, learnt.tick)
-        assert class_ == MOST_USES - 1 + EXTENDED
-    assert learnt.use(class_, learnt.tick) == class_
+        class_ = estimator.extend(class_, estimator.tick)
+        assert class_ == MAX_USES - 1 + EXTENDED
+    assert estimator.use(class_, estimator.tick) == class_
 
 
-def test_what_has_left_and_is_not_back_counts_against_those_like_it() -> None:
-    """Else what is used again late would seem to be used again always."""
+def test_evicted_blocks_that_do_not_come_back_lower_the_density_of_their_class() -> None:
+    """Otherwise a block that is reused late would seem to be reused always."""
     sure, doubtful = HitDensity(), HitDensity()
-    for learnt, passing in ((sure, 1), (doubtful, 1000)):
+    for estimator, passing in ((sure, 1), (doubtful, 1000)):
         for number in range(passing):
-            learnt.leave(b"%08d" % number, learnt.enter(b"%08d" % number), learnt.tick)
-        learnt.enter(b"%08d" % 0)
-        look(learnt)
-    assert max(doubtful.worths[0]) < max(sure.worths[0])
+            estimator.remove(b"%08d" % number, estimator.add(b"%08d" % number), estimator.tick)
+        estimator.add(b"%08d" % 0)
+        look(estimator)
+    assert max(doubtful.densities[0]) < max(sure.densities[0])
 
 
-def test_what_is_held_and_not_used_counts_against_those_like_it() -> None:
-    """Else whatever is kept for nothing would never be known as that."""
+def test_blocks_that_are_held_in_vain_lower_the_density_of_their_class() -> None:
     sure, doubtful = HitDensity(), HitDensity()
-    for learnt, kept in ((sure, 0), (doubtful, 500)):
-        learnt.use(learnt.enter(b"used"), learnt.tick)
+    for estimator, kept in ((sure, 0), (doubtful, 500)):
+        estimator.use(estimator.add(b"used"), estimator.tick)
         for number in range(kept):
-            learnt.enter(b"%08d" % number)
-        look(learnt)
-    assert max(doubtful.worths[0]) < max(sure.worths[0])
+            estimator.add(b"%08d" % number)
+        look(estimator)
+    assert max(doubtful.densities[0]) < max(sure.densities[0])
 
 
-def test_no_life_is_left_open_when_nothing_is_held_or_remembered() -> None:
-    learnt = HitDensity()
-    places = [(learnt.enter(b"%08d" % number), learnt.tick) for number in range(3000)]
-    places = [(learnt.extend(*place), place[1]) for place in places]
-    places = [(learnt.use(*place), learnt.tick) for place in places]
-    assert learnt.open_lives == 3000
+def test_every_life_ends_when_no_block_is_held_or_remembered() -> None:
+    estimator = HitDensity()
+    places = [(estimator.add(b"%08d" % number), estimator.tick) for number in range(3000)]
+    places = [(estimator.extend(*place), place[1]) for place in places]
+    places = [(estimator.use(*place), estimator.tick) for place in places]
+    assert estimator._open.total() == 3000
     for place in places:
-        learnt.leave(None, *place)
-    assert learnt.open_lives == 0
+        estimator.remove(None, *place)
+    assert estimator._open.total() == 0
 
 
-def test_what_was_learnt_is_the_same_after_it_was_dumped_and_loaded() -> None:
-    learnt, other = HitDensity(), HitDensity()
+def test_a_dump_can_be_loaded() -> None:
+    estimator, other = HitDensity(), HitDensity()
     for number in range(5000):
         key = b"%08d" % (number * number % 977)
-        learnt.leave(key, learnt.enter(key), learnt.tick)
-    other.load(json.loads(json.dumps(learnt.dump())))
+        estimator.remove(key, estimator.add(key), estimator.tick)
+    other.load(json.loads(json.dumps(estimator.dump())))
     again = HitDensity()
     again.load(other.dump())
-    assert other.worths == again.worths
-    assert max(max(row) for row in other.worths) > 0
+    assert other.densities == again.densities
+    assert max(max(row) for row in other.densities) > 0
 
 
 @pytest.mark.parametrize(
@@ -139,21 +138,21 @@ def test_what_was_learnt_is_the_same_after_it_was_dumped_and_loaded() -> None:
         {"hits": 1},
     ],
 )
-def test_what_are_no_counts_is_refused_and_changes_nothing(counts: object) -> None:
-    learnt = HitDensity()
-    before = learnt.dump()
+def test_invalid_counts_are_refused_and_change_nothing(counts: object) -> None:
+    estimator = HitDensity()
+    before = estimator.dump()
     with pytest.raises(ValueError, match=r"."):
-        learnt.load(counts)
-    assert learnt.dump() == before
+        estimator.load(counts)
+    assert estimator.dump() == before
 
 
 def test_endless_coming_and_going_takes_no_more_memory() -> None:
-    learnt = HitDensity()
+    estimator = HitDensity()
 
     def pass_through() -> None:
         for number in range(5000):
             key = b"%08d" % number
-            learnt.leave(key, learnt.enter(key), learnt.tick)
+            estimator.remove(key, estimator.add(key), estimator.tick)
 
     pass_through()
     assert allocated_bytes(pass_through) < 20_000

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from rekindle.kvcache.eviction.hit_density import LEAST_SLOTS, MOST_SLOTS, SLOT_BYTES, Ghost, Ghosts
+from rekindle.kvcache.eviction.hit_density import Ghost, GhostTable
 from tests.kvcache.measure import allocated_bytes
 
 
@@ -11,7 +11,7 @@ def key_of(number: int) -> bytes:
 
 
 def test_a_ghost_is_taken_once() -> None:
-    ghosts = Ghosts()
+    ghosts = GhostTable()
     assert ghosts.put(key_of(1), Ghost(3, 17)) is None
     assert ghosts.take(key_of(2)) is None
     assert ghosts.take(key_of(1)) == Ghost(3, 17)
@@ -19,28 +19,31 @@ def test_a_ghost_is_taken_once() -> None:
 
 
 def test_the_first_of_a_full_set_is_forgotten_and_named() -> None:
-    ghosts = Ghosts()
-    forgotten = [ghosts.put(key_of(i), Ghost(i % 4, i)) for i in range(4 * LEAST_SLOTS)]
-    assert sum(ghosts.take(key_of(i)) is not None for i in range(4 * LEAST_SLOTS)) == LEAST_SLOTS
+    ghosts = GhostTable()
+    forgotten = [ghosts.put(key_of(i), Ghost(i % 4, i)) for i in range(4 * GhostTable.MIN_SLOTS)]
+    assert (
+        sum(ghosts.take(key_of(i)) is not None for i in range(4 * GhostTable.MIN_SLOTS))
+        == GhostTable.MIN_SLOTS
+    )
     named = [ghost for ghost in forgotten if ghost is not None]
-    assert len(named) == 3 * LEAST_SLOTS
+    assert len(named) == 3 * GhostTable.MIN_SLOTS
     assert all(ghost.class_ == ghost.used_tick % 4 for ghost in named)
     ticks = [ghost.used_tick for ghost in named]
-    assert max(ticks) < 4 * LEAST_SLOTS - 8  # none of the last ones
+    assert max(ticks) < 4 * GhostTable.MIN_SLOTS - 8  # none of the last ones
 
 
 def test_growing_forgets_nothing() -> None:
-    ghosts = Ghosts()
-    count = LEAST_SLOTS // 16
+    ghosts = GhostTable()
+    count = GhostTable.MIN_SLOTS // 16
     assert not any(ghosts.put(key_of(i), Ghost(i % 4, i)) for i in range(count))
-    ghosts.grow(LEAST_SLOTS * 5)
-    assert ghosts.slots == LEAST_SLOTS * 8
+    ghosts.grow(GhostTable.MIN_SLOTS * 5)
+    assert ghosts.slots == GhostTable.MIN_SLOTS * 8
     assert [ghosts.take(key_of(i)) for i in range(count)] == [Ghost(i % 4, i) for i in range(count)]
 
 
 def test_it_takes_what_it_says_and_grows_to_a_limit() -> None:
-    ghosts = Ghosts()
-    slots = LEAST_SLOTS * 8
-    assert allocated_bytes(lambda: ghosts.grow(slots)) < slots * SLOT_BYTES * 1.1
+    ghosts = GhostTable()
+    slots = GhostTable.MIN_SLOTS * 8
+    assert allocated_bytes(lambda: ghosts.grow(slots)) < slots * GhostTable.SLOT_BYTES * 1.1
     ghosts.grow(1 << 40)
-    assert ghosts.slots == MOST_SLOTS
+    assert ghosts.slots == GhostTable.MAX_SLOTS

@@ -266,12 +266,14 @@ def test_the_least_used_leaf_makes_room_and_stays_until_it_is_removed(place: Pla
     for block in (parent, leaf, often):
         place.tier.put(block, STATE)
     place.tier.budget.use(often)
-    assert place.tier.budget.lowest(()) == leaf.key
-    assert place.tier.budget.lowest({leaf.key}) == often.key
-    assert place.tier.budget.lowest({leaf.key, often.key}) is None  # a parent stays with its child
+    assert place.tier.budget.next_victim(()) == leaf.key
+    assert place.tier.budget.next_victim({leaf.key}) == often.key
+    assert (
+        place.tier.budget.next_victim({leaf.key, often.key}) is None
+    )  # a parent stays with its child
     assert place.tier.holds(leaf)
     place.tier.remove(leaf)
-    assert place.tier.budget.lowest({often.key}) == parent.key
+    assert place.tier.budget.next_victim({often.key}) == parent.key
 
 
 def test_a_flush_is_reported_after_everything_before_it(lower: Place) -> None:

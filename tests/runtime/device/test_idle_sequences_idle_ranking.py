@@ -4,7 +4,7 @@ import pytest
 
 from rekindle.engine.base import Sequence
 from rekindle.kvcache.block import WriteBack
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.runtime.device.idle_sequences import IdleRanking
 from rekindle.runtime.device.offload import IdleSequence
 from rekindle.runtime.schedule.turn import Offloaded
@@ -29,8 +29,8 @@ class Memory:
     """Idle sequences in the order of their last use."""
 
     def __init__(self) -> None:
-        self.shares = Shares()
-        self.ranking = IdleRanking(self.shares, BLOCK_TOKENS)
+        self.evictor = Evictor()
+        self.ranking = IdleRanking(self.evictor, BLOCK_TOKENS)
         self.held: list[IdleSequence] = []
 
     def add(self, ids: list[int], tenant: bytes = b"tenant") -> IdleSequence:
@@ -103,6 +103,6 @@ def test_when_all_have_left_nothing_is_held(*, may_return: bool) -> None:
         memory.add([1] * length)
     while memory.held:
         memory.remove(memory.held[0], may_return=may_return)
-    assert memory.shares.held_bytes(b"tenant") == 0
-    assert memory.shares.lowest(()) is None
+    assert memory.evictor.held_bytes(b"tenant") == 0
+    assert memory.evictor.next_victim(()) is None
     assert memory.in_order() == []

@@ -7,10 +7,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from rekindle.errors import ConfigError
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.hit_density import AGES, CLASSES
+from rekindle.kvcache.eviction.hit_density import AGES, CLASSES, HitDensity
 from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
@@ -133,26 +133,28 @@ def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget
     storage.close()
 
 
-def test_what_eviction_has_learnt_is_known_after_a_restart(tmp_path: Path) -> None:
+def test_what_eviction_has_learned_survives_a_restart(tmp_path: Path) -> None:
     first = opened(tmp_path, [])
     counts = [[[2.0] * AGES] * CLASSES, [[3.0] * AGES] * CLASSES]
-    learnt = {"counts": counts, "favourite": "frequency"}
-    for duel in (*(tier.budget.duel for tier in first.store.tiers), first.device):
-        duel.load(learnt)
+    tiers = (tier.budget.estimator for tier in first.store.tiers)
+    for estimator in (*tiers, first.device_estimator):
+        estimator.load(counts)
     first.close()
     second = opened(tmp_path, [])
-    assert [tier.budget.duel.dump() for tier in second.store.tiers] == [learnt, learnt]
-    assert second.device.dump() == learnt
+    assert [tier.budget.estimator.dump() for tier in second.store.tiers] == [counts, counts]
+    assert second.device_estimator.dump() == counts
     second.close()
 
 
-def test_damaged_counts_are_learnt_anew_and_the_rest_is_there(tmp_path: Path) -> None:
+def test_a_policy_state_that_is_damaged_or_older_is_ignored(tmp_path: Path) -> None:
     opened(tmp_path, []).close()
     (file,) = tmp_path.glob("*/learnt")
-    for content in (b"", b"rekindle learnt 9\n", bytes(1000)):
+    payload = b'{"ram": {"counts": [], "favourite": "frequency"}}'
+    older = b"rekindle learnt 2\n" + blake3(payload).digest() + payload
+    for content in (b"", b"rekindle learnt 9\n", bytes(1000), older):
         file.write_bytes(content)
         storage = opened(tmp_path, [])
         assert storage.disk is not None
         assert storage.disk.is_open
-        assert storage.store.tiers[0].budget.duel.dump() == Duel().dump()
+        assert storage.store.tiers[0].budget.estimator.dump() == HitDensity().dump()
         storage.close()

@@ -5,7 +5,7 @@
 <cache_dir>/<model>/lock            held while a process uses this folder
 <cache_dir>/<model>/model           what the model was called
 <cache_dir>/<model>/index.db        the index; beside it its backup, and a damaged one
-<cache_dir>/<model>/learnt          what eviction has learnt
+<cache_dir>/<model>/learnt          what eviction has learned
 <cache_dir>/<model>/seal            a digest of the configured secret; absent: the cache's own
 <cache_dir>/<model>/blocks/         the block files
 <cache_dir>/<model>/pictures/       encoded pictures, of a model that sees any
@@ -31,7 +31,7 @@ from rekindle.errors import FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.files import Files, make_folder, sync_folder
 from rekindle.kvcache.disk.index_db import BACKUP, EntryRow, IndexDb, RawBlock, beside
-from rekindle.kvcache.disk.policy_state import Learnt, read_learnt
+from rekindle.kvcache.disk.policy_state import PolicyState, read_policy_state
 from rekindle.kvcache.disk.recovery import OpenIndex, Recovery, recover
 from rekindle.kvcache.disk.secret import read_secret
 
@@ -54,7 +54,7 @@ class Folder:
     limit_bytes: int
     recovery: Recovery
     superseded_bytes: int  # in folders of this model that cannot be used as it is served now
-    learnt: Learnt  # by the process before
+    policy_state: PolicyState  # of the previous process
     _resources: ExitStack = field(repr=False)
     _listed: OpenIndex | None = field(repr=False)
 
@@ -108,7 +108,7 @@ def open_folder(
             limit,
             recovery,
             superseded_bytes,
-            read_learnt(path),
+            read_policy_state(path),
             resources.pop_all(),
             index,
         )

@@ -1,7 +1,7 @@
-"""What eviction has learnt, kept beside the blocks: one small file, there whole or not at all.
+"""Saves what eviction has learned in one small file of the model's folder, and loads it.
 
-A line that says what it is, the BLAKE3 hash of the rest, and the rest as JSON: what each tier has
-learnt, by its name. It is no promise: one that is damaged is learnt again.
+The file has a line with its version, the BLAKE3 hash of the rest, and the state of each tier as
+JSON. It is not a promise: a file that is damaged or of another version is ignored.
 """
 
 from __future__ import annotations
@@ -20,40 +20,38 @@ from rekindle.kvcache.disk.files import Files
 log = logging.getLogger("rekindle.cache")
 
 FILE = "learnt"
-MOST_BYTES = 1 << 20
-_MAGIC = b"rekindle learnt 2\n"
-_HASH_BYTES = 32
+_VERSION = b"rekindle learnt 3\n"
 
-Learnt = Mapping[str, object]  # by the tier's name
+PolicyState = Mapping[str, object]  # by the tier's name
 
 
-def write_learnt(folder: Path, learnt: Learnt) -> None:
-    payload = json.dumps(learnt).encode()
+def write_policy_state(folder: Path, state: PolicyState) -> None:
+    payload = json.dumps(state).encode()
     with closing(Files(folder)) as files:
-        files.write(FILE, [_MAGIC, blake3(payload).digest(), payload])
+        files.write(FILE, [_VERSION, blake3(payload).digest(), payload])
 
 
-def read_learnt(folder: Path) -> Learnt:
-    """What was written last; nothing if there is none, or none of this version that is whole."""
+def read_policy_state(folder: Path) -> PolicyState:
+    """The state that was written last; empty if there is none that can be used."""
     try:
         with closing(Files(folder)) as files:
-            content, size_bytes = files.read_start(FILE, MOST_BYTES)
-        return _parsed(content, size_bytes)
+            content, size_bytes = files.read_start(FILE, 1 << 20)
+        return _parse(content, size_bytes)
     except FileNotFoundError:
         return {}
     except (OSError, CorruptBlock, ValueError, RecursionError) as error:
-        log.warning("what eviction had learnt cannot be read and is learnt again: %s", error)
+        log.warning("eviction starts learning again, because %s: %s", folder / FILE, error)
         return {}
 
 
-def _parsed(content: bytes, size_bytes: int) -> Learnt:
-    start = len(_MAGIC) + _HASH_BYTES
+def _parse(content: bytes, size_bytes: int) -> PolicyState:
+    start = len(_VERSION) + blake3().digest_size
     payload = content[start:]
-    if len(content) != size_bytes or not content.startswith(_MAGIC):
-        raise ValueError("it is of another kind or version")
-    if blake3(payload).digest() != content[len(_MAGIC) : start]:
+    if len(content) != size_bytes or not content.startswith(_VERSION):
+        raise ValueError("it has another version")
+    if blake3(payload).digest() != content[len(_VERSION) : start]:
         raise ValueError("it is damaged")
     found = json.loads(payload)
     if not isinstance(found, dict):
-        raise ValueError("it names no tiers")
+        raise ValueError("it has no tiers")
     return found

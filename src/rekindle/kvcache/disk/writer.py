@@ -21,7 +21,7 @@ from rekindle.kvcache.disk.index_db import (
     PutEntry,
     TouchEntry,
 )
-from rekindle.kvcache.disk.policy_state import Learnt, write_learnt
+from rekindle.kvcache.disk.policy_state import PolicyState, write_policy_state
 from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
 # ----------------------------------------------------------------------
@@ -129,10 +129,10 @@ class BackUp:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLearnt:
-    """Keep what eviction has learnt, for the next process."""
+class SavePolicyState:
+    """Save what eviction has learned, for the next process."""
 
-    learnt: Learnt
+    state: PolicyState
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Commit:
     then: Callable[[bool], None]
 
 
-Order = Write | Remove | Flushed | BackUp | KeepLearnt | Commit
+Order = Write | Remove | Flushed | BackUp | SavePolicyState | Commit
 
 
 class Writer:
@@ -267,9 +267,9 @@ class Writer:
                 self._on_event(Flushed(order.then, is_safe=commit_error is None))
             elif isinstance(order, BackUp):
                 self._back_up()
-            elif isinstance(order, KeepLearnt):
-                with suppress(OSError):  # it is learnt again then
-                    write_learnt(self._folder.path, order.learnt)
+            elif isinstance(order, SavePolicyState):
+                with suppress(OSError):  # the next process learns again
+                    write_policy_state(self._folder.path, order.state)
 
     def _keep_what_failed(
         self, batch: _Batch, stuck: Exception | None, failed: Exception | None

@@ -1,13 +1,16 @@
-"""What is learnt of blocks: how many hits to expect of one for each unit of time it is kept.
+"""Ranks blocks by hit density: expected hits per unit of time that a block is kept.
 
-After LHD (NSDI 2018). A block is of a class, and a *life* of it goes from one
-use to the next; time is counted in uses and entries of the whole tier.
+Follows LHD (NSDI 2018). Each block belongs to a class, given by its number of uses and by whether
+another block follows it. A *life* is the time from one use of a block to the next, or to its
+eviction for good. Time is counted in ticks: one tick per use or insertion in the whole tier.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Container
 from itertools import pairwise
 from math import isfinite, log2
 from typing import NamedTuple
@@ -15,42 +18,53 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# ----------------------------------------------------------------------
-# Blocks that have left, remembered for a time: their class, and when they were last used.
+MAX_USES = 4  # uses beyond this number do not change the class
+EXTENDED = MAX_USES  # added to the class of a block that another block follows
+CLASSES = 2 * MAX_USES
+AGES = 32  # logarithmic age bins
+BINS_PER_DOUBLING = 0.75
+EDGES = [2 ** (age / BINS_PER_DOUBLING) for age in range(AGES + 1)]
+WIDTHS = [above - at for at, above in pairwise(EDGES)]
+SPAN_TICKS = 16  # blocks last used within the same span count as equally old
+RANK_TICKS = 1024  # minimum number of ticks between two updates of the ranking
 
-WAYS = 8  # of a set; of a full one that is forgotten which left first
-LEAST_SLOTS = 1 << 12
-MOST_SLOTS = 1 << 19
-SLOT_BYTES = 17  # fingerprint, tick and class
-_FINGERPRINT_BYTES = 8
-_FINGERPRINT_BITS = 8 * _FINGERPRINT_BYTES
-_ODD = 0x9E3779B97F4A7C15  # spreads keys that differ in few bits, and mistakes none for another
+Counts = list[list[float]]  # by class and age
 
 
 class Ghost(NamedTuple):
+    """What is remembered of an evicted block."""
+
     class_: int
     used_tick: int
 
 
-class Ghosts:
-    """A set-associative table in flat arrays: SLOT_BYTES for each slot, whatever is in it, and
-    MOST_SLOTS of them at most. (A dictionary was rejected: a third of a kilobyte for each.)"""
+class GhostTable:
+    """A set-associative table of evicted blocks in flat arrays, 17 bytes per slot.
+
+    A dictionary was rejected because it takes a third of a kilobyte per block.
+    """
+
+    WAYS = 8
+    MIN_SLOTS = 1 << 12
+    MAX_SLOTS = 1 << 19
+    SLOT_BYTES = 17  # fingerprint, tick and class
 
     def __init__(self) -> None:
-        self._bits = (LEAST_SLOTS // WAYS).bit_length() - 1  # of a fingerprint, that name its set
-        self._fingerprints = array("Q", bytes(8 * LEAST_SLOTS))  # 0: the slot is free
-        self._ticks = array("Q", bytes(8 * LEAST_SLOTS))
-        self._classes = array("B", bytes(LEAST_SLOTS))
+        sets = self.MIN_SLOTS // self.WAYS
+        self._set_bits = sets.bit_length() - 1  # leading bits of a fingerprint that select its set
+        self._fingerprints = array("Q", bytes(8 * self.MIN_SLOTS))  # 0 marks a free slot
+        self._ticks = array("Q", bytes(8 * self.MIN_SLOTS))
+        self._classes = array("B", bytes(self.MIN_SLOTS))
 
     @property
     def slots(self) -> int:
         return len(self._fingerprints)
 
     def take(self, key: bytes) -> Ghost | None:
-        """What is remembered of a block that is back; it is no ghost any more."""
+        """Remove and return the ghost of a block that is back."""
         fingerprint = _fingerprint(key)
-        begin = self._begin(fingerprint)
-        ways = self._fingerprints[begin : begin + WAYS]
+        begin = self._set_start(fingerprint)
+        ways = self._fingerprints[begin : begin + self.WAYS]
         if fingerprint not in ways:
             return None
         slot = begin + ways.index(fingerprint)
@@ -58,64 +72,45 @@ class Ghosts:
         return Ghost(self._classes[slot], self._ticks[slot])
 
     def put(self, key: bytes, ghost: Ghost) -> Ghost | None:
-        """Remember a block; the one that is forgotten for it, if one is."""
+        """Remember an evicted block. Returns the ghost that was overwritten, if any."""
         fingerprint = _fingerprint(key)
-        begin = self._begin(fingerprint)
-        ways = self._fingerprints[begin : begin + WAYS]
-        gap = ways.index(0) if 0 in ways else 0  # of a full set the first goes
-        slot = begin + gap
-        forgotten = Ghost(self._classes[slot], self._ticks[slot]) if ways[gap] else None
-        # A set is in the order in which its blocks left. (By their last use was tried: then one
-        # that was kept for long is forgotten at once, and how it fares is never known.)
-        last = begin + WAYS - 1
+        begin = self._set_start(fingerprint)
+        ways = self._fingerprints[begin : begin + self.WAYS]
+        free = ways.index(0) if 0 in ways else 0  # a full set loses its first ghost
+        slot = begin + free
+        overwritten = Ghost(self._classes[slot], self._ticks[slot]) if ways[free] else None
+        # A set keeps the order of eviction. Ordering by last use was rejected: it forgets a block
+        # that was kept for long right away, so its outcome is never learned.
+        last = begin + self.WAYS - 1
         columns = (self._fingerprints, self._classes, self._ticks)
         for column, value in zip(columns, (fingerprint, *ghost), strict=True):
             column[slot:last] = column[slot + 1 : last + 1]
             column[last] = value
-        return forgotten
+        return overwritten
 
     def grow(self, slots: int) -> None:
-        """Have room for so many, within the limit; each set is split in two, as often as needed."""
-        while self.slots < min(slots, MOST_SLOTS):
-            old = np.frombuffer(self._fingerprints, np.uint64).reshape(-1, WAYS)
-            self._bits += 1
-            halves = (old >> np.uint64(_FINGERPRINT_BITS - self._bits)) & np.uint64(1)
+        """Grow to at least `slots`, up to the maximum, by splitting each set in two."""
+        while self.slots < min(slots, self.MAX_SLOTS):
+            old = np.frombuffer(self._fingerprints, np.uint64).reshape(-1, self.WAYS)
+            self._set_bits += 1
+            halves = (old >> np.uint64(64 - self._set_bits)) & np.uint64(1)
             split = np.repeat(old, 2, axis=0)
             split[0::2][halves == 1] = 0
             split[1::2][halves == 0] = 0
-            self._ticks = array("Q", _twice(np.frombuffer(self._ticks, np.uint64)))
-            self._classes = array("B", _twice(np.frombuffer(self._classes, np.uint8)))
+            self._ticks = array("Q", self._repeated(np.frombuffer(self._ticks, np.uint64)))
+            self._classes = array("B", self._repeated(np.frombuffer(self._classes, np.uint8)))
             self._fingerprints = array("Q", split.tobytes())
 
-    def _begin(self, fingerprint: int) -> int:
-        return (fingerprint >> (_FINGERPRINT_BITS - self._bits)) * WAYS
+    def _repeated(self, column: NDArray[np.uint64] | NDArray[np.uint8]) -> bytes:
+        return np.repeat(column.reshape(-1, self.WAYS), 2, axis=0).tobytes()
+
+    def _set_start(self, fingerprint: int) -> int:
+        return (fingerprint >> (64 - self._set_bits)) * self.WAYS
 
 
 def _fingerprint(key: bytes) -> int:
-    start = int.from_bytes(key[:_FINGERPRINT_BYTES], "big")
-    return start * _ODD % (1 << _FINGERPRINT_BITS) or 1
-
-
-def _twice(column: NDArray[np.uint64] | NDArray[np.uint8]) -> bytes:
-    return np.repeat(column.reshape(-1, WAYS), 2, axis=0).tobytes()
-
-
-#: A class is the number of uses, so many at most, and whether another block ever followed.
-MOST_USES = 4
-EXTENDED = MOST_USES
-CLASSES = 2 * MOST_USES
-AGES = 32  # bins of age
-BINS_PER_DOUBLING = 0.75
-EDGES = [2 ** (age / BINS_PER_DOUBLING) for age in range(AGES + 1)]
-WIDTHS = [above - at for at, above in pairwise(EDGES)]
-SPAN_TICKS = 16  # blocks that were last used within one such span are taken for equally old
-RANK_TICKS = 1024  # between two looks at the counts, at least
-FADE_TICKS = 12 * RANK_TICKS  # until old lives count less
-FADE = 0.9
-LEAST_LIVES = 256  # to say how likely it is that one ends in a use
-GHOSTS = 4  # for each block that is held
-
-Counts = list[list[float]]  # by class and age
+    """64 bits, never 0. The odd factor spreads keys that differ in few bits without collisions."""
+    return int.from_bytes(key[:8], "big") * 0x9E3779B97F4A7C15 % (1 << 64) or 1
 
 
 def age_bin(ticks: int) -> int:
@@ -123,76 +118,78 @@ def age_bin(ticks: int) -> int:
 
 
 class HitDensity:
-    """Counts lives by class and age at their end, those that ended in a use and all. A block that
-    has left is remembered for a time: so it is known what keeping it would have brought. Lives that
-    have not ended count up to now: else what is used again late would seem to be used again always,
-    and what is kept for nothing would never count."""
+    """Learns from all blocks of a tier how likely and how soon a block is used again.
+
+    It counts lives by class and by age at their end, and separately the lives that ended in a hit.
+    Evicted blocks are remembered as ghosts, so the estimator also learns what keeping them would
+    have gained. Lives that are still open count up to now. Otherwise blocks that are used again
+    late would look as if they were always used again, and blocks that are kept for nothing would
+    never count.
+    """
 
     def __init__(self) -> None:
         self.tick = 0
         self.held_blocks = 0
         self._hits: Counts = [[0.0] * AGES for _ in range(CLASSES)]
         self._lives: Counts = [[0.0] * AGES for _ in range(CLASSES)]
-        #: Lives that have not ended, held or remembered, by class and the ticks they began in.
+        #: Lives that have not ended, by cohort (see `_cohort`).
         self._open: Counter[int] = Counter()
-        self._ghosts = Ghosts()
+        self._ghosts = GhostTable()
         self._next_rank = RANK_TICKS
         self._starts = [0]
-        #: Hits for each tick, by class and age; before they are known the oldest goes first, and
-        #: what was used again counts twice.
-        self.worths = [
-            [(2 if class_ % MOST_USES else 1) / edge for edge in EDGES[:AGES]]
+        #: Hits per tick by class and age. The initial values evict the oldest block first and
+        #: count a block that was used again twice.
+        self.densities = [
+            [(2 if class_ % MAX_USES else 1) / edge for edge in EDGES[:AGES]]
             for class_ in range(CLASSES)
         ]
-        #: That a block is used again, by class and age; sure as long as little is known.
-        self._chances: Counts = [[1.0] * AGES for _ in range(CLASSES)]
-        #: Class and age of all that can be held now, those that go first first.
-        self.order = _ordered(self.worths, AGES - 1)
+        #: Probability of another use by class and age; 1 until enough is known.
+        self._probabilities: Counts = [[1.0] * AGES for _ in range(CLASSES)]
+        #: Pairs of class and age in the order of eviction.
+        self.order = _eviction_order(self.densities, AGES - 1)
 
-    # -- counting ------------------------------------------------------------------------------
-
-    def enter(self, key: bytes) -> int:
-        """A block is held from now on; its class."""
+    def add(self, key: bytes) -> int:
+        """Record a new block and return its class."""
         self._advance()
         self.held_blocks += 1
         ghost = self._ghosts.take(key)
         if ghost is not None:
-            return self._ended_by_use(*ghost)
+            return self._record_hit(*ghost)
         self._open[_cohort(0, self.tick)] += 1
         return 0
 
     def use(self, class_: int, used_tick: int) -> int:
-        """A block that is held is used; its class from now on."""
+        """Record a hit and return the block's new class."""
         self._advance()
-        return self._ended_by_use(class_, used_tick)
+        return self._record_hit(class_, used_tick)
 
     def extend(self, class_: int, used_tick: int) -> int:
-        """Another block follows one that is held; its class from now on."""
+        """Record that another block follows this one, and return its new class."""
         if class_ < EXTENDED:
             self._close(class_, used_tick)
             class_ += EXTENDED
             self._open[_cohort(class_, used_tick)] += 1
         return class_
 
-    def leave(self, key: bytes | None, class_: int, used_tick: int) -> None:
-        """A block is held no longer; it is remembered by its key, if one is given."""
+    def remove(self, key: bytes | None, class_: int, used_tick: int) -> None:
+        """Record that a block left the tier. With a key it is remembered as a ghost."""
         self.held_blocks -= 1
         if key is None:
             self._close(class_, used_tick)
             return
-        self._ghosts.grow(GHOSTS * self.held_blocks)
-        forgotten = self._ghosts.put(key, Ghost(class_, used_tick))
-        if forgotten is not None:
-            self._close(*forgotten)
-            age = age_bin(self.tick - forgotten.used_tick)
-            self._lives[forgotten.class_][age] += 1
+        self._ghosts.grow(4 * self.held_blocks)
+        overwritten = self._ghosts.put(key, Ghost(class_, used_tick))
+        if overwritten is not None:
+            self._close(*overwritten)
+            age = age_bin(self.tick - overwritten.used_tick)
+            self._lives[overwritten.class_][age] += 1
 
-    def _ended_by_use(self, class_: int, used_tick: int) -> int:
+    def _record_hit(self, class_: int, used_tick: int) -> int:
         self._close(class_, used_tick)
         age = age_bin(self.tick - used_tick)
         self._hits[class_][age] += 1
         self._lives[class_][age] += 1
-        if class_ % MOST_USES < MOST_USES - 1:
+        if class_ % MAX_USES < MAX_USES - 1:
             class_ += 1
         self._open[_cohort(class_, self.tick)] += 1
         return class_
@@ -206,42 +203,35 @@ class HitDensity:
 
     def _advance(self) -> None:
         self.tick += 1
-        if self.tick % FADE_TICKS == 0:
+        if self.tick % (12 * RANK_TICKS) == 0:  # older lives count less and less
             for counts in (*self._hits, *self._lives):
-                counts[:] = [count * FADE for count in counts]
+                counts[:] = [count * 0.9 for count in counts]
         if self.tick >= self._next_rank:
             self._rank()
-            # It takes time by the cohorts: so each tick's share of it stays the same.
+            # Ranking takes time in proportion to the cohorts. This bounds the cost per tick.
             self._next_rank = self.tick + max(RANK_TICKS, len(self._open))
 
-    @property
-    def open_lives(self) -> int:
-        """Those that have not ended: of what is held and what is remembered."""
-        return self._open.total()
-
-    def chance(self, class_: int, used_tick: int) -> float:
-        """That such a block is used again while one like it would be remembered."""
-        return self._chances[class_][age_bin(self.tick - used_tick)]
+    def reuse_probability(self, class_: int, used_tick: int) -> float:
+        """Probability that the block is used again while a ghost of it would be remembered."""
+        return self._probabilities[class_][age_bin(self.tick - used_tick)]
 
     def age_starts(self) -> list[int]:
-        """The first span of each age, and of what is older still: a span is of one age."""
+        """The first span of each age bin, and of everything older. A span has one age."""
         now = self.tick // SPAN_TICKS
         if self._starts[0] != now + 1:
             self._starts = [int(self.tick - edge) // SPAN_TICKS + 1 for edge in EDGES]
-            self._starts[0] = now + 1  # the youngest age has all that is used now
+            self._starts[0] = now + 1  # the youngest bin includes the current span
         return self._starts
-
-    # -- ranking -------------------------------------------------------------------------------
 
     def _rank(self) -> None:
         for class_, lives in enumerate(self._all_lives()):
             if any(lives):
-                self.worths[class_] = densities(self._hits[class_], lives)
-                self._chances[class_] = chances(self._hits[class_], lives)
-        self.order = _ordered(self.worths, age_bin(2 * max(self.tick, RANK_TICKS)))
+                self.densities[class_] = hit_densities(self._hits[class_], lives)
+                self._probabilities[class_] = reuse_probabilities(self._hits[class_], lives)
+        self.order = _eviction_order(self.densities, age_bin(2 * max(self.tick, RANK_TICKS)))
 
     def _all_lives(self) -> Counts:
-        """With those that have not ended, up to now."""
+        """Ended lives, and open ones at their current age."""
         cohorts = np.fromiter(self._open, np.int64, len(self._open))
         lives = np.fromiter(self._open.values(), np.float64, len(self._open))
         classes, began = cohorts % CLASSES, cohorts // CLASSES * RANK_TICKS + RANK_TICKS // 2
@@ -251,20 +241,18 @@ class HitDensity:
         added: Counts = (self._lives + counted).tolist()
         return added
 
-    # -- keeping it ----------------------------------------------------------------------------
-
     def dump(self) -> list[Counts]:
-        """What is learnt, to be loaded by another process: hits and lives."""
+        """Hits and lives, for the next process to load."""
         return [self._hits, self._all_lives()]
 
     def load(self, counts: object) -> None:
-        """Go on from what `dump` gave; raises ValueError if that is not what it is."""
+        """Continue from the result of `dump`. Raises ValueError for anything else."""
         try:
             found = np.asarray(counts, np.float64)
         except (TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
         if found.shape != (2, CLASSES, AGES) or not all(map(isfinite, found.flat)):
-            raise ValueError("these are no counts of hits and lives")
+            raise ValueError("these are not counts of hits and lives")
         if (found < 0).any() or (found[0] > found[1]).any():
             raise ValueError("there are more hits than lives")
         self._hits, self._lives = found.tolist()
@@ -275,14 +263,17 @@ class HitDensity:
 
 
 def _cohort(class_: int, used_tick: int) -> int:
-    """Lives of one class that began at about the same time, as a number."""
+    """A number for the lives of one class that began at about the same time."""
     return used_tick // RANK_TICKS * CLASSES + class_
 
 
-def densities(hits: list[float], lives: list[float]) -> list[float]:
-    """For each age, the most hits for each tick kept that any time to stop at gives. (Counting up
-    to the age of the last life instead undervalues whatever is seldom kept so long.) It falls no
-    faster than age grows: where few have lived so long, none of them used again says little."""
+def hit_densities(hits: list[float], lives: list[float]) -> list[float]:
+    """For each age, the most hits per tick that any later eviction time gives.
+
+    Counting until the last life ends was rejected: it undervalues blocks that are rarely kept that
+    long. The density never falls faster than the age grows, because a few old lives without a hit
+    say little.
+    """
     older = [0.0] * (AGES + 1)  # lives that reach the end of each bin
     for age in range(AGES - 1, -1, -1):
         older[age] = older[age + 1] + lives[age]
@@ -300,19 +291,144 @@ def densities(hits: list[float], lives: list[float]) -> list[float]:
     return best
 
 
-def chances(hits: list[float], lives: list[float]) -> list[float]:
-    """For each age, the share of lives that reach it and end in a use; 1 if they are too few."""
+def reuse_probabilities(hits: list[float], lives: list[float]) -> list[float]:
+    """For each age, the share of lives that reach it and end in a hit; 1 below 256 lives."""
     found = [1.0] * AGES
     hits_after = lives_after = 0.0
     for age in range(AGES - 1, -1, -1):
         hits_after += hits[age]
         lives_after += lives[age]
-        if lives_after >= LEAST_LIVES:
+        if lives_after >= 256:
             found[age] = hits_after / lives_after
     return found
 
 
-def _ordered(worths: list[list[float]], oldest: int) -> list[tuple[int, int]]:
-    """Those of least worth first; of equals the oldest."""
+def _eviction_order(densities: list[list[float]], oldest: int) -> list[tuple[int, int]]:
+    """Lowest density first; the older bin first among equals."""
     buckets = [(class_, age) for class_ in range(CLASSES) for age in range(oldest + 1)]
-    return sorted(buckets, key=lambda bucket: (worths[bucket[0]][bucket[1]], -bucket[1]))
+    return sorted(buckets, key=lambda bucket: (densities[bucket[0]][bucket[1]], -bucket[1]))
+
+
+class _RankedBlock:
+    __slots__ = ("children", "class_", "parent", "used_tick")
+
+    def __init__(self, parent: bytes | None, class_: int, used_tick: int) -> None:
+        self.parent = parent
+        self.children = 0
+        self.class_ = class_
+        self.used_tick = used_tick
+
+    @property
+    def slot(self) -> int:
+        """Sorts by class, then by the span of the last use."""
+        return (self.class_ << 40) + self.used_tick // SPAN_TICKS
+
+
+class HitDensityRanking:
+    """Ranks one tenant's blocks. The leaf with the lowest density is evicted first.
+
+    Among equals, the leaf that was used longest ago is evicted.
+
+    Leaves are grouped by class and by the span of their last use. So no leaf moves as it ages, and
+    an eviction costs the number of classes and ages, not the number of blocks. Rejected: sampling
+    leaves (random and slower), heaps, one list per age.
+    """
+
+    __slots__ = ("_blocks", "_estimator", "_leaves", "_slots", "_victim")
+
+    def __init__(self, estimator: HitDensity) -> None:
+        self._estimator = estimator
+        self._blocks: dict[bytes, _RankedBlock] = {}
+        self._leaves: dict[int, list[bytes]] = {}  # by slot; no list is empty
+        self._slots: list[int] = []  # the keys of `_leaves`, sorted
+        self._victim: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blocks
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        self._blocks[key] = block = _RankedBlock(
+            parent, self._estimator.add(key), self._estimator.tick
+        )
+        if parent is not None:
+            self._extend(parent)
+        self._insert_leaf(key, block)
+
+    def set_parent(self, key: bytes, parent: bytes) -> None:
+        block = self._blocks[key]
+        if block.parent is None:
+            block.parent = parent
+            self._extend(parent)
+
+    def use(self, key: bytes) -> None:
+        if block := self._blocks.get(key):
+            self._remove_leaf(key, block)
+            block.class_ = self._estimator.use(block.class_, block.used_tick)
+            block.used_tick = self._estimator.tick
+            self._insert_leaf(key, block)
+
+    def reuse_probability(self, key: bytes) -> float:
+        block = self._blocks[key]
+        return self._estimator.reuse_probability(block.class_, block.used_tick)
+
+    def mark_victim(self, key: bytes) -> None:
+        self._victim = key
+
+    def remove(self, key: bytes) -> None:
+        block = self._blocks.pop(key, None)
+        if block is None:
+            return
+        self._remove_leaf(key, block)
+        # Only an evicted block may come back. A tail that a longer block covers never does.
+        ghost_key = key if key == self._victim else None
+        self._estimator.remove(ghost_key, block.class_, block.used_tick)
+        if block.parent is not None:
+            above = self._blocks[block.parent]
+            above.children -= 1
+            self._insert_leaf(block.parent, above)
+
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        self._victim = self._lowest_leaf(excluded)
+        return self._victim
+
+    def _lowest_leaf(self, excluded: Container[bytes]) -> bytes | None:
+        slots, starts = self._slots, self._estimator.age_starts()
+        for class_, age in self._estimator.order:
+            begin = class_ << 40
+            end = begin + starts[age]
+            at = bisect_left(slots, begin + max(starts[age + 1], 0))
+            while at < len(slots) and slots[at] < end:
+                for key in self._leaves[slots[at]]:
+                    if key not in excluded:
+                        return key
+                at += 1
+        return None
+
+    def _extend(self, key: bytes) -> None:
+        block = self._blocks[key]
+        self._remove_leaf(key, block)
+        block.children += 1
+        block.class_ = self._estimator.extend(block.class_, block.used_tick)
+
+    def _insert_leaf(self, key: bytes, block: _RankedBlock) -> None:
+        if block.children:
+            return
+        slot = block.slot
+        if leaves := self._leaves.get(slot):
+            leaves.append(key)
+        else:
+            self._leaves[slot] = [key]
+            insort(self._slots, slot)
+
+    def _remove_leaf(self, key: bytes, block: _RankedBlock) -> None:
+        if block.children:
+            return
+        slot = block.slot
+        leaves = self._leaves[slot]
+        leaves.remove(key)  # at most SPAN_TICKS keys
+        if not leaves:
+            del self._leaves[slot]
+            del self._slots[bisect_left(self._slots, slot)]

@@ -1,136 +1,209 @@
-"""Which block makes room: how each tenant's are ranked, and whose turn it is."""
+"""Chooses which block a tier evicts: one ranking per tenant, and the largest tenant gives way."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container
-from functools import partial
+from collections.abc import Container
+from itertools import count
 from typing import Protocol
 
-from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.eviction.density_ranking import DensityRanking
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.frequency_ranking import FrequencyRanking
+from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
 from rekindle.protocol.settings import EvictionPolicy
 
 
 class Ranking(Protocol):
-    """One tenant's blocks in a tier. Only leaves leave."""
+    """Ranks one tenant's blocks in a tier. Only leaves are removed."""
 
     def __len__(self) -> int: ...
     def __contains__(self, key: object) -> bool: ...
 
-    def enter(self, key: bytes, parent: bytes | None) -> None:
-        """Rank a new key; its parent is no leaf from now on."""
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """Rank a new block. Its parent stops being a leaf."""
 
-    def adopt(self, key: bytes, child: bytes) -> None:
-        """A child that was here before its parent is under it from now on."""
+    def set_parent(self, key: bytes, parent: bytes) -> None:
+        """Put a block that was added before its parent under that parent."""
 
     def use(self, key: bytes) -> None:
-        """Count one use; of a key that has left it is ignored."""
+        """Record a hit. Ignored if the block has already been evicted."""
 
-    def chance(self, key: bytes) -> float:
-        """That a key that is here is used again, as far as is known."""
+    def reuse_probability(self, key: bytes) -> float:
+        """Estimated probability that the block is used again; 1 if unknown."""
 
-    def expect(self, key: bytes) -> None:
-        """This leaf leaves next, and may come back; so whatever `lowest` says does."""
+    def mark_victim(self, key: bytes) -> None:
+        """Remember which leaf is about to be evicted, so that `remove` records it as a ghost."""
 
-    def leave(self, key: bytes) -> None:
-        """Take a leaf off the ranking; the last child makes its parent a leaf."""
+    def remove(self, key: bytes) -> None:
+        """Remove a leaf. When its last child is removed, the parent becomes a leaf."""
 
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        """The leaf to go next, those spared left out. It stays until it leaves."""
-
-
-#: What a tier's tenants are each ranked by, given what the tier learns.
-POLICIES: dict[EvictionPolicy, Callable[[Duel], Callable[[], Ranking]]] = {
-    "adaptive": lambda duel: partial(AdaptiveRanking, duel),
-    "hit-density": lambda duel: partial(DensityRanking, duel.learnt),
-    "frequency": lambda _: FrequencyRanking,
-}
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        """Return and mark the least valuable leaf that is not in `excluded`. It is not removed."""
 
 
-class Shares:
-    """One ranking for each tenant; room is made by the tenant that holds most. So whatever one of
-    n tenants does, the others keep an n-th of the budget. (Fixed quotas were rejected: they leave
-    room unused, and one tenant alone could never have it all.)
-    """
+class _LruBlock:
+    __slots__ = ("children", "parent", "used_tick")
 
-    def __init__(self, policy: EvictionPolicy = "adaptive", duel: Duel | None = None) -> None:
-        self.duel = duel or Duel()  # learns from all tenants together, nothing of what is in blocks
-        self._new_ranking = POLICIES[policy](self.duel)
-        self._rankings: dict[bytes, Ranking] = {}
-        self._held_bytes: dict[bytes, int] = {}
-        #: A heap, those that hold most first; what is out of date dies on top.
-        self._by_size: list[tuple[int, bytes]] = []
-        self._resized: set[bytes] = set()  # tenants whose size the heap does not have yet
+    def __init__(self, parent: bytes | None) -> None:
+        self.parent = parent
+        self.children = 0
+        self.used_tick = 0
 
-    def held_bytes(self, namespace: bytes) -> int:
-        return self._held_bytes.get(namespace, 0)
 
-    def enter(self, namespace: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
-        ranking = self._rankings.get(namespace)
-        if ranking is None:
-            ranking = self._rankings[namespace] = self._new_ranking()
-        ranking.enter(key, parent)
-        self.resize(namespace, size_bytes)
+class LruRanking:
+    """Evicts the least recently used leaf."""
 
-    def adopt(self, namespace: bytes, key: bytes, child: bytes) -> None:
-        """A child that came first is its parent's now."""
-        self._rankings[namespace].adopt(key, child)
+    __slots__ = ("_blocks", "_leaves", "_ticks")
 
-    def resize(self, namespace: bytes, more_bytes: int) -> None:
-        """A key of this tenant takes so much more."""
-        self._held_bytes[namespace] = self._held_bytes.get(namespace, 0) + more_bytes
-        self._resized.add(namespace)  # sorted in when room is made: a tenant may enter a million
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, _LruBlock] = {}
+        self._leaves: list[tuple[int, bytes]] = []  # a heap; outdated items are skipped
+        self._ticks = count()
 
-    def use(self, namespace: bytes, key: bytes) -> None:
-        if ranking := self._rankings.get(namespace):
-            ranking.use(key)
+    def __len__(self) -> int:
+        return len(self._blocks)
 
-    def chance(self, namespace: bytes, key: bytes) -> float:
-        """That a key is used again, as far as is known."""
-        ranking = self._rankings.get(namespace)
-        return ranking.chance(key) if ranking is not None and key in ranking else 1.0
+    def __contains__(self, key: object) -> bool:
+        return key in self._blocks
 
-    def leave(self, namespace: bytes, key: bytes, size_bytes: int) -> None:
-        """Take a leaf off; a tenant that holds nothing is forgotten."""
-        if key not in self._rankings.get(namespace, ()):
-            return
-        self._rankings[namespace].leave(key)
-        if self._rankings[namespace]:
-            self.resize(namespace, -size_bytes)
-        else:
-            del self._rankings[namespace], self._held_bytes[namespace]
-            self._resized.discard(namespace)
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        self._blocks[key] = _LruBlock(parent)
+        if parent is not None:
+            self._blocks[parent].children += 1
+        self.use(key)
 
-    def evict(self, namespace: bytes, key: bytes, size_bytes: int) -> None:
-        """Take a leaf off that may come back, though it was not the lowest."""
-        if ranking := self._rankings.get(namespace):
-            ranking.expect(key)
-        self.leave(namespace, key, size_bytes)
+    def set_parent(self, key: bytes, parent: bytes) -> None:
+        block = self._blocks[key]
+        if block.parent is None:
+            block.parent = parent
+            self._blocks[parent].children += 1
 
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
-        """The key that makes room next. It stays until it leaves."""
-        self._sort_in()
-        passed_over: dict[bytes, int] = {}
+    def use(self, key: bytes) -> None:
+        if block := self._blocks.get(key):
+            block.used_tick = next(self._ticks)
+            self._push(key, block)
+
+    def reuse_probability(self, key: bytes) -> float:
+        return 1.0
+
+    def mark_victim(self, key: bytes) -> None:
+        """LRU learns nothing from evictions."""
+
+    def remove(self, key: bytes) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None and block.parent is not None:
+            above = self._blocks[block.parent]
+            above.children -= 1
+            self._push(block.parent, above)
+
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        skipped: list[tuple[int, bytes]] = []
         victim = None
-        while victim is None and self._by_size:
-            less_bytes, namespace = heapq.heappop(self._by_size)
-            if self._held_bytes.get(namespace) != -less_bytes or namespace in passed_over:
+        while victim is None and self._leaves:
+            used_tick, key = item = heapq.heappop(self._leaves)
+            block = self._blocks.get(key)
+            if block is None or block.children or block.used_tick != used_tick:
                 continue
-            passed_over[namespace] = less_bytes
-            victim = self._rankings[namespace].lowest(spared)
-        for namespace, less_bytes in passed_over.items():
-            heapq.heappush(self._by_size, (less_bytes, namespace))
+            skipped.append(item)
+            victim = None if key in excluded else key
+        for item in skipped:
+            heapq.heappush(self._leaves, item)
         return victim
 
-    def _sort_in(self) -> None:
-        """Give the tenants that hold more or less than before their places."""
-        for namespace in self._resized:
-            if (held_bytes := self._held_bytes.get(namespace)) is not None:
-                heapq.heappush(self._by_size, (-held_bytes, namespace))
+    def _push(self, key: bytes, block: _LruBlock) -> None:
+        if block.children:
+            return
+        heapq.heappush(self._leaves, (block.used_tick, key))
+        if len(self._leaves) > 64 + 2 * len(self._blocks):
+            leaves = ((k, each) for k, each in self._blocks.items() if not each.children)
+            self._leaves = sorted((each.used_tick, k) for k, each in leaves)
+
+
+class Evictor:
+    """Keeps one ranking per tenant. The tenant that holds the most bytes gives way first.
+
+    So each of n tenants keeps an n-th of the budget, whatever the others do. Fixed quotas were
+    rejected: they leave memory unused, and a single tenant could never have all of it.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy = "hit-density", estimator: HitDensity | None = None
+    ) -> None:
+        self.estimator = estimator or HitDensity()  # learns from all tenants together
+        self._policy = policy
+        self._rankings: dict[bytes, Ranking] = {}
+        self._held_bytes: dict[bytes, int] = {}
+        #: A heap of (-bytes, tenant); outdated items are skipped.
+        self._by_size: list[tuple[int, bytes]] = []
+        self._resized: set[bytes] = set()  # tenants whose current size is not in the heap
+
+    def held_bytes(self, tenant: bytes) -> int:
+        return self._held_bytes.get(tenant, 0)
+
+    def add(self, tenant: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
+        ranking = self._rankings.get(tenant)
+        if ranking is None:
+            ranking = self._rankings[tenant] = new_ranking(self._policy, self.estimator)
+        ranking.add(key, parent)
+        self.resize(tenant, size_bytes)
+
+    def set_parent(self, tenant: bytes, key: bytes, parent: bytes) -> None:
+        """Put a block that was added before its parent under that parent."""
+        self._rankings[tenant].set_parent(key, parent)
+
+    def resize(self, tenant: bytes, more_bytes: int) -> None:
+        """A block of this tenant has grown by `more_bytes`."""
+        self._held_bytes[tenant] = self._held_bytes.get(tenant, 0) + more_bytes
+        self._resized.add(tenant)  # pushed at the next eviction: a tenant may add a million blocks
+
+    def use(self, tenant: bytes, key: bytes) -> None:
+        if ranking := self._rankings.get(tenant):
+            ranking.use(key)
+
+    def reuse_probability(self, tenant: bytes, key: bytes) -> float:
+        """Estimated probability that the block is used again; 1 if unknown."""
+        ranking = self._rankings.get(tenant)
+        return ranking.reuse_probability(key) if ranking is not None and key in ranking else 1.0
+
+    def remove(self, tenant: bytes, key: bytes, size_bytes: int) -> None:
+        """Remove a leaf. A tenant without blocks is forgotten."""
+        if key not in self._rankings.get(tenant, ()):
+            return
+        self._rankings[tenant].remove(key)
+        if self._rankings[tenant]:
+            self.resize(tenant, -size_bytes)
+        else:
+            del self._rankings[tenant], self._held_bytes[tenant]
+            self._resized.discard(tenant)
+
+    def evict(self, tenant: bytes, key: bytes, size_bytes: int) -> None:
+        """Remove a leaf that may come back, though it was not chosen by `next_victim`."""
+        if ranking := self._rankings.get(tenant):
+            ranking.mark_victim(key)
+        self.remove(tenant, key, size_bytes)
+
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        """Return the block to evict next, or None if all are excluded. It is not removed."""
+        self._push_resized()
+        visited: dict[bytes, int] = {}
+        victim = None
+        while victim is None and self._by_size:
+            less_bytes, tenant = heapq.heappop(self._by_size)
+            if self._held_bytes.get(tenant) != -less_bytes or tenant in visited:
+                continue
+            visited[tenant] = less_bytes
+            victim = self._rankings[tenant].next_victim(excluded)
+        for tenant, less_bytes in visited.items():
+            heapq.heappush(self._by_size, (less_bytes, tenant))
+        return victim
+
+    def _push_resized(self) -> None:
+        for tenant in self._resized:
+            if (held_bytes := self._held_bytes.get(tenant)) is not None:
+                heapq.heappush(self._by_size, (-held_bytes, tenant))
         self._resized.clear()
         if len(self._by_size) > 64 + 2 * len(self._held_bytes):
             self._by_size = [(-held, each) for each, held in self._held_bytes.items()]
             heapq.heapify(self._by_size)
+
+
+def new_ranking(policy: EvictionPolicy, estimator: HitDensity) -> Ranking:
+    return LruRanking() if policy == "lru" else HitDensityRanking(estimator)

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 from rekindle.kvcache.block import Block, BlockKind, Copy
 from rekindle.kvcache.codec import Record
 from rekindle.kvcache.disk.image_files import PictureRead
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
@@ -32,20 +32,20 @@ class TierBudget:
         limit_bytes: int,
         *,
         persistent: bool,
-        eviction: EvictionPolicy = "adaptive",
+        eviction: EvictionPolicy = "hit-density",
     ) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._tier = tier
         self._persistent = persistent
         self._full_bytes: int | None = None  # all it takes while its medium is full
-        self._shares = Shares(eviction)
+        self._evictor = Evictor(eviction)
 
     # -- looking -------------------------------------------------------------------------------
 
     def held_bytes(self, tenant: bytes) -> int:
         """What one tenant holds."""
-        return self._shares.held_bytes(tenant)
+        return self._evictor.held_bytes(tenant)
 
     def fits(self, cost: int) -> bool:
         return self.used_bytes + cost <= self._most_bytes
@@ -59,33 +59,33 @@ class TierBudget:
         most = self._full_bytes
         return self.limit_bytes if most is None else min(self.limit_bytes, most)
 
-    def lowest(self, spared: Container[bytes]) -> bytes | None:
+    def next_victim(self, spared: Container[bytes]) -> bytes | None:
         """The key of the block to make room with; it stays until it leaves."""
-        return self._shares.lowest(spared)
+        return self._evictor.next_victim(spared)
 
-    def chance(self, block: Block) -> float:
+    def reuse_probability(self, block: Block) -> float:
         """That a block is used again, as far as is known."""
-        return self._shares.chance(block.tenant, block.key)
+        return self._evictor.reuse_probability(block.tenant, block.key)
 
     @property
-    def duel(self) -> Duel:
-        """What is known of blocks like those here, for the next process to go on from."""
-        return self._shares.duel
+    def estimator(self) -> HitDensity:
+        """What this tier has learned about reuse, to be kept for the next process."""
+        return self._evictor.estimator
 
     # -- counting ------------------------------------------------------------------------------
 
     def use(self, block: Block) -> None:
         """Count a use, which keeps the block longer."""
-        self._shares.use(block.tenant, block.key)
+        self._evictor.use(block.tenant, block.key)
 
     def enter(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
         """Count a new copy. Of a chain, any part may come first."""
         above = block.parent
         parent = above.key if above is not None and self._tier in above.copies else None
-        self._shares.enter(block.tenant, block.key, parent, size_bytes)
+        self._evictor.add(block.tenant, block.key, parent, size_bytes)
         for child in block.children.values():
             if self._tier in child.copies:
-                self._shares.adopt(block.tenant, block.key, child.key)
+                self._evictor.set_parent(block.tenant, child.key, block.key)
         block.copies[self._tier] = Copy(size_bytes, self._persistent, written)
         self.used_bytes += size_bytes
 
@@ -93,7 +93,7 @@ class TierBudget:
         """Count a copy that is here as what it takes now."""
         copy = block.copies[self._tier]
         more_bytes = size_bytes - copy.size_bytes
-        self._shares.resize(block.tenant, more_bytes)
+        self._evictor.resize(block.tenant, more_bytes)
         self.used_bytes += more_bytes
         copy.size_bytes = size_bytes
 
@@ -103,7 +103,7 @@ class TierBudget:
         if copy is None:
             return False
         self.used_bytes -= copy.size_bytes
-        self._shares.leave(block.tenant, block.key, copy.size_bytes)
+        self._evictor.remove(block.tenant, block.key, copy.size_bytes)
         return True
 
     # -- a full medium -------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES, BlockReadin
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
-from rekindle.kvcache.disk.policy_state import Learnt
-from rekindle.kvcache.disk.writer import BackUp, Commit, KeepLearnt, Remove, Writer
+from rekindle.kvcache.disk.policy_state import PolicyState
+from rekindle.kvcache.disk.writer import BackUp, Commit, Remove, SavePolicyState, Writer
 from rekindle.kvcache.tiers.base import (
     BaseTier,
     Blob,
@@ -45,7 +45,7 @@ class WriteBehindTier(BaseTier, ABC):
         name: str,
         limit_bytes: int,
         queue_bytes: int,
-        eviction: EvictionPolicy = "adaptive",
+        eviction: EvictionPolicy = "hit-density",
     ) -> None:
         super().__init__(name, limit_bytes, persistent=True, eviction=eviction)
         self.queue_bytes = queue_bytes
@@ -143,7 +143,7 @@ class DiskTier(WriteBehindTier):
         floor_bytes: int = 0,
         queue_bytes: int = 128 << 20,
         entries_bytes: int = 0,  # what entries may take of the index
-        eviction: EvictionPolicy = "adaptive",
+        eviction: EvictionPolicy = "hit-density",
         allocate: Allocate = plain_memory,  # what blocks are read into
         readers: int = READERS,
     ) -> None:
@@ -217,10 +217,10 @@ class DiskTier(WriteBehindTier):
         if self.is_open:
             self._writer.put(BackUp())
 
-    def keep_learnt(self, learnt: Learnt) -> None:
-        """Have it written for the next process to find in the folder."""
+    def save_policy_state(self, state: PolicyState) -> None:
+        """Save what eviction has learned, for the next process."""
         if self.is_open:
-            self._writer.put(KeepLearnt(learnt))
+            self._writer.put(SavePolicyState(state))
 
     def flush(self, then: Callable[[bool], None]) -> None:
         if self.is_open:

@@ -30,7 +30,7 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
 class RamTier(BaseTier):
     """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
 
-    def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "adaptive") -> None:
+    def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "hit-density") -> None:
         super().__init__("ram", limit_bytes, persistent=False, eviction=eviction)
         self._blobs: dict[bytes, Blob] = {}
 

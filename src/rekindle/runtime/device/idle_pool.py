@@ -15,7 +15,7 @@ from itertools import chain
 
 from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.runtime.device.idle_sequences import IdleRanking, IdleSequences
 from rekindle.runtime.device.offload import (
     Allowance,
@@ -41,7 +41,7 @@ class IdlePool:
         engine: Engine,
         offloader: Offloader,
         allowance: Allowance,
-        shares: Shares,
+        evictor: Evictor,
         *,
         kv_type: KvType,
         most_sequences: int,
@@ -56,7 +56,7 @@ class IdlePool:
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
         is_usual = kv_type == engine.capabilities.kv_type
         self._parking = engine.parking if is_usual else None
-        self._ranking = IdleRanking(shares, engine.capabilities.block_tokens)
+        self._ranking = IdleRanking(evictor, engine.capabilities.block_tokens)
         self._exports = IdleExports(engine, offloader, allowance, kv_type)
         self.sequences = self._idle = IdleSequences(engine, self._exports, self._ranking)
         self._superseded = self._idle.superseded

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rekindle.engine.base import Engine, Sequence
 from rekindle.kvcache.block import chain_key
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.runtime.device.offload import IdleExports, IdleSequence
 
 # ----------------------------------------------------------------------
@@ -30,8 +30,8 @@ class IdleRanking:
     Pins keep state in the store, not here: as in any tier, what is surely below may go.
     """
 
-    def __init__(self, shares: Shares, block_tokens: int) -> None:
-        self._shares = shares  # in tokens
+    def __init__(self, evictor: Evictor, block_tokens: int) -> None:
+        self._evictor = evictor  # in tokens
         self._block_tokens = block_tokens
         self._parts: dict[IdleSequence, list[_Part]] = {}
         self._users: Counter[bytes] = Counter()  # sequences that a block is part of
@@ -40,9 +40,9 @@ class IdleRanking:
         parts = self._parts[idle] = list(self._cut(idle))
         for key, tokens in parts:
             if self._users[key]:
-                self._shares.use(idle.tenant, key)
+                self._evictor.use(idle.tenant, key)
             else:
-                self._shares.enter(idle.tenant, key, None, tokens)
+                self._evictor.add(idle.tenant, key, None, tokens)
             self._users[key] += 1
 
     def _cut(self, idle: IdleSequence) -> Iterator[_Part]:
@@ -53,7 +53,7 @@ class IdleRanking:
             yield _Part(key, len(tokens))
 
     def remove(self, idle: IdleSequence, *, may_return: bool = True) -> None:
-        leave = self._shares.evict if may_return else self._shares.leave
+        leave = self._evictor.evict if may_return else self._evictor.remove
         for part in reversed(self._parts.pop(idle)):
             self._users[part.key] -= 1
             if not self._users[part.key]:
@@ -70,7 +70,7 @@ class IdleRanking:
         while left:
             marks = {self._mark(idle): idle for idle in reversed(left)}
             leaving = next((idle for idle in left if idle.is_leaving), None)
-            key = None if leaving else self._shares.lowest(_AllBut(marks.keys()))
+            key = None if leaving else self._evictor.next_victim(_AllBut(marks.keys()))
             idle = leaving or (left[0] if key is None else marks[key])
             left.remove(idle)
             yield idle

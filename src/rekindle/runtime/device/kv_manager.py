@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from rekindle.engine.base import Engine, KvType
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import PrefixHandle
-from rekindle.kvcache.eviction.duel import Duel
-from rekindle.kvcache.eviction.policy import Shares
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.kvcache.store import Store
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.runtime.device.idle_pool import IdlePool, IdlePools, RowsByType
@@ -30,7 +30,7 @@ class KvManager:
         engine: Engine,
         store: Store,
         now_s: NowS,
-        device: Duel,
+        estimator: HitDensity,
         *,
         eviction: EvictionPolicy,
         idle_tokens: int,
@@ -55,7 +55,7 @@ class KvManager:
                 engine,
                 self._offloader,
                 self.allowance,
-                Shares(eviction, device if is_usual else None),
+                Evictor(eviction, estimator if is_usual else None),
                 kv_type=kv_type,
                 most_sequences=self.most_sequences - parallel,
                 most_tokens=idle_tokens,

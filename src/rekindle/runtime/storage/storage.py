@@ -12,7 +12,7 @@ from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.image_files import PictureRead
 from rekindle.kvcache.entries.entries import Entries
 from rekindle.kvcache.entries.entry import Clock
-from rekindle.kvcache.eviction.duel import Duel
+from rekindle.kvcache.eviction.hit_density import HitDensity
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import (
     DEVICE,
@@ -174,7 +174,7 @@ class Storage:
         self.clock = clock
         self.secret = secret
         self.pictures = pictures
-        self.device = Duel()  # what is learnt of state in the engine's own memory
+        self.device_estimator = HitDensity()  # of idle state in the engine's memory
         self.disk = disk
         self._no_disk_reason = no_disk_reason
         self._log = log
@@ -191,7 +191,7 @@ class Storage:
             store.load()
             entries.settle()
             if disk:
-                self._learn(disk.folder)
+                self._load_policy_state(disk.folder)
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
         store.fetches.on_change = self._log_reads
 
@@ -274,25 +274,32 @@ class Storage:
             self.entries.settle()
             self.disk.begin()
             self.store.join(self.disk)
-            self._learn(self.disk.folder)  # what was found counts as used: it would fade before
+            self._load_policy_state(
+                self.disk.folder
+            )  # what was found counts as used: it would fade before
 
-    def _learn(self, folder: Folder) -> None:
+    def _load_policy_state(self, folder: Folder) -> None:
         """Go on from what eviction had learnt when the folder was last used."""
-        for name, duel in self._duels.items():
-            if name in folder.learnt:
+        for name, estimator in self._estimators.items():
+            if name in folder.policy_state:
                 try:
-                    duel.load(folder.learnt[name])
+                    estimator.load(folder.policy_state[name])
                 except ValueError as error:
-                    self._log(LogLine("warning", f"eviction in {name} learns anew: {error}"))
+                    self._log(
+                        LogLine("warning", f"eviction in {name} starts learning again: {error}")
+                    )
 
-    def _keep_learnt(self) -> None:
+    def _save_policy_state(self) -> None:
         if self.disk:
-            self.disk.keep_learnt({name: duel.dump() for name, duel in self._duels.items()})
+            self.disk.save_policy_state(
+                {name: estimator.dump() for name, estimator in self._estimators.items()}
+            )
 
     @property
-    def _duels(self) -> dict[str, Duel]:
+    def _estimators(self) -> dict[str, HitDensity]:
         """What each tier learns from, by its name."""
-        return {DEVICE: self.device} | {each.name: each.budget.duel for each in self.store.tiers}
+        tiers = {tier.name: tier.budget.estimator for tier in self.store.tiers}
+        return {DEVICE: self.device_estimator} | tiers
 
     def _log_reads(self, tier: Tier, answers: bool) -> None:
         self._log(reads_line(tier, answers))
@@ -318,7 +325,7 @@ class Storage:
         self._ticks += 1
         if self.disk and self._ticks % BACKUP_TICKS == 0:
             self.disk.back_up()
-            self._keep_learnt()
+            self._save_policy_state()
 
     def held_bytes(self, namespace: bytes | None) -> tuple[int, int]:
         """What a tenant, or all of them together, hold of RAM and of the disk."""
@@ -352,7 +359,7 @@ class Storage:
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > LOGGED_WRITE_BYTES:
             self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
-        self._keep_learnt()
+        self._save_policy_state()
         self.pictures.close()  # before the folder is anybody's again
         for tier in self.store.tiers:
             tier.close()

@@ -1,49 +1,44 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rekindle.kvcache.eviction.adaptive_ranking import AdaptiveRanking
-from rekindle.kvcache.eviction.density_ranking import DensityRanking
-from rekindle.kvcache.eviction.duel import Duel, Rule
-from rekindle.kvcache.eviction.hit_density import HitDensity
-from rekindle.kvcache.eviction.policy import Ranking
+from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
 from tests.kvcache.evicting import evict, use
 from tests.kvcache.measure import allocated_bytes
 
 
-def test_before_anything_is_learnt_the_oldest_goes_first() -> None:
-    ranking = DensityRanking(HitDensity())
+def test_the_oldest_block_is_evicted_first_before_anything_is_learned() -> None:
+    ranking = HitDensityRanking(HitDensity())
     for key in (b"a", b"b", b"c"):
-        ranking.enter(key, None)
+        ranking.add(key, None)
     use(ranking, [b"a"])
     assert [evict(ranking, set()) for _ in range(4)] == [b"b", b"c", b"a", None]
 
 
 def test_a_child_used_without_its_parent_does_not_outlive_it() -> None:
-    ranking = DensityRanking(HitDensity())
-    ranking.enter(b"parent", None)
-    ranking.enter(b"child", b"parent")
+    ranking = HitDensityRanking(HitDensity())
+    ranking.add(b"parent", None)
+    ranking.add(b"child", b"parent")
     use(ranking, [b"child", b"child"])
     assert [evict(ranking, set()), evict(ranking, set())] == [b"child", b"parent"]
 
 
-def test_a_key_that_has_left_is_not_brought_back_by_a_use() -> None:
-    ranking = DensityRanking(HitDensity())
-    ranking.enter(b"a", None)
-    ranking.leave(b"a")
+def test_a_use_does_not_bring_back_an_evicted_block() -> None:
+    ranking = HitDensityRanking(HitDensity())
+    ranking.add(b"a", None)
+    ranking.remove(b"a")
     use(ranking, [b"a"])
     assert evict(ranking, set()) is None
 
 
-def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> None:
-    """A hundred conversations take turns, further apart than the cache is long; between them
-    passes what never comes back. The oldest first would never hit."""
-    ranking = DensityRanking(HitDensity())
+def test_it_learns_to_keep_blocks_that_come_back_through_a_scan() -> None:
+    """A hundred conversations take turns, and blocks that never come back pass between them. The
+    distance between two turns is larger than the cache, so LRU would never hit."""
+    ranking = HitDensityRanking(HitDensity())
     held: set[bytes] = set()
     late_hits = 0
     passing = count(1 << 30)
@@ -58,29 +53,26 @@ def test_it_learns_to_keep_what_comes_back_when_a_scan_would_push_it_out() -> No
                 victim = evict(ranking, set())
                 assert victim is not None
                 held.remove(victim)
-            ranking.enter(key, None)
+            ranking.add(key, None)
             held.add(key)
     assert late_hits > 1_500
 
 
 def test_endless_use_takes_no_more_memory() -> None:
-    ranking = DensityRanking(HitDensity())
-    ranking.enter(b"a", None)
+    ranking = HitDensityRanking(HitDensity())
+    ranking.add(b"a", None)
     use(ranking, [b"a"] * 2000)
     assert allocated_bytes(lambda: use(ranking, [b"a"] * 20_000)) < 50_000
 
 
 class Forest(RuleBasedStateMachine):
-    """Trees that grow, are used in any part, and lose leaves."""
+    """Trees of blocks that grow, are used in any part, and lose leaves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ranking = self.new_ranking()
+        self.ranking = HitDensityRanking(HitDensity())
         self.parents: dict[bytes, bytes | None] = {}
         self.names = count()
-
-    def new_ranking(self) -> Ranking:
-        return DensityRanking(HitDensity())
 
     def leaves(self) -> set[bytes]:
         return self.parents.keys() - set(self.parents.values())
@@ -93,7 +85,7 @@ class Forest(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from([None, *sorted(self.parents)]))
         for _ in range(blocks):
             key = b"%d" % next(self.names)
-            self.ranking.enter(key, parent)
+            self.ranking.add(key, parent)
             self.parents[key] = parent
 
     @rule(data=st.data(), times=st.integers(1, 300))
@@ -102,12 +94,12 @@ class Forest(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        """Some leaf goes whenever there is one that is not spared."""
-        spared = self.some(data)
-        expected = self.ranking.lowest(spared)
-        victim = evict(self.ranking, spared)
+        """A leaf is evicted whenever one is not excluded."""
+        excluded = self.some(data)
+        expected = self.ranking.next_victim(excluded)
+        victim = evict(self.ranking, excluded)
         assert victim == expected
-        open_to_it = self.leaves() - spared
+        open_to_it = self.leaves() - excluded
         assert victim in open_to_it if open_to_it else victim is None
         if victim is not None:
             del self.parents[victim]
@@ -116,7 +108,7 @@ class Forest(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.leaves())))
-        self.ranking.leave(key)
+        self.ranking.remove(key)
         del self.parents[key]
 
     def teardown(self) -> None:
@@ -128,19 +120,5 @@ class Forest(RuleBasedStateMachine):
         assert not len(self.ranking)
 
 
-class AdaptiveForest(Forest):
-    """By either rule, while two caches without state look on."""
-
-    def new_ranking(self) -> Ranking:
-        self.duel = Duel()
-        return AdaptiveRanking(self.duel)
-
-    @rule(favourite=st.sampled_from(get_args(Rule)))
-    def change(self, favourite: Rule) -> None:
-        self.duel.favourite = favourite
-
-
-TestAdaptiveForest = AdaptiveForest.TestCase
-TestAdaptiveForest.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 TestForest = Forest.TestCase
 TestForest.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
