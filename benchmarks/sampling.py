@@ -25,7 +25,7 @@ import numpy as np
 
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.bindings import declare, load_library
-from rekindle.engine.sampling import native as compiled_rows
+from rekindle.engine.sampling import native
 from rekindle.engine.sampling.sampler import build_sampler
 from rekindle.engine.sampling.step import StepSampler
 from rekindle.protocol.requests import SamplingParams
@@ -37,7 +37,7 @@ STEP_KINDS = ("peaked", "flat")
 STEP_WAYS = ("greedy", "temperature 0.8, top-p 0.9", "0.8, top-k 40, 0.95, 0.05")
 THREADS = (1, 2, 4, 8)
 VOCABULARIES = (49_152, 151_936)
-COMPILED = compiled_rows.load()
+COMPILED = native.load()
 CHOOSERS = {"compiled": COMPILED, "NumPy": None} if COMPILED else {"NumPy": None}
 WAYS = {
     "greedy": SamplingParams(temperature=0),

@@ -6,15 +6,15 @@ from ctypes import CDLL
 
 import pytest
 
-from rekindle.engine.sampling import native as compiled_rows
+from rekindle.engine.sampling import native
 
-COMPILED = compiled_rows.load()
-CHOOSERS = {"numpy": None} | ({"compiled": COMPILED} if COMPILED else {})
+COMPILED = native.load()
+SAMPLERS = {"numpy": None} | ({"compiled": COMPILED} if COMPILED else {})
 
 
-@pytest.fixture(params=CHOOSERS.values(), ids=list(CHOOSERS))
+@pytest.fixture(params=SAMPLERS.values(), ids=list(SAMPLERS))
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CDLL | None:
-    """Compiled code, and none: tests that ask for it hold for both."""
+    """Run a test with compiled code and without it."""
     chosen: CDLL | None = request.param
-    monkeypatch.setattr(compiled_rows, "load", lambda: chosen)
+    monkeypatch.setattr(native, "load", lambda: chosen)
     return chosen

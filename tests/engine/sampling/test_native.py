@@ -1,4 +1,4 @@
-"""Compiled code chooses what NumPy would choose."""
+"""The compiled sampler agrees with the definition of sampling, and with NumPy where it must."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.engine.base import Matrix, Row
-from rekindle.engine.sampling import native as compiled_rows
-from rekindle.engine.sampling.native import DRAW, PROPOSE, RowChooser
-from rekindle.engine.sampling.sampler import Chooser, TokenSampler, build_sampler
+from rekindle.engine.sampling import native
+from rekindle.engine.sampling.native import Method, NativeSampler
+from rekindle.engine.sampling.sampler import TokenSampler, build_sampler, sample_rows
 from rekindle.protocol.requests import SamplingParams
-from tests.engine.sorted_sampling import chances
+from tests.engine.sampling.reference import probabilities
 
 WAYS = {
     "greedy": SamplingParams(temperature=0),
@@ -30,71 +30,84 @@ WAYS = {
     "few": SamplingParams(temperature=1, top_p=0.01),
     "top k": SamplingParams(temperature=1, top_p=1, top_k=7),
     "min p": SamplingParams(temperature=1.5, top_p=1, min_p=0.1),
-    "usual": SamplingParams(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05),
+    "llama.cpp defaults": SamplingParams(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05),
     "many": SamplingParams(temperature=1.2, top_p=0.8, top_k=700, min_p=0.001),
 }
 ROWS = 40
 
-needs_compiler = pytest.mark.skipif(
-    compiled_rows.load() is None, reason="no C compiler built the package"
-)
+needs_compiler = pytest.mark.skipif(native.load() is None, reason="no C compiler built the package")
 
 
 def make_logits(size: int, spread: float) -> Matrix:
-    """A third of the rows has ties, a third has tokens that are forbidden."""
+    """A third of the rows have ties, and a third have forbidden tokens."""
     rows = np.random.default_rng(size).normal(0, spread, (ROWS, size)).astype(np.float32)
     rows[1::3] = rows[1::3].round(1)
     rows[2::3, 1::2] = -inf
     return rows
 
 
-def choose(way: SamplingParams, logits: Matrix, compiled: RowChooser | None) -> list[int]:
+def build() -> NativeSampler | None:
+    library = native.load()
+    return None if library is None else NativeSampler(library, threads=1)
+
+
+def choose(way: SamplingParams, logits: Matrix, compiled: NativeSampler | None) -> list[int]:
     samplers = [build_sampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
-    return [sampled.token for sampled in Chooser(compiled).choose(samplers, logits.copy())]
+    return [sampled.token for sampled in sample_rows(compiled, samplers, logits.copy())]
 
 
 def test_there_is_compiled_code_where_there_is_a_compiler() -> None:
-    assert compiled_rows.load() or not shutil.which("cc"), "run `python hatch_build.py`"
+    assert native.load() or not shutil.which("cc"), "run `python hatch_build.py`"
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 @pytest.mark.parametrize("size", [1, 12, 65, 3001, 20_000])
-def test_a_seed_gives_the_same_token_with_compiled_code_and_without(
+def test_greedy_tokens_are_the_same_with_compiled_code_and_without(
+    spread: float, size: int
+) -> None:
+    logits = make_logits(size, spread)
+    expected = choose(WAYS["greedy"], logits, None)
+    assert choose(WAYS["greedy"], logits, build()) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", [way for way in WAYS.values() if way.temperature], ids=repr)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+@pytest.mark.parametrize("size", [1, 12, 65, 3001])
+def test_every_token_is_one_that_the_sorted_row_allows(
     way: SamplingParams, spread: float, size: int
 ) -> None:
-    """All but one of the rows: sums are rounded elsewhere, and a number may fall between two."""
     logits = make_logits(size, spread)
-    tokens = choose(way, logits, compiled_rows.build())
-    assert sum(np.not_equal(tokens, choose(way, logits, None))) <= 1
+    for row, token in zip(logits, choose(way, logits, build()), strict=True):
+        assert token in probabilities(row, way)
 
 
 def words(shares: Sequence[float]) -> bytes:
-    """Random words that stand for such numbers in [0, 1)."""
+    """Pack random words that stand for these numbers in [0, 1)."""
     every = [int(share * (1 << 53)) << 11 for share in shares]
-    every += [0] * (compiled_rows.WORDS - len(every))
+    every += [0] * (native.WORDS - len(every))
     return struct.pack(f"={len(every)}Q", *every)
 
 
-def drawn_from(row: Row, choices: Iterable[bytes]) -> set[int]:
-    compiled = compiled_rows.build()
+def drawn_from(row: Row, params: Iterable[bytes]) -> set[int]:
+    compiled = build()
     assert compiled
-    tokens = [compiled.choose(choice, row[None])[0] for choice in choices]
-    return set(tokens) - {compiled_rows.UNDECIDED}
+    tokens = [compiled.sample(each, row[None])[0] for each in params]
+    return set(tokens) - {native.UNDECIDED}
 
 
 def nucleus_of_proposals(row: Row, top_p: float) -> set[int]:
-    """Each token is proposed, which at temperature 1 is enough; all rows have one column."""
-    settings = compiled_rows.pack(SamplingParams(temperature=1, top_p=top_p), PROPOSE)
+    """Propose each token. At temperature 1 every proposal is accepted; the row has one column."""
+    settings = native.pack(SamplingParams(temperature=1, top_p=top_p), Method.PROPOSE)
     weights = np.exp(row.astype(np.float64))
     middles = (np.cumsum(weights) - weights / 2) / weights.sum()
-    choices = [settings + words([0.0, middle, 0.0] * 7) for middle in middles]
-    return drawn_from(row, choices)
+    params = [settings + words([0.0, middle, 0.0] * 7) for middle in middles]
+    return drawn_from(row, params)
 
 
 def nucleus_of_draws(row: Row, top_p: float) -> set[int]:
-    """So hot that all tokens have the same chance, each is drawn."""
-    settings = compiled_rows.pack(SamplingParams(temperature=1e9, top_p=top_p), DRAW, draws=1)
+    """Draw so hot that all tokens have the same probability."""
+    settings = native.pack(SamplingParams(temperature=1e9, top_p=top_p), Method.DRAW, draws=1)
     middles = (np.arange(4 * row.size) + 0.5) / (4 * row.size)
     return drawn_from(row, [settings + words([middle]) for middle in middles])
 
@@ -105,9 +118,9 @@ def nucleus_of_draws(row: Row, top_p: float) -> set[int]:
     st.floats(0, 1 - 1e-9),
 )
 def test_a_nucleus_is_that_of_the_sorted_row(eighths: list[int], top_p: float) -> None:
-    """Logits are equal or clearly not: which of two neighbours is the heavier is up to `exp`."""
+    """Logits are equal or clearly different, so rounding in `exp` cannot decide."""
     row = np.array(eighths, np.float32) / np.float32(8)
-    defined = set(chances(row, SamplingParams(temperature=1, top_p=top_p)))
+    defined = set(probabilities(row, SamplingParams(temperature=1, top_p=top_p)))
     assert nucleus_of_proposals(row, top_p) == defined
     assert nucleus_of_draws(row, top_p) == defined
 
@@ -120,32 +133,30 @@ def test_compiled_code_leaves_nothing_to_numpy(
     def fail(*_: object) -> int:
         raise AssertionError("NumPy is asked")
 
-    monkeypatch.setattr(TokenSampler, "draw", fail)
+    monkeypatch.setattr(TokenSampler, "choose", fail)
     for spread in (0.0, 1.0, 6.0):
-        choose(way, make_logits(3001, spread), compiled_rows.build())
+        choose(way, make_logits(3001, spread), build())
 
 
 @needs_compiler
-def test_cold_replies_of_which_hardly_a_proposal_is_taken_are_chosen_in_one_call(
+def test_cold_replies_that_reject_most_proposals_are_sampled_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(_: TokenSampler) -> bytes:
-        raise AssertionError("a row is looked at by one thread alone")
+        raise AssertionError("a row was retried by one thread")
 
-    monkeypatch.setattr(TokenSampler, "second_choice", fail)
-    choose(
-        SamplingParams(temperature=0.2, top_p=0.9), make_logits(3001, 1.0), compiled_rows.build()
-    )
+    monkeypatch.setattr(TokenSampler, "retry_params", fail)
+    choose(SamplingParams(temperature=0.2, top_p=0.9), make_logits(3001, 1.0), build())
 
 
-def test_code_that_is_missing_damaged_or_of_other_sources_is_not_used(
+def test_a_library_that_is_missing_damaged_or_stale_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(library: Path) -> object:
-        monkeypatch.setattr(compiled_rows, "LIBRARY", library)
-        return compiled_rows._find.__wrapped__()
+        monkeypatch.setattr(native, "LIBRARY", library)
+        return native._find.__wrapped__()
 
-    ours = compiled_rows.LIBRARY
+    ours = native.LIBRARY
     assert "no C compiler" in str(find(tmp_path / "missing.so"))
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"\x7fELF and no more")
@@ -158,11 +169,11 @@ def test_code_that_is_missing_damaged_or_of_other_sources_is_not_used(
 
 
 @needs_compiler
-def test_what_is_no_step_of_rows_never_reaches_compiled_code() -> None:
-    compiled = compiled_rows.build()
+def test_malformed_rows_never_reach_the_compiled_code() -> None:
+    compiled = build()
     assert compiled
-    choice = bytes(compiled_rows.CHOICE_BYTES)
+    one = bytes(native.PARAMS_BYTES)
     rows = np.zeros((2, 9), np.float32)
-    for choices, logits in ((choice, rows), (2 * choice, rows[:, ::2]), (2 * choice, rows > 0)):
+    for params, logits in ((one, rows), (2 * one, rows[:, ::2]), (2 * one, rows > 0)):
         with pytest.raises(ValueError, match="rows"):
-            compiled.choose(choices, logits)  # type: ignore[arg-type]
+            compiled.sample(params, logits)  # type: ignore[arg-type]

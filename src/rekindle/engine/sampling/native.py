@@ -1,12 +1,13 @@
-"""Tokens chosen by compiled code, `rows.c`, which holds no lock of the interpreter meanwhile.
+"""Calls the compiled sampler, `rows.c`, which releases the interpreter's lock while it runs.
 
-The code is compiled when the package is built, where there is a C compiler (`hatch_build.py`).
+`hatch_build.py` compiles it when the package is built, if there is a C compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_char, c_char_p, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from hashlib import sha256
 from math import inf, log
@@ -19,62 +20,63 @@ import numpy as np
 from rekindle.engine.base import Matrix
 from rekindle.protocol.requests import SamplingParams
 
-LIBRARY = Path(__file__).with_name("_rows.so")  # looked for nowhere else
-GREEDY, PROPOSE, DRAW = range(3)  # ways to choose
-UNDECIDED = -1  # in place of a token
-COLDEST = 1e-6  # a lower temperature is 0 in float32
-DRAWS = 2  # that may follow proposals
+LIBRARY = Path(__file__).with_name("_rows.so")  # the only place that it is loaded from
+UNDECIDED = -1  # returned in place of a token
+MIN_TEMPERATURE = 1e-6  # a lower one is zero in float32
+DRAWS = 2  # draws that may follow the proposals in one call
+WORDS = 21 + DRAWS  # 64-bit random words of a row: three for each of seven proposals, one per draw
 
 _SETTINGS = Struct("=iiqddd")
-WORDS = 21 + DRAWS  # of 64 random bits, after the settings
-CHOICE_BYTES = _SETTINGS.size + 8 * WORDS
+PARAMS_BYTES = _SETTINGS.size + 8 * WORDS
 
 
-class Memory:
-    """What choosing takes, for each of some threads."""
+class Method(IntEnum):
+    """How a token is chosen, as in `rows.c`."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self._needed_floats = library.memory_floats
-        self._threads = threads
-        self._size = -1
-        self._address = 0
-
-    def address(self, size: int) -> int:
-        """For rows of this size."""
-        if self._size < size:
-            self._floats = np.empty(self._threads * self._needed_floats(size), np.float32)
-            self._address = self._floats.ctypes.data
-            self._size = size
-        return self._address
+    GREEDY = 0
+    PROPOSE = 1  # proposals by rejection, then draws
+    DRAW = 2  # draws from the whole row
 
 
-class RowChooser:
-    """Chooses from the rows of a step, on several threads if there is more than one. One thread at
-    a time may ask."""
+def pack(sampling: SamplingParams, method: Method, *, draws: int = 0) -> bytes:
+    """Pack the settings of a row. `WORDS` random words have to follow them."""
+    temperature = max(sampling.temperature, MIN_TEMPERATURE)
+    min_score = log(sampling.min_p) if sampling.min_p else -inf
+    return _SETTINGS.pack(method, sampling.top_k, draws, temperature, sampling.top_p, min_score)
+
+
+class NativeSampler:
+    """Samples the rows of a step, with several threads if asked for. Not thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = library
-        self._memory = Memory(library, threads)
+        self._threads = threads
+        self._scratch = np.empty(0, np.float32)
+        self._scratch_at, self._scratch_size = 0, -1  # its address, and the rows it is made for
         self._pool: int | None = library.open_pool(threads - 1) if threads > 1 else None
 
     def arm(self) -> None:
-        """Wake the threads ahead of a step whose logits are being computed."""
+        """Wake the threads before a step, while its logits are being computed."""
         if self._pool:
             self._library.arm_pool(self._pool)
 
-    def choose(self, choices: bytes, logits: Matrix, *, together: bool = False) -> list[int]:
-        """A token of each row, or `UNDECIDED`: settings and random words are given for each."""
+    def sample(self, params: bytes, logits: Matrix, *, parallel: bool = False) -> list[int]:
+        """Return a token for each row, or `UNDECIDED`. `params` has `PARAMS_BYTES` for each row."""
         count, size = logits.shape
-        if len(choices) != count * CHOICE_BYTES:
-            raise ValueError(f"{len(choices)} bytes are not the choices of {count} rows")
+        if len(params) != count * PARAMS_BYTES:
+            raise ValueError(f"{len(params)} bytes of parameters do not fit {count} rows")
         if not logits.flags.c_contiguous or logits.dtype != np.float32:
-            raise ValueError("logits are rows of float32, one after the other")
+            raise ValueError("logits have to be contiguous rows of float32")
+        if self._scratch_size < size:
+            floats = self._threads * self._library.memory_floats(size)
+            self._scratch = np.empty(floats, np.float32)
+            self._scratch_at, self._scratch_size = self._scratch.ctypes.data, size
         tokens = (c_int32 * count)()
-        given = (logits.ctypes.data, size, count, choices, self._memory.address(size), tokens)
-        if self._pool and together:
-            self._library.choose_tokens_together(self._pool, *given)
+        args = (logits.ctypes.data, size, count, params, self._scratch_at, tokens)
+        if self._pool and parallel:
+            self._library.choose_tokens_together(self._pool, *args)
         else:
-            self._library.choose_tokens(*given)
+            self._library.choose_tokens(*args)
         return list(tokens)
 
     def close(self) -> None:
@@ -83,19 +85,11 @@ class RowChooser:
             self._pool = None
 
 
-def pack(sampling: SamplingParams, way: int, *, draws: int = 0) -> bytes:
-    """The settings of a choice; a draw takes a word."""
-    temperature = max(sampling.temperature, COLDEST)
-    least = log(sampling.min_p) if sampling.min_p else -inf
-    numbers = (draws, temperature, sampling.top_p, least)
-    return _SETTINGS.pack(way, sampling.top_k, *numbers)
-
-
-_GIVEN = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
+_STEP = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_floats": (c_int64, [c_int64]),
-    "choose_tokens": (None, _GIVEN),
-    "choose_tokens_together": (None, [c_void_p, *_GIVEN]),
+    "choose_tokens": (None, _STEP),
+    "choose_tokens_together": (None, [c_void_p, *_STEP]),
     "open_pool": (c_void_p, [c_int64]),
     "arm_pool": (None, [c_void_p]),
     "close_pool": (None, [c_void_p]),
@@ -103,13 +97,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load() -> ctypes.CDLL | None:
-    """None where there is none of this version."""
+    """Load the compiled sampler; None if there is none for these sources."""
     found = _find()
     return None if isinstance(found, str) else found
 
 
-def trouble() -> str | None:
-    """Why there is no compiled code."""
+def missing_reason() -> str | None:
+    """Say why there is no compiled sampler."""
     found = _find()
     return found if isinstance(found, str) else None
 
@@ -132,12 +126,6 @@ def _find() -> ctypes.CDLL | str:
 
 
 def _hash_sources() -> str:
-    """As `hatch_build.py` does."""
+    """Hash the C files in the same way as `hatch_build.py`."""
     sources = sorted(LIBRARY.parent.glob("*.[ch]"))
     return sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()
-
-
-def build(threads: int = 1) -> RowChooser | None:
-    """None where there is no compiled code."""
-    library = load()
-    return None if library is None else RowChooser(library, threads)

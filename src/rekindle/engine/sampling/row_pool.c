@@ -1,8 +1,8 @@
-/* Threads that choose from the rows of a step together.
+/* A pool of threads that sample the rows of a step together.
  *
- * Waking a thread takes longer than choosing from a row. So they are woken ahead of time, while a
- * device computes the logits, and then wait busily, for a few milliseconds at most. Rows are taken
- * one by one, by the thread that asks, too: nobody waits for a thread that has not woken.
+ * Waking a thread takes longer than sampling a row. So the threads are woken ahead of time, while a
+ * device computes the logits, and then wait busily, for a few milliseconds at most. All threads,
+ * including the caller, take rows one by one, so nobody waits for a thread that has not woken up.
  */
 
 #define _POSIX_C_SOURCE 200809L
@@ -16,13 +16,13 @@
 #include <stdlib.h>
 #include <time.h>
 
-static const int64_t PATIENCE_NS = 3000000; /* to wait busily, before the usual time and beyond it */
+static const int64_t PATIENCE_NS = 3000000; /* busy waiting before and after the expected time */
 static const int BUSY_TRIES = 2000; /* about 50 us */
 
 typedef struct {
     const float *rows;
     int64_t size, count;
-    const char *choices;
+    const char *params;
     float *memory; /* a part for each thread */
     int32_t *tokens;
 } Step;
@@ -32,20 +32,20 @@ typedef struct Pool Pool;
 typedef struct {
     Pool *pool;
     pthread_t thread;
-    int64_t number; /* of its part of the memory; 0 is that of who asks */
+    int64_t number; /* of its part of the memory; the caller has part 0 */
 } Helper;
 
 struct Pool {
-    Step step; /* read by whoever has taken a row of it, which it does not end without */
-    _Alignas(64) _Atomic int64_t left; /* rows that nobody has taken */
-    _Alignas(64) _Atomic int64_t done; /* rows that have their token */
-    _Alignas(64) _Atomic int64_t served; /* calls to arms that a step has answered */
-    _Alignas(64) pthread_mutex_t mutex; /* of what follows, which is written by who asks alone */
+    Step step; /* valid while a thread holds a row of it */
+    _Alignas(64) _Atomic int64_t left; /* rows not taken yet */
+    _Alignas(64) _Atomic int64_t done; /* finished rows */
+    _Alignas(64) _Atomic int64_t served; /* number of the last call that a step followed */
+    _Alignas(64) pthread_mutex_t mutex; /* guards the fields below, which only the caller writes */
     pthread_cond_t changed;
-    int64_t calls; /* to arms */
-    int64_t armed_ns, from_ns, until_ns; /* when that was, and when to wait busily */
+    int64_t calls; /* number of times that the threads were woken */
+    int64_t armed_ns, from_ns, until_ns; /* time of the last call; when to wait busily */
     int is_closing;
-    int64_t usual_ns; /* from a call to its step */
+    int64_t expected_ns; /* expected time from a call to its step */
     int64_t helpers;
     Helper helper[];
 };
@@ -71,7 +71,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* Whether there was a row to take. */
+/* Samples one row. Returns 0 if no row is left. */
 static int take_row(Pool *pool, int64_t number) {
     int64_t left = atomic_load_explicit(&pool->left, memory_order_relaxed);
     do {
@@ -79,7 +79,7 @@ static int take_row(Pool *pool, int64_t number) {
     } while (!atomic_compare_exchange_weak(&pool->left, &left, left - 1));
     const Step *step = &pool->step;
     int64_t row = step->count - left;
-    choose_tokens(step->rows + row * step->size, step->size, 1, step->choices + row * choice_bytes,
+    choose_tokens(step->rows + row * step->size, step->size, 1, step->params + row * params_bytes,
                   step->memory + number * memory_floats(step->size), step->tokens + row);
     atomic_fetch_add(&pool->done, 1);
     return 1;
@@ -103,13 +103,13 @@ static void *help(void *given) {
     }
 }
 
-/* With so many threads beside the one that asks, or fewer if there cannot be so many. */
+/* Starts `helpers` threads, or fewer if the system refuses more. */
 Pool *open_pool(int64_t helpers) {
     size_t bytes = sizeof(Pool) + (size_t)helpers * sizeof(Helper);
     Pool *pool = aligned_alloc(_Alignof(Pool), (bytes + 63) / 64 * 64);
     if (!pool) return NULL;
     *pool = (Pool){.mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
-    sigset_t all, before; /* signals are for the threads of the program, but for its own faults */
+    sigset_t all, before; /* block signals in the helpers, except for faults */
     sigfillset(&all);
     const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
     for (int at = 0; at < 4; at++) sigdelset(&all, faults[at]);
@@ -128,40 +128,40 @@ static void call(Pool *pool, int64_t delay_ns, int is_closing) {
     pthread_mutex_lock(&pool->mutex);
     pool->armed_ns = now_ns();
     pool->from_ns = pool->armed_ns + delay_ns;
-    pool->until_ns = pool->armed_ns + pool->usual_ns + PATIENCE_NS;
+    pool->until_ns = pool->armed_ns + pool->expected_ns + PATIENCE_NS;
     pool->is_closing = is_closing;
     pool->calls++;
     pthread_cond_broadcast(&pool->changed);
     pthread_mutex_unlock(&pool->mutex);
 }
 
-/* A step is to come: have the threads awake when it usually does. */
+/* Announces a step, so that the threads are awake when it is expected. */
 void arm_pool(Pool *pool) {
-    int64_t early_ns = pool->usual_ns / 4;
-    call(pool, pool->usual_ns - (early_ns < PATIENCE_NS ? early_ns : PATIENCE_NS), 0);
+    int64_t early_ns = pool->expected_ns / 4;
+    call(pool, pool->expected_ns - (early_ns < PATIENCE_NS ? early_ns : PATIENCE_NS), 0);
 }
 
-/* Shorter waits count at once, longer ones little by little: a step with a prompt to read now and
- * then must not have the threads asleep when the next one comes. */
+/* Updates the expected wait. A shorter wait counts in full, a longer one little by little: an
+ * occasional step with prefill must not leave the threads asleep when the next step comes. */
 static void note_wait(Pool *pool, int64_t waited_ns) {
-    int64_t usual_ns = pool->usual_ns, more_ns = (waited_ns - usual_ns) / 2;
-    if (usual_ns == 0) pool->usual_ns = waited_ns;
-    else pool->usual_ns += more_ns < usual_ns / 8 ? more_ns : usual_ns / 8;
-    if (now_ns() > pool->until_ns) call(pool, 0, 0); /* they have gone to sleep */
+    int64_t expected_ns = pool->expected_ns, more_ns = (waited_ns - expected_ns) / 2;
+    if (expected_ns == 0) pool->expected_ns = waited_ns;
+    else pool->expected_ns += more_ns < expected_ns / 8 ? more_ns : expected_ns / 8;
+    if (now_ns() > pool->until_ns) call(pool, 0, 0); /* the threads are asleep again */
 }
 
-/* As choose_tokens; `memory` has a part for each thread. */
+/* Like choose_tokens, with all threads. `memory` has a part for each of them. */
 void choose_tokens_together(Pool *pool, const float *rows, int64_t size, int64_t count,
-                            const char *choices, float *memory, int32_t *tokens) {
+                            const char *params, float *memory, int32_t *tokens) {
     if (pool->calls == atomic_load(&pool->served)) call(pool, 0, 0);
     else note_wait(pool, now_ns() - pool->armed_ns);
-    pool->step = (Step){rows, size, count, choices, memory, tokens};
+    pool->step = (Step){rows, size, count, params, memory, tokens};
     atomic_store(&pool->done, 0);
     atomic_store(&pool->left, count);
     while (take_row(pool, 0)) continue;
     for (int tries = 0; atomic_load(&pool->done) < count; tries++) {
         if (tries < BUSY_TRIES) relax();
-        else sched_yield(); /* a thread that has a row may have lost its core */
+        else sched_yield(); /* a thread with a row may have lost its core */
     }
     atomic_store(&pool->served, pool->calls);
 }

@@ -1,8 +1,8 @@
-/* Tokens chosen from rows of logits: what sampling.py does with NumPy, in one call.
+/* Chooses tokens from rows of logits, all rows of a step in one call.
  *
- * A sum has a fixed order, whatever instructions compute it, so a row gives the same token on every
- * machine. Nothing here allocates, keeps or shares memory. Rows with NaN or infinity in them, and what
- * the random numbers at hand do not decide, are left to NumPy.
+ * Sums have a fixed order for every instruction set, so a row gives the same token on every machine.
+ * Nothing here allocates or keeps memory. Rows with NaN or infinity, and rows that the given random
+ * numbers do not decide, are left to the caller.
  */
 
 #include "rows.h"
@@ -12,21 +12,21 @@
 #include <string.h>
 
 #ifndef SOURCE_HASH
-#define SOURCE_HASH "" /* hatch_build.py tells it */
+#define SOURCE_HASH "" /* defined by hatch_build.py */
 #endif
 
-enum { GREEDY, PROPOSE, DRAW }; /* ways to choose, as in compiled_rows.py */
+enum { GREEDY, PROPOSE, DRAW }; /* as in native.py */
 enum { UNDECIDED = -1 };
 enum { PROPOSALS = 7, DRAWS = 2, DEPTH = 64, GROUPS = 512 };
 
-static const double LEAST = 1e-14, MOST = 1e32; /* that weights may sum up to */
+static const double MIN_TOTAL = 1e-14, MAX_TOTAL = 1e32; /* bounds of the sum of weights */
 
 typedef struct {
-    int32_t way, top_k;
-    int64_t draws; /* that may be tried, after all proposals if there are any */
+    int32_t method, top_k;
+    int64_t draws; /* number of draws to try, after the proposals */
     double temperature, top_p, min_score;
-    uint64_t words[3 * PROPOSALS + DRAWS]; /* of random bits: three a proposal, one a draw */
-} Choice;
+    uint64_t words[3 * PROPOSALS + DRAWS]; /* random bits: three words per proposal, one per draw */
+} Params;
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -38,7 +38,7 @@ INLINE double uniform(uint64_t word) { return (double)(word >> 11) * 0x1p-53; }
 
 /* ---- Greedy ---- */
 
-/* As candidates.highest: the first of the highest; NaN is above minus infinity alone. */
+/* Returns the first highest logit. NaN ranks below every number but above minus infinity. */
 INLINE int32_t highest(const float *row, int64_t size) {
     float most = -INFINITY;
     int64_t from = 0;
@@ -67,12 +67,17 @@ INLINE int32_t highest(const float *row, int64_t size) {
     return (int32_t)found;
 }
 
-/* ---- Temperatures to 1: proposals, as in weighted_rows.py ---- */
+/* ---- Temperatures up to 1: rejection sampling ----
+ *
+ * A row is laid out as columns of at most DEPTH tokens. A column is proposed by the sum of its
+ * weights, then a token of it by its weight. The token is accepted with the probability that turns a
+ * draw at temperature 1 into one at the wanted temperature. So one exponential of the row serves both
+ * the temperature and the nucleus. */
 
 typedef struct {
     const float *weights;
-    float *sums;     /* of columns */
-    double *running; /* sums of those */
+    float *sums;     /* of each column */
+    double *running; /* running sums of the columns */
     int64_t size, columns;
 } Columns;
 
@@ -89,7 +94,7 @@ INLINE void weigh(const float *restrict row, float *restrict weights, float *res
     }
 }
 
-/* The first running sum above what is wanted, or the last. */
+/* Returns the first column whose running sum exceeds `wanted`, or the last column. */
 INLINE int64_t find_column(const Columns *all, double wanted) {
     int64_t low = 0, high = all->columns - 1;
     while (low < high) {
@@ -110,13 +115,13 @@ INLINE int64_t find_token(const Columns *all, int64_t column, double share) {
     return column;
 }
 
-/* What is heavier is in a column whose sum is. */
+/* A heavier token is in a column whose sum is larger, so column sums bound the heavier weights. */
 INLINE int is_surely_in(const Columns *all, double total, double share, float weight) {
     double before = sum_above(all->sums, all->columns, just_below(weight)) - weight;
     return before * (1 + ROUNDING) < (share - ROUNDING) * total;
 }
 
-INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, float *memory) {
+INLINE int64_t propose(const float *row, int64_t size, const Params *params, float *memory) {
     Columns all = {.weights = memory, .size = size, .columns = (size + DEPTH - 1) / DEPTH};
     all.sums = memory + size + size % 2;
     all.running = (double *)(all.sums + all.columns + all.columns % 2);
@@ -127,29 +132,29 @@ INLINE int64_t propose(const float *row, int64_t size, const Choice *choice, flo
         all.running[column] = total += all.sums[column];
         most = all.sums[column] > most ? all.sums[column] : most;
     }
-    if (!(total > LEAST && total < MOST)) return UNDECIDED;
-    Nucleus nucleus = {memory, memory, size, size, total, choice->top_p};
-    double power = 1 / choice->temperature - 1;
-    float outside = 0; /* the weight of one that is not in, nor is what comes after it */
+    if (!(total > MIN_TOTAL && total < MAX_TOTAL)) return UNDECIDED;
+    Nucleus nucleus = {memory, memory, size, size, total, params->top_p};
+    double power = 1 / params->temperature - 1;
+    float outside = 0; /* lightest weight known to be outside the nucleus */
     int64_t outside_at = -1;
     for (int number = 0; number < PROPOSALS; number++) {
-        const uint64_t *words = choice->words + 3 * number;
+        const uint64_t *words = params->words + 3 * number;
         int64_t column = find_column(&all, uniform(words[0]) * total);
         int64_t token = find_token(&all, column, uniform(words[1]));
         float weight = all.weights[token];
         if (!(uniform(words[2]) < pow(weight / most, power))) continue;
-        if (choice->top_p >= 1) return token;
+        if (params->top_p >= 1) return token;
         if (weight < outside || (weight == outside && token >= outside_at)) continue;
-        if (is_surely_in(&all, total, choice->top_p, weight)) return token;
+        if (is_surely_in(&all, total, params->top_p, weight)) return token;
         if (is_in(&nucleus, token)) return token;
         outside = weight, outside_at = token;
     }
     return UNDECIDED;
 }
 
-/* ---- All other ways: a draw from the whole row, as in sampling.py ---- */
+/* ---- All other settings: draw from the whole row ---- */
 
-/* NaN if one of them is. */
+/* Returns NaN if any value is NaN. */
 INLINE float maximum(const float *values, int64_t size) {
     float lanes[LANES], most = -INFINITY;
     int32_t odd[LANES] = {0}, is_odd = 0;
@@ -172,7 +177,7 @@ INLINE float maximum(const float *values, int64_t size) {
     return is_odd ? NAN : most;
 }
 
-/* The places of those that reach a floor; minus infinity does not. */
+/* Collects the places of values that reach a floor. Minus infinity never does. */
 INLINE int64_t collect(const float *values, int64_t size, float floor, int32_t *places) {
     int64_t found = 0;
     floor = floor > -FLT_MAX ? floor : -FLT_MAX;
@@ -190,14 +195,14 @@ INLINE int64_t collect(const float *values, int64_t size, float floor, int32_t *
     return found;
 }
 
-/* A whole number that compares as the float does. */
+/* Maps a float to an integer with the same order. */
 INLINE int32_t key_of(float value) {
     int32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits < 0 ? bits ^ INT32_MAX : bits;
 }
 
-/* A value that `count` of them reach, and no more but for equal ones. */
+/* Returns the `count`-th largest value, by bisection over its bits. */
 INLINE float nth_largest(const float *values, int64_t size, int64_t count, int32_t *keys) {
     int64_t low = key_of(-INFINITY), high = (int64_t)key_of(INFINITY) + 1;
     for (int64_t at = 0; at < size; at++) keys[at] = key_of(values[at]);
@@ -214,7 +219,9 @@ INLINE float nth_largest(const float *values, int64_t size, int64_t count, int32
     return value;
 }
 
-/* As candidates.largest: the places of the largest; of equal ones the first. */
+/* Finds the places of the `count` largest logits. Ties go to the first.
+ *
+ * The `count`-th largest maximum of some groups is a floor that at least `count` logits reach. */
 INLINE int64_t largest(const float *row, int64_t size, int64_t count, float *values, int32_t *keys,
                        int32_t *places) {
     int64_t groups = 4 * count > GROUPS ? 4 * count : GROUPS, depth = size / groups;
@@ -240,111 +247,111 @@ INLINE int64_t largest(const float *row, int64_t size, int64_t count, float *val
     return kept;
 }
 
-/* As candidates.pick: a place by its chance. */
-INLINE int64_t pick(const float *chances, int64_t size, double share) {
-    double wanted = share * sum_above(chances, size, 0.0f), sum = 0;
+/* Returns a place, drawn in proportion to its odds. */
+INLINE int64_t pick(const float *odds, int64_t size, double share) {
+    double wanted = share * sum_above(odds, size, 0.0f), sum = 0;
     int64_t block = 0, last = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
         int64_t width = start + BLOCK < size ? BLOCK : size - start;
-        double added = sum_above(chances + start, width, 0.0f);
-        if (added > 0) block = start; /* if sums are rounded up, it is the last */
+        double added = sum_above(odds + start, width, 0.0f);
+        if (added > 0) block = start; /* the last one, if rounding puts `wanted` past the end */
         if (sum + added > wanted) break;
         sum += added;
     }
     for (int64_t at = block; at < size && at < block + BLOCK; at++) {
-        if (chances[at] > 0) last = at;
-        sum += chances[at];
+        if (odds[at] > 0) last = at;
+        sum += odds[at];
         if (sum > wanted) break;
     }
     return last;
 }
 
 typedef struct {
-    float *scores, *weights, *kept; /* `kept`: weights of those that are left */
-    int32_t *places;                /* of those that are left, in the row */
-    int64_t size;                   /* how many are left */
+    float *scores, *weights, *kept; /* `kept`: weights of the remaining tokens */
+    int32_t *places;                /* of the remaining tokens in the row */
+    int64_t size;                   /* number of remaining tokens */
 } Left;
 
-/* Leave what top-p and min-p may leave; it is not worth it for top-p alone if that is more than a
- * quarter. */
-INLINE void cut(Left *left, const Choice *choice, Nucleus *nucleus, int32_t *among) {
-    double floor = choice->min_score;
-    if (choice->top_p < 1) {
+/* Drops tokens that min-p excludes, and tokens too light for the top-p nucleus. For top-p alone this
+ * pays only if it leaves less than a quarter. */
+INLINE void cut(Left *left, const Params *params, Nucleus *nucleus, int32_t *among) {
+    double floor = params->min_score;
+    if (params->top_p < 1) {
         for (int64_t at = 0; at < left->size; at++) left->weights[at] = exp_of(left->scores[at]);
         double total = sum_above(left->weights, left->size, 0.0f);
-        double lightest = log(0.99 * (1 - choice->top_p) * total / (double)left->size);
+        double lightest = log(0.99 * (1 - params->top_p) * total / (double)left->size);
         floor = lightest > floor ? lightest : floor;
         const float *all = left->weights;
-        *nucleus = (Nucleus){all, all, left->size, left->size, total, choice->top_p};
+        *nucleus = (Nucleus){all, all, left->size, left->size, total, params->top_p};
     }
     if (floor == -INFINITY) return;
     int64_t found = 0;
     for (int64_t at = 0; at < left->size; at++) found += left->scores[at] >= (float)floor;
-    if (choice->min_score == -INFINITY && 4 * found > left->size) return;
+    if (params->min_score == -INFINITY && 4 * found > left->size) return;
     collect(left->scores, left->size, (float)floor, among);
     for (int64_t at = 0; at < found; at++) {
         left->scores[at] = left->scores[among[at]];
-        if (choice->top_p < 1) left->kept[at] = left->weights[among[at]];
+        if (params->top_p < 1) left->kept[at] = left->weights[among[at]];
         left->places[at] = left->places[among[at]];
     }
     nucleus->weights = left->kept;
     nucleus->size = left->size = found;
 }
 
-INLINE int64_t draw(const float *row, int64_t size, const Choice *choice, const uint64_t *words,
+INLINE int64_t draw(const float *row, int64_t size, const Params *params, const uint64_t *words,
                     float *memory) {
     Left left = {memory, memory + size, memory + 2 * size, (int32_t *)(memory + 3 * size), size};
     int32_t *among = left.places + size;
     float most = maximum(row, size);
     if (!(fabsf(most) <= FLT_MAX)) return UNDECIDED;
-    if (0 < choice->top_k && choice->top_k < size) {
-        left.size = largest(row, size, choice->top_k, left.weights, among, left.places);
+    if (0 < params->top_k && params->top_k < size) {
+        left.size = largest(row, size, params->top_k, left.weights, among, left.places);
         for (int64_t at = 0; at < left.size; at++) left.scores[at] = row[left.places[at]] - most;
     } else {
         for (int64_t at = 0; at < size; at++) left.places[at] = (int32_t)at;
         for (int64_t at = 0; at < size; at++) left.scores[at] = row[at] - most;
     }
     Nucleus nucleus = {0};
-    cut(&left, choice, &nucleus, among);
-    float *chances = left.scores, factor = (float)(1 / choice->temperature);
-    for (int64_t at = 0; at < left.size; at++) chances[at] = exp_of(left.scores[at] * factor);
-    for (int64_t number = 0; number < choice->draws; number++) {
-        int64_t place = pick(chances, left.size, uniform(words[number]));
-        if (choice->top_p >= 1 || is_in(&nucleus, place)) return left.places[place];
-        float weight = nucleus.weights[place]; /* nor is what comes after it */
+    cut(&left, params, &nucleus, among);
+    float *odds = left.scores, factor = (float)(1 / params->temperature);
+    for (int64_t at = 0; at < left.size; at++) odds[at] = exp_of(left.scores[at] * factor);
+    for (int64_t number = 0; number < params->draws; number++) {
+        int64_t place = pick(odds, left.size, uniform(words[number]));
+        if (params->top_p >= 1 || is_in(&nucleus, place)) return left.places[place];
+        float weight = nucleus.weights[place]; /* every lighter token is outside, too */
         for (int64_t at = 0; at < left.size; at++) {
             float other = nucleus.weights[at];
             int is_before = other > weight || (other == weight && at < place);
-            chances[at] = is_before ? chances[at] : 0.0f;
+            odds[at] = is_before ? odds[at] : 0.0f;
         }
     }
     return UNDECIDED;
 }
 
-/* ---- All ---- */
+/* ---- Entry points ---- */
 
 const char source_hash[] = SOURCE_HASH;
-const int32_t choice_bytes = sizeof(Choice);
+const int32_t params_bytes = sizeof(Params);
 
 int64_t memory_floats(int64_t size) { return (5 * size + 64 + 15) / 16 * 16; }
 
-FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, const char *choices,
+FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, const char *params,
                                 float *memory, int32_t *tokens) {
     for (int64_t at = 0; at < count; at++) {
         const float *row = rows + at * size;
-        Choice choice;
-        memcpy(&choice, choices + at * choice_bytes, sizeof choice);
-        if (choice.way == GREEDY) {
+        Params own;
+        memcpy(&own, params + at * params_bytes, sizeof own);
+        if (own.method == GREEDY) {
             tokens[at] = highest(row, size);
             continue;
         }
-        const uint64_t *words = choice.words;
+        const uint64_t *words = own.words;
         int64_t token = UNDECIDED;
-        if (choice.way == PROPOSE) {
-            token = propose(row, size, &choice, memory);
+        if (own.method == PROPOSE) {
+            token = propose(row, size, &own, memory);
             words += 3 * PROPOSALS;
         }
-        if (token == UNDECIDED) token = draw(row, size, &choice, words, memory);
+        if (token == UNDECIDED) token = draw(row, size, &own, words, memory);
         tokens[at] = (int32_t)token;
     }
 }

@@ -1,6 +1,6 @@
-/* Exponentials of logits, their sums, and which of them are in a nucleus.
+/* Exponentials of logits, their sums, and the top-p nucleus.
  *
- * Everything is inlined, so that it is compiled for each kind of CPU that rows.c is.
+ * Everything is inlined, so that it is compiled for each instruction set that rows.c is built for.
  */
 
 #ifndef WEIGHTS_H
@@ -12,14 +12,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LANES = 32, BLOCK = LANES * 64 }; /* numbers that are summed side by side, and in float32 */
+enum { LANES = 32, BLOCK = LANES * 64 }; /* parallel sums; numbers summed in float32 */
 
-static const double ROUNDING = 1e-5; /* of a sum: more than float32 loses in a block or a column */
+static const double ROUNDING = 1e-5; /* relative error bound of a float32 sum */
 
-/* e to the power of x, to about one unit in the last place; 0 below the normal numbers; what is not
- * a number, or too high for one, becomes 1.7e38, more than weights may sum up to. */
+/* Returns e to the power of x, to about one unit in the last place, and 0 below the normal numbers.
+ * NaN and large values become 1.7e38, which is more than weights may sum up to. */
 INLINE float exp_of(float x) {
-    const float magic = 0x1.8p23f; /* what is added to it is rounded to a whole number */
+    const float magic = 0x1.8p23f; /* adding it rounds to a whole number */
     float bounded = x < 88.0f ? x : 88.0f;
     bounded = bounded > -87.0f ? bounded : -87.0f;
     float shifted = bounded * 0x1.715476p0f + magic;
@@ -40,7 +40,7 @@ INLINE float exp_of(float x) {
     return x < -87.0f ? 0.0f : power * scale;
 }
 
-/* The sum of those that are above a bound. */
+/* Sums the weights above a bound. */
 INLINE double sum_above(const float *weights, int64_t size, float bound) {
     double total = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
@@ -58,7 +58,7 @@ INLINE double sum_above(const float *weights, int64_t size, float bound) {
     return total;
 }
 
-/* The same in float64, for the few cases in which that matters. */
+/* The same in float64, for the few cases that float32 cannot decide. */
 INLINE double exact_sum_above(const float *weights, int64_t size, float bound) {
     double total = 0;
     for (int64_t at = 0; at < size; at++) total += weights[at] > bound ? (double)weights[at] : 0.0;
@@ -68,14 +68,14 @@ INLINE double exact_sum_above(const float *weights, int64_t size, float bound) {
 INLINE float just_below(float weight) { return nextafterf(weight, -1.0f); }
 
 typedef struct {
-    const float *weights; /* those that may be in */
-    const float *all;     /* those that the share is of */
+    const float *weights; /* candidates of the nucleus */
+    const float *all;     /* all weights, whose total counts */
     int64_t size, all_size;
     double total, share;
 } Nucleus;
 
-/* As candidates.Nucleus: whether what is heavier, or as heavy and before it, has less than the
- * share. */
+/* Returns whether a weight is in the nucleus: whether the heavier weights, and the equal ones before
+ * it, have less than the share of the total. */
 INLINE int is_in(const Nucleus *nucleus, int64_t place) {
     const float *weights = nucleus->weights, *after = weights + place;
     int64_t rest = nucleus->size - place;

@@ -1,4 +1,4 @@
-"""Every field of SamplingParams has the effect it is said to have, and a seed its tokens."""
+"""Every field of SamplingParams has its effect, and a seed determines the tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Row
-from rekindle.engine.sampling import native as compiled_rows
-from rekindle.engine.sampling.sampler import Chooser, build_sampler
+from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.protocol.requests import SamplingParams
-from tests.engine.sorted_sampling import chances
+from tests.engine.sampling.reference import probabilities
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -51,14 +51,12 @@ def tokens(
 
 
 def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
-    """As many as `DRAWS`, of replies that are sampled together."""
+    """Draw `DRAWS` tokens, for replies that are sampled in one step."""
     assert sampling.seed is not None
     seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
-    chooser = Chooser(compiled_rows.build())
-    steps = [
-        chooser.choose(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)
-    ]
+    step = build_step_sampler(busy_cores=1)
+    steps = [step.sample(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)]
     return [sampled.token for step in steps for sampled in step]
 
 
@@ -99,24 +97,24 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("size", [12, 1300])
-def test_tokens_are_drawn_by_their_chances(name: str, spread: float, size: int) -> None:
+def test_tokens_are_drawn_by_their_probabilities(name: str, spread: float, size: int) -> None:
     row = np.random.default_rng(8).normal(0, spread, size).round(1).astype(np.float32)
-    assert_drawn_by_chances(row, DISTRIBUTIONS[name])
+    assert_drawn_by_probability(row, DISTRIBUTIONS[name])
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("temperature", [0.8, 1, 2])
-def test_equal_tokens_at_the_edge_of_a_nucleus_are_drawn_by_their_chances(
+def test_equal_tokens_at_the_edge_of_a_nucleus_are_drawn_by_their_probabilities(
     top_p: float, temperature: float
 ) -> None:
-    """Some of them are in, and some are not, below one that is heavier."""
+    """A heavier token is in the nucleus, and some of the equal ones are."""
     row = np.array([0.0] * 4 + [0.7] + [0.0] * 6, np.float32)
-    assert_drawn_by_chances(row, SamplingParams(temperature=temperature, top_p=top_p, seed=9))
+    assert_drawn_by_probability(row, SamplingParams(temperature=temperature, top_p=top_p, seed=9))
 
 
-def assert_drawn_by_chances(row: Row, sampling: SamplingParams) -> None:
-    """Pearson's statistic, against a bound that one in a million exceeds; the seeds are fixed."""
-    expected = chances(row, sampling)
+def assert_drawn_by_probability(row: Row, sampling: SamplingParams) -> None:
+    """Compare Pearson's statistic with a bound that one in a million exceeds. Seeds are fixed."""
+    expected = probabilities(row, sampling)
     drawn = np.bincount(tokens_together(sampling, row), minlength=row.size)
     assert set(np.flatnonzero(drawn).tolist()) <= set(expected)
     likely = {token for token, chance in expected.items() if DRAWS * chance >= 5}
@@ -144,7 +142,7 @@ def test_a_reply_follows_its_seed_and_no_other() -> None:
     )
 
 
-def test_a_token_depends_on_its_place_in_the_reply_and_not_on_what_was_drawn_before() -> None:
+def test_a_draw_depends_on_the_position_and_not_on_earlier_tokens() -> None:
     sampling = SamplingParams(temperature=5, top_p=0.9, seed=7)
     certain = np.array([0.0, 90.0, 0.0, 0.0, 0.0], np.float32)
     one, other = build_sampler(sampling, ()), build_sampler(sampling, ())
@@ -155,7 +153,7 @@ def test_a_token_depends_on_its_place_in_the_reply_and_not_on_what_was_drawn_bef
     assert later[0] == later[1]
 
 
-def test_penalties_move_on_from_what_was_said() -> None:
+def test_penalties_avoid_tokens_of_the_reply() -> None:
     presence = SamplingParams(temperature=0, presence_penalty=1.5)
     assert tokens(presence, count=3) == [1, 2, 1]
     frequency = SamplingParams(temperature=0, frequency_penalty=2.0)
@@ -164,7 +162,7 @@ def test_penalties_move_on_from_what_was_said() -> None:
     assert tokens(repetition, prompt=(1,), count=1) == [2]
 
 
-def test_repetition_forgets_what_has_left_its_window() -> None:
+def test_the_repetition_penalty_forgets_tokens_that_left_its_window() -> None:
     sampling = SamplingParams(temperature=0, repetition_penalty=4.0, repetition_context_size=2)
     assert tokens(sampling, prompt=(1, 0, 0), count=1) == [1]
     assert tokens(sampling, prompt=(1, 0), count=5) == [2, 1, 3, 2, 1]
@@ -172,7 +170,7 @@ def test_repetition_forgets_what_has_left_its_window() -> None:
     assert tokens(unbound, prompt=(1,), count=2) == [1, 1]
 
 
-def test_repetition_lowers_what_is_below_zero_too() -> None:
+def test_the_repetition_penalty_lowers_negative_logits_too() -> None:
     row = np.array([-1.0, -1.5], np.float32)
     sampling = SamplingParams(temperature=0, repetition_penalty=2.0)
     assert tokens(sampling, row, prompt=(0,), count=1) == [1]
@@ -185,7 +183,7 @@ def test_occurrences_of_many_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(seed=1)])
-def test_a_mask_has_the_last_word_and_is_given_the_choice(sampling: SamplingParams) -> None:
+def test_a_mask_limits_the_choice_and_is_told_the_token(sampling: SamplingParams) -> None:
     mask = Only([0, 4])
     sampler = build_sampler(sampling, (), mask)
     drawn = [sampler.sample(ROW.copy()).token for _ in range(50)]
@@ -208,7 +206,7 @@ def test_a_mask_has_the_last_word_and_is_given_the_choice(sampling: SamplingPara
 )
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_a_row_that_makes_no_sense_still_gives_a_token(
+def test_a_row_of_nan_or_infinity_still_gives_a_token(
     row: list[float], token: int, top_k: int, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k, seed=1)
@@ -237,7 +235,7 @@ def test_logprobs_are_the_models_own() -> None:
         SamplingParams(temperature=0.7, seed=1, presence_penalty=1.5, frequency_penalty=0.5),
     ],
 )
-def test_a_reply_goes_on_from_where_it_is_whatever_was_chosen_since(
+def test_replay_continues_a_reply_and_forgets_later_tokens(
     sampling: SamplingParams,
 ) -> None:
     rows = np.random.default_rng(1).standard_normal((12, 50)).astype(np.float32)

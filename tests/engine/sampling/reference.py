@@ -1,4 +1,4 @@
-"""Sampling as it is defined: sort the row, cut it, and tell each token's chance."""
+"""Defines sampling in the plainest way: sort the row, cut it, compute each token's probability."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rekindle.engine.base import Row
 from rekindle.protocol.requests import SamplingParams
 
 
-def chances(row: Row, sampling: SamplingParams) -> dict[int, float]:
-    """The probability of each token that may be drawn; of equal ones, lower numbers go first."""
+def probabilities(row: Row, sampling: SamplingParams) -> dict[int, float]:
+    """Return the probability of each token that may be drawn. Ties go to the lower token id."""
     order = np.argsort(-row, kind="stable")
     order = order[row[order] > -np.inf]
     if sampling.top_k:
