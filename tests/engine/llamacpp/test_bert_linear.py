@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from rekindle.engine.llamacpp.bert import COPIED, IN_PLACE, Tiling, Weights
-from rekindle.engine.team import LEAST_WORK, Share, Team, alone
+from rekindle.engine.llamacpp.thread_team import MIN_WORK, Share, ThreadTeam, alone
 
 INPUTS, OUTPUTS, SHARDS = 384, 192, 2
 
 
 @pytest.fixture(scope="module")
-def team() -> Iterator[Team]:
-    made = Team(2, "test")
+def team() -> Iterator[ThreadTeam]:
+    made = ThreadTeam(2, "test")
     yield made
     made.close()
 
 
 @pytest.fixture(params=["alone", "shared"])
-def share(request: pytest.FixtureRequest, team: Team) -> Share:
+def share(request: pytest.FixtureRequest, team: ThreadTeam) -> Share:
     if request.param == "alone":
         return alone
-    return lambda compute, count, _item_work: team.share(compute, count, LEAST_WORK)
+    return lambda compute, count, _item_work: team.share(compute, count, MIN_WORK)
 
 
 @pytest.mark.parametrize("tiling", [IN_PLACE, COPIED])

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from rekindle.engine.base import Matrix
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.model import GgufHeader, LlamaModel, TensorPlace, open_header
-from rekindle.engine.team import LEAST_WORK, Share, Team, alone
+from rekindle.engine.llamacpp.thread_team import MIN_WORK, Share, ThreadTeam, alone
 
 # ----------------------------------------------------------------------
 # A product of rows and weights, plus a bias, in the order that the BLAS of NumPy is fast with.
@@ -286,7 +286,7 @@ class Layer:
         if rows < LEAST_SHARED_ROWS:
             compute(slice(0, self.shards), share)
         else:
-            share(lambda shards: compute(shards, alone), self.shards, LEAST_WORK)
+            share(lambda shards: compute(shards, alone), self.shards, MIN_WORK)
 
 
 def _total(parts: Iterable[Matrix]) -> Matrix:
@@ -356,8 +356,8 @@ class Bert:
         count = sum(each.size for block in blocks for each in block.values() if each.ndim == 2)
         weights = Weights(count, shards, self._tiling)
         self._layers = [Layer.of(each, weights, heads=heads, epsilon=epsilon) for each in blocks]
-        self._team = Team(threads, "bert")
-        # For good: BLAS threads of its own wait busily for each other (see Team).
+        self._team = ThreadTeam(threads, "bert")
+        # For good: BLAS threads of its own wait busily for each other (see ThreadTeam).
         threadpool_limits(1, "blas")
 
     def pooled(self, inputs: Seq[Seq[int]]) -> Matrix:
@@ -375,7 +375,7 @@ class Bert:
             for run in waiting:  # of all threads, each run once
                 made[run] = self._run([inputs[place] for place in run], alone)
 
-        self._team.share(compute, len(runs), LEAST_WORK)
+        self._team.share(compute, len(runs), MIN_WORK)
         return made
 
     def _run(self, inputs: Seq[Seq[int]], share: Share) -> Matrix:

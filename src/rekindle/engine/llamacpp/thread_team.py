@@ -1,8 +1,7 @@
-"""Threads that share one computation with the thread that asks for it.
+"""Shares one computation between a few threads.
 
-They sleep while there is nothing to do. Threads that wait busily start a little sooner, but as
-soon as another process wants a core, as the chat model's does, they take it from the very thread
-that they wait for.
+The threads sleep while they wait. Busy waiting would start a little sooner, but as soon as another
+process wants a core (the chat model's, for example), it takes that core from the working thread.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from itertools import pairwise
 from queue import SimpleQueue
 from threading import Thread
 
-LEAST_WORK = 7_000_000  # multiplications, about 80 us: for less no thread is woken
-WAKING_WORK = 2_500_000  # that could be done meanwhile
+MIN_WORK = 7_000_000  # multiplications, about 80 us: for less no thread is woken
+WAKING_WORK = 2_500_000  # multiplications that the caller could do while it wakes a thread
 
 Part = Callable[[], None]
-Compute = Callable[[slice], None]  # of some items
-Share = Callable[[Compute, int, int], None]  # see Team.share
+Compute = Callable[[slice], None]  # computes a range of items
+Share = Callable[[Compute, int, int], None]  # the signature of ThreadTeam.share
 
 
 def alone(compute: Compute, count: int, _item_work: int) -> None:
-    """A `Share` with nobody."""
+    """Compute all items in the calling thread."""
     compute(slice(0, count))
 
 
-class Team:
-    """One thread at a time may ask."""
+class ThreadTeam:
+    """Threads that help one caller at a time."""
 
     def __init__(self, size: int, name: str) -> None:
-        """`size` counts the thread that asks."""
+        """`size` includes the calling thread."""
         self.size = size
         self._parts: SimpleQueue[Part | None] = SimpleQueue()
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -40,13 +39,13 @@ class Team:
         for thread in self._threads:
             thread.start()
 
-    def share(
-        self, compute: Compute, count: int, item_work: int, *, most: int | None = None
-    ) -> None:
-        """Compute items 0 to `count`, which are so many multiplications each, on `most` threads at
-        most. The asking thread takes a few more than the others, which it has to wake. Of what
-        fails, one is raised."""
-        parts = max(min(most or self.size, self.size, count, count * item_work // LEAST_WORK), 1)
+    def share(self, compute: Compute, count: int, item_work: int) -> None:
+        """Compute items 0 to `count`, which take `item_work` multiplications each.
+
+        The caller takes a few more items than the others, because it has to wake them. Raises one
+        of the exceptions of the parts, after all of them have ended.
+        """
+        parts = max(min(self.size, count, count * item_work // MIN_WORK), 1)
         ahead = min(WAKING_WORK // item_work * (parts - 1), count - parts)
         rest = count - ahead
         bounds = [0, *(count - rest * part // parts for part in range(parts - 1, -1, -1))]
@@ -66,7 +65,7 @@ class Team:
             failure: BaseException | None = None
             try:
                 part()
-            except BaseException as error:  # told to the thread that waits
+            except BaseException as error:  # raised again in the calling thread
                 failure = error
             self._ended.put(failure)
 
