@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.describe import MOST_CHARACTERS, Preview
+from rekindle.chat.describe import MAX_PREVIEW_CHARACTERS, Preview
 from rekindle.chat.encode import Encoder
 from rekindle.chat.template import ChatTemplate
 
@@ -46,7 +46,7 @@ def test_a_long_message_is_cut_and_blanks_are_one() -> None:
     words = previewed([user("What \n\n  about " + "é" * 2000)])
     assert words.startswith("What about ééé")
     assert words.endswith("é…")
-    assert len(words) == MOST_CHARACTERS
+    assert len(words) == MAX_PREVIEW_CHARACTERS
 
 
 def test_what_a_user_wrote_is_not_taken_for_the_template() -> None:

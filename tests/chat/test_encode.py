@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import PRIVATE, unescape
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import KnownPrefix, Prompt
+from rekindle.chat.prompt import KnownPrefix, MessageSpan, Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
 from rekindle.tokens import Tokens

@@ -12,7 +12,7 @@ from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
     Placeholders,
-    Span,
+    TextSpan,
     escape,
     escape_prefix,
     spans_from,
@@ -22,8 +22,8 @@ from rekindle.errors import BadRequest
 
 texts = st.text(alphabet="ab<|>" + PRIVATE[:2], max_size=30)
 span_texts = st.text(alphabet="a<é😀", max_size=4)
-spans = st.lists(st.builds(Span, span_texts, st.booleans(), st.just(False)))
-pictures = st.builds(Span, st.just("[image 0a]"), st.just(False), st.just(True))
+spans = st.lists(st.builds(TextSpan, span_texts, st.booleans(), st.just(False)))
+pictures = st.builds(TextSpan, st.just("[image 0a]"), st.just(False), st.just(True))
 controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=6)
 
 
@@ -60,7 +60,7 @@ def test_the_longest_control_text_is_taken(control: list[str], text: str) -> Non
 
 
 def test_empty_control_texts_are_ignored() -> None:
-    assert Escaper(ControlTexts([""])).spans("a") == [Span("a", literal=False)]
+    assert Escaper(ControlTexts([""])).spans("a") == [TextSpan("a", literal=False)]
 
 
 def test_values_nested_without_end_are_refused() -> None:
@@ -76,12 +76,14 @@ def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> Non
     started = time.monotonic()
     spans = list(control.split("<unused" * 100_000 + "<unused5999>"))
     assert time.monotonic() - started < 2
-    assert Span("<unused5999>", literal=True) in spans
+    assert TextSpan("<unused5999>", literal=True) in spans
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(st.lists(st.one_of(st.builds(Span, span_texts, st.booleans(), st.just(False)), pictures)))
-def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[Span]) -> None:
+@given(
+    st.lists(st.one_of(st.builds(TextSpan, span_texts, st.booleans(), st.just(False)), pictures))
+)
+def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[TextSpan]) -> None:
     escaped = escape(given)
     assert unescape(escaped).decode() == "".join(span.text for span in given)
     letters = [(letter, *span[1:]) for span in given for letter in span.text]
@@ -93,7 +95,7 @@ def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[Span]) 
 @settings(deadline=None)  # the machine may be busy
 @given(spans, st.data())
 def test_a_beginning_and_what_follows_it_make_up_the_whole(
-    given: list[Span], data: st.DataObject
+    given: list[TextSpan], data: st.DataObject
 ) -> None:
     text = "".join(span.text for span in given)
     cut = data.draw(st.integers(0, len(text)))
@@ -106,14 +108,14 @@ def test_a_beginning_and_what_follows_it_make_up_the_whole(
 
 
 def test_a_literal_cut_short_stays_open_and_one_not_begun_is_not_opened() -> None:
-    literal = [Span("a", literal=False), Span("<s>", literal=True)]
+    literal = [TextSpan("a", literal=False), TextSpan("<s>", literal=True)]
     assert escape_prefix(literal, 1) == b"a"
     assert escape_prefix(literal, 3) == b"a\xff<s"
     assert escape_prefix(literal, 4) == escape(literal) == b"a\xff<s>\xfe"
 
 
 def test_a_picture_cut_short_is_left_out() -> None:
-    given = [Span("a", literal=False), Span("[image 0a]", literal=False, picture=True)]
+    given = [TextSpan("a", literal=False), TextSpan("[image 0a]", literal=False, picture=True)]
     assert escape_prefix(given, 10) == escape_prefix(given, 1) == b"a"
     assert escape_prefix(given, 11) == escape(given) == b"a\xfd[image 0a]\xfc"
 
@@ -125,8 +127,8 @@ def test_nobody_writes_a_picture() -> None:
     forged = f"[image 0b]{old}\xfd[image 0b]\xfc"
     found = escaper.spans(escaper.hide(forged) + shown)
     assert found == [
-        Span(forged, literal=False),
-        Span("[image 0b]", literal=False, picture=True),
+        TextSpan(forged, literal=False),
+        TextSpan("[image 0b]", literal=False, picture=True),
     ]
     assert escape(found[:1]) == forged.encode()
     assert [span.picture for span in spans_from(escape(found), 0)] == [False, True]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from rekindle.chat.detokenize import Detokenizer
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import KnownPrefix, Prompt, Recall
+from rekindle.chat.prompt import KnownPrefix, MessageSpan, Prompt, Recall
 from rekindle.chat.template import ChatTemplate
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine

@@ -1,4 +1,4 @@
-"""Sampled tokens into text, up to a stop string."""
+"""Turns sampled tokens into text and ends it at a stop string."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rekindle.tokens import Tokenizer
 
 
 class Detokenizer:
-    """One reply's text: whole characters only, and nothing from a stop string on.
+    """Decodes one reply into whole characters, up to a stop string.
 
-    Control tokens have no text, except for those in `shown`.
+    Control tokens have no text, except those in `shown`.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_whole = True  # the decoder waits for no rest of a character
+        self._is_whole = True  # the decoder has no pending bytes of a character
         self._matcher = StopMatcher(stop)
 
     @property
@@ -34,27 +34,27 @@ class Detokenizer:
         return self._matcher.matched if self.stopped else None
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token."""
+        """The text that this token makes final."""
         piece = self._tokenizer.piece(token, special=token in self._shown)
         return self._matcher.push(self._decode(piece))
 
     def _decode(self, piece: bytes) -> str:
-        if self._is_whole and piece.isascii():  # nearly always, and several times faster
+        if self._is_whole and piece.isascii():  # the common case, and several times faster
             return piece.decode()
         text = self._decoder.decode(piece)
         self._is_whole = not self._decoder.getstate()[0]
         return text
 
     def finish(self) -> str:
-        """The rest of the text; an incomplete character becomes U+FFFD."""
+        """The rest of the text. An incomplete character becomes U+FFFD."""
         return self._matcher.push(self._decoder.decode(b"", final=True)) + self._matcher.finish()
 
 
 class StopMatcher:
-    """Passes text on up to the earliest stop string, the same however the text is cut into pieces.
+    """Passes text on up to the earliest stop string, independent of how the text is split.
 
-    An Aho-Corasick automaton: the depth of its state is the length of the longest suffix that may
-    still become a stop string, which is exactly what has to be held back.
+    This is an Aho-Corasick automaton. The depth of its state is the length of the longest suffix
+    that may still become a stop string. Exactly that suffix is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -62,26 +62,26 @@ class StopMatcher:
         self.matched: str | None = None
         self._edges: list[dict[str, int]] = [{}]
         self._depth = [0]
-        self._fallback = [0]  # state of the longest proper suffix
-        self._ending: list[str | None] = [None]  # longest stop string that ends in this state
+        self._fallback = [0]  # the state of the longest proper suffix
+        self._ending: list[str | None] = [None]  # the longest stop string that ends in the state
         for stop in stops:
             self._add(stop)
         self._link()
         self._state = 0
         self._held = ""
-        self._cut: int | None = None  # where in the held text the best match so far begins
+        self._cut: int | None = None  # the start of the best match so far, in the held text
 
     def push(self, text: str) -> str:
-        """The text that can no longer belong to a stop string."""
+        """The text that can no longer be part of a stop string."""
         if self.stopped:
             return ""
         if not self._state and self._edges[0].keys().isdisjoint(text):
-            return text  # nothing is held back, and no stop string begins here: nearly always
+            return text  # the common case: nothing is held, and no stop string begins here
         whole = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             self._state = self._after(character)
             self._note(end)
-            # A stop string inside a longer one waits while the longer, earlier one may still come.
+            # A match inside a longer stop string waits while the longer one may still complete.
             if self._cut is not None and self._cut <= end - self._depth[self._state]:
                 return self._stop(whole[: self._cut])
         certain = len(whole) - self._depth[self._state]
@@ -91,7 +91,7 @@ class StopMatcher:
         return whole[:certain]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """The held text, at the end of the reply."""
         if self._cut is not None and not self.stopped:
             return self._stop(self._held[: self._cut])
         held, self._held = self._held, ""
@@ -122,7 +122,7 @@ class StopMatcher:
                 self._fallback.append(0)
                 self._ending.append(None)
             state = self._edges[state][character]
-        if state:  # an empty string stops nothing
+        if state:  # ignores an empty stop string
             self._ending[state] = stop
 
     def _link(self) -> None:

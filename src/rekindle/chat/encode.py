@@ -1,57 +1,50 @@
-"""Messages and text into tokens: render, escape, tokenise, find the messages."""
+"""Encodes messages and text into prompts: render, escape, tokenise, find the messages."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 from rekindle.chat.escaping import (
     ControlTexts,
     Escaper,
     Placeholders,
-    Span,
+    TextSpan,
     escape,
-    unescape,
+    escape_prefix,
+    spans_from,
 )
-from rekindle.chat.images import flattened, picture_text
-from rekindle.chat.message_spans import (
-    Encoding,
-    MessageSpan,
-    Render,
-    continued_spans,
-    find_messages,
-)
-from rekindle.chat.messages import Message, with_text_after
+from rekindle.chat.messages import Message, with_pictures_as_text, with_text_after
 from rekindle.chat.prompt import (
     NO_PICTURES,
-    NOTHING,
+    NO_PREFIX,
     ChatPrompt,
     KnownPrefix,
     Pictures,
     Prompt,
     PromptEdges,
     Recall,
-    adds_space,
-    completion_spans,
-    extended,
-    matching_tokens,
-    tokenise,
-    tokens_after,
-    with_media,
+    Render,
+    continued_spans,
+    find_messages,
+    is_character_boundary,
 )
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
-from rekindle.tokens import Tokenizer, Tokens
+from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens
 
-#: First messages of users, so different that all they have in common is what any has.
+# First user messages that have nothing in common. Prompts that end with them share exactly the
+# text that comes before any user message.
 PROBES = ("a", "\nb", " c", "1", "é", "“", ".")
 PADDED = "needle \n"
+ANCHOR = "\n"  # no SentencePiece token combines a line feed with the text after it
 
 
 class Encoder:
-    """Makes prompts for one model."""
+    """Makes the prompts of one model."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -60,9 +53,10 @@ class Encoder:
         self._edges = PromptEdges(tokenizer)
 
     def text(self, text: str, *, recall: Recall | None = None) -> Prompt:
-        """A plain completion's prompt; its author may write control tokens."""
-        escaped = _utf8(text)
-        tokens, known = self._tokenise([Span(text, literal=False)], escaped, recall)
+        """The prompt of a plain completion. Its author may write control tokens."""
+        spans = [TextSpan(text, literal=False)]
+        escaped = _escaped(spans)
+        tokens, known = self._tokenise(spans, escaped, recall)
         return Prompt(tokens, (), escaped, len(known.tokens), raw=True)
 
     def chat(
@@ -77,24 +71,23 @@ class Encoder:
         pictures: Pictures = NO_PICTURES,
         earlier: ChatPrompt | None = None,
     ) -> ChatPrompt:
-        """A conversation's prompt, in which only the template writes control tokens; `pictures`
-        are all that its messages name. It may go on from one that was encoded `earlier`."""
+        """The prompt of a conversation, in which only the template writes control tokens.
+
+        `pictures` has all pictures of the messages. `earlier` is the prompt of an earlier turn.
+        """
         template = self._required_template()
         template.check(template_kwargs)
         escaper = Escaper(self._control)
         shown_tools, plain_tools = _hidden_tools(escaper, tools, earlier)
         kwargs = {"add_generation_prompt": add_generation_prompt, **escaper.hide(template_kwargs)}
-        render: Render = functools.partial(template.render, tools=shown_tools, **kwargs)
-        if continue_final_message:
-            render = _up_to_last_text(render)
-        placed = flattened(messages, lambda digest: escaper.place_picture(picture_text(digest)))
+        render: Render = partial(template.render, tools=shown_tools, **kwargs)
+        render = _up_to_last_text(render) if continue_final_message else render
+        placed = with_pictures_as_text(messages, escaper.place_picture) if pictures else messages
         same = earlier.same_messages(messages) if earlier else frozenset[int]()
         hidden, plain = escaper.hide_each(placed, earlier.plain & same if earlier else same)
-        literals = escaper.spans(render(hidden))
-        text = "".join(span.text for span in literals)
-        _utf8(text)  # or a BadRequest
-        escaped = escape(literals)
-        tokens, known = self._tokenise(literals, escaped, recall, pictures)
+        spans = escaper.spans(render(hidden))
+        escaped = _escaped(spans)
+        tokens, known = self._tokenise(spans, escaped, recall, pictures)
         prompt = ChatPrompt(
             tokens,
             escaped=escaped,
@@ -105,25 +98,12 @@ class Encoder:
             plain=plain,
             plain_tools=plain_tools,
         )
-        spans = self._continued_spans(earlier, prompt, same)
-        if spans is None:
-            places = find_messages(hidden, text, lambda placed: escaper.restore(render(placed)))
-            spans = self._edges.of(prompt, known).message_spans(messages, places)
-        return replace(prompt, spans=spans)
-
-    def _continued_spans(
-        self, earlier: ChatPrompt | None, prompt: ChatPrompt, same: frozenset[int]
-    ) -> tuple[MessageSpan, ...] | None:
-        if earlier is None:
-            return None
-        return continued_spans(
-            Encoding(unescape(earlier.escaped), earlier.tokens),
-            earlier.spans,
-            Encoding(unescape(prompt.escaped), prompt.tokens),
-            prompt.messages,
-            same,
-            self._edges.texts,
-        )
+        found = continued_spans(earlier, prompt, same, self._edges.pieces) if earlier else None
+        if found is None:
+            text = "".join(span.text for span in spans)
+            places = find_messages(hidden, text, lambda marked: escaper.restore(render(marked)))
+            found = self._edges.of(prompt, known).message_spans(messages, places)
+        return replace(prompt, spans=found)
 
     def prefix(
         self,
@@ -133,8 +113,8 @@ class Encoder:
         tools: Sequence[Any] | None = None,
         pictures: Pictures = NO_PICTURES,
     ) -> Prompt:
-        """What every conversation that begins with these messages begins with."""
-        encode = functools.partial(
+        """The longest prompt with which every conversation begins that begins with `messages`."""
+        encode = partial(
             self.chat,
             template_kwargs=template_kwargs,
             tools=tools,
@@ -144,7 +124,7 @@ class Encoder:
         probed = _probed(messages, encode)
         prompt = self._edges.common(probed) if probed else encode(messages)
         if probed and (alone := _alone(messages, encode)):
-            # Up to where the messages themselves end: then a request for just them matches too.
+            # Prefer the end of the messages themselves. A request with just them then matches too.
             shorter = self._edges.common([prompt, alone])
             if alone.spans[-1].end <= len(shorter.tokens):
                 prompt = shorter
@@ -156,20 +136,20 @@ class Encoder:
         return replace(prompt, spans=spans)
 
     def known_after(self, prompt: Prompt, reply: Sequence[int], text: str) -> KnownPrefix | None:
-        """What is known after a turn whose client got `text`; nothing when the prompt has no text.
+        """The known prefix after a turn whose client got `text`, or None without escaped bytes.
 
-        The client sends the whole text back, so all of it decides which parts are literals.
+        The client sends the whole text back, so all of it determines which parts are literals.
         """
         if not prompt.escaped:
             return None
         before = KnownPrefix(prompt.escaped, prompt.tokens)
         if prompt.raw:
-            spans = completion_spans(self._control, prompt.escaped, text)
-            return None if spans is None else extended(self._tokenizer, before, reply, spans)
+            spans = _completion_spans(self._control, prompt.escaped, text)
+            return None if spans is None else self._extended(before, reply, spans)
         if self._template_trims:
-            kept, _ = matching_tokens(self._tokenizer, reply, text.rstrip().encode())
+            kept, _ = self._matching_tokens(reply, text.rstrip().encode())
             reply = reply[:kept]
-        return extended(self._tokenizer, before, reply, list(self._control.split(text)))
+        return self._extended(before, reply, list(self._control.split(text)))
 
     def _required_template(self) -> ChatTemplate:
         if self._template is None:
@@ -178,9 +158,9 @@ class Encoder:
             )
         return self._template
 
-    @functools.cached_property
+    @cached_property
     def _template_trims(self) -> bool:
-        """Whether the template takes blanks from the end of a reply."""
+        """Whether the template strips blanks from the end of a reply."""
         talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PADDED}]
         try:
             rendered = self._required_template().render(talk, add_generation_prompt=False)
@@ -190,50 +170,124 @@ class Encoder:
 
     def _tokenise(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[TextSpan],
         escaped: bytes,
         recall: Recall | None,
         pictures: Pictures = NO_PICTURES,
     ) -> tuple[Tokens, KnownPrefix]:
-        """The prompt's tokens, and the known prefix that was used for them."""
+        """The tokens of a prompt, and the known prefix that they begin with."""
         known = recall(escaped) if recall else None
-        known = with_media(known, pictures) if known and pictures else known
+        known = _with_media(known, pictures) if known and pictures else known
         if known is not None:
-            rest = tokens_after(
-                self._tokenizer, self._control, known, escaped, pictures, spaced=self._spaced
-            )
+            rest = self._tokens_after(known, escaped, pictures)
             if rest is not None:
                 return known.tokens + rest, known
-        tokens = tokenise(self._tokenizer, spans, pictures)
-        return Tokens.of(self._bos(tokens)) + tokens, NOTHING
+        tokens, bos = self._tokens(spans, pictures), self._tokenizer.bos
+        if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:  # the template wrote it
+            return tokens, NO_PREFIX
+        return Tokens.of([bos]) + tokens, NO_PREFIX
 
-    @functools.cached_property
-    def _spaced(self) -> bool:
-        return adds_space(self._tokenizer)  # once: llama.cpp takes half a millisecond for any text
+    def _tokens(self, spans: Iterable[TextSpan], pictures: Pictures) -> Tokens:
+        """Tokenises each span on its own. The tokens of a picture are known."""
+        found, ids = Tokens(), list[int]()
+        for span in spans:
+            if span.picture:
+                found, ids = found + Tokens.of(ids) + pictures[span.text], []
+            else:
+                ids += self._tokenizer.encode(span.text, special=not span.literal)
+        return found + Tokens.of(ids)
 
-    def _bos(self, tokens: Tokens) -> list[int]:
-        """What goes in front of `tokens`; nothing when the template wrote it already."""
-        bos = self._tokenizer.bos
-        if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:
-            return []
-        return [bos]
+    def _tokens_after(
+        self, known: KnownPrefix, escaped: bytes, pictures: Pictures
+    ) -> Tokens | None:
+        """The tokens of a prompt after a known prefix, or None if it is not a prefix of it."""
+        at = len(known.escaped)
+        if not (known.escaped and known.tokens and escaped.startswith(known.escaped)):
+            return None
+        if self._control.cut_at(escaped, at):
+            return None
+        try:
+            spans = spans_from(escaped, at)
+        except UnicodeDecodeError:
+            return None
+        (last,) = known.tokens[-1:]
+        in_text = last < MEDIA_BIT and bool(self._tokenizer.piece(last, special=False))
+        if not (spans and in_text and self._adds_space) or spans[0].picture:
+            return self._tokens(spans, pictures)
+        # The text continues in the middle, so it must not get the added space of a beginning.
+        encode = partial(self._tokenizer.encode, special=not spans[0].literal)
+        anchor, first = encode(ANCHOR), encode(ANCHOR + spans[0].text)
+        if first[: len(anchor)] != anchor:
+            return None
+        return Tokens.of(first[len(anchor) :]) + self._tokens(spans[1:], pictures)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer adds a space in front of a text, as SentencePiece does.
+
+        Cached, because llama.cpp takes half a millisecond to tokenise any text.
+        """
+        tokens = self._tokenizer.encode("a", special=False)
+        return b"".join(self._tokenizer.piece(token, special=False) for token in tokens) == b" a"
+
+    def _extended(
+        self, prefix: KnownPrefix, reply: Sequence[int], spans: Sequence[TextSpan]
+    ) -> KnownPrefix:
+        """A prefix with the leading tokens of a reply whose client got the text of `spans`."""
+        text = "".join(span.text for span in spans).encode()
+        count, size_bytes = self._matching_tokens(reply, text)
+        escaped = prefix.escaped + escape_prefix(spans, size_bytes)
+        return KnownPrefix(escaped, prefix.tokens + Tokens.of(reply[:count]))
+
+    def _matching_tokens(self, reply: Sequence[int], text: bytes) -> tuple[int, int]:
+        """Number of reply tokens that spell whole characters of `text`, and of their bytes.
+
+        They end before a control token, which the client never gets, and where the client got
+        different text: at a stop string inside a token, or at a replacement for invalid bytes.
+        """
+        count = size_bytes = at = 0
+        for tried, token in enumerate(reply, start=1):
+            piece = self._tokenizer.piece(token, special=False)
+            if not piece or not text.startswith(piece, at):
+                break
+            at += len(piece)
+            if is_character_boundary(text, at):  # the rest is tokenised as text
+                count, size_bytes = tried, at
+        return count, size_bytes
 
 
 def _hidden_tools(
     escaper: Escaper, tools: Sequence[Any] | None, earlier: ChatPrompt | None
 ) -> tuple[Sequence[Any] | None, bool]:
-    """The tools as the template may see them, and whether there is nothing to escape in them."""
+    """The tools with their literals hidden, and whether they have none."""
     if earlier is not None and earlier.tools is tools and earlier.plain_tools:
         return tools, True
-    before = escaper.literals
+    before = escaper.hidden_count
     hidden = escaper.hide(tools)
-    return hidden, escaper.literals == before
+    return hidden, escaper.hidden_count == before
+
+
+def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:
+    """The prefix with its pictures. Tokens that come from disk have only ids."""
+    named = [pictures[span.text] for span in spans_from(known.escaped, 0) if span.picture]
+    tokens = known.tokens.with_media([span for picture in named for span in picture.media])
+    return known._replace(tokens=tokens) if tokens is not None else None
+
+
+def _completion_spans(control: ControlTexts, prompt: bytes, text: str) -> list[TextSpan] | None:
+    """The text of a plain completion up to its first literal, or None if one begins in the prompt.
+
+    The author of a plain prompt may write control tokens. A literal that comes back becomes one.
+    """
+    if control.across(prompt.decode(), text):
+        return None
+    return list(takewhile(lambda span: not span.literal, control.split(text)))
 
 
 def _alone(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], Prompt]
 ) -> Prompt | None:
-    """The messages by themselves, if the template takes them so and shows the last one."""
+    """The prompt of just the messages, if the template accepts them and shows the last one."""
     try:
         prompt = encode(messages)
     except TemplateFailed:
@@ -245,7 +299,7 @@ def _alone(
 def _probed(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], Prompt]
 ) -> list[Prompt]:
-    """The messages with each probe after them; nothing where no user message may follow."""
+    """The messages followed by each probe. Empty if no user message may follow."""
     if messages and messages[-1].get("role") == "user":
         return []
     try:
@@ -255,7 +309,7 @@ def _probed(
 
 
 def _up_to_last_text(render: Render) -> Render:
-    """Renders conversations up to the end of their last message's text, blanks at it included."""
+    """Renders conversations up to the end of the last message's text, with its final blanks."""
     end = Placeholders().of(0)
 
     def up_to_end(messages: Sequence[Message]) -> str:
@@ -270,8 +324,8 @@ def _up_to_last_text(render: Render) -> Render:
     return up_to_end
 
 
-def _utf8(text: str) -> bytes:
+def _escaped(spans: Iterable[TextSpan]) -> bytes:
     try:
-        return text.encode()
+        return escape(spans)
     except UnicodeEncodeError as error:
-        raise BadRequest("The prompt is not valid Unicode: it holds half a character.") from error
+        raise BadRequest("The prompt is not valid Unicode: it has a lone surrogate.") from error

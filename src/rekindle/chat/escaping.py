@@ -1,8 +1,8 @@
-"""Escaping: keeps text that a client wrote apart from control tokens that the template writes.
+"""Separates text that a client wrote from control tokens that the template writes.
 
-Escaped bytes are the text of a prompt in UTF-8, with every literal (text that looks like a control
-token, or could become one, but is only text) between two bytes that UTF-8 never uses, and the
-text that stands for a picture between two others.
+Escaped bytes are the UTF-8 text of a prompt with two kinds of marks. A literal is text that looks
+like a control token, or could become one, but must stay text. It is enclosed in OPEN and CLOSE. The
+text of a picture is enclosed in PICTURE and PICTURE_END. UTF-8 uses none of these four bytes.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ from rekindle.errors import BadRequest
 from rekindle.protocol.nesting import depth_exceeds
 from rekindle.tokens import common_length
 
-DEPTH_LIMIT = 100
-OPEN, CLOSE = b"\xff", b"\xfe"  # around a literal; UTF-8 has neither
-PICTURE, PICTURE_END = b"\xfd", b"\xfc"  # around what stands for a picture; nor has it these
+OPEN, CLOSE = b"\xff", b"\xfe"
+PICTURE, PICTURE_END = b"\xfd", b"\xfc"
 DELIMITER = re.compile(b"([\xff\xfe\xfd\xfc])")
-CHARACTER_BYTES = 4  # of UTF-8, at most
+CHARACTER_BYTES = 4  # the longest UTF-8 encoding of a character
 
-# Every character is private-use: no filter of case or whitespace changes a placeholder.
-DIGITS = "0123456789abcdef"
+# Placeholders use private-use characters, which no template filter for case or whitespace changes.
 PRIVATE = "".join(map(chr, range(0xF0000, 0xF0010)))
-WIDTH = 8
-NUMBER = re.compile(f"[{PRIVATE}]{{{WIDTH}}}")
-TO_PRIVATE = str.maketrans(DIGITS, PRIVATE)
-FROM_PRIVATE = str.maketrans(PRIVATE, DIGITS)
+PLACEHOLDER_DIGITS = 8
+_NUMBER = re.compile(f"[{PRIVATE}]{{{PLACEHOLDER_DIGITS}}}")
+_TO_PRIVATE = str.maketrans("0123456789abcdef", PRIVATE)
+_FROM_PRIVATE = str.maketrans(PRIVATE, "0123456789abcdef")
 
 
-class Span(NamedTuple):
-    """A part of a prompt's text; in a literal one, the text of a control token is only text. One
-    that stands for a picture is text to people alone."""
+class TextSpan(NamedTuple):
+    """A part of a prompt's text."""
 
     text: str
-    literal: bool
-    picture: bool = False
+    literal: bool  # text of control tokens in it stays text
+    picture: bool = False  # it represents a picture, whose tokens replace it
 
 
 class ControlTexts:
@@ -52,20 +49,20 @@ class ControlTexts:
         self._beginnings = {text[:length] for text in known for length in range(1, len(text))}
         self._longest = max(map(len, known), default=0)
 
-    def split(self, text: str) -> Iterator[Span]:
-        """The text in spans, literal where it is a control token's or could be made into one."""
+    def split(self, text: str) -> Iterator[TextSpan]:
+        """The text in spans. Control texts, and a beginning of one at the end, are literal."""
         at = 0
         for match in self._whole.finditer(text):
-            yield Span(text[at : match.start()], literal=False)
-            yield Span(match[0], literal=True)
+            yield TextSpan(text[at : match.start()], literal=False)
+            yield TextSpan(match[0], literal=True)
             at = match.end()
         rest = text[at:]
         tail = self._tail(rest)
-        yield Span(rest[: len(rest) - len(tail)], literal=False)
-        yield Span(tail, literal=True)
+        yield TextSpan(rest[: len(rest) - len(tail)], literal=False)
+        yield TextSpan(tail, literal=True)
 
     def across(self, before: str, after: str) -> bool:
-        """Whether the two, put side by side, hold a control text that neither holds alone."""
+        """Whether the concatenation has a control text that spans the seam."""
         seam = min(len(before), self._longest)
         window = before[len(before) - seam :] + after[: self._longest]
         starts = (first.start() for first in self._first.finditer(window, 0, seam))
@@ -82,7 +79,7 @@ class ControlTexts:
         )
 
     def _tail(self, text: str) -> str:
-        """The end of `text` that begins a control text: the next string may hold the rest."""
+        """The end of `text` that begins a control text, which the next string may complete."""
         window = text[-self._longest :]
         for match in self._first.finditer(window):
             if window[match.start() :] in self._beginnings:
@@ -90,23 +87,35 @@ class ControlTexts:
         return ""
 
 
+class EndMarkers:
+    """Finds where assistant messages end in escaped bytes: at an end token of the template."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        ends = b"|".join(re.escape(text.encode()) for text in sorted(texts) if text) or rb"(?!)"
+        self._pattern = re.compile(OPEN + b"[^" + CLOSE + b"]*" + CLOSE + b"|(" + ends + b")")
+
+    def first_after(self, escaped: bytes, at: int) -> int | None:
+        found = (match for match in self._pattern.finditer(escaped, at) if match[1])
+        return next((match.start() for match in found), None)
+
+
 class Placeholders:
-    """Numbers as opaque text; a random prefix that no user can guess sets them apart."""
+    """Writes numbers as opaque text behind a random prefix that no user can guess."""
 
     def __init__(self) -> None:
-        self._prefix = secrets.token_hex(8).translate(TO_PRIVATE)
+        self._prefix = secrets.token_hex(8).translate(_TO_PRIVATE)
 
     def of(self, number: int) -> str:
-        return self._prefix + f"{number:0{WIDTH}x}".translate(TO_PRIVATE)
+        return self._prefix + f"{number:0{PLACEHOLDER_DIGITS}x}".translate(_TO_PRIVATE)
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text and the numbers in it, in order; a truncated placeholder is left out."""
+        """The text and the numbers in it, in order. Drops truncated placeholders."""
         first, *rest = text.split(self._prefix)
         yield first
         for piece in rest:
-            if number := NUMBER.match(piece):
-                yield int(number[0].translate(FROM_PRIVATE), 16)
-                piece = piece[WIDTH:]
+            if number := _NUMBER.match(piece):
+                yield int(number[0].translate(_FROM_PRIVATE), 16)
+                piece = piece[PLACEHOLDER_DIGITS:]
             yield piece
 
 
@@ -116,38 +125,40 @@ class Escaper:
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
         self._placeholders = Placeholders()
-        self._hidden_spans: list[Span] = []
+        self._hidden_spans: list[TextSpan] = []
 
     @property
-    def literals(self) -> int:
-        """How many it has hidden so far, pictures included."""
+    def hidden_count(self) -> int:
+        """Number of literals and pictures hidden so far."""
         return len(self._hidden_spans)
 
     def place_picture(self, text: str) -> str:
-        """A placeholder where a picture is to be, for which `text` stands."""
-        return self._placeholder(Span(text, literal=False, picture=True))
+        """A placeholder for the picture that `text` represents."""
+        return self._placeholder(TextSpan(text, literal=False, picture=True))
 
-    def hide(self, value: Any) -> Any:
-        """A copy of `value`, a placeholder for each literal in every string of it."""
-        if depth_exceeds(value, DEPTH_LIMIT + 1):  # the value itself is not nested
-            raise BadRequest(f"The messages are nested more than {DEPTH_LIMIT} deep.")
+    def hide(self, value: Any, depth_limit: int = 100) -> Any:
+        """A copy of a JSON value with a placeholder for each literal in its strings."""
+        if depth_exceeds(value, depth_limit + 1):  # a value without nesting has depth 1
+            raise BadRequest(f"The messages are nested more than {depth_limit} deep.")
         return self._hidden(value)
 
     def hide_each(self, values: Sequence[Any], plain: Set[int]) -> tuple[list[Any], frozenset[int]]:
-        """The same of each value; those at the places `plain`, known to hold no literal, stay as
-        they are. And the places of those that hold none."""
+        """Hides the literals of each value, and returns the indices of values without literals.
+
+        Values at the indices `plain` are known to have none and are not searched.
+        """
         hidden, found = list(values), set(plain)
-        for place in sorted(set(range(len(hidden))) - found):
-            before = self.literals
-            hidden[place] = self.hide([hidden[place]])[0]
-            if self.literals == before:
-                found.add(place)
+        for index in sorted(set(range(len(hidden))) - found):
+            before = self.hidden_count
+            hidden[index] = self.hide([hidden[index]])[0]
+            if self.hidden_count == before:
+                found.add(index)
         return hidden, frozenset(found)
 
-    def spans(self, rendered: str) -> list[Span]:
-        """The rendered text with its literals back in place; one span when there are none."""
+    def spans(self, rendered: str) -> list[TextSpan]:
+        """The rendered text with its literals restored. A text without literals is one span."""
         return [
-            self._hidden_spans[piece] if isinstance(piece, int) else Span(piece, literal=False)
+            self._hidden_spans[piece] if isinstance(piece, int) else TextSpan(piece, literal=False)
             for piece in self._placeholders.split(rendered)
             if piece != ""
         ]
@@ -157,29 +168,26 @@ class Escaper:
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._hide_text(value)
+            return "".join(
+                self._placeholder(span) if span.literal and span.text else span.text
+                for span in self._control.split(value)
+            )
         if isinstance(value, Mapping):
             return {self._hidden(key): self._hidden(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._hidden(item) for item in value]
         return value
 
-    def _hide_text(self, text: str) -> str:
-        return "".join(
-            self._placeholder(span) if span.literal and span.text else span.text
-            for span in self._control.split(text)
-        )
-
-    def _placeholder(self, span: Span) -> str:
+    def _placeholder(self, span: TextSpan) -> str:
         self._hidden_spans.append(span)
         return self._placeholders.of(len(self._hidden_spans) - 1)
 
 
-def escape(spans: Iterable[Span]) -> bytes:
+def escape(spans: Iterable[TextSpan]) -> bytes:
     """The text of `spans` as escaped bytes.
 
-    One form for one list of spans: each literal is enclosed on its own, adjacent ones too, and an
-    empty one leaves nothing. So equal prefixes of escaped bytes are equal prefixes of spans.
+    Adjacent literals are enclosed one by one, and an empty span adds nothing. Equal prefixes of
+    escaped bytes are therefore equal prefixes of spans.
     """
     return b"".join(
         before + span.text.encode() + after
@@ -189,15 +197,11 @@ def escape(spans: Iterable[Span]) -> bytes:
     )
 
 
-def _enclosure(span: Span) -> tuple[bytes, bytes]:
-    if span.picture:
-        return PICTURE, PICTURE_END
-    return (OPEN, CLOSE) if span.literal else (b"", b"")
+def escape_prefix(spans: Iterable[TextSpan], size_bytes: int) -> bytes:
+    """The escaped form of the first `size_bytes` of the text.
 
-
-def escape_prefix(spans: Iterable[Span], size_bytes: int) -> bytes:
-    """The escaped form of the first bytes of the text; a truncated literal is left open, a
-    truncated picture out."""
+    A truncated literal has no CLOSE. A truncated picture is left out.
+    """
     parts: list[bytes] = []
     for span in spans:
         whole = span.text.encode()
@@ -210,15 +214,21 @@ def escape_prefix(spans: Iterable[Span], size_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def spans_from(escaped: bytes, at: int) -> list[Span]:
-    """The spans of escaped bytes from `at` on; UnicodeDecodeError in the middle of a character."""
+def _enclosure(span: TextSpan) -> tuple[bytes, bytes]:
+    if span.picture:
+        return PICTURE, PICTURE_END
+    return (OPEN, CLOSE) if span.literal else (b"", b"")
+
+
+def spans_from(escaped: bytes, at: int) -> list[TextSpan]:
+    """The spans of escaped bytes from `at` on. Raises UnicodeDecodeError inside a character."""
     literal, picture = _is_open(escaped, at), False
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     for piece in DELIMITER.split(escaped[at:]):
         if piece in (OPEN, CLOSE, PICTURE, PICTURE_END):
             literal, picture = piece == OPEN, piece == PICTURE
         elif piece:
-            spans.append(Span(piece.decode(), literal, picture))
+            spans.append(TextSpan(piece.decode(), literal, picture))
     return spans
 
 
@@ -233,12 +243,12 @@ def _is_open(escaped: bytes, at: int) -> bool:
 
 
 def _any_of(texts: list[str]) -> str:
-    """A pattern for the longest of the sorted `texts`; of thousands, few are tried anywhere."""
+    """A pattern for the longest of the sorted `texts`, as a trie: a vocabulary has thousands."""
     if not texts:
         return r"(?!)"
     if len(texts) == 1:
         return re.escape(texts[0])
-    shared = common_length(texts[0], texts[-1])  # sorted: these two differ the earliest
+    shared = common_length(texts[0], texts[-1])  # sorted: a prefix of both ends is shared by all
     rests = [text[shared:] for text in texts]
     branches = [_any_of(list(group)) for _, group in groupby(filter(None, rests), itemgetter(0))]
     optional = "?" if "" in rests else ""

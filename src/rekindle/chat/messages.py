@@ -1,7 +1,7 @@
-"""Accessors of chat messages, whatever form a client sends them in.
+"""Reads and compares chat messages in every form that clients send.
 
-OpenAI lets content be a string, a list of parts or nothing, reasoning has several field names, and
-the arguments of tool calls are JSON in a string.
+Content is a string, a list of parts or absent. Reasoning has several field names. The arguments of
+a tool call are an object or a string of JSON.
 """
 
 from __future__ import annotations
@@ -9,42 +9,130 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
-from rekindle.chat.tools.values import clean
+from rekindle.chat.escaping import unescape
+from rekindle.errors import BadRequest, TemplateFailed
+from rekindle.protocol.media import IMAGE, count_images
 from rekindle.protocol.nesting import depth_exceeds
 
 Message = Mapping[str, Any]
 
 DEVELOPER = "developer"
 SYSTEM_ROLES = ("system", DEVELOPER)
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # first match wins
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # in order of preference
+ARGUMENTS_RESTORED, REASONING_RESTORED = "arguments", "reasoning"
+SURROGATE_ESCAPE = "\\ud"  # the beginning of a surrogate's JSON escape
 
-ARGUMENT_DEPTH_LIMIT = 50  # deeper arguments stay strings
-SURROGATE_ESCAPE = "\\ud"  # how the escape of a surrogate begins
+
+def is_system(message: Message) -> bool:
+    return message.get("role") in SYSTEM_ROLES
 
 
 def content_text(content: Any, separator: str = "\n") -> str:
-    """The text of a message's content: a string, or the joined text parts of a list."""
+    """The text of a message's content, with the text parts of a list joined."""
     if isinstance(content, list):
         texts = (part.get("text") for part in content if isinstance(part, Mapping))
         return separator.join(text for text in texts if isinstance(text, str))
     return content if isinstance(content, str) else ""
 
 
+def text_only(content: Any) -> str:
+    """Content as one text. Raises TemplateFailed for a part that is not text."""
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    for part in content:
+        match part:
+            case {"type": "text", "text": str()}:
+                continue
+            case {"type": str(kind)}:
+                raise TemplateFailed(
+                    f"This model's chat template accepts text only, not content of type '{kind}'."
+                )
+        raise TemplateFailed("Each content part needs a type, and a text part needs a text.")
+    return content_text(content)
+
+
 def with_text_after(message: Message, text: str) -> Message:
-    """The message with more text at the end of its own."""
+    """The message with `text` appended to its content."""
     return {**message, "content": content_text(message.get("content")) + text}
 
 
 def reasoning(message: Message) -> Any:
-    """The first reasoning field that is not empty, as it was sent; None when there is none."""
+    """The first reasoning field that is not empty, as the client sent it, or None."""
     return next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
 
 
 def reasoning_text(message: Message) -> str:
     text = reasoning(message)
     return text.strip() if isinstance(text, str) else ""
+
+
+def is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == IMAGE
+
+
+def picture_text(digest: str) -> str:
+    """The text that represents a picture in a rendered prompt."""
+    return f"[image {digest}]"
+
+
+def picture_digests(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else []
+    return [part["digest"] for part in parts if is_picture(part) and "digest" in part]
+
+
+def with_digests(
+    messages: Sequence[dict[str, Any]], digests: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The messages with each image part replaced by the digest of its picture."""
+    count = count_images(list(messages))
+    if count != len(digests):
+        raise BadRequest(
+            f"The messages have {count} image parts, but the request has {len(digests)} pictures.",
+            param="messages",
+        )
+    left = iter(digests)
+
+    def named(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [{"type": IMAGE, "digest": next(left)} if is_picture(p) else p for p in content]
+
+    return [
+        {**message, "content": named(message["content"])} if "content" in message else message
+        for message in messages
+    ]
+
+
+def with_pictures_as_text(
+    messages: Sequence[Message], place: Callable[[str], str]
+) -> list[Message]:
+    """The messages with every content that has pictures as one text.
+
+    `place` converts the text of a picture into a placeholder. No template ever sees a picture, so
+    every template works with pictures.
+    """
+    return [
+        {**message, "content": _joined_parts(message["content"], place)}
+        if picture_digests(message.get("content"))
+        else message
+        for message in messages
+    ]
+
+
+def _joined_parts(content: Sequence[Any], place: Callable[[str], str]) -> str:
+    """Texts are separated by a line feed. A picture has no separator on either side."""
+    texts: list[str] = []
+    was_text = False
+    for part in content:
+        if is_picture(part):
+            texts.append(place(picture_text(part["digest"])))
+        else:
+            texts.append("\n" + text_only([part]) if was_text else text_only([part]))
+        was_text = not is_picture(part)
+    return "".join(texts)
 
 
 def tool_calls(message: Message) -> Sequence[Any]:
@@ -61,41 +149,58 @@ def call_name(call: Any) -> str:
     return str(called_function(call).get("name", ""))
 
 
-def call_arguments(call: Any) -> Any:
-    """As they were sent: a string of JSON or a value."""
-    return called_function(call).get("arguments", "")
-
-
 def call_values(message: Message) -> list[list[Any]]:
-    """Name and arguments of each call, whatever its id and however its JSON is written."""
+    """Name and arguments of each call, independent of its id and of how its JSON is formatted."""
     return [
-        [call_name(call), _argument_value(call_arguments(call))] for call in tool_calls(message)
+        [call_name(call), _argument_value(called_function(call).get("arguments", ""))]
+        for call in tool_calls(message)
     ]
 
 
-def canonical(value: Any) -> bytes:
-    """One form for one value, in ASCII whatever it holds."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+def _argument_value(arguments: Any) -> Any:
+    """A list with the JSON value, or an object for text that is not JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments if arguments.strip() else "{}")
+        except ValueError:
+            return {"text": arguments}
+    return [_with_whole_numbers(arguments)]
 
 
-def dump_json(value: Any) -> str:
-    """JSON as models write it."""
-    return json.dumps(value, ensure_ascii=False)
+def _with_whole_numbers(value: Any) -> Any:
+    """JSON has one kind of number, and JavaScript clients send 1.0 back as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {name: _with_whole_numbers(each) for name, each in value.items()}
+    return [_with_whole_numbers(each) for each in value] if isinstance(value, list) else value
 
 
-def parse_json(text: str) -> Any:
-    """A JSON value that comes out of its text and back the same; ValueError for anything else."""
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-    if depth_exceeds(value, ARGUMENT_DEPTH_LIMIT):
-        raise ValueError("it is nested too deep")
-    return _without_surrogates(value) if SURROGATE_ESCAPE in text.lower() else value
+def with_parsed_arguments(message: Message) -> Message:
+    """The message with the arguments of its calls as objects, where they are JSON objects.
+
+    Call this before escaping. Escapes in JSON can spell the text of a control token.
+    """
+    return with_arguments(message, as_object)
+
+
+def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    """The message with the arguments of each of its calls converted."""
+
+    def converted(call: Any) -> Any:
+        function = called_function(call)
+        if "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [converted(call) for call in calls]}
 
 
 def as_object(arguments: Any) -> Any:
-    """The object that a string holds, which is empty for an empty string; otherwise unchanged."""
+    """The JSON object in a string, {} for an empty string, and anything else unchanged."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():
@@ -107,59 +212,96 @@ def as_object(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def with_parsed_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as objects; what is no JSON object stays.
+def same_message(sent: Message, original: Message) -> bool:
+    """Whether role, text and calls are equal. The client may have dropped the reasoning."""
 
-    To be done before the text of control tokens is escaped: JSON may spell it with escapes.
+    def compared(message: Message) -> tuple[Any, str, bytes]:
+        return message.get("role"), _stripped_text(message), canonical(call_values(message))
+
+    is_same_reasoning = reasoning_text(sent) in ("", reasoning_text(original))
+    return is_same_reasoning and compared(sent) == compared(original)
+
+
+def restored(
+    sent: Message, original: Message, *, reasoning: bool = True
+) -> tuple[Message, list[str]]:
+    """A sent message with the arguments and the reasoning of the original, and what changed.
+
+    A client parses the calls and serialises them again. The meaning stays, the bytes differ.
     """
-    return with_arguments(message, as_object)
+    changes = []
+    calls, originals = list(tool_calls(sent)), list(tool_calls(original))
+    if list(map(_printed_arguments, calls)) != list(map(_printed_arguments, originals)):
+        arguments = [called_function(each).get("arguments", "") for each in originals]
+        calls = [
+            {**call, "function": {**called_function(call), "arguments": each}}
+            for call, each in zip(calls, arguments, strict=True)
+        ]
+        changes.append(ARGUMENTS_RESTORED)
+    message = {**sent, "tool_calls": calls}
+    if reasoning and reasoning_text(original) and not reasoning_text(sent):
+        message["reasoning_content"] = original["reasoning_content"]
+        changes.append(REASONING_RESTORED)
+    return message, changes
 
 
-def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of each of its calls converted."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple):
-        return message
-    return {**message, "tool_calls": [_converted(call, convert) for call in calls]}
-
-
-def _converted(call: Any, convert: Callable[[Any], Any]) -> Any:
-    function = called_function(call)
-    if "arguments" not in function:
-        return call
-    return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
-
-
-def _argument_value(arguments: Any) -> Any:
-    """A list of the JSON value; an object for what is not JSON, so that it differs from any."""
+def _printed_arguments(call: Any) -> str:
+    """A call's arguments as a template would print them."""
+    arguments = called_function(call).get("arguments", "")
     if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments if arguments.strip() else "{}")
-        except ValueError:
-            return {"text": arguments}
-    return [_with_whole_numbers(arguments)]
+        with suppress(ValueError):
+            arguments = parse_json(arguments.strip() or "{}")
+    return json.dumps(arguments)
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    """JSON has one kind of number: JavaScript sends 1.0 back as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, Mapping):
-        return {name: _with_whole_numbers(each) for name, each in value.items()}
-    return [_with_whole_numbers(each) for each in value] if isinstance(value, list) else value
+def shows_whole(escaped: bytes, message: Message) -> bool:
+    """Whether escaped bytes of a prompt contain the whole message.
+
+    A template may omit the reasoning. It may also render the text after an end token inside the
+    message as a message of its own.
+    """
+    rendered = unescape(escaped).decode(errors="replace")
+    content, thoughts = _stripped_text(message), reasoning_text(message)
+    at = rendered.rfind(content)
+    if at < 0 or thoughts not in rendered[:at] + "\0" + rendered[at + len(content) :]:
+        return False
+    at = 0
+    for name in map(call_name, tool_calls(message)):
+        at = rendered.find(name, at)
+        if at < 0:
+            return False
+        at += len(name)
+    return True
 
 
-def _without_surrogates(value: Any) -> Any:
-    """The value with lone surrogates replaced: no prompt can hold one."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {clean(name): _without_surrogates(each) for name, each in value.items()}
-    return [_without_surrogates(each) for each in value] if isinstance(value, list) else value
+def _stripped_text(message: Message) -> str:
+    return content_text(message.get("content")).strip()
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+def canonical(value: Any) -> bytes:
+    """JSON that is equal for equal values, in ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def dump_json(value: Any) -> str:
+    """JSON as models write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parse_json(text: str, depth_limit: int = 50) -> Any:
+    """A JSON value that survives a round trip unchanged. Raises ValueError for anything else."""
+    try:
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if depth_exceeds(value, depth_limit):
+        raise ValueError("it is nested too deep")
+    return _without_surrogates(value) if SURROGATE_ESCAPE in text.lower() else value
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """For `json.loads`, which accepts NaN and Infinity by default."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -167,3 +309,16 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError("a number is too large")
     return number
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, dict):
+        return {without_surrogates(name): _without_surrogates(each) for name, each in value.items()}
+    return [_without_surrogates(each) for each in value] if isinstance(value, list) else value
+
+
+def without_surrogates(text: str) -> str:
+    """Joins surrogate pairs and replaces lone surrogates, because UTF-8 can encode neither."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""A model's chat template: messages in, text out."""
+"""Renders conversations with a model's chat template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -17,23 +18,142 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rekindle.chat.capabilities.template import TemplateCapabilities
-from rekindle.chat.messages import Message
+from rekindle.chat.capabilities.messages import (
+    ArgumentForms,
+    ContentForms,
+    FieldNames,
+    SystemMessages,
+    Tools,
+)
+from rekindle.chat.capabilities.tools import ToolFallback, ToolRequirements, uses_tools
+from rekindle.chat.messages import Message, is_system
 from rekindle.errors import BadRequest, TemplateFailed
 
-# ----------------------------------------------------------------------
-# Where a model's chat template runs: it cannot reach out, run for ever, or grow without end.
-#
-# A template is part of a model file and is not trusted. Time is read at every loop turn and call
-# rather than by a timer thread that interrupts: an interruption could arrive after the render.
-
-SIZE_LIMIT = 16 << 20  # characters of output, and of any text a template builds on the way
-NUMBER_LIMIT_BITS = 4096
+OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+# Reasoning options that clients send to every model. A template that reads none ignores them.
+COMMON_KWARGS = frozenset(
+    {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort"}
+)
+MAX_CHARACTERS = 16 << 20  # of the output, and of any text that a template builds
+MAX_NUMBER_BITS = 4096
 DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
+class ChatTemplate:
+    """Renders conversations within limits. Every failure is a TemplateFailed.
+
+    Capabilities are found by rendering probes. Those of tools are probed when tools are first used.
+    """
+
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", time_limit_s: float = 10.0
+    ) -> None:
+        self._sandbox = Sandbox(time_limit_s=time_limit_s)
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = self._sandbox.from_string(source)
+        except Exception as error:  # a template can make Jinja or Python's compiler raise anything
+            raise _failed(error) from error
+        read = find_undeclared_variables(self._sandbox.parse(source)) | COMMON_KWARGS
+        self._kwargs = read - OWN_VARIABLES - self._sandbox.globals.keys()
+        self._fields = FieldNames.of(source)
+        self._content = ContentForms.probe(
+            lambda messages, tools: self._run(messages, tools, add_generation_prompt=True)
+        )
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template shows tools itself. Otherwise they are written into a message."""
+        return self._fallback.shows_tools
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The text of a conversation, which is first adapted to what the template accepts."""
+        self.check(kwargs)
+        messages = [self._fields.adapt(message) for message in messages]
+        if any(map(is_system, messages)):
+            messages = self._system_messages.adapt(messages)
+        if tools or any(map(uses_tools, messages)):
+            messages, tools = self._with_tools(messages, tools)
+        return self._rendered(messages, tools, add_generation_prompt, **kwargs)
+
+    def check(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuses kwargs of a client that are not options of the template."""
+        for name in kwargs:
+            if name not in self._kwargs:
+                raise BadRequest(
+                    f"chat_template_kwargs may not set '{name[:80]}': this model's template takes "
+                    f"{', '.join(sorted(self._kwargs))}.",
+                    param="chat_template_kwargs",
+                )
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[Sequence[Message], Tools | None]:
+        messages = self._fallback.adapt(messages, tools)
+        messages = [self._arguments.adapt(message) for message in messages]
+        return self._requirements.adapt(messages, tools if self.shows_tools else None)
+
+    @cached_property
+    def _system_messages(self) -> SystemMessages:
+        return SystemMessages.probe(self._rendered)
+
+    @cached_property
+    def _fallback(self) -> ToolFallback:
+        return ToolFallback.probe(self._rendered)
+
+    @cached_property
+    def _arguments(self) -> ArgumentForms:
+        return ArgumentForms.probe(
+            lambda messages, tools: self._rendered(messages, tools, add_generation_prompt=False)
+        )
+
+    @cached_property
+    def _requirements(self) -> ToolRequirements:
+        def render(messages: Sequence[Message], tools: Tools | None) -> str:
+            return self._rendered([self._arguments.adapt(each) for each in messages], tools)
+
+        return ToolRequirements.probe(render) if self.shows_tools else ToolRequirements()
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Renders messages with their content in a form that the template accepts."""
+        adapted = [self._content.adapt(each) for each in messages]
+        # Without tools None, not an empty list, because templates test `tools is not none`.
+        shown = list(tools) if tools else None
+        return self._run(adapted, shown, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def _run(self, messages: Sequence[Message], tools: Tools | None, /, **variables: Any) -> str:
+        variables = {**self._tokens, **variables, "messages": messages, "tools": tools}
+        try:
+            return self._sandbox.run(self._template, variables)
+        except Exception as error:  # a template is a program and can raise anything
+            raise _failed(error) from error
+
+
+def _failed(error: Exception) -> TemplateFailed:
+    reason = str(error) or type(error).__name__
+    return TemplateFailed(f"The model's chat template failed: {reason}")
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, with an end to every render."""
+    """Runs templates as Jinja does, within limits of time and size.
+
+    A template is part of a model file and is not trusted. Every loop iteration and call reads the
+    clock. A timer thread was rejected, because it could interrupt after the render.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -41,7 +161,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            # Folding constants would run parts of the template while it compiles, off the clock.
+            # Constant folding would run parts of the template at compile time, without a limit.
             optimized=False,
             extensions=[LoopControlExtension, GenerationMarker],
         )
@@ -50,10 +170,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         self._time_limit_s = time_limit_s
-        self._clock = threading.local()  # renders of one template may run in several threads
+        self._clock = threading.local()  # several threads may render one template
 
     def run(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """The template's text, or the error it met; within the limits either way."""
         self._clock.end = monotonic() + self._time_limit_s
         pieces, size = [], 0
         for piece in template.generate(variables):
@@ -73,13 +192,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, pieces: list[str]) -> str:  # type: ignore[override]  # "".join in Jinja
-        """What a macro or a `set` block printed, as one text."""
+        """Joins the output of a macro or a `set` block."""
         self._check_size(sum(map(len, pieces)))
         return "".join(pieces)
 
     def _check_size(self, size: int) -> None:
-        if size > SIZE_LIMIT:
-            raise TemplateFailed(f"it built more than {SIZE_LIMIT} characters")
+        if size > MAX_CHARACTERS:
+            raise TemplateFailed(f"it built more than {MAX_CHARACTERS} characters")
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
@@ -94,30 +213,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_test(*args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As Jinja does it; most of what templates read are fields of messages, which have no such
-        attribute: those are found without trying it first."""
+        # Most reads are fields of messages. This finds them without Jinja's attribute lookup.
         if type(obj) is dict and attribute in obj and attribute not in DICT_ATTRIBUTES:
             return obj[attribute]
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and type(left) is str and type(right) is str:  # nearly always
+        if operator == "+" and type(left) is str and type(right) is str:  # the common case
             self._check_size(len(left) + len(right))
             return left + right
         self._check_growth(operator, left, right)
         return self.bounded(super().call_binop(context, operator, left, right))
 
     def _check_growth(self, operator: str, left: Any, right: Any) -> None:
-        """Refuse a huge product beforehand: it is one native step, which no clock can stop."""
+        """Refuses a huge product in advance. It is one native operation that no clock can stop."""
+        bits = 0
         match operator, left, right:
             case "*", (str() | list() | tuple()) as items, int(times):
                 self._check_size(len(items) * times)
             case "*", int(times), (str() | list() | tuple()) as items:
                 self._check_size(len(items) * times)
             case "*", int(), int():
-                _check_bits(left.bit_length() + right.bit_length())
+                bits = left.bit_length() + right.bit_length()
             case "**", int(), int():
-                _check_bits(left.bit_length() * right)
+                bits = left.bit_length() * right
+        if bits > MAX_NUMBER_BITS:
+            raise TemplateFailed(f"it computed a number of more than {MAX_NUMBER_BITS} bits")
 
 
 class BoundedCode(CodeGenerator):
@@ -130,7 +251,7 @@ class BoundedCode(CodeGenerator):
 
     def visit_EnvironmentAttribute(self, node: nodes.EnvironmentAttribute, frame: Frame) -> None:
         super().visit_EnvironmentAttribute(node, frame)
-        self.write("()")  # a call node would go through the sandbox's checks of what it may call
+        self.write("()")  # a call node would pass through the sandbox's own checks of calls
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.bounded(")
@@ -139,7 +260,7 @@ class BoundedCode(CodeGenerator):
 
 
 class GenerationMarker(Extension):
-    """`{% generation %}` marks what a model is trained to write; it prints its body as it is."""
+    """Prints the body of `{% generation %}`, which marks the text that a model is trained on."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja declares it so
 
@@ -149,11 +270,6 @@ class GenerationMarker(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-def _check_bits(bits: int) -> None:
-    if bits > NUMBER_LIMIT_BITS:
-        raise TemplateFailed(f"it computed a number of more than {NUMBER_LIMIT_BITS} bits")
-
-
 def to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -161,7 +277,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models were trained on it: Jinja's own filter escapes for HTML and sorts keys."""
+    """JSON as in training data. Jinja's own filter escapes for HTML and sorts keys."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -177,79 +293,3 @@ def raise_exception(message: str) -> NoReturn:
 
 def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
-
-
-RENDER_LIMIT_S = 10.0
-OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-#: Options of reasoning that clients send to every model; a template that reads none ignores them.
-COMMON_KWARGS = frozenset(
-    {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort"}
-)
-
-
-class ChatTemplate:
-    """Renders conversations within bounds; whatever goes wrong in it is a TemplateFailed."""
-
-    def __init__(
-        self,
-        source: str,
-        *,
-        bos_token: str = "",
-        eos_token: str = "",
-        time_limit_s: float = RENDER_LIMIT_S,
-    ) -> None:
-        self._sandbox = Sandbox(time_limit_s=time_limit_s)
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._template = self._compile(source)
-        read = find_undeclared_variables(self._sandbox.parse(source)) | COMMON_KWARGS
-        self._kwargs = read - OWN_VARIABLES - self._sandbox.globals.keys()
-        self._capabilities = TemplateCapabilities(source, self._run)
-
-    @property
-    def shows_tools(self) -> bool:
-        """Whether it shows tools itself; else they are written into a message, in Hermes's form."""
-        return self._capabilities.shows_tools
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """The text of a conversation, adapted to what the template can render."""
-        self.check(kwargs)
-        adapted = self._capabilities.adapt(messages, tools)
-        return self._run(*adapted, add_generation_prompt=add_generation_prompt, **kwargs)
-
-    def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a client's kwargs that are none of what the template reads of its own accord."""
-        for name in kwargs:
-            if name not in self._kwargs:
-                raise BadRequest(
-                    f"chat_template_kwargs may not set '{name[:80]}': this model's template takes "
-                    f"{', '.join(sorted(self._kwargs))}.",
-                    param="chat_template_kwargs",
-                )
-
-    def _compile(self, source: str) -> Template:
-        try:
-            return self._sandbox.from_string(source)
-        except Exception as error:  # a template can make Jinja or Python's compiler raise anything
-            raise _failed(error) from error
-
-    def _run(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, /, **variables: Any
-    ) -> str:
-        variables = {**self._tokens, **variables, "messages": messages, "tools": tools}
-        try:
-            return self._sandbox.run(self._template, variables)
-        except Exception as error:  # a template can raise anything: it is a program
-            raise _failed(error) from error
-
-
-def _failed(error: Exception) -> TemplateFailed:
-    reason = str(error) or type(error).__name__
-    return TemplateFailed(f"The model's chat template failed: {reason}")

@@ -348,7 +348,7 @@ def test_more_pictures_than_fit_are_refused_with_their_number(harness: RuntimeHa
 
 
 def test_pictures_and_image_parts_have_to_be_as_many(harness: RuntimeHarness) -> None:
-    with pytest.raises(BadRequest, match="2 image parts, the request 1 pictures"):
+    with pytest.raises(BadRequest, match="2 image parts, but the request has 1 pictures"):
         harness.submit_chat([user(IMAGE, IMAGE)], [ONE])
 
 

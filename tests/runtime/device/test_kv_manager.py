@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import Prompt
+from rekindle.chat.prompt import MessageSpan, Prompt
 from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine
 from tests.support.harness import RuntimeHarness

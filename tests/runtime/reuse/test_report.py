@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import Prompt
+from rekindle.chat.prompt import MessageSpan, Prompt
 from rekindle.protocol.events import Reason
 from rekindle.protocol.requests import Names
 from rekindle.runtime.reuse.report import Comparison, ReuseInputs, classify, first_message_tokens

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import Prompt
+from rekindle.chat.prompt import MessageSpan, Prompt
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import chain
 from rekindle.kvcache.tiers.ram import RamTier

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rekindle.chat.encode import Encoder
+from rekindle.chat.escaping import EndMarkers
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import Message, with_parsed_arguments
 from rekindle.chat.normalise import without_strict
 from rekindle.chat.prompt import ChatPrompt, Pictures
-from rekindle.chat.replay import EndMarkers
 from rekindle.errors import TemplateFailed
 from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.kvcache.entries.text_index import TextIndex

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from rekindle.chat.encode import Encoder
-from rekindle.chat.images import picture_text, with_digests
+from rekindle.chat.escaping import EndMarkers
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.chat.messages import with_parsed_arguments
+from rekindle.chat.messages import picture_text, with_digests, with_parsed_arguments
 from rekindle.chat.normalise import normalise, without_strict
 from rekindle.chat.prompt import Pictures, Prompt
-from rekindle.chat.replay import EndMarkers
 from rekindle.engine.base import Capabilities
 from rekindle.errors import BadRequest, ContextTooLong
 from rekindle.kvcache.block import namespace

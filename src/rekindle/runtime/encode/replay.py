@@ -11,10 +11,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rekindle.chat.escaping import EndMarkers
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.chat.messages import Message, canonical, with_parsed_arguments
+from rekindle.chat.messages import (
+    Message,
+    canonical,
+    restored,
+    same_message,
+    shows_whole,
+    with_parsed_arguments,
+)
 from rekindle.chat.prompt import KnownPrefix
-from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
 from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.runtime.schedule.turn import Turn

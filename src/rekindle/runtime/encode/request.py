@@ -8,8 +8,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rekindle.chat.images import picture_text
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.messages import picture_text
 from rekindle.chat.prompt import Prompt
 from rekindle.errors import ContextTooLong
 from rekindle.kvcache.block import WriteBack

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from rekindle.chat.describe import first_difference
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import ConversationHashes
-from rekindle.chat.message_spans import MessageSpan
-from rekindle.chat.prompt import Prompt
+from rekindle.chat.prompt import MessageSpan, Prompt
 from rekindle.kvcache.entries.entry import Entry
 from rekindle.protocol.events import Divergence, Reason, Status
 

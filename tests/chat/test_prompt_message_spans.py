@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.message_spans import (
-    MessageSpan,
-    TokenEdges,
-    find_messages,
-    token_offsets,
-)
 from rekindle.chat.messages import Message
+from rekindle.chat.prompt import MessageSpan, TokenEdges, find_messages, token_offsets
 from rekindle.errors import TemplateFailed
 
 TALK: list[dict[str, Any]] = [

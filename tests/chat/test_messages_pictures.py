@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rekindle.chat.describe import Preview
 from rekindle.chat.encode import Encoder
-from rekindle.chat.images import flattened, picture_text, with_digests
 from rekindle.chat.message_hashes import ConversationHashes
+from rekindle.chat.messages import picture_text, with_digests, with_pictures_as_text
 from rekindle.chat.prompt import KnownPrefix, Prompt
 from rekindle.chat.template import ChatTemplate
 from rekindle.errors import BadRequest, TemplateFailed
@@ -105,7 +105,8 @@ def test_text_next_to_a_picture_stays_text(control: str) -> None:
 
 
 def test_texts_are_joined_by_a_line_break_and_a_picture_by_nothing() -> None:
-    [flat] = flattened([user("a", "b", image(ONE), "c", "d")], lambda digest: digest[:2])
+    messages = [user("a", "b", image(ONE), "c", "d")]
+    [flat] = with_pictures_as_text(messages, lambda text: text[7:9])
     assert flat["content"] == "a\nb0ac\nd"
 
 
@@ -118,7 +119,7 @@ def test_image_parts_and_pictures_have_to_be_as_many() -> None:
     messages = [user({"type": "image"}, "a", {"type": "image"}), {"role": "user", "content": "b"}]
     named = with_digests(messages, [ONE, OTHER])
     assert named == [user(image(ONE), "a", image(OTHER)), {"role": "user", "content": "b"}]
-    with pytest.raises(BadRequest, match="2 image parts, the request 1"):
+    with pytest.raises(BadRequest, match="2 image parts, but the request has 1"):
         with_digests(messages, [ONE])
 
 

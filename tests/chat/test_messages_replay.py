@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.chat.escaping import Span, escape
-from rekindle.chat.replay import EndMarkers, restored, same_message, shows_whole
+from rekindle.chat.escaping import EndMarkers, TextSpan, escape
+from rekindle.chat.messages import restored, same_message, shows_whole
 
 Message = dict[str, Any]
 
@@ -115,9 +115,9 @@ def test_a_reply_ends_at_an_end_token_of_the_template_and_at_no_other() -> None:
     ends = EndMarkers(["<|im_end|>", "<|eot|>"])
     escaped = escape(
         [
-            Span("Hello ", literal=False),
-            Span("<|im_end|>", literal=True),
-            Span(" there<|eot|>\n<|im_end|>", literal=False),
+            TextSpan("Hello ", literal=False),
+            TextSpan("<|im_end|>", literal=True),
+            TextSpan(" there<|eot|>\n<|im_end|>", literal=False),
         ]
     )
     end = ends.first_after(escaped, 0)
