@@ -82,7 +82,7 @@ MAX_SHARED_CLASS_NAMES = 34  # class names that two modules outside the dialects
 #: memory, version, event_stream) may be imported from everywhere.
 FOLDER_IMPORTS = {
     "protocol": set(),
-    "http": {"config"},
+    "http": set(),
     "config": {"protocol", "media"},
     "media": {"protocol"},
     "models": {"protocol"},

@@ -90,7 +90,7 @@ def test_the_log_says_of_what_the_cells_are(house: House) -> None:
 
 def test_a_project_is_warm_for_the_first_who_comes(house: House, root: str) -> None:
     key = house.new_key("first")
-    time.sleep(auth.CHECK_EVERY_S)
+    time.sleep(auth.RELOAD_INTERVAL_S)
     answer = house.ask(key).json()
     assert answer["x_cache"]["reused_tokens"] >= 64
     [prepared] = [each for each in house.cache(root, "ls")["entries"] if each["pinned"]]

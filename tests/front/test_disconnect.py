@@ -1,4 +1,4 @@
-"""A client that leaves frees its turn, wherever the turn is; so does a server that stops."""
+"""A client that disconnects frees its turn at every stage, and so does a stopping server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.http import body as request_body
+from rekindle.http import body
+from rekindle.http.body import BodyLimits
 from rekindle.protocol.events import Prefill, Started
 from tests.api.live import Live, live, soon
 from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
@@ -23,14 +24,14 @@ IN_REPLY: list[Step] = [Started(0, 10, 0), delta("Hel"), Pause()]
 CHAT = "/v1/chat/completions"
 
 
-def request(body: dict[str, Any], path: str = CHAT) -> bytes:
-    content = json.dumps(body).encode()
+def request(fields: dict[str, Any], path: str = CHAT) -> bytes:
+    content = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def reset(sock: socket.socket) -> None:
-    """Leave without a goodbye: the peer sees a reset."""
+    """Close the connection with a reset."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
 
@@ -41,7 +42,7 @@ def reset(sock: socket.socket) -> None:
 @pytest.mark.parametrize(
     "script", [QUEUED, IN_PREFILL, IN_REPLY], ids=["queued", "in prefill", "in reply"]
 )
-def test_a_client_that_leaves_cancels_its_turns(
+def test_a_client_that_disconnects_cancels_its_turns(
     script: list[Step], stream: bool, turns: int, leave: Any
 ) -> None:
     with live(Front(ScriptedRuntime(script))) as server:
@@ -54,14 +55,14 @@ def test_a_client_that_leaves_cancels_its_turns(
         assert server.runtime.cancelled_turns == turns
 
 
-def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing() -> None:
+def test_disconnecting_while_sending_the_body_starts_no_turn() -> None:
     with live(Front()) as server:
         server.raw(request(HELLO)[:-10]).close()
         soon(server.is_idle)
         assert server.runtime.requests == []
 
 
-def test_a_client_that_leaves_while_a_picture_is_fetched_leaves_nothing() -> None:
+def test_disconnecting_while_an_image_is_fetched_starts_no_turn() -> None:
     front = Front(ScriptedRuntime(sees=True), media_allow=("localhost",))
     with attacking() as slow, live(front) as server:
         part = {"type": "image", "image_url": slow.url("/slow", "localhost")}
@@ -72,13 +73,13 @@ def test_a_client_that_leaves_while_a_picture_is_fetched_leaves_nothing() -> Non
         assert server.runtime.requests == []
 
 
-def test_a_client_that_leaves_does_not_disturb_another() -> None:
+def test_disconnecting_does_not_disturb_other_clients() -> None:
     staying = reply(*(f"{number} " for number in range(200)))
     with live(Front(ScriptedRuntime(IN_REPLY, staying))) as server:
         leaving = server.raw(request({**HELLO, "stream": True}))
         soon(lambda: server.runtime.open_turns == 1)
-        body = {**HELLO, "stream": True}
-        with server.client() as client, client.stream("POST", CHAT, json=body) as response:
+        asked = {**HELLO, "stream": True}
+        with server.client() as client, client.stream("POST", CHAT, json=asked) as response:
             lines = response.iter_lines()
             next(lines)
             leaving.close()
@@ -86,7 +87,7 @@ def test_a_client_that_leaves_does_not_disturb_another() -> None:
         soon(server.is_idle)
 
 
-def test_a_client_that_reads_nothing_still_frees_its_turn_when_it_leaves() -> None:
+def test_a_client_that_reads_nothing_frees_its_turn_when_it_disconnects() -> None:
     flood: list[Step] = [Started(0, 1, 0), *(delta("x" * 60_000) for _ in range(400)), Pause()]
     with live(Front(ScriptedRuntime(flood))) as server:
         sock = server.raw(request({**HELLO, "stream": True}))
@@ -96,8 +97,8 @@ def test_a_client_that_reads_nothing_still_frees_its_turn_when_it_leaves() -> No
         soon(server.is_idle)
 
 
-def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODY_S", 0.2)
+def test_a_slow_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "LIMITS", BodyLimits(timeout_s=0.2))
     with live(Front()) as server, server.raw(request(HELLO)[:-10]) as sock:
         answer = _read_until(sock, b"")
         assert answer.startswith(b"HTTP/1.1 408")
@@ -105,17 +106,19 @@ def test_a_slow_body_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         soon(server.is_idle)
 
 
-def test_a_body_in_chunks_that_grows_too_large_gets_a_clean_413(
+def test_a_chunked_body_that_is_too_large_gets_a_clean_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_body, "MOST_BODY_BYTES", 100_000)
+    monkeypatch.setattr(body, "LIMITS", BodyLimits(body_bytes=100_000))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
     with live(Front()) as server:
         content = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 50
         with server.raw(content) as sock:
             assert _read_until(sock, b"}}").startswith(b"HTTP/1.1 413")
-            sock.sendall(chunk * 50 + b"0\r\n\r\n" + request(HELLO))  # read past, and forgotten
+            sock.sendall(
+                chunk * 50 + b"0\r\n\r\n" + request(HELLO)
+            )  # the rest of the body is skipped
             assert _read_until(sock, b"}}").startswith(b"HTTP/1.1 200")
         with server.client() as client:
             answer = client.post(CHAT, content=iter([b" " * 50_000] * 20), headers=_json())
@@ -123,14 +126,14 @@ def test_a_body_in_chunks_that_grows_too_large_gets_a_clean_413(
             assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_megabyte_of_headers_is_refused() -> None:
+def test_a_megabyte_of_headers_is_rejected() -> None:
     with live(Front()) as server, server.client() as client:
         answer = client.get("/v1/models", headers={"X-Padding": "x" * (1 << 20)})
         assert answer.status_code == 431
         assert client.get("/v1/models").status_code == 200
 
 
-def test_a_stopping_server_ends_streams_with_an_error_and_whole_answers_with_a_status() -> None:
+def test_a_stopping_server_ends_streams_with_an_error_event_and_other_responses_with_503() -> None:
     front = Front(ScriptedRuntime(IN_REPLY))
     found: dict[str, httpx.Response] = {}
 
@@ -160,7 +163,7 @@ def _json() -> dict[str, str]:
 
 
 def _read_until(sock: socket.socket, end: bytes) -> bytes:
-    """What comes until it ends so; empty `end` means until the server hangs up."""
+    """Read until the data ends with `end`, or if that is empty until the connection closes."""
     answer = b""
     while (part := sock.recv(65536)) and not (end and (answer + part).endswith(end)):
         answer += part

@@ -1,4 +1,4 @@
-"""Turns that fail: a status while there is one to give, an event after that."""
+"""A failed turn answers with a status if nothing was sent yet, and with an event after that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOO_LONG = failed(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_keeps_its_status_code_and_field(stream: bool) -> None:
+def test_an_error_keeps_its_status_code_and_field(stream: bool) -> None:
     answer = Front(ScriptedRuntime([TOO_LONG])).chat(stream=stream)
     assert answer.status_code == 400
     assert error(answer) == {
@@ -50,7 +50,7 @@ def test_a_failure_before_the_first_text_is_a_status(begin: list[Step], stream: 
     assert error(answer)["code"] == "model_restarting"
 
 
-def test_a_failure_in_mid_stream_is_an_event_and_then_the_end() -> None:
+def test_a_failure_in_mid_stream_is_the_last_event() -> None:
     answer = Front(ScriptedRuntime(reply("Hel", end=DIED))).chat(
         stream=True, stream_options={"include_usage": True}, use_kv_cache=True
     )
@@ -68,11 +68,11 @@ def test_a_failure_in_mid_stream_is_an_event_and_then_the_end() -> None:
     assert done.data == "[DONE]"
 
 
-def test_a_failure_after_text_of_a_whole_answer_is_a_status() -> None:
+def test_a_failure_of_an_unstreamed_reply_is_a_status() -> None:
     assert Front(ScriptedRuntime(reply("Hel", end=DIED))).chat().status_code == 503
 
 
-def test_progress_opens_the_stream_so_that_a_later_failure_is_an_event() -> None:
+def test_after_a_progress_event_a_failure_is_an_event() -> None:
     script: list[Step] = [Started(0, 10, 0), DIED]
     answer = Front(ScriptedRuntime(script)).chat(stream=True, prefill_progress=True)
     assert answer.status_code == 200
@@ -86,7 +86,7 @@ def test_progress_opens_the_stream_so_that_a_later_failure_is_an_event() -> None
     ("problem", "status"),
     [(TooManyRequests("272 requests are queued"), 429), (Unavailable("it is loading"), 503)],
 )
-def test_a_full_or_absent_runtime_says_when_to_come_back(
+def test_a_full_or_absent_runtime_says_when_to_retry(
     problem: ServerError, status: int, stream: bool
 ) -> None:
     answer = Front(ScriptedRuntime([problem])).chat(stream=stream)
@@ -96,17 +96,17 @@ def test_a_full_or_absent_runtime_says_when_to_come_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_failed_choice_fails_the_answer_and_ends_the_others(stream: bool) -> None:
+def test_one_failed_choice_fails_the_request_and_cancels_the_others(stream: bool) -> None:
     runtime = ScriptedRuntime([Started(0, 10, 0), Pause()], [TOO_LONG])
     assert Front(runtime).chat(n=2, stream=stream).status_code == 400
     assert (runtime.open_turns, runtime.cancelled_turns) == (0, 1)
 
 
-# A text that is no text: whatever handles it raises what nobody foresaw.
+# Not a string, so any code that handles it raises an unexpected exception.
 BUG = delta(RuntimeError("a secret detail"))  # type: ignore[arg-type]
 
 
-def test_a_bug_is_an_error_that_tells_nothing_and_a_line_in_the_log(
+def test_a_bug_is_logged_and_its_details_are_not_sent_to_the_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = ScriptedRuntime([Started(0, 10, 0), BUG, finished()])
@@ -118,7 +118,7 @@ def test_a_bug_is_an_error_that_tells_nothing_and_a_line_in_the_log(
     assert "unexpected error" in caplog.text
 
 
-def test_a_bug_in_mid_stream_is_an_event_and_a_line_in_the_log(
+def test_a_bug_in_mid_stream_is_logged_and_ends_the_stream_with_an_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = ScriptedRuntime([Started(0, 10, 0), delta("x"), BUG])
@@ -152,9 +152,7 @@ def test_neither_prompt_nor_key_appears_in_a_log_or_an_error(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_turn_that_the_server_cancels_is_an_error_and_no_endless_wait(
-    stream: bool, begun: bool
-) -> None:
+def test_a_turn_that_the_server_cancels_ends_with_an_error(stream: bool, begun: bool) -> None:
     script: list[Step] = [Started(0, 10, 0), *([delta("x")] if begun else []), Cancelled(0)]
     answer = Front(ScriptedRuntime(script)).chat(stream=stream)
     if stream and begun:

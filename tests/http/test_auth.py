@@ -1,4 +1,4 @@
-"""Keys: kept as digests, found by them, and changeable while the server runs."""
+"""API keys are stored as digests, and a key file may change while the server runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rekindle.config import load_config
 from rekindle.errors import ConfigError, Unauthorized
-from rekindle.http.auth import CHECK_EVERY_S, KeyFile, Keys, key_digest, key_line
+from rekindle.http.auth import RELOAD_INTERVAL_S, KeyFile, Keys, key_digest, key_line
 
 
 class Clock:
@@ -47,7 +46,7 @@ def opens(keys: Keys, key: str) -> bool:
     return True
 
 
-def test_keys_are_kept_as_digests(path: Path) -> None:
+def test_keys_are_stored_as_digests(path: Path) -> None:
     keys = Keys(["alpha"], admin=["beta"], file=KeyFile(path))
     assert "alpha" not in repr(vars(keys))
     assert all(opens(keys, key) for key in ("alpha", "beta", "bobs"))
@@ -55,15 +54,15 @@ def test_keys_are_kept_as_digests(path: Path) -> None:
 
 
 class NeverWalked(dict[bytes, bool]):
-    """Known keys that can be looked up and not gone through."""
+    """Keys that can be looked up but not iterated over."""
 
     def __iter__(self) -> Iterator[bytes]:
-        raise AssertionError("every key was looked at")
+        raise AssertionError("the lookup iterated over all keys")
 
     items = keys = values = __iter__  # type: ignore[assignment]
 
 
-def test_ten_thousand_keys_take_no_longer_than_one(tmp_path: Path) -> None:
+def test_a_lookup_does_not_iterate_over_all_keys(tmp_path: Path) -> None:
     lines = [key_line(f"k{number}", f"key{number}", admin=False) for number in range(5000)]
     file = KeyFile(write(tmp_path / "many", *lines))
     keys = Keys([f"flag{number}" for number in range(5000)], file=file)
@@ -73,7 +72,7 @@ def test_ten_thousand_keys_take_no_longer_than_one(tmp_path: Path) -> None:
     assert not opens(keys, "key5000")
 
 
-def test_a_key_may_come_in_either_of_two_headers() -> None:
+def test_a_key_is_accepted_in_either_of_two_headers() -> None:
     keys = Keys(["alpha", "beta"], admin=["root"])
     assert keys.caller(None, "alpha") == keys.caller("Bearer alpha")
     assert keys.caller(None, "root").admin
@@ -84,40 +83,34 @@ def test_a_key_may_come_in_either_of_two_headers() -> None:
             keys.caller(None, header)
 
 
-def test_a_caller_is_known_by_its_key_wherever_the_key_is_written(path: Path) -> None:
-    """The salt is the key's own: state stays reachable when a key moves into the file."""
+def test_a_key_has_the_same_salt_in_the_settings_and_in_the_file(path: Path) -> None:
+    """A tenant keeps its cache when its key moves into the file."""
     given, filed = Keys(["bobs"]), Keys(file=KeyFile(path))
     assert given.caller("Bearer bobs") == filed.caller("Bearer bobs")
     assert given.caller("Bearer bobs").salt == key_digest("bobs")
 
 
-def test_a_key_that_is_also_an_admins_is_an_admins() -> None:
+def test_a_key_listed_as_both_user_and_admin_is_admin() -> None:
     keys = Keys(["same", "other"], admin=["same"])
     assert keys.caller("Bearer same").admin
     assert not keys.caller("Bearer other").admin
 
 
-def test_of_two_lines_for_one_key_the_admins_counts(tmp_path: Path) -> None:
+def test_a_key_with_one_admin_line_among_several_is_admin(tmp_path: Path) -> None:
     lines = [key_line(name, "same", admin=name == "b") for name in "abc"]
     keys = Keys(file=KeyFile(write(tmp_path / "twice", *lines)))
     assert keys.caller("Bearer same").admin
 
 
-def test_every_kind_of_key_in_the_settings_is_accepted(path: Path) -> None:
-    keys = Keys.of(load_config({"api_key": "a", "admin_key": "b", "api_keys_file": path}, {}))
-    assert [opens(keys, key) for key in ("a", "b", "bobs", "c")] == [True, True, True, False]
-    assert Keys.of(load_config({}, {})).is_open
-
-
-def test_a_file_without_keys_opens_nothing(tmp_path: Path) -> None:
-    """It may have been emptied to lock somebody out."""
+def test_an_empty_key_file_does_not_open_the_server(tmp_path: Path) -> None:
+    """It may have been emptied to revoke all keys."""
     keys = Keys(file=KeyFile(write(tmp_path / "keys", "# nobody")))
     assert not keys.is_open
     with pytest.raises(Unauthorized):
         keys.caller(None)
 
 
-def test_comments_blank_lines_and_roles_are_read(tmp_path: Path) -> None:
+def test_a_key_file_may_have_comments_blank_lines_and_roles(tmp_path: Path) -> None:
     lines = (
         "# the staff",
         "",
@@ -141,14 +134,14 @@ def test_comments_blank_lines_and_roles_are_read(tmp_path: Path) -> None:
         "blake3:" + "0" * 64,
     ],
 )
-def test_a_bad_line_is_named_and_not_repeated(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_reported_by_number_and_not_quoted(tmp_path: Path, line: str) -> None:
     write(tmp_path / "keys", "# first", line)
     with pytest.raises(ConfigError, match=r"line 2 of .*keys") as refused:
         KeyFile(tmp_path / "keys")
     assert "canary" not in str(refused.value)
 
 
-def test_a_missing_file_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_or_unreadable_file_fails_at_startup(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the keys"):
         KeyFile(tmp_path / "keys")
     (tmp_path / "latin").write_bytes(b"\xff")
@@ -157,7 +150,7 @@ def test_a_missing_file_is_refused_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
-def test_a_file_that_others_may_read_is_warned_about(
+def test_a_file_that_other_users_can_read_is_warned_about(
     path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
 ) -> None:
     path.chmod(mode)
@@ -169,11 +162,11 @@ def test_a_changed_file_takes_effect_within_a_second(path: Path, clock: Clock) -
     keys = Keys(file=KeyFile(path, clock))
     write(path, key_line("eve", "eves-key", admin=False), key_line("x", "y", admin=False))
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (True, False)
-    clock.now += CHECK_EVERY_S
+    clock.now += RELOAD_INTERVAL_S
     assert (opens(keys, "bobs"), opens(keys, "eves-key")) == (False, True)
 
 
-def test_a_file_replaced_by_one_of_the_same_size_and_time_is_seen(
+def test_a_replacement_of_the_same_size_and_time_is_noticed(
     path: Path, tmp_path: Path, clock: Clock
 ) -> None:
     keys = Keys(file=KeyFile(path, clock))
@@ -182,26 +175,24 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_seen(
     os.utime(other, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert other.stat().st_size == stamp.st_size
     other.replace(path)
-    clock.now += CHECK_EVERY_S
+    clock.now += RELOAD_INTERVAL_S
     assert (opens(keys, "bobs"), opens(keys, "eves")) == (False, True)
 
 
-def test_the_file_is_looked_at_once_a_second_and_read_when_it_changed(
-    path: Path, clock: Clock
-) -> None:
+def test_the_file_is_checked_at_most_once_a_second(path: Path, clock: Clock) -> None:
     file = KeyFile(path, clock)
     with patch.object(Path, "stat", autospec=True, side_effect=Path.stat) as looked:
         for _ in range(100):
             file.keys()
         assert looked.call_count == 0
-        clock.now += CHECK_EVERY_S
+        clock.now += RELOAD_INTERVAL_S
         for _ in range(100):
             file.keys()
         assert looked.call_count == 1
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_file_that_turned_bad_keeps_the_keys_and_complains_once(
+def test_an_invalid_change_is_logged_once_and_the_old_keys_stay(
     path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, gone: bool
 ) -> None:
     keys = Keys(file=KeyFile(path, clock))
@@ -211,10 +202,10 @@ def test_a_file_that_turned_bad_keeps_the_keys_and_complains_once(
     else:
         write(path, key_line("eve", "eves", admin=False), "nonsense here too")
     for _ in range(3):
-        clock.now += CHECK_EVERY_S
+        clock.now += RELOAD_INTERVAL_S
         assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, False)
     [complaint] = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert ("line 2" in complaint.getMessage()) != gone
     write(path, good, key_line("eve", "eves", admin=False))
-    clock.now += CHECK_EVERY_S
+    clock.now += RELOAD_INTERVAL_S
     assert (opens(keys, "bobs"), opens(keys, "eves")) == (True, True)

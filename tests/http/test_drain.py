@@ -1,4 +1,4 @@
-"""A signal to stop: what is in flight goes on for a while, what is new is refused."""
+"""After a signal to stop, requests in flight may finish and new ones are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STREAM = {**HELLO, "stream": True}
 HELD: list[Step] = [delta("Hel"), Pause(), delta("lo"), finished()]
 
 
-def test_a_reply_in_flight_is_finished_while_what_is_new_is_refused() -> None:
+def test_a_reply_in_flight_finishes_while_new_requests_are_refused() -> None:
     released = asyncio.Event()
 
     class Held(ScriptedRuntime):
@@ -51,7 +51,7 @@ def test_a_reply_in_flight_is_finished_while_what_is_new_is_refused() -> None:
         soon(lambda: server.has_ended)
 
 
-def test_an_idle_server_ends_at_once() -> None:
+def test_an_idle_server_exits_immediately() -> None:
     with live(Front()) as server:
         server.signal()
         soon(lambda: server.has_ended)

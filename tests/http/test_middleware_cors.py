@@ -1,11 +1,11 @@
-"""Web pages: those that were allowed may call the server from a browser, with their keys."""
+"""Web pages of allowed origins may call the server from a browser, with their keys."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 
-from rekindle.http.middleware import EXPOSED
+from rekindle.http.middleware import EXPOSED_HEADERS
 from tests.api.scripted import Front, error
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +25,7 @@ def allowed(answer: httpx.Response) -> str | None:
     return str(answer.headers[name]) if name in answer.headers else None
 
 
-def test_a_browser_may_ask_without_a_key_and_then_send_with_it() -> None:
+def test_a_preflight_needs_no_key() -> None:
     front = Front(api_key=["secret"], cors_origin=[PAGE])
     asked = preflight(front, PAGE)
     assert asked.status_code == 204
@@ -36,12 +36,12 @@ def test_a_browser_may_ask_without_a_key_and_then_send_with_it() -> None:
     assert asked.headers["vary"] == "Origin"
     answer = front.chat(headers={"origin": PAGE, "authorization": "Bearer secret"})
     assert (answer.status_code, allowed(answer)) == (200, PAGE)
-    assert answer.headers["access-control-expose-headers"] == EXPOSED
+    assert answer.headers["access-control-expose-headers"] == EXPOSED_HEADERS
     assert "access-control-allow-credentials" not in answer.headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_page_can_read_streams_and_errors_too(stream: bool) -> None:
+def test_a_page_can_read_streams_and_errors(stream: bool) -> None:
     front = Front(api_key=["secret"], cors_origin=[PAGE])
     key = {"origin": PAGE, "authorization": "Bearer secret"}
     assert allowed(front.chat(stream=stream, headers=key)) == PAGE
@@ -54,7 +54,7 @@ def test_a_page_can_read_streams_and_errors_too(stream: bool) -> None:
     "origin",
     ["http://localhost:3000", "http://127.0.0.1", "https://[::1]:8443", "http://localhost"],
 )
-def test_pages_of_this_machine_may_call_a_server_of_this_machine(origin: str) -> None:
+def test_local_pages_may_call_a_local_server(origin: str) -> None:
     assert allowed(preflight(Front(), origin)) == origin
     assert allowed(Front().chat(headers={"origin": origin})) == origin
     public = Front(host="0.0.0.0", api_key=["secret"])
@@ -78,7 +78,7 @@ def test_pages_of_this_machine_may_call_a_server_of_this_machine(origin: str) ->
         "*",
     ],
 )
-def test_pages_of_other_origins_may_not(origin: str) -> None:
+def test_pages_of_other_origins_may_not_call(origin: str) -> None:
     front = Front(cors_origin=[PAGE])
     refused = preflight(front, origin)
     assert refused.status_code == 403
@@ -87,32 +87,32 @@ def test_pages_of_other_origins_may_not(origin: str) -> None:
     assert allowed(answer) is allowed(refused) is None
 
 
-def test_all_origins_can_be_allowed() -> None:
+def test_a_star_allows_all_origins() -> None:
     front = Front(cors_origin=["*"])
     for origin in (PAGE, "null", "https://other.example"):
         assert allowed(preflight(front, origin)) == origin
 
 
-def test_a_page_elsewhere_may_reach_into_a_private_network_when_it_is_allowed() -> None:
+def test_an_allowed_page_may_reach_into_a_private_network() -> None:
     asks = {"access-control-request-private-network": "true"}
     answer = preflight(Front(cors_origin=[PAGE]), PAGE, **asks)
     assert answer.headers["access-control-allow-private-network"] == "true"
 
 
-def test_what_a_preflight_sends_is_not_echoed_as_another_header() -> None:
+def test_invalid_header_names_of_a_preflight_are_not_echoed() -> None:
     asks = {"access-control-request-headers": "a;b=c\t" + "x" * 2000}
     answer = preflight(Front(cors_origin=[PAGE]), PAGE, **asks)
     assert "access-control-allow-headers" not in answer.headers
 
 
-def test_the_name_of_the_server_is_checked_before_the_origin() -> None:
-    """DNS rebinding: a page whose name leads to this machine calls it as its own origin."""
+def test_the_host_is_checked_before_the_origin() -> None:
+    """DNS rebinding: a page whose name resolves to this machine calls it as its own origin."""
     rebound = {"host": "evil.example"}
     assert preflight(Front(cors_origin=["*"]), "http://evil.example", **rebound).status_code == 421
     answer = Front(cors_origin=["*"]).chat(headers={"origin": "http://localhost", **rebound})
     assert answer.status_code == 421
 
 
-def test_a_program_that_is_no_browser_sees_nothing_of_this() -> None:
+def test_a_program_gets_no_cors_headers() -> None:
     answer = Front(cors_origin=["*"]).chat()
     assert not [name for name in answer.headers if name.startswith("access-control")]

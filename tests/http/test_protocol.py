@@ -1,4 +1,4 @@
-"""What comes before a request: headers one byte at a time, without an end, or not at all."""
+"""Headers have to arrive completely, within the limits of size and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rekindle.http import protocol as http_protocol
-from rekindle.http.middleware import MOST_HEADER_BYTES
+from rekindle.http.protocol import MAX_HEADER_BYTES
 from rekindle.protocol.events import Started
 from tests.api.live import PATIENCE_S, Live, live, soon
 from tests.api.scripted import Front, Pause, ScriptedRuntime
@@ -18,14 +18,14 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 STREAM = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 1}'
 
 
-LITTLE_S = 0.3
+SHORT_S = 0.3
 
 
 def drip(sock: socket.socket, byte: bytes) -> bytes:
-    """Send a byte again and again until the server has had enough; returns what it said."""
+    """Send a byte repeatedly until the server answers or closes; returns the answer."""
     deadline = time.monotonic() + PATIENCE_S
     while not select.select([sock], [], [], 0.02)[0]:
-        assert time.monotonic() < deadline, "the server takes headers for ever"
+        assert time.monotonic() < deadline, "the server sets no limit"
         try:
             sock.sendall(byte)
         except (BrokenPipeError, ConnectionResetError):
@@ -34,7 +34,7 @@ def drip(sock: socket.socket, byte: bytes) -> bytes:
 
 
 def received(sock: socket.socket) -> bytes:
-    """Everything up to the end of the connection."""
+    """Read until the connection closes."""
     found = b""
     try:
         while part := sock.recv(65536):
@@ -45,7 +45,7 @@ def received(sock: socket.socket) -> bytes:
 
 
 def answered(sock: socket.socket, status: int) -> None:
-    """Read one answer, whose body ends with the bracket that its first began with."""
+    """Read one answer with a JSON body, and check its status."""
     found = b""
     while not found.rstrip().endswith(b"}"):
         part = sock.recv(65536)
@@ -58,10 +58,10 @@ def is_over(server: Live) -> bool:
     return not server.connections()
 
 
-def test_headers_one_byte_at_a_time_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_sent_one_byte_at_a_time_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(Front()) as server, server.raw(HEALTH + b"\r\n") as sock:
         answered(sock, 200)
-        monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+        monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", SHORT_S)
         sock.sendall(HEALTH + b"X-Slow: ")
         answer = drip(sock, b"a")
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
@@ -76,49 +76,49 @@ def test_a_connection_without_a_request_is_closed(
 ) -> None:
     with live(Front()) as server:
         if not first:
-            monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+            monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", SHORT_S)
         with server.raw(first) as sock:
             if first:
                 answered(sock, 200)
-                monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+                monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", SHORT_S)
             assert drip(sock, b"\r\n") == b""
             soon(lambda: is_over(server))
 
 
-def test_a_body_that_goes_on_after_its_refusal_is_cut_off(
+def test_a_body_that_continues_after_its_rejection_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n"
     with live(Front()) as server, server.raw(head + b"Content-Type: text/plain\r\n\r\n") as sock:
         answered(sock, 415)
-        monkeypatch.setattr(http_protocol, "HEADERS_S", LITTLE_S)
+        monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", SHORT_S)
         assert drip(sock, b"x") == b""
         soon(lambda: is_over(server))
 
 
-def test_headers_without_an_end_are_cut_off() -> None:
+def test_endless_headers_are_rejected() -> None:
     with live(Front()) as server, server.raw(HEALTH + b"X-Long: ") as sock:
         sent = 0
-        while not select.select([sock], [], [], 0)[0] and sent < 100 * MOST_HEADER_BYTES:
+        while not select.select([sock], [], [], 0)[0] and sent < 100 * MAX_HEADER_BYTES:
             try:
                 sent += sock.send(b"a" * 16_384)
             except (BrokenPipeError, ConnectionResetError):
                 break
-        assert sent < 100 * MOST_HEADER_BYTES
+        assert sent < 100 * MAX_HEADER_BYTES
         soon(lambda: is_over(server))
         with server.client() as client:
             assert client.get("/health").status_code == 200
 
 
-def test_large_headers_are_told_so_before_they_end() -> None:
+def test_large_headers_get_an_answer_before_they_are_complete() -> None:
     with live(Front()) as server:
-        with server.raw(HEALTH + b"X-Long: " + b"a" * MOST_HEADER_BYTES) as sock:
+        with server.raw(HEALTH + b"X-Long: " + b"a" * MAX_HEADER_BYTES) as sock:
             answer = received(sock)
         assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         assert b'"code":"headers_too_large"' in answer
 
 
-def test_a_request_that_is_being_answered_has_no_deadline_for_headers() -> None:
+def test_a_request_being_answered_has_no_header_timeout() -> None:
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(STREAM)}"
     content = f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + STREAM
     with live(Front(ScriptedRuntime([Started(0, 1, 0), Pause()]))) as server:
@@ -129,7 +129,7 @@ def test_a_request_that_is_being_answered_has_no_deadline_for_headers() -> None:
         soon(server.is_idle)
 
 
-def test_requests_on_one_connection_are_each_in_time() -> None:
+def test_a_connection_serves_several_requests() -> None:
     with live(Front()) as server, server.raw(b"") as sock:
         for _ in range(3):
             sock.sendall(HEALTH + b"\r\n")

@@ -44,7 +44,7 @@ from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.front import docs, metrics
 from rekindle.front.docs import EVERY_OPERATION, DocumentedApp
-from rekindle.http.auth import Keys
+from rekindle.http.auth import KeyFile, Keys
 from rekindle.http.body import VALIDATORS, open_validators
 from rekindle.http.drain import Drain
 from rekindle.http.middleware import RequestMiddleware
@@ -115,12 +115,18 @@ def build_app(
     app.add_exception_handler(Exception, _on_unexpected_error)
     return RequestMiddleware(
         (drain or Drain()).guard(app),
-        keys or Keys.of(config),
+        keys or api_keys(config),
         config.host,
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,
     )
+
+
+def api_keys(config: Config) -> Keys:
+    """Return the API keys in the settings. Raises ConfigError if the key file cannot be read."""
+    file = KeyFile(config.api_keys_file) if config.api_keys_file else None
+    return Keys(config.api_key, admin=config.admin_key, file=file)
 
 
 @asynccontextmanager

@@ -25,7 +25,8 @@ from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config, load_config
 from rekindle.errors import BadRequest, ConfigError
 from rekindle.front import launch
-from rekindle.http.auth import OPEN_SALT, Keys
+from rekindle.front.app import api_keys
+from rekindle.http.auth import OPEN_SALT
 from rekindle.http.drain import Server
 from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
@@ -232,9 +233,8 @@ class EmbeddedServer:
         """Serve HTTP in the background, from the same models and cache."""
         if self._http is not None:
             raise ConfigError(f"this engine already serves on {self.base_url}")
-        keys = Keys.of(config)
         listener = launch.bind(config, config.port)
-        server = launch.build_server(config, self._models, keys)
+        server = launch.build_server(config, self._models, api_keys(config))
         listener.listen(server.config.backlog)
         ended = self._submit(launch.run(server, listener))
         self._http = HttpServer(server, ended, _url(listener))

@@ -26,7 +26,7 @@ from rekindle.api.base.models import (
 from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
 from rekindle.front.announcement import announce
-from rekindle.front.app import build_app
+from rekindle.front.app import api_keys, build_app
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
 from rekindle.http.drain import DRAIN_S, Drain, Server
@@ -48,7 +48,7 @@ def serve(config: Config, console: Console) -> None:
     """Run until a signal stops it."""
     check_settings(config)
     log_to(console, config.log_level)
-    keys = Keys.of(config)
+    keys = api_keys(config)
     with contextlib.ExitStack() as stack:
         # Before anything slow: a taken port is an error at once.
         listeners = [stack.enter_context(bind(config, port)) for port in _ports(config)]

@@ -1,8 +1,7 @@
-"""Who sent a request: API keys, kept as digests and found by them.
+"""Identifies the caller of a request by its API key.
 
-A look-up takes as long for ten thousand keys as for one, and as long for a wrong key as for a right
-one: its time depends on digests, which nobody can choose. A file of keys has a line
-`NAME DIGEST [admin]` for each; it may change while the server runs.
+Keys are stored as digests. A lookup takes the same time for one key or many, and for a right or a
+wrong key, because it depends only on the digest, which nobody can choose.
 """
 
 from __future__ import annotations
@@ -18,35 +17,26 @@ from pathlib import Path
 
 from blake3 import blake3
 from starlette.requests import Request
-from starlette.types import Scope
 
-from rekindle.config import Config
 from rekindle.errors import ConfigError, Unauthorized
 
 log = logging.getLogger("rekindle.keys")
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
-CALLER = "rekindle.caller"  # the key under which a request's scope holds it
-OPEN_SALT = b""  # of callers without a key: an open server, presets, the Python API
-CHECK_EVERY_S = 1.0
-KEY_BYTES = 32
-ADMIN = "admin"
+CALLER = "rekindle.caller"  # the caller's key in the request's scope
+OPEN_SALT = b""  # for callers without a key: open servers, presets, the Python API
+RELOAD_INTERVAL_S = 1.0
 
-_NAME = re.compile(r"[\w.@+-]{1,64}")
-_DIGEST = re.compile(r"blake3:([0-9a-f]{64})")
-
-Stamp = tuple[int, int, int] | None  # changes with the file; None: there is no file
+FileVersion = tuple[int, int, int] | None  # changes with the file; None if there is no file
+KnownKeys = Mapping[bytes, bool]  # digest -> whether it is an admin key
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose state a request may touch: that of its salt, or for an admin everybody's."""
+    """A tenant, identified by the salt of its key. Admins may see the state of all tenants."""
 
     salt: bytes
     admin: bool
-
-
-KnownKeys = Mapping[bytes, bool]  # digests, and whether they are an admin's
 
 
 def key_digest(key: str) -> bytes:
@@ -54,63 +44,67 @@ def key_digest(key: str) -> bytes:
 
 
 def new_key() -> str:
-    """A random key of 256 bits."""
-    return f"rk-{secrets.token_urlsafe(KEY_BYTES)}"
+    """Generate a random key of 256 bits."""
+    return f"rk-{secrets.token_urlsafe(32)}"
 
 
 def key_line(name: str, key: str, *, admin: bool) -> str:
-    """The key's line in a key file; the key cannot be read back from it."""
-    if not _NAME.fullmatch(name):
+    """Return the line of a key file for this key. It holds the digest, not the key."""
+    if not re.fullmatch(r"[\w.@+-]{1,64}", name):
         raise ConfigError(
             f"{name!r} cannot name a key: use up to 64 letters, digits and the characters . @ + - _"
         )
-    return f"{name} blake3:{key_digest(key).hex()}" + (f" {ADMIN}" if admin else "")
+    return f"{name} blake3:{key_digest(key).hex()}" + (" admin" if admin else "")
 
 
 def append_key_line(path: Path, line: str) -> None:
-    """Add the line; a new file is readable by its owner alone."""
+    """Append a line. A new file is readable by its owner only."""
     try:
-        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        text = path.read_bytes() if path.exists() else b""
+        separator = "\n" if text and not text.endswith(b"\n") else ""
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + line + "\n")
+            file.write(f"{separator}{line}\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 class KeyFile:
-    """The file's current keys; while the file is invalid, those it had before."""
+    """A file of keys that may change while the server runs.
+
+    Each line is `NAME DIGEST [admin]`. While the file is invalid, its previous keys stay in force.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
         self._checked_at_s = clock()
-        self._stamp, self._keys = _read(path)
+        self._version, self._keys = _read(path)
         if path.stat().st_mode & 0o077:
-            log.warning("others on this machine may open %s; run `chmod 600 %s`", path, path)
+            log.warning("other users can read %s; run `chmod 600 %s`", path, path)
 
     def keys(self) -> KnownKeys:
         now = self._clock()
-        if now - self._checked_at_s >= CHECK_EVERY_S:
+        if now - self._checked_at_s >= RELOAD_INTERVAL_S:
             self._checked_at_s = now
             self._reload()
         return self._keys
 
     def _reload(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        version = _version(self._path)
+        if version == self._version:
             return
-        self._stamp = stamp  # an invalid file is logged once
+        self._version = version  # so that an invalid file is logged once
         try:
-            self._stamp, self._keys = _read(self._path)
+            self._version, self._keys = _read(self._path)
         except ConfigError as error:
-            log.error("%s; the keys read before stay in force", error)
+            log.error("%s; the previous keys stay in force", error)
         else:
-            log.info("%s has changed: %d keys", self._path, len(self._keys))
+            log.info("reloaded %s: %d keys", self._path, len(self._keys))
 
 
 class Keys:
-    """The API keys a server accepts. A server without any is open to everybody."""
+    """The API keys that a server accepts. Without any, the server is open to everybody."""
 
     def __init__(
         self, keys: Iterable[str] = (), *, admin: Iterable[str] = (), file: KeyFile | None = None
@@ -119,19 +113,13 @@ class Keys:
         self._given |= dict.fromkeys(map(key_digest, admin), True)
         self._file = file
 
-    @classmethod
-    def of(cls, config: Config) -> Keys:
-        """Raises ConfigError when the file of keys cannot be read."""
-        file = KeyFile(config.api_keys_file) if config.api_keys_file else None
-        return cls(config.api_key, admin=config.admin_key, file=file)
-
     @property
     def is_open(self) -> bool:
-        """A file without keys does not open the server: it may have been emptied to revoke them."""
+        """An empty key file does not open the server: it may have been emptied to revoke keys."""
         return not self._given and self._file is None
 
     def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """Who holds the key in one of these headers; raises Unauthorized when none is known."""
+        """Return the caller whose key is in one of these headers, or raise Unauthorized."""
         if self.is_open:
             return Caller(OPEN_SALT, admin=True)
         for key in (_bearer(authorization), api_key):
@@ -153,17 +141,13 @@ def _bearer(authorization: str | None) -> str | None:
     return key if scheme.lower() == "bearer" else None
 
 
-def set_caller(scope: Scope, caller: Caller) -> None:
-    scope[CALLER] = caller
-
-
 def caller_of(request: Request) -> Caller:
-    """Who the middleware found to have sent this request."""
+    """Return the caller that the middleware identified."""
     caller: Caller = request.scope[CALLER]
     return caller
 
 
-def _stamp(path: Path) -> Stamp:
+def _version(path: Path) -> FileVersion:
     try:
         found = path.stat()
     except OSError:
@@ -171,31 +155,30 @@ def _stamp(path: Path) -> Stamp:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: Path) -> tuple[Stamp, KnownKeys]:
-    """The stamp is taken before reading, so that a write in between counts as a change."""
-    stamp = _stamp(path)
+def _read(path: Path) -> tuple[FileVersion, KnownKeys]:
+    version = _version(path)  # before reading, so that a write in between counts as a change
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the keys in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
-    numbered = enumerate((line.partition("#")[0].split() for line in text.splitlines()), 1)
     keys: dict[bytes, bool] = {}
-    for number, words in numbered:
-        if words:
+    for number, line in enumerate(text.splitlines(), 1):
+        if words := line.partition("#")[0].split():
             digest, admin = _parse(path, number, words)
             keys[digest] = admin or keys.get(digest, False)
-    return stamp, keys
+    return version, keys
 
 
 def _parse(path: Path, number: int, words: list[str]) -> tuple[bytes, bool]:
-    """A key's digest, and whether it is an admin's."""
+    """Return a key's digest, and whether it is an admin key."""
     match words:
-        case [_name, digest, *role] if role in ([], [ADMIN]) and _DIGEST.fullmatch(digest):
-            return bytes.fromhex(digest.removeprefix("blake3:")), bool(role)
-    # The line itself is not repeated: it may contain a key.
+        case [_, digest, *role] if role in ([], ["admin"]):
+            if re.fullmatch(r"blake3:[0-9a-f]{64}", digest):
+                return bytes.fromhex(digest.removeprefix("blake3:")), bool(role)
+    # The message does not quote the line, because the line may contain a key.
     raise ConfigError(
-        f"line {number} of {path} is no key: write `NAME DIGEST` or `NAME DIGEST {ADMIN}`, "
+        f"line {number} of {path} is not a key: write `NAME DIGEST` or `NAME DIGEST admin`, "
         "as `rekindle key NAME` prints it"
     )

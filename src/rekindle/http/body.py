@@ -1,4 +1,4 @@
-"""The bytes of a request's body, bounded before anything is made of them."""
+"""Reads request bodies within limits, and parses JSON off the event loop if it is large."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import orjson
@@ -18,21 +19,31 @@ from starlette.types import Message, Receive, Scope
 
 from rekindle.errors import BadRequest, TooManyRequests, Unavailable
 
-MOST_BODY_BYTES = 64 << 20
-BODY_S = 120.0  # for a whole body; a large one over a slow connection needs most of it
-# A value takes one of these, and parsing takes time by the value: this many, 0.1 s.
-PUNCTUATION = b",:[{"
-MOST_PUNCTUATION = 500_000
-MOST_HELD_BYTES = 512 << 20
-MOST_HELD_BYTES_OF_ONE = MOST_HELD_BYTES // 2
-BODY = "rekindle.body"  # in the scope
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    body_bytes: int = 64 << 20
+    timeout_s: float = 120.0  # enough for a large body over a slow connection
+    punctuation: int = 500_000  # parsing time grows with it; this much takes 0.1 s
+    held_bytes: int = 512 << 20  # of all requests in flight
+    caller_held_bytes: int = 256 << 20  # of one caller's requests in flight
+
+
+LIMITS = BodyLimits()
+PUNCTUATION = b",:[{"  # every JSON value needs one of these
+BODY = "rekindle.body"  # the LimitedBody's key in the request's scope
+VALIDATORS = "validators"  # the thread pool's name in the application's state
+LARGE_BODY_BYTES = 64 << 10  # a smaller body is parsed within a millisecond
 
 
 class BodyTooLarge(BadRequest):
     status, code = 413, "body_too_large"
 
     def __init__(self) -> None:
-        super().__init__(f"A request may have at most {MOST_BODY_BYTES} bytes.")
+        super().__init__(f"A request may have at most {LIMITS.body_bytes} bytes.")
 
 
 class TooManyValues(BadRequest):
@@ -40,7 +51,7 @@ class TooManyValues(BadRequest):
 
     def __init__(self) -> None:
         super().__init__(
-            f"The body has more than {MOST_PUNCTUATION} commas, colons and opening brackets: "
+            f"The body has more than {LIMITS.punctuation} commas, colons and opening brackets: "
             "send fewer or shorter messages."
         )
 
@@ -48,142 +59,134 @@ class TooManyValues(BadRequest):
 class BodyTooSlow(BadRequest):
     status, code = 408, "body_too_slow"
 
-    def __init__(self, limit_s: float = BODY_S) -> None:
+    def __init__(self, limit_s: float) -> None:
         super().__init__(f"The request's body did not arrive within {limit_s:g} seconds.")
 
 
+def check_announced_size(content_length: str) -> None:
+    """Refuse a body by its Content-Length header, before reading it."""
+    if content_length.isdecimal() and int(content_length[:20]) > LIMITS.body_bytes:
+        raise BodyTooLarge
+
+
 class HeldBytes:
-    """The bytes of all bodies that are being read or answered, and of each caller's."""
+    """Counts the memory of all requests in flight, in total and per caller."""
 
     def __init__(self) -> None:
         self._by_caller: Counter[bytes] = Counter()
-        self._all = 0
+        self._total = 0
 
     def add(self, caller: bytes, size_bytes: int) -> None:
-        """Count the bytes, or refuse them."""
-        if self._by_caller[caller] + size_bytes > MOST_HELD_BYTES_OF_ONE:
+        """Count the bytes, or raise if the limit is reached."""
+        if self._by_caller[caller] + size_bytes > LIMITS.caller_held_bytes:
             raise TooManyRequests(
-                f"Your requests in flight have {MOST_HELD_BYTES_OF_ONE} bytes already; "
+                f"Your requests in flight may have {LIMITS.caller_held_bytes} bytes in all; "
                 "try again when some are answered."
             )
-        if self._all + size_bytes > MOST_HELD_BYTES:
-            raise Unavailable("The server holds as many requests as it can; try again later.")
+        if self._total + size_bytes > LIMITS.held_bytes:
+            raise Unavailable("The requests in flight use all memory for them; try again later.")
         self._by_caller[caller] += size_bytes
-        self._all += size_bytes
+        self._total += size_bytes
 
     def remove(self, caller: bytes, size_bytes: int) -> None:
-        self._all -= size_bytes
+        self._total -= size_bytes
         self._by_caller[caller] -= size_bytes
         if not self._by_caller[caller]:
             del self._by_caller[caller]
 
     @property
     def is_empty(self) -> bool:
-        return not self._all and not self._by_caller
+        return not self._total and not self._by_caller
 
 
 class LimitedBody:
-    """Replaces `receive`: bounds the body in size and time, and passes on what follows it.
+    """Replaces ASGI's `receive`, and limits the size of the body and the time to receive it.
 
-    What has arrived is counted in `held` until `close`.
+    The received bytes count in `held` until `close`.
     """
 
     def __init__(self, receive: Receive, held: HeldBytes, caller: bytes) -> None:
         self._receive = receive
         self._held = held
         self._caller = caller
-        self._seen_bytes = 0
-        self._made_bytes = 0
+        self._body_bytes = 0
+        self._other_bytes = 0
         self._punctuation = 0
         self._complete = False
-        self._deadline: float | None = None
+        self._deadline_s: float | None = None
 
     def close(self) -> None:
-        self._held.remove(self._caller, self._seen_bytes + self._made_bytes)
-        self._seen_bytes = self._made_bytes = 0
+        self._held.remove(self._caller, self._body_bytes + self._other_bytes)
+        self._body_bytes = self._other_bytes = 0
 
     def hold(self, size_bytes: int) -> None:
-        """Count what is kept because of this request beside its body, or refuse it."""
+        """Count other memory of this request, such as decoded images, or raise."""
         self._held.add(self._caller, size_bytes)
-        self._made_bytes += size_bytes
+        self._other_bytes += size_bytes
 
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
-        message = await self._receive_in_time()
+        if self._deadline_s is None:
+            self._deadline_s = asyncio.get_running_loop().time() + LIMITS.timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTooSlow(LIMITS.timeout_s) from None
         self._check(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         return message
 
     def _check(self, part: bytes) -> None:
-        if self._seen_bytes + len(part) > MOST_BODY_BYTES:
+        if self._body_bytes + len(part) > LIMITS.body_bytes:
             raise BodyTooLarge
         self._held.add(self._caller, len(part))
-        self._seen_bytes += len(part)
+        self._body_bytes += len(part)
         self._punctuation += len(part) - len(part.translate(None, PUNCTUATION))
-        if self._punctuation > MOST_PUNCTUATION:
+        if self._punctuation > LIMITS.punctuation:
             raise TooManyValues
 
-    async def _receive_in_time(self) -> Message:
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + BODY_S
+
+def upload(receive: Receive) -> Receive:
+    """Replace ASGI's `receive` for a file, which its route writes to disk as it arrives.
+
+    The size is not limited, but each part has to arrive in time.
+    """
+
+    async def receive_part() -> Message:
         try:
-            async with asyncio.timeout_at(self._deadline):
-                return await self._receive()
+            async with asyncio.timeout(LIMITS.timeout_s):
+                return await receive()
         except TimeoutError:
-            raise BodyTooSlow from None
+            raise BodyTooSlow(LIMITS.timeout_s) from None
 
-
-class Upload:
-    """Replaces `receive` where a body is a file, which its route writes down as it arrives: nothing
-    is held of it, but a part that does not come ends it."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-
-    async def receive(self) -> Message:
-        try:
-            async with asyncio.timeout(BODY_S):
-                return await self._receive()
-        except TimeoutError:
-            raise BodyTooSlow from None
+    return receive_part
 
 
 def body_of(request: Request) -> LimitedBody:
-    """The body of a request that came through `RequestMiddleware`."""
+    """Return the body that the middleware attached to the request."""
     body: LimitedBody = request.scope[BODY]
     return body
 
 
-# ----------------------------------------------------------------------
-# Routes whose body is JSON: parsed by orjson and validated, beside the event loop if it is large.
-#
-# orjson refuses NaN and absurd nesting.
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-LARGE_BODY_BYTES = 64 << 10  # up to here a millisecond is enough, and a thread not worth it
-VALIDATORS = "validators"  # in the state of the application
-
-
 def open_validators() -> ThreadPoolExecutor:
-    """The threads for large bodies. Few: they compete with the event loop for the interpreter."""
+    """Open the threads for large bodies: few, because they compete for the interpreter lock."""
     return ThreadPoolExecutor(2, VALIDATORS)
 
 
-async def beside_loop(
+async def run_off_loop(
     request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Work whose time grows with the request's body: in a thread if that is large."""
+    """Run work whose time grows with the request's body, in a thread if the body is large."""
     size_bytes = len(await request.body())
-    return await beside_loop_if_large(request, size_bytes, work, *args, **kwargs)
+    return await run_off_loop_if_large(request, size_bytes, work, *args, **kwargs)
 
 
-async def beside_loop_if_large(
+async def run_off_loop_if_large(
     request: Request, size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Work whose time grows with so many bytes."""
+    """Run work whose time grows with `size_bytes`, in a thread if that is large."""
     if size_bytes <= LARGE_BODY_BYTES:
         return work(*args, **kwargs)
     validators: ThreadPoolExecutor = getattr(request.state, VALIDATORS)
@@ -195,25 +198,23 @@ class _ValidatedRequest(Request):
     validated: Any = None
 
     async def json(self) -> Any:
-        """What FastAPI validates as JSON; a model of the right type passes as it is."""
+        """Return the validated body. FastAPI accepts an instance of the right model as it is."""
         return self.validated
 
 
-def _as_json(scope: Scope) -> Scope:
-    """A body is read as JSON whatever it is called: the middleware decides which may come."""
-    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
-
-
 class JsonRoute(APIRoute):
+    """Parses bodies with orjson, which rejects NaN and excessive nesting."""
+
     def get_route_handler(self) -> Any:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             request = _ValidatedRequest(_as_json(request.scope), request.receive)
-            # Here its errors keep their status; FastAPI makes them all 400.
+            # Errors raised here keep their status. FastAPI would turn them all into 400.
             if await request.body() and self.body_field is not None:
-                request.validated = await beside_loop(request, self._validate, await request.body())
+                request.validated = await run_off_loop(
+                    request, self._validate, await request.body()
+                )
             response: Response = await handler(request)
             return response
 
@@ -230,3 +231,9 @@ class JsonRoute(APIRoute):
         if errors:
             raise RequestValidationError(errors)
         return validated
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Set the content type to JSON. The middleware has checked the client's content type."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}

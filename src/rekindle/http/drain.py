@@ -1,4 +1,4 @@
-"""The end of a server: what is in flight finishes or is told why not, what is new is refused."""
+"""Stops a server gracefully: requests in flight may finish, and new ones are refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rekindle.errors import Unavailable
 from rekindle.http.responses import ErrorResponse
 
-DRAIN_S = 10  # for requests in flight to finish
+DRAIN_S = 10  # how long requests in flight may take to finish
 
 
 class Drain:
-    """Once it has begun, every new request is refused, that for /health included: so a balancer
-    turns away, and a client with a connection still open knows that it may try elsewhere."""
+    """Refuses every new request once it has begun, even /health.
+
+    A load balancer then stops sending requests, and a client knows that it may retry elsewhere.
+    """
 
     def __init__(self) -> None:
-        self.deadline_s: float | None = None  # None: it has not begun
+        self.deadline_s: float | None = None  # None until draining begins
 
     def begin(self) -> None:
         self.deadline_s = time.monotonic() + DRAIN_S
@@ -43,7 +45,7 @@ class Drain:
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal to stop; ends at once at the second."""
+    """Drains at the first signal to stop, and exits immediately at the second."""
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
@@ -53,14 +55,14 @@ class Server(uvicorn.Server):
         if self._drain.deadline_s is None:
             self._drain.begin()
             return
-        signal.signal(sig, signal.SIG_DFL)  # the runtimes see their sockets close, and end
+        signal.signal(sig, signal.SIG_DFL)  # the runtimes exit when their sockets close
         signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to stop accepting connections."""
+        """Decide, ten times a second, whether to stop accepting connections."""
         if self._drain.deadline_s is not None and not self.server_state.tasks:
             self.should_exit = True
         if self._drain.is_over:
             self.should_exit = True
-            self.config.timeout_graceful_shutdown = 0  # they had their time
+            self.config.timeout_graceful_shutdown = 0  # the requests have had their time
         return await super().on_tick(counter)

@@ -1,4 +1,8 @@
-"""How the log is written: for a person at a terminal, and one line a record everywhere else."""
+"""Formats log lines, and adds the id of the request that each line is about.
+
+The request id comes from the client or is generated. It is returned with the response, and never
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,8 @@ from contextvars import ContextVar
 from rich.console import Console
 from rich.logging import RichHandler
 
-# ----------------------------------------------------------------------
-# The id of the request that is being answered: from its client, or a fresh one.
-#
-# It is opaque: sent back with the answer and written with every line of the log, never
-# interpreted.
+REQUEST_ID_HEADER = "x-request-id"
 
-HEADER = "x-request-id"
-MOST_CHARACTERS = 128
-
-_SAFE = re.compile(rf"[A-Za-z0-9._:-]{{1,{MOST_CHARACTERS}}}")
 _current: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
@@ -34,23 +30,15 @@ def fresh_id() -> str:
 
 
 @contextlib.contextmanager
-def answering(given: str | None) -> Iterator[str]:
-    """The id of all that happens inside: the one given, unless it is not fit to be logged."""
-    request_id = given if given and _SAFE.fullmatch(given) else fresh_id()
+def request_context(given: str | None) -> Iterator[str]:
+    """Set the id of the current request: `given`, unless it is not safe to log."""
+    is_safe = given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given)
+    request_id = given if given and is_safe else fresh_id()
     token = _current.set(request_id)
     try:
         yield request_id
     finally:
         _current.reset(token)
-
-
-class RequestIds(logging.Filter):
-    """Gives each record `request`: the id of the request it is about, to begin its line with."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        request_id = getattr(record, "request_id", None) or current_id()
-        record.request = f"[{request_id}] " if request_id else ""
-        return True
 
 
 def log_to(console: Console, level: str) -> None:
@@ -59,20 +47,26 @@ def log_to(console: Console, level: str) -> None:
 
 
 def log_handler(console: Console) -> logging.Handler:
-    """A terminal gets colours and lines that fit it; a file or a pipe is read by programs."""
+    """Return a handler that writes colours to a terminal, and one line per record elsewhere."""
     if console.is_terminal:
         handler: logging.Handler = RichHandler(console=console, show_path=False)
         handler.setFormatter(logging.Formatter("%(request)s%(message)s", "%H:%M:%S"))
     else:
         handler = logging.StreamHandler(console.file)
         line = "%(asctime)s %(levelname)-8s %(request)s%(message)s"
-        handler.setFormatter(_OneLine(line, "%Y-%m-%d %H:%M:%S"))
-    handler.addFilter(RequestIds())
+        handler.setFormatter(_OneLineFormatter(line, "%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(_add_request_id)
     return handler
 
 
-class _OneLine(logging.Formatter):
-    """What a client wrote may be part of a message: it must not begin a line of its own."""
+def _add_request_id(record: logging.LogRecord) -> bool:
+    request_id = getattr(record, "request_id", None) or current_id()
+    record.request = f"[{request_id}] " if request_id else ""
+    return True
+
+
+class _OneLineFormatter(logging.Formatter):
+    """Escapes line ends, because a message may quote a client, which could forge log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)

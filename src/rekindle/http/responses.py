@@ -1,10 +1,9 @@
-"""Bodies of answers: JSON through orjson, errors in a dialect's shape, and server-sent events."""
+"""Builds responses: JSON, errors in the shape of each dialect, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,40 +12,9 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from rekindle.errors import ServerError, Unavailable
-
-# ----------------------------------------------------------------------
-# The body of a streamed answer, written without a task's turn of the event loop.
-
-BODY_WRITER = "rekindle.body_writer"  # in the scope
-
-
-class BodyWriter:
-    """Does what ASGI's `send` does with a part of a body, where that has nothing to wait for.
-    Calling `send` through every layer of the application costs more than making the part."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.ref(cycle)  # whose scope has this
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the headers are sent, the body goes on, and the client reads it."""
-        cycle = self._cycle()
-        return cycle is not None and bool(
-            cycle.chunked_encoding
-            and not cycle.response_complete
-            and not cycle.disconnected
-            and not cycle.flow.write_paused
-            and not cycle.transport.is_closing()
-        )
-
-    def write(self, part: bytes) -> None:
-        cycle = self._cycle()
-        if part and cycle is not None:  # one of no bytes would be the end
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-
+from rekindle.http.protocol import BODY_WRITER, BodyWriter
 
 log = logging.getLogger("rekindle.api")
 
@@ -58,26 +26,39 @@ ERROR_HEADERS = {
     503: RETRY_SOON,
 }
 SSE_DONE = b"data: [DONE]\n\n"
-ERROR_FORMAT = "rekindle.error_format"  # in the scope
-# Characters that end a line for clients that read text and not bytes, as JSON can write them.
-LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u2029"}
+ERROR_FORMAT = "rekindle.error_format"  # the ErrorFormat's key in the request's scope
 
-# What each status of an error means, for the OpenAPI document.
+#: Descriptions of error statuses, for the OpenAPI document.
 ERRORS = {
-    400: "The request is wrong: the message names the field and what it takes",
+    400: "The request is invalid. The message names the field and the values it accepts",
     401: "The API key is missing or wrong",
-    403: "This needs an admin's key, or a page of another origin",
-    404: "There is no such path, model, session or cache key",
+    403: "The operation needs an admin key, or the page's origin is not allowed",
+    404: "The path, model, session or cache key does not exist",
     408: "The body did not arrive in time",
-    409: "What was asked for was undone by another request meanwhile",
+    409: "Another request changed the same state in the meantime",
     413: "The body is too large",
     415: "The body is not JSON",
-    421: "The Host header names another server",
-    429: "Too many requests are in flight: try again later",
+    421: "The Host header is not allowed",
+    429: "Too many requests are in flight. Try again later",
     431: "The headers are too large",
-    500: "An unexpected error; the log has it under the answer's x-request-id",
-    503: "The model is loading, restarting or overloaded: try again later",
-    507: "What is to be kept exceeds the room for it",
+    500: "An unexpected error. The log shows it under the response's x-request-id",
+    503: "The model is loading, restarting or overloaded. Try again later",
+    507: "The pinned state does not fit into the cache",
+}
+
+#: The response of a route that can stream, in the form that FastAPI takes.
+MAY_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream: true` its chunks as server-sent events",
+        "content": {
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",  # of each event
+                    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+                }
+            }
+        },
+    }
 }
 
 
@@ -96,7 +77,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error, for the OpenAPI page."""
+    """The body of every error, for the OpenAPI document."""
 
     error: ErrorDetails
 
@@ -104,41 +85,34 @@ class ErrorBody(BaseModel):
 def documented(
     *statuses: int, model: type[BaseModel] = ErrorBody
 ) -> dict[int | str, dict[str, Any]]:
-    """Errors that a route may answer with, as FastAPI takes them; `model`: in which shape."""
+    """Describe the errors of a route to FastAPI. `model` is the shape of their bodies."""
     return {status: {"model": model, "description": ERRORS[status]} for status in statuses}
-
-
-# The answer of a route that streams when it is asked to, as FastAPI takes it.
-MAY_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The whole answer; with `stream: true` its chunks as server-sent events",
-        "content": {
-            "text/event-stream": {
-                "schema": {
-                    "type": "object",  # of each event
-                    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-                }
-            }
-        },
-    }
-}
 
 
 def sse_data(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + _one_line(payload) + b"\n\n"
 
 
+def sse_event(event: str, payload: Mapping[str, Any]) -> bytes:
+    return b"event: " + event.encode() + b"\n" + sse_data(payload)
+
+
+def sse_comment(text: str) -> bytes:
+    """Return a comment line, which every client ignores."""
+    return b": " + text.encode() + b"\n\n"
+
+
 def _one_line(value: object) -> bytes:
-    """JSON without a character that ends a line."""
+    """Serialise as JSON, and escape characters that some clients treat as line ends."""
     data = orjson.dumps(value)
     if not data.isascii():
-        for character, escaped in LINE_ENDS.items():
-            data = data.replace(character, escaped)
+        for character in "\x85\u2028\u2029":
+            data = data.replace(character.encode(), b"\\u%04x" % ord(character))
     return data
 
 
 class EventTemplate:
-    """An event of which one text alone changes: the rest of its JSON is written once."""
+    """An event in which only one text changes. The rest is serialised once."""
 
     def __init__(self, event: Callable[[str], bytes]) -> None:
         placeholder = "\0"
@@ -148,18 +122,9 @@ class EventTemplate:
         return b"%b%b%b" % (self._before, _one_line(text), self._after)
 
 
-def sse_event(event: str, payload: Mapping[str, Any]) -> bytes:
-    return b"event: " + event.encode() + b"\n" + sse_data(payload)
-
-
-def sse_comment(text: str) -> bytes:
-    """A line that every client ignores."""
-    return b": " + text.encode() + b"\n\n"
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How a dialect writes an error: as the body of an answer, and as the end of a stream."""
+    """How a dialect writes an error, as a response body and as the last event of a stream."""
 
     body: Callable[[ServerError], Mapping[str, Any]]
     event: Callable[[ServerError], bytes]
@@ -171,7 +136,7 @@ OPENAI_ERRORS = ErrorFormat(
 
 
 def error_format(scope: Scope) -> ErrorFormat:
-    """That of the dialect which the request is in."""
+    """Return the error format of the request's dialect."""
     found: ErrorFormat = scope.get(ERROR_FORMAT, OPENAI_ERRORS)
     return found
 
@@ -187,14 +152,14 @@ class ErrorResponse(JsonResponse):
 
 @dataclass(frozen=True, slots=True)
 class SignOfLife:
-    """What a stream sends when it has nothing to say for so long."""
+    """An event that a stream sends when it has sent nothing else for `after_s` seconds."""
 
     after_s: float
     event: Callable[[], bytes]
 
 
 class EventStream(Response):
-    """Streams chunks until they end or the client disconnects; `close` runs either way."""
+    """Streams chunks until they end or the client disconnects. `close` runs in both cases."""
 
     media_type = "text/event-stream"
 
@@ -206,7 +171,7 @@ class EventStream(Response):
         error_event: Callable[[ServerError], bytes] | None = None,
         sign_of_life: SignOfLife | None = None,
     ) -> None:
-        """`error_event`: how an error ends it, where that depends on what was sent before."""
+        """`error_event` replaces the dialect's, if the event depends on the previous chunks."""
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**own, **(headers or {})})
         del self.headers["content-length"]
@@ -215,32 +180,32 @@ class EventStream(Response):
         self._error_event = error_event
         self._sign_of_life = sign_of_life
         self._body_writer: BodyWriter | None = None
-        self._silent_since_s: float | None = None  # None: something is being sent
+        self._silent_since_s: float | None = None  # None while a chunk is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error_event = self._error_event or error_format(scope).event
         self._body_writer = scope.get(BODY_WRITER)
         sending = asyncio.create_task(self._send(send, error_event))
         disconnect = asyncio.create_task(disconnected(receive))
-        living = asyncio.create_task(self._live(send))
+        living = asyncio.create_task(self._send_signs_of_life(send))
         try:
             await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server stops, and the time to drain is over
+        except asyncio.CancelledError:  # the server stops, and the time for draining is over
             await _cancel(sending, living)
             stopping = Unavailable("the server is stopping; send the request again")
             await _send_last(send, error_event(stopping))
         finally:
             await _cancel(sending, living, disconnect)
             await self._chunks.aclose()
-            self._close()  # not in the generator: it may never have been started
+            self._close()  # not inside the generator, which may never have started
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write` can be called: while the generator waits for what it is to yield."""
+        """Whether `write` may be called, while the generator waits for its next chunk."""
         return self._body_writer is not None and self._body_writer.is_ready
 
     def write(self, chunk: bytes) -> None:
-        """Send a chunk as if it had been yielded, without waking the task that waits for one."""
+        """Send a chunk as if the generator had yielded it, without waking the generator's task."""
         assert self._body_writer is not None
         self._body_writer.write(chunk)
         self._silent_since_s = asyncio.get_running_loop().time()
@@ -250,41 +215,37 @@ class EventStream(Response):
         await send({"type": "http.response.start", **headers})
         time_s = asyncio.get_running_loop().time
         self._silent_since_s = time_s()
+        last = b""
         try:
             async for chunk in self._chunks:
                 self._silent_since_s = None
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._silent_since_s = time_s()
-            self._silent_since_s = None
-        except ServerError as error:
-            self._silent_since_s = None
-            await _send_last(send, error_event(error))
+        except ServerError as error:  # the status has been sent, so the error is an event
+            last = error_event(error)
         except Exception:
-            self._silent_since_s = None
             log.exception("unexpected error in a stream")
-            failure = ServerError("an unexpected error ended this stream")
-            await _send_last(send, error_event(failure))
-        else:
-            await _send_last(send, b"")
+            last = error_event(ServerError("an unexpected error ended this stream"))
+        self._silent_since_s = None
+        await _send_last(send, last)
 
-    async def _live(self, send: Send) -> None:
-        """Give signs of life. Not in `_send`: a deadline for each chunk would cost more than it."""
+    async def _send_signs_of_life(self, send: Send) -> None:
+        """Not part of `_send`, because a deadline for each chunk would cost more than the chunk."""
         sign = self._sign_of_life
         if sign is None:
             return
-        time_s, waits_s = asyncio.get_running_loop().time, sign.after_s
+        time_s, wait_s = asyncio.get_running_loop().time, sign.after_s
         while True:
-            await asyncio.sleep(waits_s)
+            await asyncio.sleep(wait_s)
             since_s = self._silent_since_s
-            waits_s = sign.after_s if since_s is None else since_s + sign.after_s - time_s()
-            if waits_s <= 0:
-                self._silent_since_s, waits_s = time_s(), sign.after_s
+            wait_s = sign.after_s if since_s is None else since_s + sign.after_s - time_s()
+            if wait_s <= 0:
+                self._silent_since_s, wait_s = time_s(), sign.after_s
                 body = sign.event()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _send_last(send: Send, body: bytes) -> None:
-    """Once bytes were sent, an error is an event that ends the stream."""
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -12,6 +12,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.api.cache import files
+from rekindle.http.body import BodyLimits
 from rekindle.protocol.admin import AdminOp, AdminResult, ExportState, ImportState, StateFile
 from rekindle.protocol.frames import POOL, RAM, Capacity
 from tests.api.cache.entries import ENTRY
@@ -151,7 +152,7 @@ def test_other_routes_take_no_body_of_any_size() -> None:
 
 
 def test_too_slow_an_upload_and_one_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BODY_S", -1e9)
+    monkeypatch.setattr(files, "LIMITS", BodyLimits(timeout_s=-1e9))
     assert upload(front(Files())).status_code == 408
     monkeypatch.setattr(files, "MOST_TRANSFERS", 0)
     assert upload(front(Files())).status_code == 429

@@ -24,7 +24,7 @@ from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.names import with_affinity
 from rekindle.api.base.report import IGNORED_TOOLS, notes
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.protocol.admin import Tokenized
 from rekindle.worker.client import RuntimeClient
@@ -43,10 +43,10 @@ async def create_message(
     any form, is reused."""
     models = models_of(request)
     runtime = _runtime(models, body.model, number)
-    conversation = await beside_loop(request, Conversation.of, body)
+    conversation = await run_off_loop(request, Conversation.of, body)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
     message_id = new_message_id(runtime.name)
-    asked = await beside_loop(
+    asked = await run_off_loop(
         request,
         generate_request,
         body,
@@ -74,9 +74,9 @@ async def count_tokens(
     """How many tokens the prompt of such a message has."""
     models = models_of(request)
     runtime = _runtime(models, body.model, number)
-    conversation = await beside_loop(request, Conversation.of, body)
+    conversation = await run_off_loop(request, Conversation.of, body)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
-    asked = await beside_loop(
+    asked = await run_off_loop(
         request, token_question, body, conversation, illustrated, models.config
     )
     found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)

@@ -22,7 +22,7 @@ from rekindle.api.base.messages import MOST_MESSAGES, Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.tools import Tools, described
 from rekindle.errors import BadRequest
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import (
     CollectExpired,
@@ -160,7 +160,7 @@ async def validate(
     client = AdminClient.of_tenant(request)
     illustrated = await illustrate(request, runtime, body.messages, body.resize)
     if illustrated is None:
-        illustrated = Illustrated(await beside_loop(request, rendered, body.messages), [])
+        illustrated = Illustrated(await run_off_loop(request, rendered, body.messages), [])
     op = Validate(
         cache_key=body.cache_key,
         messages=illustrated.messages,

@@ -29,7 +29,7 @@ from rekindle.api.cache.entries import EntryBody, entry_body
 from rekindle.config import Config
 from rekindle.errors import BadRequest, TooManyRequests
 from rekindle.http.auth import caller_of
-from rekindle.http.body import BODY_S, BodyTooSlow
+from rekindle.http.body import LIMITS, BodyTooSlow
 from rekindle.http.middleware import FILE_TYPE
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import EntryInfo, ExportState, ImportState, StateFile
@@ -191,7 +191,7 @@ async def _receive(request: Request, path: Path, most_bytes: int) -> None:
                     f"The file has more than the {most_bytes} bytes that there is room for: raise "
                     "--ram-cache or --disk-cache, or free some of the disk."
                 )
-            limit_s = min(BODY_S + received_bytes / SLOWEST_BYTES_S, TRANSFER_S)
+            limit_s = min(LIMITS.timeout_s + received_bytes / SLOWEST_BYTES_S, TRANSFER_S)
             if time.monotonic() - started_s > limit_s:
                 raise BodyTooSlow(round(limit_s))
             await asyncio.to_thread(file.write, part)

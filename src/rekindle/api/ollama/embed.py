@@ -17,7 +17,7 @@ from rekindle.api.ollama.models import bare
 from rekindle.api.ollama.reply import NS, OllamaErrorBody
 from rekindle.api.ollama.schema import OllamaEmbedRequest
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import Tokenize, Tokenized
@@ -37,7 +37,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     models = models_of(request)
     runtime = models.embedder(bare(body.model, models))
     embedded = await _embedded(body, request, runtime)
-    content = await beside_loop(
+    content = await run_off_loop(
         request, _rendered, embedded, body.model or runtime.name, received_s(request)
     )
     return Response(content, media_type="application/json")

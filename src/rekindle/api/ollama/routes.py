@@ -24,7 +24,7 @@ from rekindle.api.ollama.request import (
 )
 from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.events import AssistantMessage
 
@@ -39,7 +39,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
     runtime = runtime_named(models, body.model)
     if not body.messages:
         return _there(body, ChatFormat().text(""), runtime.name)
-    messages = await beside_loop(request, messages_of, body.messages)
+    messages = await run_off_loop(request, messages_of, body.messages)
     illustrated = await illustrate(request, runtime, messages, None)
     prompt = {**conversation(messages, illustrated), "tools": described(body.tools)}
     asked = generate_request(body, models.config, caller_of(request).salt, prompt)

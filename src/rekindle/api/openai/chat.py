@@ -16,7 +16,7 @@ from rekindle.api.openai.reply import Answer, Choice
 from rekindle.api.openai.request import chat_requests
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM
 from rekindle.protocol.events import (
     ArgumentsDelta,
@@ -41,7 +41,7 @@ async def create_chat_completion(
     runtime = models.runtime(body.model, number)
     salt = caller_of(request).salt
     illustrated = await illustrate(request, runtime, body.messages, body.resize)
-    requests = await beside_loop(request, chat_requests, body, models.config, salt, illustrated)
+    requests = await run_off_loop(request, chat_requests, body, models.config, salt, illustrated)
     requests = all_with_affinity(request, requests)
     answer = Answer(runtime, requests, body, ChatFormat(), others=models.others(runtime))
     return await answer.respond(request)

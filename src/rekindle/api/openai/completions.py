@@ -18,7 +18,7 @@ from rekindle.api.openai.request import completion_requests
 from rekindle.api.openai.schema import CompletionRequest
 from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM
 from rekindle.protocol.events import Finished, Part, TextDelta, TokenLogprob
 
@@ -35,7 +35,7 @@ async def create_completion(
     models = models_of(request)
     runtime = models.runtime(body.model, number)
     salt = caller_of(request).salt
-    requests = await beside_loop(request, completion_requests, body, models.config, salt)
+    requests = await run_off_loop(request, completion_requests, body, models.config, salt)
     requests = all_with_affinity(request, requests)
     answer = Answer(runtime, requests, body, CompletionFormat(), others=models.others(runtime))
     return await answer.respond(request)

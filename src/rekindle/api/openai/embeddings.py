@@ -15,7 +15,7 @@ from rekindle.api.base.fields import MOST_TOKENS, WHOLE, PromptInput, as_prompts
 from rekindle.api.base.models import models_of
 from rekindle.api.base.turns import result_of, while_connected
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
@@ -68,7 +68,7 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
         salt=caller_of(request).salt,
     )
     embedded = await while_connected(request, result_of(runtime, wanted, Embedded))
-    content = await beside_loop(request, _rendered, embedded, runtime.name, body.encoding_format)
+    content = await run_off_loop(request, _rendered, embedded, runtime.name, body.encoding_format)
     return Response(content, media_type="application/json")
 
 

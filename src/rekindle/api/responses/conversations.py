@@ -40,7 +40,7 @@ from rekindle.api.responses.stored import (
 )
 from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop, beside_loop_if_large
+from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
 from rekindle.http.responses import JsonResponse, documented
 
 # ----------------------------------------------------------------------
@@ -104,7 +104,7 @@ class ConversationStore:
         """The conversation after a change, which sees what the one before it left."""
         async with self._locks.of(self._tenant, key):
             before = await self.load(key)
-            lines, changed = await beside_loop_if_large(
+            lines, changed = await run_off_loop_if_large(
                 self._request, before.size_bytes, change, before
             )
             if len(lines) > MOST_ITEMS:
@@ -174,7 +174,7 @@ class ItemNotFound(NotFound):
 @router.post(ROOT, responses=documented(507))
 async def create_conversation(body: CreateConversation, request: Request) -> Response:
     """A conversation that responses go on from and add to."""
-    lines = await beside_loop(request, _lines, body.items or [])
+    lines = await run_off_loop(request, _lines, body.items or [])
     return JsonResponse(await ConversationStore(request).create(lines, body.metadata or {}))
 
 
@@ -207,7 +207,7 @@ async def delete_conversation(conversation_id: str, request: Request) -> Respons
 @router.post(ITEMS, responses=documented(507))
 async def create_items(conversation_id: str, body: AddItems, request: Request) -> Response:
     """Add items at its end."""
-    lines = await beside_loop(request, _lines, body.items)
+    lines = await run_off_loop(request, _lines, body.items)
     kept = await ConversationStore(request).append(conversation_id, lines)
     added = [orjson.loads(line) for line in kept]
     return JsonResponse(page(added, limit=len(added), order="asc", after=None))
@@ -223,7 +223,7 @@ async def list_items(
 ) -> Response:
     """Its items, page by page."""
     stored = await ConversationStore(request).load(conversation_id)
-    shown = await beside_loop_if_large(
+    shown = await run_off_loop_if_large(
         request, stored.size_bytes, page_of, stored.lines, limit=limit, order=order, after=after
     )
     return JsonResponse(shown)

@@ -40,7 +40,7 @@ from rekindle.api.responses.stored import (
 from rekindle.api.responses.truncation import fitted
 from rekindle.errors import BadRequest, NotFound, Unsupported
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute, beside_loop_if_large
+from rekindle.http.body import JsonRoute, run_off_loop_if_large
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.protocol.admin import Tokenized
 
@@ -64,7 +64,7 @@ async def create_response(
     conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
     response = ResponseObject(body, new_number(), runtime.name, models.config)
-    asked = await beside_loop_if_large(
+    asked = await run_off_loop_if_large(
         request,
         len(await request.body()) + conversation.size_bytes,
         generate_request,
@@ -102,7 +102,7 @@ async def count_input_tokens(
     conversation = await _conversation(request, body, previous)
     conversation = await fitted(request, runtime, body, conversation, models.config)
     illustrated = await illustrate(request, runtime, conversation.messages, None)
-    asked = await beside_loop_if_large(
+    asked = await run_off_loop_if_large(
         request,
         len(await request.body()) + conversation.size_bytes,
         token_question,
@@ -133,7 +133,7 @@ async def _conversation(
     sent = body.input if isinstance(body.input, list) else []
     references = await referenced(sent, DocumentClient(request))
     size_bytes = len(await request.body()) + sum(map(len, history))
-    return await beside_loop_if_large(
+    return await run_off_loop_if_large(
         request, size_bytes, Conversation.of, body, history, references
     )
 
@@ -194,7 +194,7 @@ async def list_input_items(
     """The items that a response answered, those of the responses before it included."""
     answer = _being_computed(request, response_id)
     lines = answer.input_lines if answer else (await _stored(request, response_id)).lines
-    shown = await beside_loop_if_large(
+    shown = await run_off_loop_if_large(
         request, size_bytes(lines), page_of, lines, limit=limit, order=order, after=after
     )
     return JsonResponse(shown)

@@ -25,7 +25,7 @@ from rekindle.api.responses.request import Conversation, token_question
 from rekindle.api.responses.schema import PromptFields
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
-from rekindle.http.body import beside_loop_if_large
+from rekindle.http.body import run_off_loop_if_large
 from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.worker.client import RuntimeClient
 
@@ -52,7 +52,7 @@ async def fitted(
         return token_question(body, _texts(conversation.cut(begin)), None, config)
 
     async def fits(begin: int) -> bool:
-        asked = await beside_loop_if_large(request, size_bytes, question, begin)
+        asked = await run_off_loop_if_large(request, size_bytes, question, begin)
         try:
             found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
         except ServerError as error:
@@ -63,7 +63,7 @@ async def fitted(
 
     if await fits(0):
         return conversation
-    cuts = await beside_loop_if_large(
+    cuts = await run_off_loop_if_large(
         request, size_bytes, _cuts, conversation.items, step=max(limit // STEPS, 1)
     )
     least, most = 0, len(cuts) - 1
@@ -75,7 +75,7 @@ async def fitted(
             least = middle + 1
     if not cuts:
         return conversation
-    return await beside_loop_if_large(request, size_bytes, conversation.cut, cuts[least])
+    return await run_off_loop_if_large(request, size_bytes, conversation.cut, cuts[least])
 
 
 def _cuts(items: Sequence[Any], *, step: int) -> list[int]:

@@ -16,7 +16,7 @@ from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.tools import Tools, described
 from rekindle.config import Config
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.http.body import JsonRoute, beside_loop
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
 from rekindle.protocol.media import IMAGE
@@ -131,10 +131,10 @@ router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber = None) -> Response:
     """The tokens of a text, or of a conversation as the model would read it."""
     models = models_of(request)
-    asked = await beside_loop(request, body.asked, normalise=models.config.normalise)
+    asked = await run_off_loop(request, body.asked, normalise=models.config.normalise)
     runtime = models.any(body.model, number)
     found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
-    return await beside_loop(request, _answer, found, body)
+    return await run_off_loop(request, _answer, found, body)
 
 
 @router.post("/v1/detokenize")
@@ -154,7 +154,7 @@ async def apply_template(
 ) -> Response:
     """A conversation as the text that the model would read."""
     models = models_of(request)
-    asked = await beside_loop(request, body.asked, normalise=models.config.normalise)
+    asked = await run_off_loop(request, body.asked, normalise=models.config.normalise)
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
     tokens = (await client.request(runtime, asked, Tokenized)).tokens

@@ -1,4 +1,4 @@
-"""Parts of a reply are written as they come, and all else as before."""
+"""Chunks written directly to the connection look the same as chunks sent through ASGI."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from rekindle.http.responses import BodyWriter
+from rekindle.http.protocol import BodyWriter
 from rekindle.protocol.events import Started
 from tests.api.live import live, soon
 from tests.api.scripted import Front, ScriptedRuntime, Step, delta, finished, reasoning, reply
 
-LEAD = ["."] * 50  # of texts, until when the stream's task waits for the next
+LEAD = ["."] * 50  # enough texts for the stream's task to be waiting
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What is written without a task's turn."""
+    """The chunks that are written directly."""
     parts: list[bytes] = []
     write = BodyWriter.write
 
@@ -31,7 +31,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def streamed(path: str, script: list[Step], **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream, from a real server."""
+    """Return the events of a stream from a real server."""
     with live(Front(ScriptedRuntime(script))) as server, server.client() as client:
         answer = client.post(path, json={**HELLO, **fields})
         again = client.post(path, json={**HELLO, **fields})  # on the same connection
@@ -45,16 +45,16 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(each[0]["delta"].get("content") or "" for each in choices)
 
 
-def test_parts_are_written_without_waking_the_streams_task(written: list[bytes]) -> None:
+def test_chunks_are_written_without_waking_the_streams_task(written: list[bytes]) -> None:
     texts = [f"{number} " for number in range(100)]
     assert text_of(streamed("/v1/chat/completions", reply(*texts))) == "".join(texts)
-    assert len(written) > 100  # of 198: the first of each has the headers with it
+    assert len(written) > 100  # of 198, because the first chunks are sent with the headers
 
 
-def test_a_chunk_is_the_same_however_it_is_written(written: list[bytes]) -> None:
+def test_a_chunk_is_the_same_either_way(written: list[bytes]) -> None:
     texts = ["plain", 'a "quote"', "naïve\u2028line", "\n\t", "🙂"]
     script = reply(*LEAD, *texts)
-    front = Front(ScriptedRuntime(script)).chat(stream=True).text  # nothing but ASGI's `send`
+    front = Front(ScriptedRuntime(script)).chat(stream=True).text  # only through ASGI
     lines = [json.loads(line[6:]) for line in front.split("\n") if line.startswith("data: {")]
     events = streamed("/v1/chat/completions", script)
     assert any("naïve".encode() in part for part in written)
@@ -64,7 +64,7 @@ def test_a_chunk_is_the_same_however_it_is_written(written: list[bytes]) -> None
     ]
 
 
-def test_a_client_that_does_not_read_gets_all_in_order_when_it_does(written: list[bytes]) -> None:
+def test_a_slow_client_gets_all_chunks_in_order(written: list[bytes]) -> None:
     texts = [f"<{number}>{'x' * 50_000}" for number in range(300)]  # more than sockets hold
     with live(Front(ScriptedRuntime(reply(*texts)))) as server:
         body = json.dumps(HELLO).encode()
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_gets_all_in_order_when_it_does(written: lis
     assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_a_part_that_has_nothing_to_show_does_not_end_the_stream(written: list[bytes]) -> None:
+def test_an_empty_chunk_does_not_end_the_stream(written: list[bytes]) -> None:
     parts = [*map(delta, LEAD), delta("a"), reasoning("hm"), reasoning("so"), delta("b")]
     script: list[Step] = [Started(0, 10, 0), *parts, finished()]
     hidden = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
@@ -94,8 +94,8 @@ def test_a_part_that_has_nothing_to_show_does_not_end_the_stream(written: list[b
     assert events[-1]["type"] == "message_stop"
 
 
-def test_a_part_that_cannot_be_written_ends_its_own_stream_alone(written: list[bytes]) -> None:
-    script = reply(*LEAD, "a", "\ud800", "b")  # no text has such a character
+def test_a_chunk_that_cannot_be_serialised_ends_only_its_own_stream(written: list[bytes]) -> None:
+    script = reply(*LEAD, "a", "\ud800", "b")  # not a valid character
     events = streamed("/v1/chat/completions", script)
     assert events[-1]["error"]["message"] == "an unexpected error ended this stream"
     assert text_of(events) == "".join(LEAD) + "a"

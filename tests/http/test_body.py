@@ -1,35 +1,46 @@
-"""The bytes of a body: how many of one, of a caller's and of everybody's may be here at once."""
+"""Request bodies are limited per request, per caller and in total; large ones use a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import patch
 
 import httpx
+import orjson
 import pytest
 from starlette.types import ASGIApp, Message
 
 from rekindle.errors import TooManyRequests
 from rekindle.http import body as request_body
-from rekindle.http.body import PUNCTUATION, HeldBytes, LimitedBody
+from rekindle.http.body import (
+    LARGE_BODY_BYTES,
+    LIMITS,
+    PUNCTUATION,
+    VALIDATORS,
+    BodyLimits,
+    HeldBytes,
+    LimitedBody,
+)
 from rekindle.http.middleware import RequestMiddleware
 from rekindle.protocol.events import Started
 from tests.api.scripted import Front, Pause, ScriptedRuntime, error, lifespan
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+LARGE = "x" * LARGE_BODY_BYTES
 
 
 @pytest.fixture
 def few_values(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(request_body, "MOST_PUNCTUATION", 1000)
+    monkeypatch.setattr(request_body, "LIMITS", BodyLimits(punctuation=1000))
     return 1000
 
 
 @pytest.mark.parametrize("mark", [chr(byte) for byte in PUNCTUATION])
-def test_a_body_of_too_many_values_is_refused_unparsed(few_values: int, mark: str) -> None:
+def test_a_body_with_too_many_values_is_rejected_before_parsing(few_values: int, mark: str) -> None:
     sent = 0
 
     async def flood() -> AsyncIterator[bytes]:
@@ -46,7 +57,7 @@ def test_a_body_of_too_many_values_is_refused_unparsed(few_values: int, mark: st
 
 
 class Crowd:
-    """Requests whose turns last until their clients leave."""
+    """Concurrent requests whose turns last until the client disconnects."""
 
     def __init__(self, app: ASGIApp) -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -73,11 +84,11 @@ async def until_turns(runtime: ScriptedRuntime, count: int) -> None:
             await asyncio.sleep(0)
 
 
-def test_bytes_in_flight_are_bounded_for_each_caller_and_in_all(
+def test_bytes_in_flight_are_limited_per_caller_and_in_total(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request_body, "MOST_HELD_BYTES_OF_ONE", 2000)
-    monkeypatch.setattr(request_body, "MOST_HELD_BYTES", 3000)
+    limits = BodyLimits(held_bytes=3000, caller_held_bytes=2000)
+    monkeypatch.setattr(request_body, "LIMITS", limits)
     runtime = ScriptedRuntime([Started(0, 10, 0), Pause()])
     front = Front(runtime, api_key=["a", "b", "c"])
     middleware: Any = front.app()
@@ -103,7 +114,7 @@ def test_bytes_in_flight_are_bounded_for_each_caller_and_in_all(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_answered_is_held_no_longer(stream: bool) -> None:
+def test_the_bytes_of_an_answered_request_are_released(stream: bool) -> None:
     front = Front()
     middleware: Any = front.app()
 
@@ -119,7 +130,7 @@ def test_what_was_answered_is_held_no_longer(stream: bool) -> None:
     asyncio.run(scene())
 
 
-def test_what_is_kept_beside_a_body_counts_until_the_answer_is_sent() -> None:
+def test_other_memory_of_a_request_counts_until_it_is_answered() -> None:
     held = HeldBytes()
 
     async def receive() -> Message:
@@ -127,8 +138,55 @@ def test_what_is_kept_beside_a_body_counts_until_the_answer_is_sent() -> None:
 
     body = LimitedBody(receive, held, b"me")
     asyncio.run(body.receive())
-    body.hold(request_body.MOST_HELD_BYTES_OF_ONE - 5)
+    body.hold(LIMITS.caller_held_bytes - 5)
     with pytest.raises(TooManyRequests):
         body.hold(1)
     body.close()
     assert held.is_empty
+
+
+def parsed_in(front: Front, path: str, body: dict[str, Any]) -> list[str]:
+    """Return the names of the threads that parse the body."""
+    threads = []
+
+    def loads(content: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return orjson.loads(content)
+
+    with patch.object(request_body, "orjson", loads=loads):
+        assert front.post(path, body).status_code == 200
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LARGE}]}),
+        ("/v1/completions", {"prompt": LARGE}),
+    ],
+)
+def test_a_large_body_is_parsed_in_a_thread(path: str, body: dict[str, Any]) -> None:
+    front = Front()
+    [thread] = parsed_in(front, path, body)
+    assert thread.startswith(VALIDATORS)
+    assert front.runtime.requested
+
+
+def test_a_small_body_is_parsed_on_the_event_loop() -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    [thread] = parsed_in(Front(), "/v1/chat/completions", body)
+    assert thread == threading.current_thread().name
+
+
+@pytest.mark.parametrize("padding", ["", LARGE], ids=["small", "large"])
+def test_small_and_large_bodies_get_the_same_errors(padding: str) -> None:
+    message = {"role": "user", "content": padding}
+    wrong = Front().chat(messages=[message], n="two")
+    assert (wrong.status_code, error(wrong)["param"]) == (400, "n")
+    unserved = Front().chat(messages=[message], best_of=3)
+    assert error(unserved)["code"] == "unsupported_parameter"
+    headers = {"content-type": "application/json"}
+    no_json = Front().request(
+        "POST", "/v1/completions", content=b"{" + padding.encode(), headers=headers
+    )
+    assert error(no_json)["message"].startswith("The body is not valid JSON: ")
