@@ -430,7 +430,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_config({}, {}, tmp_path)
     Path("latin.yaml").write_bytes("host: caf\xe9".encode("latin-1"))
-    with pytest.raises(ConfigError, match="not text in UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         load_config({}, {}, Path("latin.yaml"))
 
 

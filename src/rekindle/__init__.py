@@ -13,7 +13,7 @@ __all__ = ["Engine", "EngineConfig", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server only when a program asks for it, so that `import rekindle` stays light."""
+    """Import the server only on demand, so that `import rekindle` stays fast."""
     if name in ("Engine", "EngineConfig"):
         from rekindle.front import embedded
 

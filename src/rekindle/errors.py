@@ -1,7 +1,7 @@
-"""Every error Rekindle raises on purpose, split by whose fault it is.
+"""Defines every error that Rekindle raises on purpose.
 
-`server.app` alone turns a ServerError into JSON, `server.responses` into an error event once bytes
-were sent, and the command line into one sentence.
+`http.responses` and the dialects turn a ServerError into JSON, or into an error event if the
+response has begun. The command line prints an error as one sentence.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from rekindle.protocol.events import ErrorInfo
 
 
 class RekindleError(Exception):
-    """An error with a sentence for a person."""
+    """An error whose message is written for a person."""
 
 
 class ConfigError(RekindleError):
-    """A setting is wrong; the message says which and what it takes."""
+    """A setting is wrong. The message says which one and which values are valid."""
 
 
 class ModelError(RekindleError):
-    """A model cannot be found, fetched or loaded; the message says what to do."""
+    """A model cannot be found, downloaded or loaded. The message says what to do."""
 
 
 class ProjectorError(ModelError):
-    """A projector cannot be used with its model, which can be served without."""
+    """A projector does not work with its model. The model can be served without it."""
 
 
 class LibraryMismatch(RekindleError):
-    """The native library of an engine is missing or not of the supported version."""
+    """An engine's native library is missing or has an unsupported version."""
 
 
 class CorruptBlock(RekindleError):
-    """Stored bytes are not what was stored; treated as a miss."""
+    """Stored bytes are damaged. Readers treat this as a cache miss."""
 
 
 class EngineBroken(RekindleError):
-    """The native context is undefined and has been rebuilt; its sequences are gone."""
+    """The engine had to rebuild its native context and lost all sequences."""
 
 
 class PoolFull(RekindleError):
-    """The engine's KV pool has no room for this step."""
+    """The engine's KV pool has too few free cells for this step."""
 
 
 class FolderLocked(RekindleError):
-    """Another process owns this cache folder; the message says what to do."""
+    """Another process uses this cache folder. The message says what to do."""
 
 
 class IndexDamaged(RekindleError):
-    """The index on disk is not one of ours, or not whole; it is rebuilt from the files."""
+    """The index on disk is damaged or foreign. It is rebuilt from the block files."""
 
 
 class ServerError(RekindleError):
-    """An error answered to a client in OpenAI's shape."""
+    """An error that is sent to a client as OpenAI's error object."""
 
     status = 500
     kind = "server_error"
     code: str | None = "internal_error"
-    tokens: int | None = None  # of a prompt that is too long, at least
-    limit: int | None = None  # that it exceeds
+    tokens: int | None = None  # length of a prompt that is too long, as far as it was counted
+    limit: int | None = None  # maximum length of a prompt
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class ServerError(RekindleError):
 
     @property
     def info(self) -> ErrorInfo:
-        """The error as it crosses the socket."""
+        """The error as it travels from a runtime to the front."""
         return ErrorInfo(
             status=self.status,
             kind=self.kind,
@@ -78,18 +78,12 @@ class ServerError(RekindleError):
         )
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 class ReportedError(ServerError):
-    """An error as a runtime reported it."""
+    """An error that a runtime reported."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message, param=info.param)
@@ -113,23 +107,17 @@ class ContextTooLong(BadRequest):
     code = "context_length_exceeded"
 
     def __init__(
-        self,
-        tokens: int,
-        limit: int,
-        *,
-        param: str,
-        pictures: int = 0,
-        at_least: bool = False,
+        self, tokens: int, limit: int, *, param: str, pictures: int = 0, at_least: bool = False
     ) -> None:
-        """`at_least`: it was refused before all of its tokens were counted."""
+        """`at_least`: counting stopped at `tokens`, and the prompt may be longer."""
         self.tokens, self.limit = tokens, limit
         found = f"at least {tokens}" if at_least else str(tokens)
-        of_pictures = f", with those of {pictures} different pictures" if pictures > 1 else ""
-        way_out = "Send fewer pictures, shorten the prompt" if pictures else "Shorten the prompt"
-        # Clients know an error of this kind by the words that OpenAI's begins with.
+        of_pictures = f", including {pictures} different pictures" if pictures > 1 else ""
+        remedy = "Send fewer pictures, shorten the prompt" if pictures else "Shorten the prompt"
+        # Clients recognise this error by its first words, which are the same in OpenAI's message.
         super().__init__(
             f"This model's maximum context length is {limit} tokens, including at least one "
-            f"generated token; the prompt has {found} tokens{of_pictures}. {way_out} or raise "
+            f"generated token; the prompt has {found} tokens{of_pictures}. {remedy} or raise "
             "--max-model-len.",
             param=param,
         )
@@ -141,7 +129,7 @@ class InputTooLong(BadRequest):
     def __init__(self, param: str, place: int, tokens: str, limit: int) -> None:
         super().__init__(
             f"`{param}[{place}]` has {tokens} tokens; this model takes {limit}. Shorten it, or "
-            "send it in parts.",
+            "split it into several inputs.",
             param=param,
         )
 
@@ -166,7 +154,7 @@ class CacheKeyNotFound(NotFound):
     code = "cache_key_not_found"
 
     def __init__(self) -> None:
-        super().__init__("No such cache key; GET /v1/cache lists those you have.")
+        super().__init__("There is no such cache key. GET /v1/cache lists your cache keys.")
 
 
 class NoRoomForPins(ServerError):
@@ -178,29 +166,29 @@ class TooManyRequests(ServerError):
 
 
 class NoMemory(ServerError):
-    """There is no memory for what this turn needs; others go on."""
+    """This turn needs more memory than is free. Other turns are not affected."""
 
     status, kind, code = 503, "server_error", "no_memory"
 
     @classmethod
     def for_exact_context(cls, needed_bytes: int) -> NoMemory:
         return cls(
-            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB that an exact turn needs. "
-            "Try again later or without cache_exact; the operator can lower --max-model-len."
+            f"An exact turn needs {ceil(needed_bytes / 1e6)} MB of memory, which are not free. Try "
+            "again later, or without cache_exact. The operator can lower --max-model-len."
         )
 
     @classmethod
     def for_kv_type(cls, needed_bytes: int) -> NoMemory:
         return cls(
-            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB that turns of these kv_bits "
-            "need. Try again later or without kv_bits; the operator can lower --max-model-len."
+            f"Turns with these kv_bits need {ceil(needed_bytes / 1e6)} MB of memory, which are not "
+            "free. Try again later, or without kv_bits. The operator can lower --max-model-len."
         )
 
     @classmethod
     def for_state_file(cls, needed_bytes: int) -> NoMemory:
         return cls(
-            f"There is no memory for the {ceil(needed_bytes / 1e6)} MB of state in this file. Try "
-            "again later."
+            f"The state in this file needs {ceil(needed_bytes / 1e6)} MB of memory, which are not "
+            "free. Try again later."
         )
 
 
@@ -213,5 +201,5 @@ class Unavailable(ServerError):
 
 
 def as_server_error(error: Exception, doing: str) -> ServerError:
-    """The error itself if it is for a client, or one that says what failed."""
+    """Return a ServerError unchanged, and wrap any other error in one that says what failed."""
     return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")

@@ -1,7 +1,7 @@
-"""Server-sent events as a client reads them, by the rules of the WHATWG's HTML standard.
+"""Parses server-sent events by the rules of the WHATWG HTML standard.
 
-A line ends with a line feed, a carriage return or both, and with nothing else: Python's own idea of
-lines, which HTTP clients use, also ends them at characters that a reply may contain.
+Only a line feed, a carriage return or both end a line. `str.splitlines`, which HTTP clients use,
+also splits at other characters, and a reply may contain them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ MAX_EVENT_BYTES = 64 << 20
 
 
 class EventTooLarge(RekindleError):
-    """A server sends an event without an end."""
+    """A server sends an event that does not end."""
 
     def __init__(self) -> None:
         super().__init__(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 class EventReader:
-    """Takes a stream in parts as they come, and gives the data of each event that is complete."""
+    """Takes a stream in pieces and yields the data of each complete event."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()  # a line that has not ended
-        self._data: list[bytes] = []  # of an event that has not ended
+        self._rest = bytearray()  # the unfinished line
+        self._data: list[bytes] = []  # lines of the unfinished event
         self._size_bytes = 0
 
     def feed(self, part: bytes) -> Iterator[str]:
@@ -38,7 +38,7 @@ class EventReader:
                 yield from self._take(line)
 
     def _lines(self) -> list[bytes]:
-        """Those that have ended; a line feed may still follow a carriage return at the end."""
+        """Take the finished lines. A final carriage return is not one: a line feed may follow."""
         lines = bytes(self._rest).splitlines(keepends=True)
         is_open = not lines[-1].endswith(b"\n")
         self._rest = bytearray(lines.pop() if is_open else b"")

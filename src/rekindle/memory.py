@@ -1,4 +1,4 @@
-"""Memory of the machine itself, or of the container that we are in."""
+"""Finds out how much memory is free on this machine or in this container, and allocates it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class _ControlFiles:
-    """Where a version of control groups says what a group may take, and takes."""
+    """The files in which one version of cgroups states limit and usage."""
 
     controller: str  # as /proc/self/cgroup names it
     mount: str
     limit: str
     usage: str
-    file_cache: str  # the line of memory.stat about pages that can be given back at once
+    file_cache: str  # the line of memory.stat that counts reclaimable pages
 
 
 _VERSIONS = (
@@ -35,7 +35,7 @@ _VERSIONS = (
 
 
 def host_free_bytes(root: Path = Path("/")) -> int:
-    """Memory that a new process can have without swapping, and within its control groups."""
+    """Bytes that this process can allocate without swapping and within its cgroups."""
     return max(min([_machine_free_bytes(root), *_group_free_bytes(root)]), 0)
 
 
@@ -44,12 +44,12 @@ def _machine_free_bytes(root: Path) -> int:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    # Elsewhere only the total is known; half of it is a cautious guess.
+    # Other systems only tell the total. Half of it is a cautious guess.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _group_free_bytes(root: Path) -> Iterator[int]:
-    """What is left to every group that limits us: our own, and those that it is in."""
+    """Free bytes in every cgroup that limits this process: its own and its parents."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -58,9 +58,9 @@ def _group_free_bytes(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         for files in _VERSIONS:
             if files.controller in controllers.split(","):
-                # In a container the path may be that of the host, where only its end is mounted.
+                # In a container the path may be the host's, while only its last part is mounted.
                 for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-                    with suppress(OSError, ValueError):  # no such group here, or "max": no limit
+                    with suppress(OSError, ValueError):  # not mounted, or no limit
                         yield _left_bytes(root / files.mount / group.relative_to("/"), files)
 
 
@@ -71,12 +71,9 @@ def _left_bytes(folder: Path, files: _ControlFiles) -> int:
     return limit - usage + int(stat.get(files.file_cache, 0))
 
 
-# ----------------------------------------------------------------------
-# Memory that the state of blocks lies in.
-
-Allocate = Callable[[int], memoryview]  # so many bytes, whatever is in them
+Allocate = Callable[[int], memoryview]  # returns this many bytes, not initialised
 
 
 def plain_memory(size_bytes: int) -> memoryview:
-    """Not a bytearray: filling that with zeros first takes as long as using it."""
+    """Allocate without zeroing. A bytearray would be zeroed, which takes as long as using it."""
     return np.empty(size_bytes, np.uint8).data

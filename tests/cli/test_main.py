@@ -96,7 +96,7 @@ def test_serve_has_the_flags_that_scripts_rely_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "default", ["127.0.0.1", "8080", "all cores", "rekindle.yaml if there", "org/repo[:quant]"]
+    "default", ["127.0.0.1", "8080", "one per core", "rekindle.yaml if there", "org/repo[:quant]"]
 )
 def test_the_help_of_serve_tells_the_defaults(default: str) -> None:
     assert default in shown("serve", "--help")

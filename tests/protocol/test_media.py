@@ -21,7 +21,7 @@ def test_another_pixel_or_another_shape_is_another_picture() -> None:
 
 
 def test_pixels_that_do_not_fill_the_picture_are_refused() -> None:
-    with pytest.raises(ValueError, match="no picture of 4 x 5"):
+    with pytest.raises(ValueError, match="a picture of 4 x 5 cannot have 48 bytes"):
         picture(4, 5, GREY)
 
 

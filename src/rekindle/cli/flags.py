@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from rekindle.config import SETTINGS, Declaration
-from rekindle.protocol.settings import Group, SizeText, format_size
+from rekindle.protocol.settings import SIZE_TEXT, Group, format_size
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,4 +74,4 @@ def _kind(declared: Declaration) -> Any:
 
 
 def _is_size(declared: Declaration) -> bool:
-    return any(isinstance(note, SizeText) for note in get_args(declared.type))
+    return SIZE_TEXT in get_args(declared.type)

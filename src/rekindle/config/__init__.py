@@ -1,4 +1,4 @@
-"""Settings: `rekindle.yaml`, `MAX_KV_SIZE_GB`, `REKINDLE_*`, then flags. The later one wins."""
+"""Reads settings from `rekindle.yaml`, `MAX_KV_SIZE_GB`, `REKINDLE_*` and flags. The last wins."""
 
 from rekindle.config.presets import Preset
 from rekindle.config.settings import SETTINGS, Config, Declaration

@@ -1,4 +1,4 @@
-"""Presets: prompts of the operator's own, under `projects:` in the file."""
+"""Defines presets, the operator's own prompts under `projects:` in the settings file."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# ----------------------------------------------------------------------
-# How a setting is written in the place it came from, and which one was probably meant.
-
-Spell = Callable[[str], str]  # the name of a setting, as that place writes it
-
-
-def as_flag(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
+Spell = Callable[[str], str]  # the name of a setting as its source writes it
 
 
 def unknown_setting(name: str, known: Iterable[str], spell: Spell) -> str:
-    """The sentence about a setting that does not exist."""
+    """The error message about an unknown setting, with the closest known name."""
     close = difflib.get_close_matches(name, list(known), 1)
     hint = f"; did you mean {spell(close[0])}?" if close else ""
     return f"unknown setting {spell(name)}{hint}"
 
 
 def _parse_yaml(value: object) -> object:
-    """A variable of the environment holds the same lines as the file."""
+    """Parse presets from an environment variable, which has the same content as the file."""
     if not isinstance(value, str):
         return value
     try:
@@ -36,19 +29,20 @@ def _parse_yaml(value: object) -> object:
         raise ValueError("takes YAML: the projects by name") from None
 
 
-def _expand_names(tools: object) -> object:
-    """A tool may be given by its name alone; it is then a function without a description."""
+def _expand_tool_names(tools: object) -> object:
+    """Turn each tool that is only a name into a function without a description."""
     if not isinstance(tools, list):
         return tools
-    return [_function(tool) if isinstance(tool, str) else tool for tool in tools]
-
-
-def _function(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": {}}}
+    return [
+        {"type": "function", "function": {"name": tool, "parameters": {}}}
+        if isinstance(tool, str)
+        else tool
+        for tool in tools
+    ]
 
 
 class _Section(BaseModel):
-    """A part of the file below the settings; an unknown name in it is an error as well."""
+    """A nested section of the settings file, which refuses unknown names too."""
 
     model_config = ConfigDict(
         extra="forbid", protected_namespaces=(), allow_inf_nan=False, frozen=True
@@ -62,9 +56,7 @@ class _Section(BaseModel):
         settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
         for name in settings:
             if name not in cls.model_fields:
-                raise ValueError(
-                    unknown_setting(name, cls.model_fields, lambda known: f"`{known}`")
-                )
+                raise ValueError(unknown_setting(name, cls.model_fields, "`{}`".format))
         return settings
 
 
@@ -75,14 +67,14 @@ class PresetCache(_Section):
 
 
 class Preset(_Section):
-    """A prompt of the operator's own, under `projects:`, that may be computed at startup."""
+    """A prompt under `projects:`, which the server can compute at startup."""
 
-    model: str | None = None  # None: the first that is served
-    provider: str | None = None  # read by other programs that share the file
+    model: str | None = None  # None: the first served model
+    provider: str | None = None  # ignored; other programs that share the file read it
     system_prompt: str = Field(min_length=1)
-    # As OpenAI describes tools; `server.models` checks them by the rules that requests obey.
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(_expand_names)] = []
-    shared: bool = False  # for the holders of every key
+    # OpenAI's format. The front checks them like the tools of a request.
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(_expand_tool_names)] = []
+    shared: bool = False  # all tenants may reuse the state
     cache: PresetCache = PresetCache()
 
 

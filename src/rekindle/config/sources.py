@@ -1,4 +1,4 @@
-"""The sources of settings, merged: file, `MAX_KV_SIZE_GB`, `REKINDLE_*`, flags."""
+"""Merges the sources of settings: file, `MAX_KV_SIZE_GB`, `REKINDLE_*` and flags."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rekindle.config.presets import Spell, as_flag, unknown_setting
+from rekindle.config.presets import Spell, unknown_setting
 from rekindle.config.settings import SETTINGS, Config
 from rekindle.errors import ConfigError
 from rekindle.protocol.settings import GB
 
-CONFIG_FILE = Path("rekindle.yaml")
 ENV_PREFIX = "REKINDLE_"
-OUTSIDE_SETTINGS = {"llama_lib", "config", "engine_module"}  # REKINDLE_ variables read elsewhere
+# Variables with this prefix that other modules read.
+OTHER_VARIABLES = {"llama_lib", "config", "engine_module"}
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
 
-_NUMBER = re.compile(r"\d{1,18}(?:\.\d{1,9})?")
 _config = TypeAdapter(Config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """Settings from one place, and how a setting is spelled there."""
+    """The settings of one source, and how that source spells a name."""
 
     settings: Mapping[str, Any]
     spell: Spell
+
+
+def as_flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
 
 
 def load_config(
@@ -42,7 +45,7 @@ def load_config(
     *,
     spell: Spell = as_flag,
 ) -> Config:
-    """Merge the sources; raises ConfigError that names the setting and where it came from."""
+    """Merge the sources. Raises ConfigError, which names the setting and its source."""
     environment = os.environ if environment is None else environment
     sources = [
         _from_file(file or _default_file(environment)),
@@ -70,7 +73,8 @@ def load_config(
 def _default_file(environment: Mapping[str, str]) -> Path | None:
     if named := environment.get("REKINDLE_CONFIG"):
         return Path(named)
-    return CONFIG_FILE if CONFIG_FILE.exists() else None
+    default = Path("rekindle.yaml")
+    return default if default.exists() else None
 
 
 def _from_file(path: Path | None) -> SettingsSource:
@@ -78,7 +82,7 @@ def _from_file(path: Path | None) -> SettingsSource:
     if raw is None:
         return SettingsSource({}, str)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path} must hold settings, one `name: value` a line")
+        raise ConfigError(f"{path} must contain settings, one `name: value` per line")
     settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
     return _known(SettingsSource(settings, lambda name: f"`{name}` in {path}"))
 
@@ -89,37 +93,38 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8") from None
+        raise ConfigError(f"{path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{path} is not valid YAML: {problem}") from None
 
 
 def _from_disk_variable(environment: Mapping[str, str]) -> SettingsSource:
-    """The disk budget in gigabytes, under the name that similar programs use."""
+    """The disk budget in gigabytes, in the variable that similar programs use."""
     written = environment.get(DISK_VARIABLE, "").strip()
     if not written:
         return SettingsSource({}, str)
-    if not _NUMBER.fullmatch(written) or not (size := int(Fraction(written) * GB)):
+    is_number = re.fullmatch(r"\d{1,18}(?:\.\d{1,9})?", written)
+    if not is_number or not (size := int(Fraction(written) * GB)):
         raise ConfigError(f"`{DISK_VARIABLE}`: takes a positive number of GB (got {written!r})")
     return SettingsSource({"disk_cache": size}, lambda _name: f"`{DISK_VARIABLE}`")
 
 
 def _from_environment(environment: Mapping[str, str]) -> SettingsSource:
-    """An empty variable counts as one that is not set."""
+    """The variables with our prefix. An empty one counts as not set."""
     written = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(ENV_PREFIX) and value
     }
-    ours = {name: value for name, value in written.items() if name not in OUTSIDE_SETTINGS}
+    ours = {name: value for name, value in written.items() if name not in OTHER_VARIABLES}
     source = _known(SettingsSource(ours, lambda name: f"`{ENV_PREFIX}{name.upper()}`"))
     settings = {name: None if _is_null(name, value) else value for name, value in ours.items()}
     return SettingsSource(settings, source.spell)
 
 
 def _is_null(name: str, written: str) -> bool:
-    """Whether a variable says null; `none` may also be a value, such as the name of a format."""
+    """Whether a variable means null. For some settings `none` is a value of its own."""
     return written.lower() in (("null", "none") if SETTINGS[name].takes_null else ("null",))
 
 
@@ -129,7 +134,7 @@ def _from_flags(flags: Mapping[str, Any], spell: Spell) -> SettingsSource:
 
 
 def _known(source: SettingsSource) -> SettingsSource:
-    """Refuse a setting that does not exist."""
+    """Return the source, or raise ConfigError if it has an unknown setting."""
     for name in source.settings:
         if name not in SETTINGS:
             raise ConfigError(unknown_setting(name, SETTINGS, source.spell))

@@ -1,4 +1,4 @@
-"""Admin requests: look at the cache or change it; and their results."""
+"""Defines the operations on a model's cache and tokeniser, and their results."""
 
 from __future__ import annotations
 
@@ -11,36 +11,33 @@ from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import Prepare
 from rekindle.protocol.settings import Normalise
 
-# ----------------------------------------------------------------------
-# Questions about a model's tokens, and their answers. They travel as admin requests do.
-
 
 class Tokenize(Struct, tag=True, kw_only=True):
-    """The tokens of a text, or of a conversation as the model reads it. Answered with Tokenized."""
+    """Tokenise a text, or a conversation as the chat template renders it. Returns Tokenized."""
 
     text: str | None = None
-    add_special: bool = False  # the tokens that the model wants around a text
-    parse_special: bool = True  # a control token's text in a text is that token
+    add_special: bool = False  # add BOS and the like around a text
+    parse_special: bool = True  # turn the text of a control token into that token
     messages: list[dict[str, Any]] | None = None
-    pictures: list[Picture] = []  # of the messages' image parts, in order
+    pictures: list[Picture] = []  # one per image part of the messages, in order
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     normalise: Normalise = True
-    with_tokens: bool = True  # False: how many there are is enough
+    with_tokens: bool = True  # False: return only the count
     with_pieces: bool = False
 
 
 class Detokenize(Struct, tag=True):
-    """Answered with Detokenized."""
+    """Turn tokens into text. Returns Detokenized."""
 
     tokens: list[int]
 
 
 class Tokenized(Struct, tag=True):
     count: int
-    context_tokens: int  # that the model takes
+    context_tokens: int  # the model's context length
     tokens: list[int] = []
     pieces: list[bytes] = []
 
@@ -50,26 +47,26 @@ class Detokenized(Struct, tag=True):
 
 
 class ListEntries(Struct, tag=True, kw_only=True):
-    """A page of entries, the newest use first. Answered with EntryList."""
+    """List a page of entries, most recently used first. Returns EntryList."""
 
     limit: int = 100
-    before: int | None = None  # a place in the order of use: entries below it; None: from the top
+    before: int | None = None  # list entries below this `lru_position`; None: from the top
 
 
 class ShowEntry(Struct, tag=True):
-    """Answered with EntryInfo."""
+    """Returns EntryInfo."""
 
     cache_key: str
 
 
 class GetStats(Struct, tag=True):
-    """Answered with Stats."""
+    """Returns Stats."""
 
-    of_entries: bool = True  # False: leave out what has to be counted entry by entry
+    of_entries: bool = True  # False: skip the figures that need a walk over all entries
 
 
 class Validate(Struct, tag=True, kw_only=True):
-    """Would this request hit this entry? Changes nothing. Answered with Validation."""
+    """Compare a request with an entry without changing anything. Returns Validation."""
 
     cache_key: str
     messages: list[dict[str, Any]]
@@ -80,7 +77,7 @@ class Validate(Struct, tag=True, kw_only=True):
 
 
 class IndexPrompt(Struct, tag=True, kw_only=True):
-    """`prepare` without computing: an entry that knows its tokens. Answered with EntryInfo."""
+    """Create an entry from a prompt's tokens without computing it. Returns EntryInfo."""
 
     messages: list[dict[str, Any]]
     pictures: list[Picture] = []
@@ -90,94 +87,82 @@ class IndexPrompt(Struct, tag=True, kw_only=True):
 
 
 class Flush(Struct, tag=True):
-    """Answered with EntryInfo once the entry is in the slowest tier that takes it."""
+    """Write an entry to the slowest tier that accepts it, then return EntryInfo."""
 
     cache_key: str
 
 
 class ExportState(Struct, tag=True):
-    """Write the state of the tenant's own entry into a file in a folder of the front's. Answered
-    with StateFile."""
+    """Write an entry's state into a file in the front's folder. Returns StateFile."""
 
     cache_key: str
     folder: str
 
 
 class ImportState(Struct, tag=True):
-    """Keep the state in a file of the front's as the tenant's own. Answered with EntryInfo."""
+    """Store the state in the front's file as an entry of the tenant. Returns EntryInfo."""
 
     path: str
-    session_id: str | None = None  # that the entry is named by
+    session_id: str | None = None  # name for the entry
 
 
 class StoreDocument(Struct, tag=True, kw_only=True):
-    """Keep a document with the tenant's own entry of this key; where there is none, as one without
-    state. Answered with DocumentStored, when a restart would not lose it any more."""
+    """Store a document with the tenant's entry of this key, or with a new entry without state.
+
+    Returns DocumentStored once the document would survive a restart.
+    """
 
     key: str
     content: bytes
-    ttl_s: float | None = None  # of an entry without state
+    ttl_s: float | None = None  # of a new entry
 
 
 class GetDocument(Struct, tag=True):
-    """The document of the tenant's own entry. Answered with Document."""
+    """Return the Document of the tenant's entry."""
 
     key: str
 
 
 class DeleteEntry(Struct, tag=True):
-    """Answered with Removed."""
+    """Returns Removed."""
 
     cache_key: str
 
 
 class PinEntry(Struct, tag=True):
-    """Pin or unpin. Answered with EntryInfo."""
+    """Pin or unpin an entry. Returns EntryInfo."""
 
     cache_key: str
     pinned: bool
 
 
 class CollectExpired(Struct, tag=True):
-    """Remove what has expired now. Answered with Removed."""
+    """Remove expired entries now. Returns Removed."""
 
 
 class RemoveSession(Struct, tag=True):
-    """Remove the tenant's own entry of a numbered session, a session or a message. Answered with
-    Removed."""
+    """Remove the tenant's entry with this session number, session id or message id.
+
+    Returns Removed.
+    """
 
     session_id: int | str
 
 
 class RemoveOld(Struct, tag=True):
-    """Remove unpinned entries not used for so long. Answered with Removed."""
+    """Remove unpinned entries that were not used for this long. Returns Removed."""
 
     seconds: float
 
 
-AdminOp = (
-    ListEntries
-    | ShowEntry
-    | GetStats
-    | Validate
-    | IndexPrompt
-    | Flush
-    | ExportState
-    | ImportState
-    | StoreDocument
-    | GetDocument
-    | DeleteEntry
-    | PinEntry
-    | CollectExpired
-    | RemoveSession
-    | RemoveOld
-    | Tokenize
-    | Detokenize
-)
+Lookup = ListEntries | ShowEntry | GetStats | Validate | GetDocument | Tokenize | Detokenize
+Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
+Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
+AdminOp = Lookup | Creation | Removal
 
 
 class AdminRequest(Struct, tag=True, kw_only=True):
-    """One operation, on behalf of a tenant; an admin sees every tenant's entries."""
+    """One operation for a tenant. An admin sees the entries of all tenants."""
 
     id: int
     salt: bytes
@@ -202,10 +187,10 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     cache_key: str
     segments: list[Segment]
     token_count: int
-    tier: str | None  # the slowest of those that hold its state; None: nothing is held
-    size_bytes: int  # of its state, whoever else shares it
-    held_tokens: int  # whose state there is
-    stored_tokens: int  # of those, that would survive the end of this process
+    tier: str | None  # the slowest tier that holds its state; None: none does
+    size_bytes: int  # of its state, including blocks shared with other entries
+    held_tokens: int  # tokens whose state is held
+    stored_tokens: int  # tokens whose state would survive a restart
     hit_count: int
     pinned: bool
     ttl: float | None
@@ -213,21 +198,21 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     last_used: float
     expires_at: float | None
     names: list[EntryName]
-    tenant: str  # a digest of who owns it
-    preview: str = ""  # first words of its last user message; for its own tenant alone
-    durable: bool = True  # False: what was asked is done in memory, but the disk did not take it
-    lru_position: int = 0  # in the order of use
+    tenant: str  # digest of the owner's salt
+    preview: str = ""  # start of its last user message; shown only to its tenant
+    durable: bool = True  # False: changed in memory, but the disk write failed
+    lru_position: int = 0  # grows with each use of an entry
 
 
 class StateFile(Struct, tag=True):
-    name: str  # in the folder
+    name: str  # file name in the folder
     token_count: int
     size_bytes: int
 
 
 class EntryList(Struct, tag=True):
     entries: list[EntryInfo]
-    next: int | None = None  # `before` of the next page; None: this is the last
+    next: int | None = None  # `before` for the next page; None: this is the last page
 
 
 class Document(Struct, tag=True):
@@ -236,32 +221,32 @@ class Document(Struct, tag=True):
 
 
 class DocumentStored(Struct, tag=True):
-    kept: bool  # False: it is too large for what entries may take
-    durable: bool = True  # False: the disk did not take it
+    kept: bool  # False: it exceeds the budget for entries
+    durable: bool = True  # False: the disk write failed
 
 
 HEALTHY_DISK_STATES = ("ok", "opening", "off")
 
 
 class Stats(Struct, tag=True, kw_only=True):
-    """One tenant's view, or the sum of all for an admin."""
+    """The figures of one tenant, or of all tenants for an admin."""
 
     entries: int
     pinned_entries: int
-    by_tier: dict[str, int]  # entries, by where their last block lies
+    by_tier: dict[str, int]  # number of entries by the tier of their last block
     ram_bytes: int
     disk_bytes: int
-    unique_bytes: int  # of state, each block once
-    logical_bytes: int  # what the entries would take if they shared nothing
+    unique_bytes: int  # of state, counting each block once
+    logical_bytes: int  # of state, if entries shared no blocks
     hits: int
     partial_hits: int
     misses: int
-    evictions: int  # blocks removed to make room
-    # Of the whole runtime; zero for a tenant that is not the admin.
+    evictions: int  # blocks evicted to free space
+    # The figures below cover the whole runtime. They are zero unless an admin asks.
     ram_limit_bytes: int = 0
     disk_limit_bytes: int = 0
-    #: "ok", "off", or why nothing is written ("opening", "full", "failing", "locked") or read
-    #: ("hung").
+    #: "ok" or "off"; not writing because of "opening", "full", "failing" or "locked"; or not even
+    #: reading because of "hung".
     disk_state: str = "off"
     disk_queued_bytes: int = 0
     disk_written_bytes: int = 0
@@ -270,8 +255,8 @@ class Stats(Struct, tag=True, kw_only=True):
     computed_tokens: int = 0
     reused_tokens: int = 0
     active_turns: int = 0  # waiting and running
-    encoded_pictures: int = 0  # by the projector
-    picture_hits: int = 0  # vectors that were kept, in memory or on disk
+    encoded_pictures: int = 0  # pictures that the projector encoded
+    picture_hits: int = 0  # pictures whose vectors came from RAM or disk
     picture_ram_bytes: int = 0
     picture_disk_bytes: int = 0
 
@@ -287,25 +272,15 @@ class Validation(Struct, tag=True, kw_only=True):
 class Removed(Struct, tag=True):
     entries: int
     freed_bytes: int
-    durable: bool = True  # False: they are gone from memory, and may come back with a restart
+    durable: bool = True  # False: removed from memory, but a restart may bring them back
 
 
-AdminResult = (
-    EntryInfo
-    | EntryList
-    | StateFile
-    | Document
-    | DocumentStored
-    | Stats
-    | Validation
-    | Removed
-    | Tokenized
-    | Detokenized
-)
+EntryResult = EntryInfo | EntryList | StateFile | Document | DocumentStored | Removed
+AdminResult = EntryResult | Stats | Validation | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):
-    """The result, or the error instead of one."""
+    """The result of an operation, or its error."""
 
     id: int
     result: AdminResult | None = None

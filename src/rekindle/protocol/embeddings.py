@@ -1,57 +1,52 @@
-"""What the front asks of a runtime whose model makes vectors or scores, and what comes back."""
+"""Defines the requests to an embedding model or a reranker, and their results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
 from msgspec import Struct, structs
 
 
-class EmbedRequest(Struct, tag=True, kw_only=True):
-    """A vector for each input: a text, or token ids. Ends with Embedded."""
+class EmbedderRequest(Struct, kw_only=True):
+    """The fields that every request to an embedder has."""
 
     turn: int = 0
-    inputs: list[str | list[int]]
-    dimensions: int | None = None  # the first so many, made of length one again; None: all
-    batch_size: int | None = None  # the most inputs of this request that are computed at once
     reuse: bool = True
-    salt: bytes = b""
+    salt: bytes = b""  # of the tenant
     request_id: str | None = None  # of the HTTP request, for the log
 
     @property
     def turns(self) -> list[int]:
         return [self.turn]
 
-    def with_turn_ids(self, ids: Iterator[int]) -> EmbedRequest:
+    def with_turn_ids(self, ids: Iterator[int]) -> Self:
         return structs.replace(self, turn=next(ids))
 
 
-class RankRequest(Struct, tag=True, kw_only=True):
-    """A score for each document: how well it answers the query. Ends with Ranked."""
+class EmbedRequest(EmbedderRequest, tag=True, kw_only=True):
+    """Asks for one vector per input, which is a text or token ids. Ends with Embedded."""
 
-    turn: int = 0
+    inputs: list[str | list[int]]
+    dimensions: int | None = None  # truncate each vector and normalise it again; None: keep all
+    batch_size: int | None = None  # maximum number of inputs of this request in one batch
+
+
+class RankRequest(EmbedderRequest, tag=True, kw_only=True):
+    """Asks for one relevance score per document. Ends with Ranked."""
+
     query: str
     documents: list[str]
-    reuse: bool = True
-    salt: bytes = b""
-    request_id: str | None = None
-
-    @property
-    def turns(self) -> list[int]:
-        return [self.turn]
-
-    def with_turn_ids(self, ids: Iterator[int]) -> RankRequest:
-        return structs.replace(self, turn=next(ids))
 
 
 class Embedded(Struct, tag=True):
     """The vectors of a request, in the order of its inputs."""
 
     turn: int
-    vectors: bytes  # little-endian f32, one vector after the other
-    dimensions: int  # of each
+    vectors: bytes  # little-endian f32, concatenated
+    dimensions: int  # of each vector
     prompt_tokens: int
-    reused_tokens: int  # of those, that were not computed for this request
+    reused_tokens: int  # prompt tokens that were not computed for this request
 
 
 class Ranked(Struct, tag=True):

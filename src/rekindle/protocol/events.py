@@ -1,4 +1,7 @@
-"""What a turn reports, from arrival to exactly one terminal event, and the parts of its reply."""
+"""Defines the events of a turn, the parts of a reply, and the report on reuse.
+
+Every turn ends with exactly one of the events in `TERMINAL`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,20 @@ from msgspec import Struct
 
 from rekindle.protocol.embeddings import Embedded, Ranked
 
-# ----------------------------------------------------------------------
-# An error on its way from a runtime to the front.
+FinishReason = Literal["stop", "length", "tool_calls"]
+Status = Literal["hit", "partial_hit", "miss"]
 
 
 class ErrorInfo(Struct, kw_only=True):
-    """The fields of OpenAI's error object, and the HTTP status."""
+    """An error that travels from a runtime to the front: OpenAI's error object and the status."""
 
     status: int
     kind: str
     code: str | None
     message: str
     param: str | None = None
-    tokens: int | None = None  # of a prompt that is too long, at least
-    limit: int | None = None  # that it exceeds
-
-
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-# -- the parts of a reply, the same from the parser to the wire ----------------------------------
+    tokens: int | None = None  # length of a prompt that is too long, as far as it was counted
+    limit: int | None = None  # maximum length of a prompt
 
 
 class TokenLogprob(Struct, array_like=True):
@@ -42,20 +40,20 @@ class TokenLogprob(Struct, array_like=True):
 
 
 class TextDelta(Struct, tag=True):
-    """Text for the user that is final: whole characters, no part of a stop string."""
+    """Final text for the user: whole characters, never part of a stop string."""
 
     text: str
     logprobs: list[TokenLogprob] | None = None
 
 
 class ReasoningDelta(Struct, tag=True):
-    """Text that the model wrote for itself."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class ToolCallStart(Struct, tag=True):
-    """The model calls a function; the arguments follow. `index` counts the reply's calls from 0."""
+    """A function call whose arguments follow. `index` counts the calls of the reply from 0."""
 
     index: int
     name: str
@@ -63,7 +61,7 @@ class ToolCallStart(Struct, tag=True):
 
 
 class ArgumentsDelta(Struct, tag=True):
-    """The next piece of a call's arguments, which are JSON."""
+    """The next piece of a call's JSON arguments."""
 
     index: int
     text: str
@@ -71,85 +69,77 @@ class ArgumentsDelta(Struct, tag=True):
 
 Part = TextDelta | ReasoningDelta | ToolCallStart | ArgumentsDelta
 
-# -- what was reused -----------------------------------------------------------------------------
-
 
 class Divergence(Struct):
-    """Where a request differs from the state it was compared with, in words of both sides."""
+    """The first difference between a request and the stored state, quoted from both sides."""
 
-    message: int | None  # of the request; None where messages cannot be told apart
+    message: int | None  # index in the request; None for a prompt without messages
     role: str | None
-    stored: str  # the first words that differ, as the stored state has them
-    sent: str  # and as the request has them
-
-
-Status = Literal["hit", "partial_hit", "miss"]
+    stored: str  # the first words that differ, in the stored state
+    sent: str  # the first words that differ, in the request
 
 
 class Reason(StrEnum):
-    """Why as much was reused as was, and not more."""
+    """Why the turn reused this much of the stored state and not more."""
 
     FULL_MATCH = "full_match"
     NOT_CACHED = "not_cached"
     OPTED_OUT = "opted_out"  # the request asked for no reuse
     CACHE_KEY_NOT_FOUND = "cache_key_not_found"
     EXPIRED = "expired"
-    MODEL_MISMATCH = "model_mismatch"  # the key is another loaded model's
+    MODEL_MISMATCH = "model_mismatch"  # the key belongs to another loaded model
     SYSTEM_CHANGED = "system_changed"
     TOOLS_CHANGED = "tools_changed"
     TURN_CHANGED = "turn_changed"
-    PREFIX_CHANGED = "prefix_changed"  # of a prompt without messages
-    REQUEST_SHORTER = "request_shorter"  # than the entry it names
+    PREFIX_CHANGED = "prefix_changed"  # a prompt without messages differs
+    REQUEST_SHORTER = "request_shorter"  # the request ends before the entry that it names
     EVICTED = "evicted"
-    CORRUPT = "corrupt"  # stored state was damaged and is computed again
-    FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time: its state is computed again
-    COMPUTED_CHEAPER = "computed_cheaper"  # computing takes less time here than restoring
-    EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses whole canonical steps only
-    KV_BITS_CHANGED = "kv_bits_changed"  # the state that was named has cells of another precision
-    CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes at checkpoints only
+    CORRUPT = "corrupt"  # stored state was damaged, so it is computed again
+    FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time
+    COMPUTED_CHEAPER = "computed_cheaper"  # computing is faster here than restoring
+    EXACT_BOUNDARY = "exact_boundary"  # exact mode reuses only whole prefill chunks
+    KV_BITS_CHANGED = "kv_bits_changed"  # the named state has another KV type
+    CHECKPOINT_BOUNDARY = "checkpoint_boundary"  # this model resumes only at checkpoints
 
 
 class CacheReport(Struct):
-    """What was really reused, and why not more. `reused_tokens` were not computed."""
+    """What a turn reused, and why not more."""
 
     status: Status
     reason: Reason
-    reused_tokens: int
-    cached_tokens: int  # tokens of this turn that are now kept for a later one
-    tier: str | None  # the slowest tier that the reused state came from
-    cache_key: str | None = None  # of the entry that a name in the request stands for
-    new_cache_key: str | None = None  # of this turn's own entry, when it was asked for
+    reused_tokens: int  # prompt tokens that were not computed
+    cached_tokens: int  # tokens of this turn whose state is now kept for later turns
+    tier: str | None  # the slowest tier that held reused state
+    cache_key: str | None = None  # of the entry that the request names
+    new_cache_key: str | None = None  # of this turn's own entry, if the request asks for it
     diverged_at: Divergence | None = None
-    normalised: list[str] = []  # what was changed in the request so that more of it matched
-    kv_bits: int | None = None  # of the cells that its state has in the end
-    kv_group_size: int | None = None  # of those, how many share a scale; None: none do
+    normalised: list[str] = []  # normalisers that changed the prompt
+    kv_bits: int | None = None  # of the KV type at the end of the turn
+    kv_group_size: int | None = None  # values per scale; None: not quantised in groups
 
 
 class Stages(Struct):
-    """Seconds of each stage of a turn up to its first token, in the order they happen."""
+    """Seconds that each stage took until the first token, in the order of the stages."""
 
-    front: float = 0.0  # HTTP and validation, into the runtime process
-    encode: float = 0.0  # rendering and tokenising
-    queue: float = 0.0  # waiting for a place among the running turns
+    front: float = 0.0  # HTTP, validation and the way into the runtime process
+    encode: float = 0.0  # rendering the template and tokenising
+    queue: float = 0.0  # waiting for admission
     plan: float = 0.0  # finding what can be reused
-    restore: float = 0.0  # fetching state and putting it in place
-    compute: float = 0.0  # prefill, and sampling the first token
-
-
-# -- events --------------------------------------------------------------------------------------
+    restore: float = 0.0  # fetching state and restoring it into the engine
+    compute: float = 0.0  # prefill and sampling the first token
 
 
 class Started(Struct, tag=True):
-    """The prompt is tokenised and what can be reused is in place; computing begins."""
+    """The prompt is tokenised, the reused state is in the engine, and prefill begins."""
 
     turn: int
     prompt_tokens: int
     reused_tokens: int
-    cache: CacheReport | None = None  # as far as it is known by now
+    cache: CacheReport | None = None  # as far as it is known before prefill
 
 
 class Prefill(Struct, tag=True):
-    """Progress through the prompt, reused tokens included."""
+    """Progress through the prompt. `done_tokens` includes reused tokens."""
 
     turn: int
     done_tokens: int
@@ -170,12 +160,12 @@ class Finished(Struct, tag=True):
     completion_tokens: int
     prompt_eval_s: float
     cache: CacheReport
-    message_id: str | None = None  # by which the reply can be named later, when asked for
+    message_id: str | None = None  # of the reply, if the request asks for it
     stages: Stages | None = None
     first_token_at_s: float | None = None  # on the machine's monotonic clock
-    reasoning_tokens: int = 0  # of the completion's, those the model wrote for itself
+    reasoning_tokens: int = 0  # completion tokens that are reasoning
     completion_s: float = 0.0  # from the first token to the last
-    stop_string: str | None = None  # that ended it
+    stop_string: str | None = None  # the stop string that ended the reply
 
 
 class Failed(Struct, tag=True):
@@ -191,20 +181,14 @@ Event = Started | Prefill | Delta | Finished | Embedded | Ranked | Failed | Canc
 TERMINAL = (Finished, Embedded, Ranked, Failed, Cancelled)
 
 
-# ----------------------------------------------------------------------
-# A reply, accumulated from its parts.
-
-_ID_CHARACTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # Mistral's templates refuse any other length
-
-
 def new_call_id() -> str:
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+    """Return a random id of nine characters. Mistral's templates refuse any other length."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A function that the model calls, with its arguments as far as they have come."""
+    """A function call with the arguments received so far."""
 
     id: str
     name: str
@@ -220,7 +204,7 @@ class ToolCall:
 
 
 class AssistantMessage:
-    """Accumulates the parts of one reply: in the runtime to store it, in the front to answer."""
+    """Accumulates the parts of one reply: in the runtime to store it, in the front to send it."""
 
     def __init__(self, *, keeps_logprobs: bool = True) -> None:
         self._keeps_logprobs = keeps_logprobs
@@ -248,11 +232,11 @@ class AssistantMessage:
 
     @property
     def reasoning(self) -> str | None:
-        """None when the model wrote none."""
+        """The reasoning, or None if the model wrote none."""
         return "".join(self._reasoning) if self._reasoning else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The message in OpenAI's form; a message of calls alone has no content."""
+        """The message in OpenAI's format. Content is null if there are only tool calls."""
         content = self.text or (None if self.tool_calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.reasoning is not None:

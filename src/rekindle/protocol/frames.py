@@ -1,4 +1,4 @@
-"""Messages between front and runtime: length-prefixed msgpack frames over a socketpair."""
+"""Sends messages between front and runtime as length-prefixed msgpack over a socketpair."""
 
 from __future__ import annotations
 
@@ -26,65 +26,69 @@ class LogLine(Struct, tag=True):
 
     level: Literal["info", "warning", "error"]
     text: str
-    request_id: str | None = None  # of the HTTP request it is about
+    request_id: str | None = None  # of the HTTP request
 
 
 class Loading(Struct, tag=True):
+    """Progress of loading the model."""
+
     fraction: float
 
 
 class DeviceInfo(Struct):
-    """A GPU that was found."""
+    """A GPU that the engine found."""
 
     name: str
     memory_bytes: int
 
 
 class Capacity(Struct):
-    """What one place has room for of a model's state."""
+    """How much KV state fits into one place: the KV pool, parked memory or a tier."""
 
     place: str
     tokens: int
     size_bytes: int
 
 
-POOL, PARKED = "pool", "parked"  # places of the engine's own; others have the names of tiers
-RAM, DISK = "ram", "disk"
+POOL, PARKED = "pool", "parked"  # places inside the engine
+RAM, DISK = "ram", "disk"  # tiers
 
 
 class Ready(Struct, tag=True):
+    """The model is loaded, and this is what the front needs to know about it."""
+
     context_tokens: int
     pool_tokens: int
-    chat_template: str | None = None  # the model's own
-    vocabulary: int = 0  # token ids go from 0 to one less
-    bos: str = ""  # the texts of its control tokens; empty: it has none
+    chat_template: str | None = None
+    vocabulary: int = 0  # number of token ids
+    bos: str = ""  # text of the control token; empty: the model has none
     eos: str = ""
-    has_reasoning: bool = False  # it writes for itself before it answers
-    architecture: str = ""  # as its engine calls it
+    has_reasoning: bool = False  # the model reasons before it answers
+    architecture: str = ""  # the engine's name for it
     parameters: int = 0
-    quantization: str = ""  # of its weights
-    modalities: tuple[str, ...] = ("text",)  # what a prompt may hold
-    on_disk: bool = False  # conversations outlive the process
-    conversations: int | None = None  # found on disk; None: the folder is still being read
-    dimensions: int = 0  # of the vectors that the model makes; 0: it generates text
-    ranks: bool = False  # instead of vectors, it makes scores of pairs
+    quantization: str = ""  # of the weights
+    modalities: tuple[str, ...] = ("text",)  # that a prompt may contain
+    on_disk: bool = False  # conversations survive a restart
+    conversations: int | None = None  # on disk; None: the folder is still being read
+    dimensions: int = 0  # of an embedding model's vectors; 0: the model generates text
+    ranks: bool = False  # the model is a reranker
     gpus: tuple[DeviceInfo, ...] = ()
     layers: int = 0
-    gpu_layers: int = 0  # of them, those that lie on GPUs
-    capacities: tuple[Capacity, ...] = ()  # for its state, by place
+    gpu_layers: int = 0  # layers on GPUs
+    capacities: tuple[Capacity, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
-        """What the cache keeps at most."""
+        """Maximum size of the cache."""
         return sum(
             capacity.size_bytes for capacity in self.capacities if capacity.place in (RAM, DISK)
         )
 
 
 class Heartbeat(Struct, tag=True):
-    """A sign of life, every so often."""
+    """Sent regularly, so that the front notices a runtime that hangs."""
 
-    working_s: float  # how long the engine's thread has been at its current step; 0: at rest
+    working_s: float  # duration of the engine's current step; 0: idle
 
 
 class LoadFailed(Struct, tag=True):
@@ -105,13 +109,13 @@ ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine | Heartbe
 def _path_as_text(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value)} does not travel")
+    raise NotImplementedError(f"cannot encode {type(value)}")
 
 
 def _text_as_path(kind: type, value: Any) -> Path:
     if issubclass(kind, Path):
         return Path(value)
-    raise NotImplementedError(f"{kind} does not travel")
+    raise NotImplementedError(f"cannot decode {kind}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_path_as_text)
@@ -132,10 +136,10 @@ class Received(NamedTuple):
 
 
 def receive(sock: socket.socket) -> Iterator[Received]:
-    """The runtime's side: messages until the front closes the socket."""
+    """Yield messages in the runtime until the front closes the socket."""
     arriving = select.poll()
     arriving.register(sock, select.POLLIN)
-    # Where `recv` waits, Linux wakes it up for all that the front reads of this socket, too.
+    # Linux wakes a waiting `recv`, but not `poll`, whenever the front reads from this socket.
     while arriving.poll() and (length := _read(sock, _LENGTH.size)) is not None:
         body = _read(sock, _LENGTH.unpack(length)[0])
         if body is None:
@@ -154,9 +158,9 @@ def _read(sock: socket.socket, size: int) -> bytes | None:
 
 
 class FrameReader(asyncio.Protocol):
-    """The front's side: every message as it arrives, None when the runtime has gone.
+    """Calls back in the front with every message, and with None when the runtime has gone.
 
-    A protocol, not a stream: a token costs one callback here, where a stream costs two wake-ups.
+    A protocol needs one callback per token, where an asyncio stream needs two wake-ups.
     """
 
     def __init__(self, receive_message: Callable[[ToFront | None], None]) -> None:

@@ -1,4 +1,4 @@
-"""What the front asks of a runtime: load a model, generate a reply, give one up, stop."""
+"""Defines the requests of the front to a runtime: load a model, generate, cancel, stop."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from msgspec import Struct, structs
 from rekindle.protocol.media import Picture
 from rekindle.protocol.settings import Normalise, RuntimeSettings
 
-#: Environment variable that names the module of an engine from outside the package.
+#: Environment variable with the name of an engine module outside this package.
 ENGINE_MODULE = "REKINDLE_ENGINE_MODULE"
 
 
 class LoadModel(Struct, tag=True, kw_only=True):
-    """The first message: which model to load, and with which settings."""
+    """The first message: the model to load and its settings."""
 
     path: str
-    mmproj: str | None = None  # the file of the model's projector, which encodes pictures
-    adapter: str | None = None  # a folder of weights trained on top of the model's
+    mmproj: str | None = None  # file of the vision projector
+    adapter: str | None = None  # folder of a LoRA adapter
     requires_vision: bool = True  # False: without a usable projector, load it text-only
-    is_embedder: bool = False  # it is to make vectors or scores, and no text
-    served: list[str] = []  # `files` of all models of this server, which share the disk budget
+    is_embedder: bool = False  # load it for vectors or scores instead of text
+    served: list[str] = []  # `files` of all models of this server; they share the budgets
     settings: RuntimeSettings
 
     @property
     def files(self) -> str:
-        """What tells models apart: one that sees, or has an adapter, is another than the same
-        without."""
+        """Identifies the model. The same weights with a projector or adapter are another model."""
         return " ".join(part for part in (self.path, self.mmproj, self.adapter) if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen; `temperature` 0 is greedy."""
+    """How the sampler chooses tokens. A `temperature` of 0 is greedy."""
 
     temperature: float = 0.7
     top_p: float = 0.9
@@ -47,11 +46,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's alone
+    top_logprobs: int | None = None  # None: no logprobs; 0: only the sampled token's
 
 
 class Names(Struct, kw_only=True):
-    """What a request calls the state it goes on from, and what its own is to be called."""
+    """The names in a request: of the state to reuse, and of the state that the turn leaves."""
 
     cache_key: str | None = None
     return_cache_key: bool = False
@@ -59,43 +58,43 @@ class Names(Struct, kw_only=True):
     session_number: int | None = None  # `kv_cache_session_id`
     message_ids: list[str] = []  # newest first
     wants_message_id: bool = False
-    message_id: str | None = None  # what its reply is to be called; None: an id of its own
+    message_id: str | None = None  # id for the reply; None: generate one
     prompt_cache_key: str | None = None
-    by_fingerprint: bool = False  # `--force-cache`: a conversation without a name gets one
-    entry_key: str | None = None  # the key that its entry is to have
-    ttl_s: float | None = None  # None: the default of its kind
+    by_fingerprint: bool = False  # `--force-cache`: name the conversation by its content
+    entry_key: str | None = None  # cache key for the new entry
+    ttl_s: float | None = None  # None: the default for this kind of name
     in_memory: bool = False  # never written to disk
-    pin_s: float | None = None  # it is pinned for so long, if there is room for it
+    pin_s: float | None = None  # pin the entry for this time, if the budget for pins allows it
 
 
 class Prepare(Struct, kw_only=True):
-    """Compute the prompt, sample nothing, and keep its state as an entry."""
+    """Compute the prompt without sampling, and keep its state as an entry."""
 
     pinned: bool = False
     ttl_s: float | None = 1800.0
-    shared: bool = False  # for every tenant; the operator's own prompts only
+    shared: bool = False  # all tenants may reuse it; only for the operator's own prompts
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):
-    """Which of the request's tools the reply may call, or has to."""
+    """Which tools of the request the reply may or must call."""
 
     choice: Literal["none", "auto", "required"] = "auto"
-    name: str | None = None  # with "required": this one
-    parallel: bool = True  # more than one call in a reply
+    name: str | None = None  # with "required": call this tool
+    parallel: bool = True  # allow several calls in one reply
 
 
 class StructuredOutput(Struct, kw_only=True):
-    """What the reply's text has to be: JSON, unless one of the others is given."""
+    """The format of the reply's text: JSON, unless one of the other fields is set."""
 
-    schema: dict[str, Any] | bool | None = None  # of the JSON; None: any object
+    schema: dict[str, Any] | bool | None = None  # JSON schema; None: any object
     regex: str | None = None
-    choices: list[str] | None = None  # one of these texts
+    choices: list[str] | None = None  # the reply is one of these texts
     grammar: str | None = None  # in GBNF or Lark
-    param: str = "response_format"  # the request's field that asks for it
+    param: str = "response_format"  # the request field, for error messages
 
 
 class Choice(Struct, kw_only=True):
-    """One more reply to the same prompt: what sets its turn apart from the first."""
+    """Another reply to the same prompt, with the fields that differ from the first reply."""
 
     turn: int = 0
     seed: int | None = None
@@ -103,44 +102,44 @@ class Choice(Struct, kw_only=True):
 
 
 class GenerateRequest(Struct, tag=True, kw_only=True):
-    """One turn: a chat (`messages`) or a completion (`prompt`: text, or token ids).
+    """One turn: a chat (`messages`) or a completion (`prompt`, as text or token ids).
 
-    With `more_choices` it is a turn for each of them as well; the prompt travels once.
+    `more_choices` adds one turn per choice. They share the prompt, which travels only once.
     """
 
     turn: int
     more_choices: list[Choice] = []
     messages: list[dict[str, Any]] | None = None
-    pictures: list[Picture] = []  # of the messages' image parts, in order
+    pictures: list[Picture] = []  # one per image part of the messages, in order
     tools: list[Any] | None = None
-    loaded_tools: list[Any] = []  # that may be called as well: messages describe them
+    loaded_tools: list[Any] = []  # tools that the messages describe; they may be called too
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
-    priority: int = 0  # higher goes first
+    priority: int = 0  # turns of higher priority run first
     normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None
     prompt: str | list[int] | None = None
     template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True  # the template's beginning of a reply
-    continue_final_message: bool = False  # no end of the last message, so that the reply goes on
+    add_generation_prompt: bool = True  # end the prompt with the template's start of a reply
+    continue_final_message: bool = False  # leave the last message open; the reply continues it
     sampling: SamplingParams
     max_tokens: int | None
     stop: list[str] = []
     ignore_eos: bool = False
     reuse: bool = True
     exact: bool = False
-    kv_bits: int | None = None  # of KV cells; None: of the usual ones
-    kv_group_size: int | None = None  # of values that share a scale; None: the engine's choice
-    kv_quantization_start: int = 5000  # tokens that have the usual cells nevertheless
-    salt: bytes = b""
+    kv_bits: int | None = None  # of the KV cache; None: the default KV type
+    kv_group_size: int | None = None  # values per scale; None: the engine's default
+    kv_quantization_start: int = 5000  # up to this length the default KV type is used
+    salt: bytes = b""  # of the tenant
     progress: bool = False
     received_s: float | None = None  # on the machine's monotonic clock
     request_id: str | None = None  # of the HTTP request, for the log
 
     @property
     def source(self) -> str:
-        """The request's field that the prompt comes from."""
+        """The request field that holds the prompt, for error messages."""
         return "messages" if self.prompt is None else "prompt"
 
     @property
@@ -148,22 +147,23 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
         return [self.turn, *(choice.turn for choice in self.more_choices)]
 
     def with_turn_ids(self, ids: Iterator[int]) -> GenerateRequest:
-        """With a number for each turn."""
+        """Return a copy with a new id for each turn."""
         more = [structs.replace(choice, turn=next(ids)) for choice in self.more_choices]
         return structs.replace(self, turn=next(ids), more_choices=more)
 
     def choices(self) -> list[GenerateRequest]:
-        """A request for each turn; they share one prompt."""
-        return [
-            structs.replace(self, more_choices=[]),
-            *(self._chosen(choice) for choice in self.more_choices),
-        ]
-
-    def _chosen(self, choice: Choice) -> GenerateRequest:
-        sampling = replace(self.sampling, seed=choice.seed)
-        return structs.replace(
-            self, turn=choice.turn, names=choice.names, sampling=sampling, more_choices=[]
+        """Return one request per turn. They share one prompt."""
+        first = structs.replace(self, more_choices=[])
+        others = (
+            structs.replace(
+                first,
+                turn=choice.turn,
+                names=choice.names,
+                sampling=replace(self.sampling, seed=choice.seed),
+            )
+            for choice in self.more_choices
         )
+        return [first, *others]
 
 
 class Cancel(Struct, tag=True):
@@ -171,4 +171,4 @@ class Cancel(Struct, tag=True):
 
 
 class Stop(Struct, tag=True):
-    """Finish nothing more, keep what there is, end the process."""
+    """Cancel all turns, keep their state, and end the process."""

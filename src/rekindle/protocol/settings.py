@@ -1,12 +1,12 @@
-"""The settings that a runtime needs, and what every declaration of a setting says.
+"""Declares the settings that a runtime needs, and the types that every setting is declared with.
 
-A setting is one field: its name is its key in `rekindle.yaml` and, respelled, its flag and its
-variable; its type and bounds validate it; its `Setting` is what `--help` shows. `config.Config`
-adds the settings of the front to those declared here, so a field of `RuntimeSettings` reaches the
-runtime without being named anywhere else.
+A setting is one field. Its name is the key in `rekindle.yaml` and, respelled, the flag and the
+environment variable. Its type and bounds validate it, and its `Setting` is the text of `--help`.
+`config.Config` inherits these settings and adds those of the front, so a new field of
+`RuntimeSettings` reaches the runtime without being named anywhere else.
 
-Bounds come from annotated-types, which pydantic reads: the runtime validates nothing and would
-import pydantic for their sake alone.
+Bounds come from annotated-types, which pydantic understands. The runtime validates nothing, so it
+does not have to import pydantic.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-# ----------------------------------------------------------------------
-# The normalisers of prompts, by the names that requests, settings and reports have for them.
+log = logging.getLogger("rekindle.config")
 
+Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
+WritePolicy = Literal["always", "named", "likely", "on-evict"]
+EvictionPolicy = Literal["hit-density", "lru"]
 Normaliser = Literal[
     "claude-code-billing-header",
     "home-assistant-seconds",
@@ -36,10 +39,10 @@ Normaliser = Literal[
     "session-paths",
     "dates",
 ]
-#: What a request has done to its prompt: those the server is set to, nothing, or just these.
+#: The normalisers a request asks for: True for the server's, False for none, or a list.
 Normalise = bool | list[Normaliser]
 
-#: Those that take nothing from a prompt that means anything to its model.
+#: The normalisers that remove nothing which has a meaning for the model.
 DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
     "claude-code-billing-header",
     "home-assistant-seconds",
@@ -47,19 +50,11 @@ DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
     "tools",
 )
 
-
-log = logging.getLogger("rekindle.config")
-
-Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
-WritePolicy = Literal["always", "named", "likely", "on-evict"]
-EvictionPolicy = Literal["hit-density", "lru"]
-
-AUTO = "auto"  # a format that the model's template decides
-COUNT_LIMIT = 10_000_000  # of anything countable: a larger number is a typing mistake
-SIZE_LIMIT = 1 << 60
-THREADS_LIMIT = 16  # more threads stop helping
+AUTO = "auto"  # the model's chat template decides the format
+COUNT_LIMIT = 10_000_000  # no setting counts this far, so a larger number is a typing mistake
+THREADS_LIMIT = 16  # more threads do not make the engine faster
 GB, GIB = 10**9, 1 << 30
-KV_TYPES = {4: "q4_0", 8: "q8_0"}  # of quantised KV cells, by their bits
+KV_TYPES = {4: "q4_0", 8: "q8_0"}  # quantised KV types by their number of bits
 
 _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -70,17 +65,31 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a person reads about a setting."""
+    """The text that a person reads about a setting."""
 
     help: str
     group: Group
-    default: str | None = None  # in words, where the value alone says too little
-    flag: bool = True  # False: from the file or the environment only
+    default: str | None = None  # shown instead of the value, when the value alone says too little
+    flag: bool = True  # False: only the file and the environment can set it
     secret: bool = False  # its value is never shown
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedBy:
+    """Makes pydantic run a parser before it validates the value."""
+
+    parse: Callable[[object], object]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        from pydantic_core import core_schema  # the runtime never gets here
+
+        return core_schema.no_info_before_validator_function(self.parse, handler(source))
+
+
 def parse_size(value: object) -> object:
-    """`2GB`, `512MiB`, `1.5g` or a number of bytes, as bytes."""
+    """Parse `2GB`, `512MiB`, `1.5g` or a number of bytes into bytes."""
     if not isinstance(value, str):
         return value
     found = _SIZE.fullmatch(value.strip())
@@ -97,79 +106,37 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes // _UNITS[unit]}{unit[:1].upper()}{unit[1:]}B"
 
 
-class SizeText:
-    """Lets pydantic take a size as people write it."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # by the front alone
-
-        return core_schema.no_info_before_validator_function(parse_size, handler(source))
-
-
-@dataclass(frozen=True, slots=True)
-class Among:
-    """Lets pydantic take some numbers alone."""
-
-    numbers: tuple[int, ...]
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # by the front alone
-
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def _check(self, number: int | None) -> int | None:
-        if number is not None and number not in self.numbers:
-            raise ValueError(f"takes {' or '.join(map(str, self.numbers))}")
-        return number
-
-
-@dataclass(frozen=True, slots=True)
-class FormerValues:
-    """Lets pydantic accept values that a setting used to have, with a warning in the log."""
-
-    values: tuple[str, ...]
-    replacement: str
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # only the front needs pydantic
-
-        return core_schema.no_info_before_validator_function(self._replace, handler(source))
-
-    def _replace(self, value: object) -> object:
-        if value not in self.values:
-            return value
-        log.warning("The setting %r no longer exists. Using %r.", value, self.replacement)
-        return self.replacement
-
-
-class CommaSeparated:
-    """Lets pydantic take several values as one text."""
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # by the front alone
-
-        return core_schema.no_info_before_validator_function(split_commas, handler(source))
-
-
 def split_commas(value: object) -> object:
-    """One value, or several separated by commas, as a list."""
+    """Split a text at its commas into a list."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",") if part.strip()]
 
 
+def replace_former_policy(value: object) -> object:
+    """Replace eviction policies of earlier versions, with a warning in the log."""
+    if value not in ("adaptive", "frequency"):
+        return value
+    log.warning("The setting %r no longer exists. Using %r.", value, "hit-density")
+    return "hit-density"
+
+
+def check_kv_bits(value: object) -> object:
+    if value is not None and str(value) not in map(str, KV_TYPES):
+        raise ValueError(f"takes {' or '.join(map(str, KV_TYPES))}")
+    return value
+
+
+SIZE_TEXT = ParsedBy(parse_size)
+_SIZE_BOUNDS = Interval(ge=0, lt=1 << 60)
+
 Name = Annotated[str, MinLen(1)]
-Normalisers = Annotated[tuple[Normaliser, ...], CommaSeparated()]
-SIZE_BOUNDS = Interval(ge=0, lt=SIZE_LIMIT)
-Size = Annotated[int, SIZE_BOUNDS, SizeText()]
+Count = Annotated[int, Interval(ge=0, le=COUNT_LIMIT)]
+OptionalCount = Annotated[int | None, Interval(ge=0, le=COUNT_LIMIT)]
+Size = Annotated[int, _SIZE_BOUNDS, SIZE_TEXT]
+OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
+OptionalKvBits = Annotated[int | None, ParsedBy(check_kv_bits)]
+Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,120 +144,121 @@ class RuntimeSettings:
     """The settings that travel to the runtime with the model to load."""
 
     engine: Annotated[
-        Name | None,
-        Setting("What computes: llama.cpp or mlx", "Engine", "by the model's format"),
+        Name | None, Setting("Engine: llama.cpp or mlx", "Engine", "chosen by the model's format")
     ] = None
     parallel: Annotated[
-        int, Interval(ge=1, le=128), Setting("Turns computed at once", "Engine")
+        int, Interval(ge=1, le=128), Setting("Maximum number of turns in one batch", "Engine")
     ] = 16
     max_model_len: Annotated[
         int | None,
         Interval(ge=16, le=COUNT_LIMIT),
-        Setting("Context in tokens", "Engine", "the model's, if memory allows"),
+        Setting("Context length in tokens", "Engine", "the model's, if it fits into memory"),
     ] = None
     kv_fraction: Annotated[
-        float, Interval(gt=0, lt=1), Setting("Share of free memory for the KV pool", "Engine")
+        float, Interval(gt=0, lt=1), Setting("Fraction of free memory for the KV pool", "Engine")
     ] = 0.3
     park_fraction: Annotated[
         float | None,
         Interval(ge=0, lt=1),
         Setting(
-            "Share of free memory for idle conversations on the device, outside the pool",
+            "Fraction of free device memory for idle conversations, outside the KV pool",
             "Engine",
             "0.3 on a GPU, else 0",
         ),
     ] = None
-    fp8_kvcache: Annotated[bool, Setting("8-bit KV cells", "Engine")] = False
+    fp8_kvcache: Annotated[bool, Setting("Store the KV cache in 8 bits", "Engine")] = False
     kv_bits: Annotated[
-        int | None,
-        Among(tuple(KV_TYPES)),
-        Setting("Bits of KV cells beyond the start: 4 or 8", "Engine", "not quantised"),
+        OptionalKvBits,
+        Setting(
+            "Quantise the KV cache of long conversations to 4 or 8 bits", "Engine", "not quantised"
+        ),
     ] = None
     kv_quantization_start: Annotated[
-        int,
-        Interval(ge=0, le=COUNT_LIMIT),
-        Setting("Tokens after which KV cells have so few bits", "Engine"),
+        Count, Setting("Length in tokens above which the KV cache is quantised", "Engine")
     ] = 5000
     threads: Annotated[
         int | None,
         Interval(ge=1, le=1024),
-        Setting("CPU threads", "Engine", f"all cores, to {THREADS_LIMIT}"),
+        Setting("Number of CPU threads", "Engine", f"one per core, at most {THREADS_LIMIT}"),
     ] = None
     gpu_layers: Annotated[
-        int | None,
-        Interval(ge=0, le=COUNT_LIMIT),
-        Setting("Layers on the GPU", "Engine", "all when the library has one"),
+        OptionalCount, Setting("Number of layers on the GPU", "Engine", "all, if there is a GPU")
     ] = None
     tool_format: Annotated[
-        Name, Setting("How the model writes tool calls", "Engine", "auto: by its template")
+        Name, Setting("Format of the model's tool calls", "Engine", "auto: by its chat template")
     ] = AUTO
     reasoning_format: Annotated[
-        Name, Setting("How it writes its reasoning", "Engine", "auto: by its template")
+        Name, Setting("Format of the model's reasoning", "Engine", "auto: by its chat template")
     ] = AUTO
     ram_cache: Annotated[
-        int | None,
-        SIZE_BOUNDS,
-        SizeText(),
+        OptionalSize,
         Setting(
-            "RAM for cached state: 512MiB, 4GB …", "Cache", "a quarter of the free, 2GiB or more"
+            "RAM for cached state, for example 512MiB or 4GB",
+            "Cache",
+            "a quarter of the free RAM, at least 2GiB",
         ),
     ] = None
     disk_cache: Annotated[
-        int | None,
-        SIZE_BOUNDS,
-        SizeText(),
-        Setting("Disk for cached state; 0 for none", "Cache", "a tenth of the free, 10GB or more"),
+        OptionalSize,
+        Setting(
+            "Disk space for cached state; 0 turns the disk cache off",
+            "Cache",
+            "a tenth of the free space, at least 10GB",
+        ),
     ] = None
-    disk_floor: Annotated[Size, Setting("Free disk space left to others", "Cache")] = 1 * GIB
+    disk_floor: Annotated[
+        Size, Setting("Disk space that the cache always leaves free", "Cache")
+    ] = 1 * GIB
     cache_dir: Annotated[Path, Setting("Folder for cached state", "Cache")] = Path(
         "~/.cache/rekindle/kv"
     )
     cache_secret_file: Annotated[
         Path | None,
         Setting(
-            "File with the secret that authenticates stored blocks; lets servers share them",
+            "File with the secret that authenticates stored blocks; servers can share it",
             "Cache",
-            "a random one in the cache folder",
+            "a random secret in the cache folder",
         ),
     ] = None
     normaliser: Annotated[
         Normalisers,
-        Setting("Normalise this in prompts; repeatable", "Cache", ", ".join(DEFAULT_NORMALISERS)),
+        Setting(
+            "Apply this prompt normaliser; repeatable", "Cache", ", ".join(DEFAULT_NORMALISERS)
+        ),
     ] = DEFAULT_NORMALISERS
     cache_write: Annotated[
         WritePolicy,
-        Setting("Write to disk always, named (only), if likely (used again), on-evict", "Cache"),
+        Setting("Which state to write to disk: always, named, likely or on-evict", "Cache"),
     ] = "always"
     cache_eviction: Annotated[
         EvictionPolicy,
-        FormerValues(("adaptive", "frequency"), "hit-density"),
-        Setting("Evict by learned hit-density, or (lru) the least recently used", "Cache"),
+        ParsedBy(replace_former_policy),
+        Setting("Eviction policy: hit-density or lru (least recently used)", "Cache"),
     ] = "hit-density"
     key_ttl: Annotated[
         float | None,
         Gt(0),
-        Setting("Seconds that an unused cache key is kept; null for ever", "Cache", flag=False),
+        Setting("Seconds to keep an unused cache key; null: for ever", "Cache", flag=False),
     ] = 1800.0
 
     @property
     def kv_type(self) -> str:
-        """The usual type of the engine's KV cells."""
+        """The engine's default KV type."""
         if self.kv_bits and not self.kv_quantization_start:
             return KV_TYPES[self.kv_bits]
         return "q8_0" if self.fp8_kvcache else "f16"
 
     @property
     def thread_count(self) -> int:
-        """`threads`, or the cores this process may use up to where more stop helping."""
         return self.threads or min(usable_cores(), THREADS_LIMIT)
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """That this process may use, by its affinity and by the quota of its container."""
+    """Number of cores that the CPU affinity and the container's quota allow this process."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     usable = usable or 4
     try:
         quota_us, period_us = map(int, quota.read_text().split())
-    except (OSError, ValueError):  # there is no cgroup, or it says "max"
+    except (OSError, ValueError):  # there is no cgroup, or its quota is "max"
         return usable
     return max(min(usable, quota_us // period_us), 1)
