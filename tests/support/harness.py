@@ -37,9 +37,14 @@ from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures
-from rekindle.runtime.encode.output_format import ReplyDecoding
 from rekindle.runtime.encode.precision import precision
-from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch
+from rekindle.runtime.encode.replay import find_replies
+from rekindle.runtime.encode.request import (
+    EncodedPrompt,
+    EncodedRequest,
+    ReplyDecoding,
+    Stopwatch,
+)
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.storage import Storage
 from rekindle.tokens import Tokens
@@ -238,6 +243,8 @@ class RuntimeHarness:
         processor = self.runtime.input_processor
         is_shared = asked.prepare is not None and asked.prepare.shared
         tenant = processor.shared_namespace if is_shared else processor.namespace(salt)
+        hashes = ConversationHashes(asked.messages, asked.tools) if asked.messages else None
+        index = self.entries.index
         return self.take(
             EncodedRequest(
                 request=asked,
@@ -245,7 +252,8 @@ class RuntimeHarness:
                 namespace=tenant,
                 precision=precision(asked, self.capabilities, tenant),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
-                hashes=ConversationHashes(asked.messages, asked.tools) if asked.messages else None,
+                hashes=hashes,
+                known_replies=find_replies(index, tenant, hashes) if hashes else {},
             )
         )
 

@@ -153,6 +153,8 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
 
     def choices(self) -> list[GenerateRequest]:
         """Return one request per turn. They share one prompt."""
+        if not self.more_choices:
+            return [self]
         first = structs.replace(self, more_choices=[])
         others = (
             structs.replace(

@@ -110,7 +110,7 @@ def _input_processor(
         engine.capabilities,
         engine.tokenizer,
         encoder,
-        storage.entries,
+        storage.entries.index,
         storage.secret,
         _output_format(engine, storage.settings, template),
         normalisers=storage.settings.normaliser,

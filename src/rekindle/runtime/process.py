@@ -77,7 +77,7 @@ class RuntimeProcess(ModelProcess[_Message]):
         self.tokenisation = Tokenisation(
             engine.tokenizer,
             engine.capabilities.context_tokens,
-            self._runtime.input_processor.texts.wrapped,
+            self._runtime.input_processor.encode_wrapped,
             self._runtime.input_processor.encode_conversation,
         )
         self.daemons = (self.tick, *self.daemons)

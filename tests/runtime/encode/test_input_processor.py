@@ -1,4 +1,4 @@
-"""Requests into tokens: what the choices of one request share, and what each has for itself."""
+"""Encodes requests: the choices of a request share its prompt, and too long prompts are refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingP
 from tests.chat.tool_templates import HERMES
 from tests.support.agent import TOOLS
 from tests.support.conversations import Conversations
+from tests.support.fake import FakeEngine
+from tests.support.harness import RuntimeHarness
 
 ASK = GenerateRequest(
     turn=1,
@@ -69,6 +71,15 @@ def test_a_grammar_is_compiled_once_and_followed_by_each_choice_for_itself() -> 
     first.accept(before.index(True))
     assert allowed(first) != before
     assert [allowed(each) for each in others] == [before, before]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
+    harness = RuntimeHarness(FakeEngine(context_tokens=60))
+    request = GenerateRequest(
+        turn=1, prompt=list(range(60)), sampling=SamplingParams(), max_tokens=None
+    )
+    with pytest.raises(ContextTooLong, match=r"60 tokens.*60"):
+        harness.pipeline.encode(request)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""A request's conversation into its prompt: what was found out about it at an earlier turn is taken
-over, and replies are put back as they were sampled."""
+"""Encodes conversations into prompts, and keeps recent encodings so that the next turn is cheap."""
 
 from __future__ import annotations
 
@@ -22,35 +21,24 @@ from rekindle.chat.prompt import ChatPrompt, Pictures
 from rekindle.errors import TemplateFailed
 from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.kvcache.entries.text_index import TextIndex
-from rekindle.protocol.admin import Tokenize, Validate
+from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.replay import History, Restoration
+from rekindle.runtime.encode.replay import History, RestoredMessage, find_replies
 from rekindle.runtime.encode.request import EncodedPrompt
-
-# ----------------------------------------------------------------------
-# Conversations as they were last encoded, so that their next turns encode little but what is new.
-#
-# They are found by the messages of a request, byte for byte and type for type: a conversation goes
-# on from the longest one whose messages it begins with, and takes over what depends on a message
-# alone or on those before it. What depends on more, the rendered text and the tokens, is never
-# taken from here (decision 36).
-
-LIMIT_BYTES = 64 << 20  # of all that are kept: hundreds of long conversations
-MESSAGE_BYTES = 1024  # that a message takes beside its text, at most about
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class ChatTools(NamedTuple):
-    """The tools of a request: the same objects from turn to turn, as long as they are equal."""
+    """The tools of a request. Equal tools stay the same objects from turn to turn."""
 
     key: bytes
     sent: Sequence[Any] | None
-    shown: Sequence[Any] | None  # what the template sees of them
+    shown: Sequence[Any] | None  # as the template gets them
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, earlier: RecentChat | None) -> ChatTools:
-        """Those of an earlier turn, if they are the same."""
+        """Return the tools of the earlier turn if they are equal."""
         key = _encoder.encode(tools)
         if earlier is not None and earlier.tools.key == key:
             return earlier.tools
@@ -59,36 +47,43 @@ class ChatTools(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecentChat:
-    """One request's conversation. Its messages are never changed: others share them."""
+    """The encoding of one request. Its messages must not be modified, because others share them."""
 
     messages: Sequence[Message]  # as they were sent, with the arguments of calls parsed
     hashes: ConversationHashes
     prompt: ChatPrompt
     tools: ChatTools
-    restorations: Mapping[int, Restoration] = field(default_factory=dict)  # by message
+    restored: Mapping[int, RestoredMessage] = field(default_factory=dict)  # by message index
 
     def cost_bytes(self, key: bytes) -> int:
-        """About what it takes: its texts, in the index and as objects, and what is said of them."""
+        """Estimate its memory: texts in the index and as objects, and 1 KiB for each message."""
         prompt = self.prompt
         rendered = len(prompt.escaped) + len(prompt.tokens.packed)
         texts = 3 * (len(key) + len(self.tools.key))
-        return texts + rendered + MESSAGE_BYTES * len(self.messages)
+        return texts + rendered + 1024 * len(self.messages)
 
 
 def chat_key(messages: Sequence[Message]) -> bytes:
-    """Equal for equal messages alone: order of fields and types of numbers count, as in templates.
-    One that another begins with is that of the messages which that conversation begins with."""
+    """Serialise messages so that a key is a prefix of another exactly if its messages are.
+
+    The order of fields and the types of numbers count, because a template can see them.
+    """
     return b"".join(map(_encoder.encode, messages))
 
 
 class RecentChats:
-    """Any thread may call it. Beyond the limit the tenant that has most gives up its oldest."""
+    """Recently encoded conversations, found by the messages of a request. Thread-safe.
 
-    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+    The next turn of a conversation takes over everything that depends on single messages or on the
+    messages before them. The rendered text and the tokens depend on more and are always made again
+    (decision 36). Over the limit, the tenant with the most bytes loses its oldest conversation.
+    """
+
+    def __init__(self, limit_bytes: int = 64 << 20) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._texts: dict[bytes, TextIndex[RecentChat]] = {}  # by tenant
-        self._chats: dict[bytes, OrderedDict[bytes, RecentChat]] = {}  # the oldest use first
+        self._chats: dict[bytes, OrderedDict[bytes, RecentChat]] = {}  # by tenant, in LRU order
         self._held_bytes: Counter[bytes] = Counter()
 
     @property
@@ -96,7 +91,7 @@ class RecentChats:
         return self._held_bytes.total()
 
     def find(self, tenant: bytes, key: bytes) -> RecentChat | None:
-        """The longest of a tenant's conversations that the one with this key begins with."""
+        """Return the longest conversation of the tenant that is a prefix of the one with `key`."""
         with self._lock:
             texts = self._texts.get(tenant)
             return texts.longest(key) if texts else None
@@ -115,13 +110,12 @@ class RecentChats:
                 self._drop(largest, next(iter(self._chats[largest])))
 
     def forget(self, tenant: bytes) -> None:
-        """Forget a tenant's conversations: it has had some deleted."""
+        """Drop all conversations of a tenant, because it has deleted some of its entries."""
         with self._lock:
             for kept in (self._texts, self._chats, self._held_bytes):
                 kept.pop(tenant, None)
 
     def _drop(self, tenant: bytes, key: bytes) -> None:
-        """The one place where less is kept."""
         chats = self._chats.get(tenant, OrderedDict[bytes, RecentChat]())
         chat = chats.pop(key, None)
         if chat is None:
@@ -133,20 +127,35 @@ class RecentChats:
 
 
 class ChatEncoder:
-    """Any thread may call it."""
+    """Encodes the conversations of one model. Any thread may call it."""
 
     def __init__(self, encoder: Encoder, entries: EntryIndex, ends: EndMarkers) -> None:
-        """`ends`: where assistant messages end in a prompt."""
+        """`ends` are the markers that end an assistant message in a prompt."""
         self.recent_chats = RecentChats()
         self._encoder = encoder
         self._entries = entries
         self._ends = ends
 
     def plain(self, about: GenerateRequest | Tokenize, pictures: Pictures) -> ChatPrompt:
-        """The prompt of a conversation of which nothing is remembered."""
+        """Encode a conversation without using or storing anything."""
         sent = list(map(with_parsed_arguments, about.messages or ()))
         tools = without_strict(about.tools)
         return self._encoder.chat(sent, tools=tools, pictures=pictures, **_options(about))
+
+    def prefix(
+        self, about: GenerateRequest | IndexPrompt, tenant: bytes, pictures: Pictures
+    ) -> EncodedPrompt:
+        """Encode the common prefix of all conversations that start with these messages."""
+        messages = about.messages or []
+        prompt = self._encoder.prefix(
+            list(map(with_parsed_arguments, messages)),
+            tools=without_strict(about.tools),
+            template_kwargs=about.template_kwargs if isinstance(about, GenerateRequest) else {},
+            pictures=pictures,
+        )
+        hashes = ConversationHashes(messages, about.tools)
+        replies = find_replies(self._entries, tenant, hashes)
+        return EncodedPrompt(prompt, hashes, known_replies=replies)
 
     def encode(
         self,
@@ -156,58 +165,57 @@ class ChatEncoder:
         *,
         recalls: bool,
     ) -> EncodedPrompt:
-        """A tenant's conversation; `recalls`: with the tokens that are remembered of it."""
+        """Encode a tenant's conversation. With `recalls` it gets the tokens that are stored for
+        it, and its tool calls and reasoning as they were sampled."""
         messages = about.messages or []
         key = chat_key(messages)
         earlier = self.recent_chats.find(tenant, key)
         known = earlier.messages if earlier else ()
         sent = [*known, *map(with_parsed_arguments, messages[len(known) :])]
         tools = ChatTools.of(about.tools, earlier)
-        # Long conversations are hashed here, on an encoder thread, not between two engine steps.
+        # Hash here, on an encoder thread. On the engine's thread it would delay the next step.
         hashes = ConversationHashes(
             messages,
             tools.sent,
             continued=isinstance(about, GenerateRequest) and about.continue_final_message,
             earlier=earlier.hashes if earlier else None,
         )
-        history = History(self._entries, tenant, sent, hashes) if recalls else None
-        restored = history.restorations(earlier.restorations if earlier else {}) if history else {}
-
-        def encode(messages: Sequence[Message]) -> ChatPrompt:
-            return self._encoder.chat(
-                messages,
-                tools=tools.shown,
-                pictures=pictures,
-                recall=partial(history.recall, ends=self._ends) if history else None,
-                earlier=earlier.prompt if earlier else None,
-                **_options(about),
-            )
-
-        prompt, changes = _encoded(encode, sent, restored)
+        history = History(self._entries, tenant, sent, hashes)
+        restored: dict[int, RestoredMessage] = {}
+        if recalls:
+            restored = history.restored_messages(earlier.restored if earlier else {})
+        encode = partial(
+            self._encoder.chat,
+            tools=tools.shown,
+            pictures=pictures,
+            recall=partial(history.recall, ends=self._ends) if recalls else None,
+            earlier=earlier.prompt if earlier else None,
+            **_options(about),
+        )
+        prompt, changes = _encode_restored(encode, sent, restored)
         if isinstance(about, GenerateRequest):
             recent = RecentChat(sent, hashes, prompt, tools, restored)
             self.recent_chats.put(tenant, key, recent)
-        return EncodedPrompt(prompt, hashes, changes)
+        return EncodedPrompt(prompt, hashes, changes, history.replies)
 
 
-def _encoded(
+def _encode_restored(
     encode: Callable[[Sequence[Message]], ChatPrompt],
     sent: Sequence[Message],
-    restored: Mapping[int, Restoration],
+    restored: Mapping[int, RestoredMessage],
 ) -> tuple[ChatPrompt, list[str]]:
-    """The messages with tool calls and reasoning as they were sampled, encoded; and the names of
-    what that changed."""
+    """Encode the messages as they were sampled; also return the names of the changes."""
     changes = sorted({name for each in restored.values() for name in each.changes})
     if changes:
         places = enumerate(sent)
         as_sampled = [restored[at].message if at in restored else each for at, each in places]
-        with suppress(TemplateFailed):  # it refuses what its model wrote: then as it was sent
+        with suppress(TemplateFailed):  # the template rejects what its model wrote
             return encode(as_sampled), changes
     return encode(sent), []
 
 
 def _options(about: GenerateRequest | Validate | Tokenize) -> dict[str, Any]:
-    """How a request wants its conversation encoded."""
+    """The request's own options of the template."""
     options = {"template_kwargs": about.template_kwargs}
     if isinstance(about, Validate):
         return options

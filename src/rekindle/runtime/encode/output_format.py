@@ -1,36 +1,23 @@
-"""How a model's output is decoded: parsed into text, reasoning and calls, and constrained."""
+"""Prepares the decoding of replies: selects the parser and compiles the grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from rekindle.chat.escaping import unescape
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.chat.prompt import Prompt
-from rekindle.chat.tools.base import ReplyParser
 from rekindle.chat.tools.registry import select
 from rekindle.engine.base import TokenMask
 from rekindle.protocol.requests import GenerateRequest
+from rekindle.runtime.encode.request import ReplyDecoding
 from rekindle.tokens import Tokenizer
-
-PROMPT_END_BYTES = 4096  # enough of a prompt to see whether it ends inside reasoning
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyDecoding:
-    """How one reply is decoded."""
-
-    parser: ReplyParser | None = None  # None: all of it is text
-    shown: Container[int] = ()  # control tokens whose text the parser reads
-    token_mask: TokenMask | None = None  # what it is held to
-    end_tokens: frozenset[int] = frozenset()
 
 
 class OutputFormat:
-    """How one model writes its output. Thread-safe."""
+    """The tool-call and reasoning format of one model. Thread-safe."""
 
     def __init__(
         self,
@@ -55,13 +42,16 @@ class OutputFormat:
     def decodings(
         self, request: GenerateRequest, prompt: Prompt, count: int
     ) -> list[ReplyDecoding]:
-        """One for each choice of a request; what all of them follow is compiled once. Raises
-        BadRequest for a schema that cannot be enforced."""
+        """Return one decoding for each of `count` choices. The grammar is compiled once.
+
+        Raises BadRequest for a schema that cannot be enforced.
+        """
         output = request.structured_output
         if request.messages is None or request.prepare is not None:
             masks = self._masks(self._grammars.text(output) if output else None, count)
             return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
-        end = unescape(prompt.escaped[-PROMPT_END_BYTES:]).decode(errors="ignore")
+        # The last 4 KiB suffice to see whether the prompt ends inside reasoning.
+        end = unescape(prompt.escaped[-4096:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
         tools = [*(request.tools or ()), *request.loaded_tools]
         calls = bool(tools) and request.tool_use.choice != "none"
@@ -85,10 +75,9 @@ class OutputFormat:
         return [first, *(first.copy() for _ in range(count - 1))]
 
     def _grammar(
-        self, request: GenerateRequest, tools: list[Any], *, opened: bool
+        self, request: GenerateRequest, callable_tools: list[Any], *, opened: bool
     ) -> Grammar | None:
-        """`tools`: those that it may call."""
         output = request.structured_output
-        if not tools:
+        if not callable_tools:
             return self._grammars.answer(output, opened=opened) if output else None
-        return self._grammars.calls(tools, request.tool_use, opened=opened, answer=output)
+        return self._grammars.calls(callable_tools, request.tool_use, opened=opened, answer=output)

@@ -1,9 +1,9 @@
-"""A request before the engine sees it: as tokens, and beside what is known by its names."""
+"""Defines a request as the runtime handles it: its prompt as tokens, its images and its lookup."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,32 +11,36 @@ from typing import Literal
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import picture_text
 from rekindle.chat.prompt import Prompt
-from rekindle.errors import ContextTooLong
+from rekindle.chat.tools.base import ReplyParser
+from rekindle.engine.base import TokenMask
 from rekindle.kvcache.block import WriteBack
-from rekindle.kvcache.entries.entries import Entry
+from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.protocol.events import Reason, Stages
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.output_format import ReplyDecoding
 from rekindle.runtime.encode.precision import Precision
 from rekindle.tokens import Tokens
 
-PictureTokens = Callable[[int, int, bytes], Tokens]  # of a size and a digest
+#: Returns the tokens of an image, given its width, its height and its digest.
+PictureTokens = Callable[[int, int, bytes], Tokens]
+
+#: The stored replies that may be an assistant message of the request, by the message's index.
+KnownReplies = dict[int, list[tuple[Entry, Reply]]]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPictures:
-    """The pictures of one request. Whoever encodes one keeps it in `namespace`, the tenant's."""
+    """The images of one request. Their vectors are cached in `namespace`, which is the tenant's."""
 
     namespace: bytes = b""
-    in_prompt: Mapping[str, Tokens] = field(default_factory=dict)  # by the text that stands for it
+    in_prompt: Mapping[str, Tokens] = field(default_factory=dict)  # by placeholder text
     by_span: Mapping[bytes, Picture] = field(default_factory=dict)  # by the digest of each span
 
     @classmethod
     def of(
         cls, pictures: Sequence[Picture], picture_tokens: PictureTokens, namespace: bytes
     ) -> RequestPictures:
-        """Raises BadRequest for one that the engine cannot take."""
+        """Raises BadRequest for an image that the engine cannot process."""
         in_prompt, by_span = dict[str, Tokens](), dict[bytes, Picture]()
         for picture in pictures:
             tokens = picture_tokens(picture.width, picture.height, picture.digest)
@@ -45,62 +49,55 @@ class RequestPictures:
         return cls(namespace, in_prompt, by_span)
 
 
-def check_room(
-    request: GenerateRequest, prompt: Prompt, pictures: RequestPictures, context_tokens: int
-) -> None:
-    """The context has to hold the prompt, and a token of the reply; raises ContextTooLong."""
-    if len(prompt.tokens) >= context_tokens:
-        raise ContextTooLong(
-            len(prompt.tokens),
-            context_tokens,
-            param=request.source,
-            pictures=len(pictures.in_prompt),
-        )
+@dataclass(frozen=True, slots=True)
+class ReplyDecoding:
+    """How the tokens of one reply become text, reasoning and tool calls."""
+
+    parser: ReplyParser | None = None  # None: the whole reply is text
+    shown: Container[int] = ()  # control tokens whose text the parser reads
+    token_mask: TokenMask | None = None  # the grammar that constrains sampling
+    end_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """Messages or a text as tokens."""
+    """The messages or the text of a request as tokens."""
 
     prompt: Prompt
-    hashes: ConversationHashes | None = None  # None: there are no messages
-    normalised: list[str] = field(default_factory=list)  # what was changed so that more matches
+    hashes: ConversationHashes | None = None  # None: the request has no messages
+    normalised: list[str] = field(default_factory=list)  # names of the changes made to it
+    known_replies: KnownReplies = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRequest:
-    """A request as tokens."""
+class EncodedRequest(EncodedPrompt):
+    """A request with its encoded prompt."""
 
     request: GenerateRequest
-    prompt: Prompt
     namespace: bytes  # of the tenant
     precision: Precision
-    decoding: ReplyDecoding  # how its reply is read, and what it is held to
-    hashes: ConversationHashes | None = None  # None: it has no messages
-    normalised: list[str] = field(default_factory=list)  # what was changed so that more matches
+    decoding: ReplyDecoding
     pictures: RequestPictures = field(default_factory=RequestPictures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """What a request's names lead to."""
+    """The result of looking up the names in a request."""
 
-    write_back: WriteBack  # when what it computes is to be written to disk
-    entry: Entry | None = None  # that one of its names stands for
-    problem: Reason | None = None  # why its key stands for none
-    auto_session: str | None = None  # what a fingerprint calls this conversation
+    write_back: WriteBack  # when the state it computes is written to disk
+    entry: Entry | None = None  # the entry that one of its names refers to
+    problem: Reason | None = None  # why its cache key has no entry
+    fingerprint_session: str | None = None  # the session found or created by its fingerprint
 
-
-# ----------------------------------------------------------------------
-# The time that a turn takes up to its first token, stage by stage.
 
 Stage = Literal["front", "encode", "queue", "plan", "restore", "compute"]
 
 
 class Stopwatch:
-    """Each lap adds the time since the last one to a stage, so stages add up to the whole.
+    """Measures the stages of a turn up to its first token.
 
-    The clock is the machine's monotonic one, which front and runtime share.
+    Each lap adds the time since the previous lap to a stage, so the stages add up to the total. The
+    clock is the machine's monotonic clock, which the front and the runtime share.
     """
 
     def __init__(self, received_s: float | None = None) -> None:
@@ -109,7 +106,7 @@ class Stopwatch:
         self._last_s = time.monotonic() if received_s is None else received_s
 
     def lap(self, stage: Stage) -> None:
-        """Nothing counts after the first token, which ends the stage "compute"."""
+        """Add the time since the last lap. "compute" ends with the first token and is the last."""
         if not self._is_running:
             return
         self._is_running = stage != "compute"
@@ -118,7 +115,7 @@ class Stopwatch:
         self._last_s = now_s
 
     def copy(self) -> Stopwatch:
-        """One that goes on from here by itself, for a turn of its own."""
+        """Return an independent copy, for one choice of a request."""
         other = copy(self)
         other.stages = copy(self.stages)
         return other

@@ -1,6 +1,6 @@
-"""Names in requests: which entry a name stands for, and what is remembered after a turn.
+"""Finds the entry that a request names, and stores the end of a turn under the request's names.
 
-A name proposes an entry; what is reused is decided by comparing tokens.
+A name only proposes an entry. Comparing tokens decides what is reused.
 """
 
 from __future__ import annotations
@@ -12,34 +12,32 @@ from dataclasses import dataclass
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import EntryHashes
+from rekindle.chat.messages import canonical
 from rekindle.engine.base import KvLayout
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
-from rekindle.kvcache.entries.entries import Draft, Entries, Entry, Name
+from rekindle.kvcache.entries.entries import Entries
+from rekindle.kvcache.entries.entry import Draft, Entry, Name, Reply
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import Finished, Reason
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import GenerateRequest, Names
 from rekindle.protocol.settings import WritePolicy
-from rekindle.runtime.encode.replay import replies_after
+from rekindle.runtime.encode.replay import still_valid
 from rekindle.runtime.encode.request import EncodedRequest, Lookup
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens
 
-# ----------------------------------------------------------------------
-# The kinds of names that requests give conversations.
+# The kinds of session keys: (kind, key) names an entry of a tenant.
+SESSION, NUMBER = "session_id", "kv_cache_session_id"
+MESSAGE, PROMPT = "message_id", "prompt_cache_key"
+FINGERPRINT, FINGERPRINT_SESSION = "fingerprint", "auto_session"
 
-SESSION, NUMBER, MESSAGE, PROMPT = (
-    "session_id",
-    "kv_cache_session_id",
-    "message_id",
-    "prompt_cache_key",
-)
-FINGERPRINT, AUTO_SESSION = "fingerprint", "auto_session"
+Log = Callable[[LogLine], None]
 
 
-def proposals(names: Names) -> Iterator[Name]:
-    """The names a request was given but its key, the surest first."""
+def session_keys(names: Names) -> Iterator[Name]:
+    """The session keys in a request, the most specific kind first."""
     if names.session_id is not None:
         yield SESSION, names.session_id
     if names.session_number is not None:
@@ -50,33 +48,27 @@ def proposals(names: Names) -> Iterator[Name]:
         yield PROMPT, names.prompt_cache_key
 
 
-def new_names(
-    names: Names, message_id: str | None, auto_session: str | None, hashes: EntryHashes | None
+def _new_session_keys(
+    names: Names, message_id: str | None, session: str | None, hashes: EntryHashes | None
 ) -> Iterator[Name]:
-    """What a turn's entry is called from now on."""
-    yield from (name for name in proposals(names) if name[0] != MESSAGE)
+    """The session keys of a finished turn's entry."""
+    yield from (name for name in session_keys(names) if name[0] != MESSAGE)
     if message_id is not None:
         yield MESSAGE, message_id
-    if auto_session is not None and hashes is not None:
-        yield AUTO_SESSION, auto_session
+    if session is not None and hashes is not None:
+        yield FINGERPRINT_SESSION, session
         yield FINGERPRINT, hashes.fingerprint
 
 
-def is_named(names: Names) -> bool:
-    """Whether a client may ask for this conversation by something it gave or was given."""
+def _can_be_named(names: Names) -> bool:
+    """Whether the client has, or will get, a name for this conversation."""
     keyed = names.cache_key or names.entry_key or names.return_cache_key
     asked = keyed or names.wants_message_id or names.message_id is not None
-    return bool(asked or names.by_fingerprint or any(True for _ in proposals(names)))
+    return bool(asked or names.by_fingerprint or any(True for _ in session_keys(names)))
 
 
-# ----------------------------------------------------------------------
-# Conversations that are known by their looks, and get a session of their own.
-
-Log = Callable[[LogLine], None]
-
-
-class AutoSessions:
-    """Numbers the sessions of each tenant, from those of a runtime before this one on."""
+class FingerprintSessions:
+    """Gives conversations without a name a numbered session, found by hashing their messages."""
 
     def __init__(self, entries: Entries, log: Log) -> None:
         self._entries = entries
@@ -84,21 +76,19 @@ class AutoSessions:
         self._last: dict[bytes, int] = {}  # the last number given, by namespace
 
     def find(self, encoded: EncodedRequest, entry: Entry | None) -> tuple[Entry | None, str]:
-        """The entry and the session of a conversation that is known by its looks; a new session for
-        one that is not, whose entry may have been named."""
+        """Return the known session with its entry, or a new session with the given entry."""
         assert encoded.hashes is not None
         namespace, previous = encoded.namespace, encoded.hashes.previous_fingerprint
         found = self._entries.by_name(namespace, (FINGERPRINT, previous)) if previous else None
-        known = _session_of(found)
-        if found is not None and known is not None:
-            self._info(encoded.request, f"matched existing session {known}")
-            return found, known
+        session = _session_of(found)
+        if found is not None and session is not None:
+            self._info(encoded.request, f"matched existing session {session}")
+            return found, session
         session = self._new_session(namespace)
         self._info(encoded.request, f"registered new session {session}")
         return entry, session
 
-    def extend(self, request: GenerateRequest, session: str) -> None:
-        """A turn of the session is remembered, and will be known by its looks, too."""
+    def log_extended(self, request: GenerateRequest, session: str) -> None:
         self._info(request, f"extended session {session} fingerprint with assistant response")
 
     def _info(self, request: GenerateRequest, text: str) -> None:
@@ -106,7 +96,7 @@ class AutoSessions:
 
     def _new_session(self, namespace: bytes) -> str:
         last = self._last.get(namespace)
-        if last is None:  # those of a runtime before this one
+        if last is None:  # continue after the sessions of the previous runtime
             taken = (_session_of(entry) for entry in self._entries.of(namespace))
             last = max((int(name.rpartition("_")[2]) for name in taken if name), default=-1)
         self._last[namespace] = last + 1
@@ -115,15 +105,11 @@ class AutoSessions:
 
 def _session_of(entry: Entry | None) -> str | None:
     names = entry.names if entry else ()
-    return next((name for kind, name in names if kind == AUTO_SESSION), None)
-
-
-# ----------------------------------------------------------------------
-# Pins: whether there is room to keep one more conversation for good, or for a while.
+    return next((name for kind, name in names if kind == FINGERPRINT_SESSION), None)
 
 
 class Pins:
-    """Pinned state rests on the last tier, of several tenants each may pin its share of it."""
+    """Checks that pinned entries fit on the last tier. Each tenant may pin an equal share of it."""
 
     def __init__(self, entries: Entries, store: Store, kv_layout: KvLayout) -> None:
         self._entries = entries
@@ -131,48 +117,51 @@ class Pins:
         self._kv_layout = kv_layout
 
     def check(self, candidate: PrefixHandle) -> None:
-        """Raise NoRoomForPins unless everything pinned, and this too, has room for good."""
+        """Raise NoRoomForPins unless this entry fits together with everything already pinned."""
         living = self._entries.of(None)
         pinned = [entry for entry in living if entry.pinned]
         own = [entry for entry in pinned if entry.tenant == candidate.tenant]
         tenants = {candidate.tenant, *(entry.tenant for entry in living)}
         limit = self._conversations.pin_limit_bytes
-        for entries, most in ((pinned, limit), (own, limit // len(tenants))):
+        for entries, limit_bytes in ((pinned, limit), (own, limit // len(tenants))):
             needed = self._conversations.lasting_bytes(
                 [*entries, candidate],
                 self._kv_layout.token_bytes,
                 self._kv_layout.checkpoint_bytes,
             )
-            if needed > most or not self._entries.budget.has_room:
+            if needed > limit_bytes or not self._entries.budget.has_room:
                 raise NoRoomForPins(
-                    f"With this one, pinned entries would take {needed} of the {most} bytes they "
-                    "may take. Unpin or delete another, or raise --disk-cache."
+                    f"With this entry, pinned entries would take {needed} bytes, but the limit is "
+                    f"{limit_bytes}. Unpin or delete another, or raise --disk-cache."
                 )
 
-    def has_room_for_a_while(self, tenant: bytes, tokens: Tokens) -> bool:
-        """Whether a pin for a while may be added. They share half of the room for pins, in equal
-        parts for each tenant; each counts as if it shared nothing, which is soon found."""
+    def can_pin_temporarily(self, tenant: bytes, tokens: Tokens) -> bool:
+        """Whether a pin with a time limit may be added.
+
+        All temporary pins share half of the room for pins, in equal parts for each tenant. The
+        estimate is fast: it counts each entry as if it shared no blocks with others.
+        """
         living = self._entries.of(None)
         tenants = {tenant, *(entry.tenant for entry in living)}
         own = (entry for entry in living if entry.pinned and entry.tenant == tenant)
-        going_on = (each for each in own if not tokens.startswith(each.tokens))
-        count = len(tokens) + sum(len(entry.tokens) for entry in going_on)
-        most = self._conversations.pin_limit_bytes // (2 * len(tenants))
-        return count * self._kv_layout.token_bytes <= most
+        others = (each for each in own if not tokens.startswith(each.tokens))
+        count = len(tokens) + sum(len(entry.tokens) for entry in others)
+        limit_bytes = self._conversations.pin_limit_bytes // (2 * len(tenants))
+        return count * self._kv_layout.token_bytes <= limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationEnd:
-    """What is remembered of a conversation after a turn."""
+    """The tokens and the text of a conversation after a turn."""
 
     tokens: Tokens
     text: bytes  # rendered and escaped, as far as it is known
-    text_tokens: int  # that the text stands for
-    reply_tokens: int = 0  # up to the end of the reply, when the text shows all of it
+    text_tokens: int  # number of tokens that the text covers
+    reply_tokens: int = 0  # position of the end of the reply; 0 if the text lacks part of it
 
 
 class Sessions:
-    """Called by the engine's thread."""
+    """Looks up and stores the entries of turns. Called by the engine's thread."""
 
     def __init__(
         self,
@@ -186,15 +175,13 @@ class Sessions:
     ) -> None:
         self._entries = entries
         self._pins = pins
-        self._auto_sessions = AutoSessions(entries, log)
+        self._fingerprints = FingerprintSessions(entries, log)
         self._encoder = encoder
         self._policy = policy
         self._key_ttl_s = key_ttl_s
 
-    # -- before a turn -------------------------------------------------------------------------
-
     def find(self, encoded: EncodedRequest) -> Lookup:
-        """The entry that the request names; raises NoRoomForPins."""
+        """Look up the entry that the request names; raises NoRoomForPins."""
         request, namespace = encoded.request, encoded.namespace
         write_back = self._write_back(encoded)
         if request.prepare is not None:
@@ -207,17 +194,17 @@ class Sessions:
         if names is None or not request.reuse:
             return Lookup(write_back=write_back)
         entry, problem = self._by_key(namespace, names)
-        auto_session = None
+        session = None
         if names.by_fingerprint and encoded.hashes is not None:
-            entry, auto_session = self._auto_sessions.find(encoded, entry)
+            entry, session = self._fingerprints.find(encoded, entry)
         if entry is not None:
             self._entries.touch(entry)
         return Lookup(
-            write_back=write_back, entry=entry, problem=problem, auto_session=auto_session
+            write_back=write_back, entry=entry, problem=problem, fingerprint_session=session
         )
 
     def count_hit(self, turn: Turn) -> None:
-        """A turn reuses state: of the entry it named, or else of one that begins like it."""
+        """Count a hit for the named entry, or for the entry with the longest common text."""
         named = None if turn.lookup.problem else turn.lookup.entry
         text = turn.encoded.prompt.escaped
         entry = named or self._entries.index.nearest(turn.namespace, text)
@@ -225,12 +212,13 @@ class Sessions:
             self._entries.count_hit(entry)
 
     def _by_key(self, namespace: bytes, names: Names) -> tuple[Entry | None, Reason | None]:
-        """The entry of the key, or else of the first known name; and what is wrong with the key."""
+        """Return the entry of the cache key, or of the first known session key, and what is wrong
+        with the cache key."""
         entry, problem = None, None
         if names.cache_key is not None:
             entry = self._entries.by_key(namespace, names.cache_key)
             problem = None if entry else self._why_missing(namespace, names.cache_key)
-        found = (self._entries.by_name(namespace, name) for name in proposals(names))
+        found = (self._entries.by_name(namespace, name) for name in session_keys(names))
         return entry or next((each for each in found if each), None), problem
 
     def _why_missing(self, namespace: bytes, key: str) -> Reason:
@@ -247,14 +235,12 @@ class Sessions:
             return WriteBack.SOON
         if self._policy == "on-evict":
             return WriteBack.LATE
-        if names is not None and is_named(names):
+        if names is not None and _can_be_named(names):
             return WriteBack.SOON
         return WriteBack.LATE if self._policy == "likely" else WriteBack.NEVER
 
-    # -- after a turn --------------------------------------------------------------------------
-
     def remember(self, turn: Turn, finished: Finished) -> None:
-        """Keep the conversation's end as an entry, with the names the request asks for."""
+        """Store the end of the conversation as an entry, under the request's names."""
         names = turn.request.names or Names()
         if names.wants_message_id or names.message_id is not None:
             finished.message_id = names.message_id or f"msg_{secrets.token_hex(12)}"
@@ -265,22 +251,15 @@ class Sessions:
             return
         if names.return_cache_key or turn.request.prepare is not None:
             finished.cache.new_cache_key = entry.key
-        if turn.lookup.auto_session is not None:
-            self._auto_sessions.extend(turn.request, turn.lookup.auto_session)
+        if turn.lookup.fingerprint_session is not None:
+            self._fingerprints.log_extended(turn.request, turn.lookup.fingerprint_session)
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
         end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
-        replies, before = replies_after(
-            self._entries.index,
-            turn,
-            end.text,
-            end.tokens,
-            keys=hashes.reply_keys if hashes else (),
-            end_tokens=end.reply_tokens,
-        )
-        own_key = names.entry_key
+        replies, continued = _replies_after(turn, end, hashes)
+        own_key, session = names.entry_key, turn.lookup.fingerprint_session
         keyed = names.return_cache_key or prepare is not None or own_key is not None
-        has_room = names.pin_s and self._pins.has_room_for_a_while(turn.namespace, end.tokens)
+        can_pin = names.pin_s and self._pins.can_pin_temporarily(turn.namespace, end.tokens)
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
             key=own_key,
@@ -290,13 +269,13 @@ class Sessions:
             text=end.text,
             text_tokens=end.text_tokens,
             replies=replies,
-            after=before,
+            after=continued,
             segments=hashes.segments if hashes else (),
-            names=tuple(new_names(names, finished.message_id, turn.lookup.auto_session, hashes)),
+            names=tuple(_new_session_keys(names, finished.message_id, session, hashes)),
             ttl_s=prepare.ttl_s if prepare else ttl_s,
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
-            pin_s=names.pin_s if has_room else None,
+            pin_s=names.pin_s if can_pin else None,
             durable=turn.lookup.write_back > WriteBack.NEVER or own_key is not None,
         )
 
@@ -310,22 +289,44 @@ class Sessions:
         if known is None:
             return ConversationEnd(everything, b"", len(everything))
         count = len(known.tokens)
-        spelt = everything[:count]
         if output.is_plain:
-            return ConversationEnd(spelt, known.escaped, count, count)
-        if turn.request.stop:  # what a stop string cut off is among the tokens
+            return ConversationEnd(everything[:count], known.escaped, count, count)
+        if turn.request.stop:  # the tokens may include text that a stop string cut off
             shown = unescape(known.escaped[len(prompt.escaped) :])
             is_whole = shown.strip() == text.encode().strip() and not output.is_broken_off
-            return ConversationEnd(spelt, known.escaped, count, count if is_whole else 0)
+            reply_tokens = count if is_whole else 0
+            return ConversationEnd(everything[:count], known.escaped, count, reply_tokens)
         reply_tokens = 0 if output.is_broken_off else len(everything)
         return ConversationEnd(everything, known.escaped, count, reply_tokens)
 
 
 def _hashes_after(turn: Turn) -> EntryHashes | None:
-    """Those of the conversation with the reply, if there is one."""
+    """The hashes of the conversation including the reply, or None if it has no messages."""
     hashes = turn.encoded.hashes
     if hashes is None:
         return None
     if turn.request.prepare is not None:
         return hashes.as_sent()
     return hashes.after(turn.output.message.as_dict())
+
+
+def _replies_after(
+    turn: Turn, end: ConversationEnd, hashes: EntryHashes | None
+) -> tuple[tuple[Reply, ...], Entry | None]:
+    """Return all replies of the conversation, and the entry that it continues."""
+    prompt, output = turn.encoded.prompt, turn.output
+    if not turn.request.messages or not prompt.escaped:
+        return (), None
+    replies, continued = still_valid(turn.encoded.known_replies, end.text, end.tokens)
+    if hashes and hashes.reply_keys:
+        replies.append(
+            Reply(
+                keys=hashes.reply_keys,
+                message=b"" if output.is_plain else canonical(output.message.as_dict()),
+                prompt_bytes=len(prompt.escaped),
+                prompt_tokens=turn.prompt_tokens,
+                end_tokens=end.reply_tokens,
+                end_bytes=len(end.text) if output.is_plain else 0,
+            )
+        )
+    return tuple(replies), continued

@@ -19,7 +19,7 @@ from rekindle.protocol.events import (
     new_call_id,
 )
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.output_format import ReplyDecoding
+from rekindle.runtime.encode.request import ReplyDecoding
 from rekindle.tokens import Tokenizer
 
 

@@ -27,7 +27,7 @@ from rekindle.protocol.events import CacheReport, Event, Failed, Finished, Reaso
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor
-from rekindle.runtime.encode.request import EncodedRequest, Stopwatch, check_room
+from rekindle.runtime.encode.request import EncodedRequest, Stopwatch
 from rekindle.runtime.reuse.admission import Admission, Placed
 from rekindle.runtime.reuse.report import (
     ReuseInputs,
@@ -119,9 +119,8 @@ class Pipeline:
         return [self.begin(encoded, stopwatch.copy()) for encoded in choices]
 
     def begin(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> Turn:
-        """A turn of tokens. Any thread; raises ContextTooLong."""
+        """Make the turn of an encoded request. Any thread may call it."""
         request, context_tokens = encoded.request, self._engine.capabilities.context_tokens
-        check_room(request, encoded.prompt, encoded.pictures, context_tokens)
         room = context_tokens - len(encoded.prompt.tokens)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
         output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
