@@ -52,12 +52,12 @@ def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
             await runtime.stop()
 
     if requires_vision:
-        with pytest.raises(ModelError, match=r"mmproj\.gguf is no projector for tiny\.gguf"):
+        with pytest.raises(ModelError, match=r"mmproj\.gguf is not a projector for tiny\.gguf"):
             run(scene)
         return
     run(scene)
     [warning] = [each.message for each in caplog.records if each.levelname == "WARNING"]
-    assert warning.startswith("serving text alone: mmproj.gguf is no projector for tiny.gguf")
+    assert warning.startswith("serving text alone: mmproj.gguf is not a projector for tiny.gguf")
     assert warning.endswith("--no-vlm silences this warning")
 
 

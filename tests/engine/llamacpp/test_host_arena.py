@@ -30,7 +30,7 @@ def buffer_type(library: Any) -> int:
 def arena(library: Any, monkeypatch: pytest.MonkeyPatch) -> HostArena:
     monkeypatch.setattr(host_arena, "SLAB_BYTES", SLAB_BYTES)
     arena = HostArena(library, buffer_type(library), 2 * SLAB_BYTES + 5)
-    arena.settle()
+    arena.wait_until_locked()
     return arena
 
 
@@ -108,7 +108,7 @@ def test_a_limit_of_the_system_is_a_warning_that_says_what_to_do(
     monkeypatch.setattr(host_arena, "SLAB_BYTES", SLAB_BYTES)
     refusing = Refusing(library)
     arena = HostArena(refusing, buffer_type(library), 4 * SLAB_BYTES)
-    arena.settle()
+    arena.wait_until_locked()
     assert refusing.freed == 1
     assert is_locked(arena, arena.allocate(SLAB_BYTES))
     assert "ulimit -l" in caplog.text

@@ -16,7 +16,7 @@ from tests.support.tiny import write_llama
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaCppEngine]:
-    monkeypatch.setattr(parking, "LEAST_LOOSE_TOKENS", 0)
+    monkeypatch.setattr(parking, "MIN_GAP_TOKENS", 0)
     path = write_llama(tmp_path / "model.gguf")
     engine = LlamaCppEngine(EngineOptions(path=path, parallel=4, threads=1, park_fraction=0.01))
     yield engine
@@ -34,7 +34,7 @@ def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaC
     first = prefill(engine, last, PROMPT)
     for other in others[1:]:
         engine.close_sequence(other)
-    cells = engine._pools.usual.cells
+    cells = engine._pools.default.cells
     assert cells.peak > 3 * cells.used
     said = decode(engine, last, first, 1)
     assert cells.peak == cells.used
@@ -45,11 +45,10 @@ def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaC
 
 
 @pytest.mark.parametrize("record_bytes", [1 << 16, 0])
-def test_a_parked_sequence_goes_on_however_large_its_record_was_thought_to_be(
+def test_a_parked_sequence_continues_whatever_the_estimate_of_its_record(
     engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch, record_bytes: int
 ) -> None:
-    monkeypatch.setattr(parking, "CELL_BYTES", 0)
-    monkeypatch.setattr(parking, "LAYERS_BYTES", record_bytes)
+    monkeypatch.setattr(parking, "_max_record_bytes", lambda _tokens: record_bytes)
     expected = cold(engine, PROMPT, exact=False)
     assert engine.parking
     parked, into = engine.open(exact=False), engine.open(exact=False)
@@ -67,7 +66,7 @@ def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> N
     first = prefill(engine, one, PROMPT)
     engine.share(one, len(PROMPT), two)
     engine.close_sequence(low)
-    peak = engine._pools.usual.cells.peak
+    peak = engine._pools.default.cells.peak
     assert decode(engine, two, first, 12) == expected
-    assert engine._pools.usual.cells.peak == peak
+    assert engine._pools.default.cells.peak == peak
     assert decode(engine, one, first, 12) == expected

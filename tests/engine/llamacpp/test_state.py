@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.state import StateLayout, Transcoder, _floats, read_layout
+from rekindle.engine.llamacpp.state import BlockLayout, Transcoder, _floats, read_layout
 from rekindle.errors import CorruptBlock
 from tests.contract.actions import PROMPT, prefill
 
@@ -36,7 +36,7 @@ def state(engine: LlamaCppEngine, kv_type: KvType) -> bytes:
     return blob
 
 
-def first_keys(layout: StateLayout, blob: bytes) -> np.ndarray[Any, Any]:
+def first_keys(layout: BlockLayout, blob: bytes) -> np.ndarray[Any, Any]:
     """Those of the first layer, which no other cell has a part in."""
     rows = layout.sections[0][0]
     at = 8 + 8 + TOKENS * layout.cell_bytes + 16 + 12

@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.step_threads import Choice, StepThreads
+from rekindle.engine.llamacpp.step_threads import StepThreads, ThreadChoice
 from tests.contract.actions import PROMPT, decode, prefill
 from tests.support.tiny import write_llama
 
@@ -20,7 +20,7 @@ LONG = [*PROMPT, *PROMPT, *PROMPT, *PROMPT]  # attention to 512 cells and more i
 Duration = Callable[[int], float]  # of a step, by its threads
 
 
-def run(choice: Choice, steps: int, duration: Duration) -> tuple[int, float]:
+def run(choice: ThreadChoice, steps: int, duration: Duration) -> tuple[int, float]:
     """How many of the steps had all threads, and what all took."""
     most, spent_s = 0, 0.0
     for _ in range(steps):
@@ -42,7 +42,7 @@ def shared(chance: Random) -> Duration:
 
 
 def test_all_threads_compute_where_they_are_faster() -> None:
-    choice = Choice(2)
+    choice = ThreadChoice(2)
     most, spent_s = run(choice, 5000, alone)
     assert choice.threads == 2
     assert most > 0.95 * 5000
@@ -50,7 +50,7 @@ def test_all_threads_compute_where_they_are_faster() -> None:
 
 
 def test_one_fewer_computes_while_another_program_wants_a_core() -> None:
-    choice = Choice(2)
+    choice = ThreadChoice(2)
     most, spent_s = run(choice, 5000, shared(Random(1)))
     assert choice.threads == 1
     assert most < 0.05 * 5000
@@ -58,7 +58,7 @@ def test_one_fewer_computes_while_another_program_wants_a_core() -> None:
 
 
 def test_all_threads_compute_again_when_the_other_program_has_gone() -> None:
-    choice = Choice(2)
+    choice = ThreadChoice(2)
     run(choice, 1000, shared(Random(2)))
     most, _ = run(choice, 5000, alone)
     assert choice.threads == 2
@@ -67,7 +67,7 @@ def test_all_threads_compute_again_when_the_other_program_has_gone() -> None:
 
 def test_a_program_that_comes_later_is_noticed_at_once() -> None:
     """Though trials of a large model's steps are rare: each takes long."""
-    choice = Choice(2)
+    choice = ThreadChoice(2)
     run(choice, 1000, lambda threads: 0.4 if threads == 2 else 0.8)
     most, _ = run(choice, 100, lambda threads: 4.0 if threads == 2 else 0.8)
     assert choice.threads == 1
@@ -75,7 +75,7 @@ def test_a_program_that_comes_later_is_noticed_at_once() -> None:
 
 
 def test_a_hopeless_trial_is_ended_after_a_step() -> None:
-    choice = Choice(2)
+    choice = ThreadChoice(2)
     run(choice, 500, lambda threads: 100e-3 if threads == 2 else 1e-3)
     most, _ = run(choice, 10_000, lambda threads: 100e-3 if threads == 2 else 1e-3)
     assert most <= 3
@@ -83,7 +83,7 @@ def test_a_hopeless_trial_is_ended_after_a_step() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 16])
 def test_there_is_always_a_thread(most: int) -> None:
-    choice = Choice(most)
+    choice = ThreadChoice(most)
     chance = Random(3)
     for _ in range(2000):
         assert most - 1 <= choice.next <= most

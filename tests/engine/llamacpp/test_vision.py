@@ -185,7 +185,7 @@ def test_a_file_that_is_no_projector_of_the_model_is_refused(
             bad.write_bytes(whole[: len(whole) // 2])
         case "other width":
             write_llava_projector(bad, width=WIDTH // 2)
-    with pytest.raises(ModelError, match=r"no projector for tiny\.gguf"):
+    with pytest.raises(ModelError, match=r"not a projector for tiny\.gguf"):
         LlamaCppEngine(replace(options, mmproj=bad))
 
 

@@ -1,4 +1,9 @@
-"""The rows of one native call."""
+"""Fills the arrays of a native call, and maps tokens to the model's positions.
+
+The position of a token is its number, except with M-RoPE (Qwen-VL). There all tokens of a picture
+share the position at which it begins, and have a column and a row each. Text continues one after
+the largest of these numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +21,16 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.state import read_cells
 from rekindle.errors import CorruptBlock
 
-# ----------------------------------------------------------------------
-# Where the tokens of a sequence stand in the model's position encoding.
-#
-# A token's position is its number, but for models with M-RoPE (Qwen-VL): there all tokens of a
-# picture have the position at which it begins, and two further numbers each, their column and row
-# from that position on. Text goes on one after the largest of those numbers. So what is cut,
-# shared and moved by tokens has to be found by position, column and row.
+PLANES = 4  # numbers of a position in a native batch: time, row, column, unused
+PLACE = 2  # numbers of a place: column, row
 
-PLANES = 4  # numbers of a position in a native batch: time, row, column, and one that is unused
-
-PLACE = 2  # numbers of a place
-
-#: Column and row of each token of a picture, or of some of them that follow each other.
+#: Column and row of consecutive tokens of a picture.
 Places = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """Tokens that have one position; row by row, the last row perhaps not to its end."""
+    """Tokens that share one position. They fill rows, and the last row may be incomplete."""
 
     start: int
     stop: int
@@ -43,43 +39,43 @@ class _Picture:
 
     @property
     def after(self) -> int:
-        """The position of text that follows."""
+        """The position of the text after the picture."""
         tokens = self.stop - self.start
         return self.position + max(min(tokens, self.columns), -(-tokens // self.columns))
 
 
-class Positions:
-    """Those of one sequence; immutable."""
+class SequencePositions:
+    """The positions of one sequence. Immutable."""
 
     __slots__ = ("_pictures",)
 
     def __init__(self, pictures: tuple[_Picture, ...] = ()) -> None:
-        self._pictures = pictures  # in order
+        self._pictures = pictures
 
     def of(self, token: int) -> int:
-        """The position of a token, or of text that is to follow those before it."""
+        """Return the position of a token, or of text that would follow."""
         picture = self._before(token)
         if picture is None:
             return token
         return picture.position if token < picture.stop else picture.after + token - picture.stop
 
     def _before(self, token: int) -> _Picture | None:
-        """The last picture that begins at a token or before it."""
+        """Return the last picture that begins at or before a token."""
         found = bisect_right(self._pictures, token, key=lambda each: each.start)
         return self._pictures[found - 1] if found else None
 
     def whole(self, tokens: int) -> int:
-        """The most tokens, up to so many, at which no picture is cut."""
+        """Return the largest cut point up to `tokens` that is not inside a picture."""
         picture = self._before(tokens)
         return picture.start if picture and picture.start < tokens < picture.stop else tokens
 
-    def first(self, tokens: int) -> Positions:
-        """Those of the first so many tokens."""
+    def first(self, tokens: int) -> SequencePositions:
+        """Return the positions of the first tokens."""
         kept = (each for each in self._pictures if each.start < tokens)
-        return Positions(tuple(replace(each, stop=min(each.stop, tokens)) for each in kept))
+        return SequencePositions(tuple(replace(each, stop=min(each.stop, tokens)) for each in kept))
 
-    def goes_on(self, token: int, places: Places) -> bool:
-        """Whether these are more tokens of the picture that the ones before `token` are of."""
+    def continues_picture(self, token: int, places: Places) -> bool:
+        """Return whether these places continue the picture before `token`."""
         if not places[0].any():
             return False
         picture = self._before(token)
@@ -88,23 +84,23 @@ class Positions:
         return True
 
     def place(self, token: int, places: Places) -> int:
-        """The position of a picture whose tokens, or some of them, follow."""
-        return self.of(token - 1 if self.goes_on(token, places) else token)
+        """Return the position of picture tokens that follow."""
+        return self.of(token - 1 if self.continues_picture(token, places) else token)
 
-    def with_picture(self, token: int, places: Places) -> Positions:
-        """With those that follow."""
+    def with_picture(self, token: int, places: Places) -> SequencePositions:
+        """Append picture tokens."""
         stop, columns = token + len(places), int(places[:, 0].max()) + 1
-        if self.goes_on(token, places):
+        if self.continues_picture(token, places):
             *others, last = self._pictures
             grown = replace(last, stop=stop, columns=max(last.columns, columns))
-            return Positions((*others, grown))
-        return Positions((*self._pictures, _Picture(token, stop, self.of(token), columns)))
+            return SequencePositions((*others, grown))
+        return SequencePositions((*self._pictures, _Picture(token, stop, self.of(token), columns)))
 
-    def with_block(self, token: int, blob: Blob, tokens: int) -> Positions:
-        """With the tokens of a block that follows; raises CorruptBlock when it cannot."""
+    def with_block(self, token: int, blob: Blob, tokens: int) -> SequencePositions:
+        """Append the tokens of a block; raises CorruptBlock if its positions do not fit."""
         cells = np.sort(read_cells(blob), order=["position", "row", "column"])
         if len(cells) != tokens:
-            raise CorruptBlock("a block says that it holds another number of tokens")
+            raise CorruptBlock("the header of a block gives another number of tokens")
         grown = self
         try:
             for start, places in _pictures_of(cells):
@@ -112,20 +108,19 @@ class Positions:
         except ValueError as error:
             raise CorruptBlock(str(error)) from None
         if [grown.of(token + number) for number in range(tokens)] != cells["position"].tolist():
-            raise CorruptBlock("a block is of other positions")
+            raise CorruptBlock("a block belongs to other positions")
         return grown
 
 
-class SlotPositions(dict[int, Positions]):
-    """By slot. One that is not here has no pictures: its positions are token numbers."""
+class SlotPositions(dict[int, SequencePositions]):
+    """Positions by slot. A missing slot has no pictures, so its positions are token numbers."""
 
-    def __missing__(self, slot: int) -> Positions:
-        return Positions()
+    def __missing__(self, slot: int) -> SequencePositions:
+        return SequencePositions()
 
 
 def join_places(vectors: Matrix, places: Places) -> Matrix:
-    """A picture's vectors, each with its place behind it: then whoever keeps or cuts them has the
-    places, too."""
+    """Append its place to each vector of a picture, so that both are kept and cut together."""
     return np.concatenate((vectors, places), axis=1, dtype=np.float32)
 
 
@@ -134,7 +129,7 @@ def split_places(rows: Matrix) -> tuple[Matrix, Places]:
 
 
 def _pictures_of(cells: np.ndarray[Any, Any]) -> Iterator[tuple[int, Places]]:
-    """The pictures among sorted cells: the first cell of each, and where its cells stand."""
+    """Yield the first cell and the places of each picture among sorted cells."""
     shown = np.flatnonzero(cells["token"] < 0)
     for position in np.unique(cells["position"][shown]):
         own = cells[cells["position"] == position]
@@ -143,19 +138,19 @@ def _pictures_of(cells: np.ndarray[Any, Any]) -> Iterator[tuple[int, Places]]:
 
 
 class Rows(NamedTuple):
-    """Consecutive tokens of one sequence; `wanted` asks for the last one's logits. A picture's are
-    computed from `vectors`."""
+    """Consecutive tokens of one sequence. `wanted` asks for the logits of the last one. Tokens of a
+    picture are computed from `vectors`."""
 
     slot: int
-    start: int  # the first one's position
+    start: int  # position of the first token
     tokens: Seq[int]
     wanted: bool
     vectors: Matrix | None = None
-    places: Places | None = None  # of a picture's, where they all have the position `start`
+    places: Places | None = None  # of picture tokens, which all have the position `start`
 
 
 class BatchArrays:
-    """Batch arrays allocated once; filling them is what Python does in every step."""
+    """The arrays of a native batch, allocated once because Python fills them in every step."""
 
     def __init__(self, rows: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
@@ -163,7 +158,7 @@ class BatchArrays:
         self._slots = np.zeros(rows, np.int32)
         self._wanted = np.zeros(rows, np.int8)
         self._ones = np.ones(rows, np.int32)
-        # The same memory, for single rows: NumPy takes several times as long to set one.
+        # Views for single rows: setting one through NumPy takes several times as long.
         self._each_token, self._each_slot = self._tokens.data, self._slots.data
         self._each_position, self._each_wanted = self._positions.data, self._wanted.data
         int_pointer = ctypes.POINTER(ctypes.c_int32)
@@ -172,7 +167,7 @@ class BatchArrays:
             *(ctypes.cast(base + 4 * row, int_pointer) for row in range(rows))
         )
         self._token_pointer = self._tokens.ctypes.data_as(int_pointer)
-        self._native = bindings.Batch(
+        self._native = bindings.LlamaBatch(
             0,
             self._token_pointer,
             None,
@@ -184,8 +179,9 @@ class BatchArrays:
 
     def fill(
         self, rows: Seq[Rows], *, all_wanted: bool = False
-    ) -> tuple[bindings.Batch, list[int]]:
-        """`all_wanted`: every row counts for what is made of its sequence, as for a vector."""
+    ) -> tuple[bindings.LlamaBatch, list[int]]:
+        """Fill in all rows, and return the index of the last row of each run. `all_wanted` asks for
+        the output of every row, as pooling needs."""
         filled = 0
         last = []
         for run in rows:
@@ -205,8 +201,8 @@ class BatchArrays:
             self._take_places(np.concatenate(places))
         return self._native, last
 
-    def advance(self, tokens: Seq[int]) -> bindings.Batch:
-        """Rows of text as they were filled last, a single one of each sequence, one token on."""
+    def advance(self, tokens: Seq[int]) -> bindings.LlamaBatch:
+        """Move the last batch, which had one text row per sequence, ahead by one token."""
         for row, token in enumerate(tokens):
             self._each_token[row] = token
             self._each_position[row] += 1
@@ -225,17 +221,17 @@ class BatchArrays:
         self._wanted[stop - 1] = run.wanted
 
     def _take_vectors(self, vectors: Seq[Matrix]) -> None:
-        """Let the rows be those of pictures; of text, where there are no vectors."""
+        """Point the batch at vectors, or at token ids if there are none."""
         if not vectors:
             self._native.token, self._native.embd = self._token_pointer, None
             return
-        # Kept here: the native batch does not keep it alive.
+        # An attribute, because the native batch does not keep it alive.
         self._vectors = np.ascontiguousarray(np.concatenate(vectors), np.float32)
         self._native.token = None
         self._native.embd = self._vectors.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
     def _take_places(self, places: Places) -> None:
-        """Fill the further planes, which llama.cpp fills itself for text."""
+        """Fill the further planes of positions. llama.cpp fills them itself for text."""
         times, rows, columns, unused = self._positions[: PLANES * len(places)].reshape(PLANES, -1)
         columns[:], rows[:] = (times[:, None] + places).T
         unused[:] = 0

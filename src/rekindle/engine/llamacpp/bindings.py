@@ -1,7 +1,7 @@
-"""llama.cpp's C interface: structure layouts, signatures, and the check that they fit the library.
+"""Declares llama.cpp's C interface, and checks that it fits the loaded library.
 
-Layouts follow `llama.h` as shipped in xllamacpp 2026.10.11549 and change between versions, so a
-library whose default parameters do not read back with that version's values is refused.
+Layouts follow `llama.h` of xllamacpp 2026.10.11549 and change between versions. A library whose
+default parameters do not read back with the values of that version is refused.
 """
 
 from __future__ import annotations
@@ -41,97 +41,52 @@ MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
 TOKEN_CONTROL = 1 << 3
-#: LLAMA_STATE_SEQ_FLAGS: all, only what cannot be truncated, all with its cells kept on the device
+#: LLAMA_STATE_SEQ_FLAGS: all, only recurrent state, all with the cells kept on the device
 WHOLE_STATE, PARTIAL_STATE, STATE_ON_DEVICE = 0, 1, 2
-STATE_HEADER_BYTES = 8  # in front of a sequence's state: what it is, and whose
+STATE_HEADER_BYTES = 8  # magic and sequence id, before the state of a sequence
 OVERRIDE_INT = 0  # LLAMA_KV_OVERRIDE_TYPE_INT
 GGUF_UINT32, GGUF_FLOAT32, GGUF_STRING = 4, 6, 8  # gguf_type
 POOLING_MEAN, POOLING_CLS, POOLING_LAST, POOLING_RANK = 1, 2, 3, 4  # LLAMA_POOLING_TYPE
 DEVICE_CPU, DEVICE_GPU, DEVICE_INTEGRATED_GPU = 0, 1, 2  # GGML_BACKEND_DEVICE_TYPE
-
-# How long OpenMP threads spin at a barrier before they sleep: longer than the pause between two
-# steps (sleeping there costs a tenth of decode speed), and a third of the default, which slows
-# prefill by 40 % as soon as another program wants a core.
-SPIN_COUNT = "100000"
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
 
 class ModelParams(Structure):
     _fields_: ClassVar = [
-        ("devices", c_void_p),
-        ("tensor_buft_overrides", c_void_p),
-        ("n_gpu_layers", c_int32),
-        ("split_mode", c_int),
-        ("load_mode", c_int),
-        ("lazy_mode", c_int),
-        ("main_gpu", c_int32),
-        ("tensor_split", c_void_p),
-        ("progress_callback", c_void_p),
-        ("progress_callback_user_data", c_void_p),
-        ("kv_overrides", c_void_p),
-        ("vocab_only", c_bool),
-        ("check_tensors", c_bool),
-        ("use_extra_bufts", c_bool),
-        ("no_host", c_bool),
-        ("no_alloc", c_bool),
-        ("load_mtp", c_bool),
-    ]
+        ("devices", c_void_p), ("tensor_buft_overrides", c_void_p), ("n_gpu_layers", c_int32),
+        ("split_mode", c_int), ("load_mode", c_int), ("lazy_mode", c_int), ("main_gpu", c_int32),
+        ("tensor_split", c_void_p), ("progress_callback", c_void_p),
+        ("progress_callback_user_data", c_void_p), ("kv_overrides", c_void_p),
+        ("vocab_only", c_bool), ("check_tensors", c_bool), ("use_extra_bufts", c_bool),
+        ("no_host", c_bool), ("no_alloc", c_bool), ("load_mtp", c_bool),
+    ]  # fmt: skip
 
 
 class ContextParams(Structure):
     _fields_: ClassVar = [
-        ("n_ctx", c_uint32),
-        ("n_batch", c_uint32),
-        ("n_ubatch", c_uint32),
-        ("n_seq_max", c_uint32),
-        ("n_rs_seq", c_uint32),
-        ("n_outputs_max", c_uint32),
-        ("n_outputs_max_per_seq", c_uint32),
-        ("n_threads", c_int32),
-        ("n_threads_batch", c_int32),
-        ("ctx_type", c_int),
-        ("rope_scaling_type", c_int),
-        ("pooling_type", c_int),
-        ("attention_type", c_int),
-        ("flash_attn_type", c_int),
-        ("rope_freq_base", c_float),
-        ("rope_freq_scale", c_float),
-        ("yarn_ext_factor", c_float),
-        ("yarn_attn_factor", c_float),
-        ("yarn_beta_fast", c_float),
-        ("yarn_beta_slow", c_float),
-        ("yarn_orig_ctx", c_uint32),
-        ("defrag_thold", c_float),
-        ("cb_eval", c_void_p),
-        ("cb_eval_user_data", c_void_p),
-        ("type_k", c_int),
-        ("type_v", c_int),
-        ("moe_cache_size", c_size_t),
-        ("abort_callback", c_void_p),
-        ("abort_callback_data", c_void_p),
-        ("embeddings", c_bool),
-        ("offload_kqv", c_bool),
-        ("no_perf", c_bool),
-        ("op_offload", c_bool),
-        ("swa_full", c_bool),
-        ("kv_unified", c_bool),
-        ("samplers", c_void_p),
-        ("n_samplers", c_size_t),
+        ("n_ctx", c_uint32), ("n_batch", c_uint32), ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32), ("n_rs_seq", c_uint32), ("n_outputs_max", c_uint32),
+        ("n_outputs_max_per_seq", c_uint32), ("n_threads", c_int32), ("n_threads_batch", c_int32),
+        ("ctx_type", c_int), ("rope_scaling_type", c_int), ("pooling_type", c_int),
+        ("attention_type", c_int), ("flash_attn_type", c_int), ("rope_freq_base", c_float),
+        ("rope_freq_scale", c_float), ("yarn_ext_factor", c_float), ("yarn_attn_factor", c_float),
+        ("yarn_beta_fast", c_float), ("yarn_beta_slow", c_float), ("yarn_orig_ctx", c_uint32),
+        ("defrag_thold", c_float), ("cb_eval", c_void_p), ("cb_eval_user_data", c_void_p),
+        ("type_k", c_int), ("type_v", c_int), ("moe_cache_size", c_size_t),
+        ("abort_callback", c_void_p), ("abort_callback_data", c_void_p), ("embeddings", c_bool),
+        ("offload_kqv", c_bool), ("no_perf", c_bool), ("op_offload", c_bool), ("swa_full", c_bool),
+        ("kv_unified", c_bool), ("samplers", c_void_p), ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
-    ]
+    ]  # fmt: skip
 
 
-class Batch(Structure):
+class LlamaBatch(Structure):
     _fields_: ClassVar = [
-        ("n_tokens", c_int32),
-        ("token", POINTER(c_int32)),
-        ("embd", POINTER(c_float)),
-        ("pos", POINTER(c_int32)),
-        ("n_seq_id", POINTER(c_int32)),
-        ("seq_id", POINTER(POINTER(c_int32))),
-        ("logits", POINTER(c_int8)),
-    ]
+        ("n_tokens", c_int32), ("token", POINTER(c_int32)), ("embd", POINTER(c_float)),
+        ("pos", POINTER(c_int32)), ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))), ("logits", POINTER(c_int8)),
+    ]  # fmt: skip
 
 
 class _OverrideValue(Union):
@@ -149,7 +104,7 @@ class GgufInitParams(Structure):
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 
-_P = c_void_p  # every llama.cpp object is handled as an opaque pointer
+_P = c_void_p  # llama.cpp objects are opaque pointers
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_version": (c_char_p, []),
@@ -195,10 +150,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_size_t,
         [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
     ),
-    "llama_decode": (c_int32, [_P, Batch]),
+    "llama_decode": (c_int32, [_P, LlamaBatch]),
     "llama_set_causal_attn": (None, [_P, c_bool]),
     "llama_set_n_threads": (None, [_P, c_int32, c_int32]),
-    "llama_encode": (c_int32, [_P, Batch]),
+    "llama_encode": (c_int32, [_P, LlamaBatch]),
     "llama_get_embeddings_seq": (POINTER(c_float), [_P, c_int32]),
     "llama_get_logits_ith": (_P, [_P, c_int32]),
     "llama_vocab_n_tokens": (c_int32, [_P]),
@@ -243,64 +198,44 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_memory": (None, [_P, POINTER(c_size_t), POINTER(c_size_t)]),
 }
 
-# What llama_*_default_params() of the supported version answers, field by field.
+# Default parameters of the supported version.
 _KNOWN_CONTEXT = {
-    "n_ctx": 512,
-    "n_batch": 2048,
-    "n_ubatch": 512,
-    "n_seq_max": 1,
-    "n_threads": 4,
-    "n_threads_batch": 4,
-    "rope_scaling_type": -1,
-    "pooling_type": -1,
-    "attention_type": -1,
-    "flash_attn_type": -1,
-    "yarn_ext_factor": -1.0,
-    "yarn_beta_fast": -1.0,
-    "defrag_thold": -1.0,
-    "type_k": GGML_TYPES["f16"],
-    "type_v": GGML_TYPES["f16"],
-    "moe_cache_size": 0,
-    "embeddings": False,
-    "offload_kqv": True,
-    "no_perf": True,
-    "op_offload": True,
-    "swa_full": True,
-    "kv_unified": False,
-    "n_samplers": 0,
-    "ctx_other": None,
-}
+    "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_threads": 4,
+    "n_threads_batch": 4, "rope_scaling_type": -1, "pooling_type": -1, "attention_type": -1,
+    "flash_attn_type": -1, "yarn_ext_factor": -1.0, "yarn_beta_fast": -1.0, "defrag_thold": -1.0,
+    "type_k": GGML_TYPES["f16"], "type_v": GGML_TYPES["f16"], "moe_cache_size": 0,
+    "embeddings": False, "offload_kqv": True, "no_perf": True, "op_offload": True,
+    "swa_full": True, "kv_unified": False, "n_samplers": 0, "ctx_other": None,
+}  # fmt: skip
 _KNOWN_MODEL = {
-    "n_gpu_layers": -1,
-    "split_mode": 1,
-    "main_gpu": 0,
-    "vocab_only": False,
-    "check_tensors": False,
-    "use_extra_bufts": True,
-    "no_host": False,
-}
+    "n_gpu_layers": -1, "split_mode": 1, "main_gpu": 0, "vocab_only": False,
+    "check_tensors": False, "use_extra_bufts": True, "no_host": False,
+}  # fmt: skip
 
 
 def library_path() -> Path:
-    """The shared library to load: `REKINDLE_LLAMA_LIB`, or the one inside the xllamacpp package."""
+    """Return the library to load: `REKINDLE_LLAMA_LIB`, or the one inside the xllamacpp package."""
     if chosen := os.environ.get("REKINDLE_LLAMA_LIB"):
         return Path(chosen)
-    spec = importlib.util.find_spec("xllamacpp")  # found, not imported: we want its file alone
+    spec = importlib.util.find_spec("xllamacpp")  # located without importing it
     if spec is None or spec.origin is None:
         raise LibraryMismatch("the xllamacpp package is not installed; run `make install`")
     found = sorted(Path(spec.origin).parent.glob("xllamacpp*.so"))
     if not found:
-        raise LibraryMismatch("the xllamacpp package holds no shared library for this system")
+        raise LibraryMismatch("the xllamacpp package contains no shared library for this system")
     return found[0]
 
 
 @cache
 def load_library() -> Any:
-    """The library with every signature declared, checked against the known layout."""
+    """Load the library, declare every signature, and check the layouts."""
     path = library_path()
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # libgomp reads it while it is loaded
+    # OpenMP threads spin this long at a barrier before they sleep. It covers the pause between two
+    # steps: sleeping there costs a tenth of decode speed. The default is three times as long, which
+    # slows prefill by 40 % when another program wants a core. libgomp reads it while it is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     if sys.platform == "linux":
-        # A CUDA build carries its own copies of libstdc++ symbols; the system's must come first.
+        # A CUDA build has copies of libstdc++ symbols. Those of the system must come first.
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
     try:
         library = ctypes.CDLL(str(path))
@@ -324,21 +259,21 @@ def declare(library: Any, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
 
 
 def metadata(library: Any, model: int, name: str) -> str:
-    """A value of the model file as text, empty when it has none of this name."""
+    """Return a value of the model file as text, or an empty text if there is none."""
     text = ctypes.create_string_buffer(128)
     length = library.llama_model_meta_val_str(model, name.encode(), text, len(text))
     return text.value.decode(errors="replace") if length >= 0 else ""
 
 
 def description(library: Any, model: int) -> str:
-    """Architecture, size and type of the weights, as llama.cpp calls them."""
+    """Return architecture, size and weight type in the words of llama.cpp."""
     text = ctypes.create_string_buffer(128)
     library.llama_model_desc(model, text, len(text))
     return text.value.decode(errors="replace")
 
 
 def check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
-    """Refuse a library whose default parameters read back as others; raises LibraryMismatch."""
+    """Raise LibraryMismatch if the default parameters have unexpected values."""
     wrong = {
         name: read for name, value in known.items() if (read := getattr(defaults, name)) != value
     }
@@ -350,12 +285,11 @@ def check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
 
 
 def _silence(library: Any) -> None:
-    """Keep llama.cpp's chatter off stderr, errors excepted."""
-    error_level = 4
+    """Print only the errors among llama.cpp's log lines."""
 
     def on_log(level: int, text: bytes, _data: object) -> None:
-        if level == error_level:
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
             sys.stderr.write(f"llama.cpp: {text.decode(errors='replace')}")
 
-    library._on_log = LogCallback(on_log)  # kept alive as long as the library
+    library._on_log = LogCallback(on_log)  # keeps the callback alive
     library.llama_log_set(library._on_log, None)

@@ -1,7 +1,12 @@
-"""What a model can do as it is loaded here."""
+"""Describes what a loaded model can do, and fingerprints its KV state.
+
+Two engines with equal fingerprints compute the same bits for the same canonical steps, and store
+them in the same layout. State is never exchanged between different fingerprints.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -18,32 +23,27 @@ from rekindle.engine.llamacpp.vision import Projector
 from rekindle.models.quant import split_names
 from rekindle.protocol.media import IMAGE, TEXT
 
-# ----------------------------------------------------------------------
-# What the bytes of a state depend on beside its tokens, as one hash.
-#
-# Two engines with equal fingerprints compute the same bits for the same canonical steps and lay
-# them out alike; state never crosses to an engine whose fingerprint is another.
-
-STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"  # what every context is built with
+STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """All that changes numbers or their layout, the weights excepted."""
+    """Everything but the weights that changes the numbers of a state or their layout."""
 
     state_format: str
-    library: bytes  # a digest of the build
-    backends: tuple[str, ...]  # the CPU's instruction sets, and every other device
+    library: bytes  # digest of its files
+    backends: tuple[str, ...]  # instruction sets of the CPU, and every other device
     gpu_layers: int
     kv_type: KvType
-    step_tokens: int  # where the steps of exact sequences end
-    rope_factors: str = ""  # those chosen of a LongRoPE model
+    step_tokens: int  # step boundaries of exact sequences
+    rope_factors: str = ""  # of a LongRoPE model
 
     @classmethod
     def of(
         cls, model: LlamaModel, options: EngineOptions, step_tokens: int, kv_type: KvType
     ) -> Numerics:
-        """Threads are not in it, nor are the sizes of contexts and pool: no bit depends on them."""
+        """Thread counts and sizes of contexts and pools are not included: no bit depends on
+        them."""
         return cls(
             state_format=STATE_FORMAT,
             library=_digest(*library_files(bindings.library_path())),
@@ -56,8 +56,8 @@ class Numerics:
 
 
 def weights_digest(path: Path, mmproj: Path | None = None) -> bytes:
-    """Weights, tokenizer and template are in the model's files, all of which are hashed; the first
-    file of a split may hold no tensor at all. Another projector makes other state of a picture."""
+    """Hash all files of the model. The first file of a split may hold no tensor, and another
+    projector makes other state of a picture."""
     files = [path.with_name(name) for name in split_names(path.name)]
     files += [mmproj] if mmproj else []
     return _hash(*files)
@@ -68,20 +68,16 @@ def state_fingerprint(weights: bytes, numerics: Numerics) -> bytes:
 
 
 def library_files(path: Path) -> list[Path]:
-    """The library, and what a shared build has beside it: its kernels are in libggml-*."""
+    """List the library and the shared libraries next to it: the kernels are in libggml-*."""
     library = path.resolve()
-    beside = {each.resolve() for each in library.parent.iterdir() if _is_part(each.name)}
-    return sorted(beside | {library})
-
-
-def _is_part(name: str) -> bool:
-    of_llama = "llama" in name or "ggml" in name
-    return of_llama and (".so" in name or name.endswith(".dylib"))
+    is_part = re.compile(r"(llama|ggml).*(\.so|\.dylib$)").search
+    siblings = {each.resolve() for each in library.parent.iterdir() if is_part(each.name)}
+    return sorted(siblings | {library})
 
 
 @cache
 def _digest(*files: Path) -> bytes:
-    """Once a process: a library does not change under those who have loaded it."""
+    """Hash files once per process: a loaded library does not change."""
     return _hash(*files)
 
 
@@ -90,7 +86,8 @@ def _hash(*files: Path) -> bytes:
 
 
 def _backends(library: Any) -> tuple[str, ...]:
-    """What computes. A GPU counts even where no layer lies on it: large batches may go there."""
+    """List the instruction sets and devices. A GPU counts even without layers, because large
+    batches may run there."""
     devices = (library.ggml_backend_dev_get(n) for n in range(library.ggml_backend_dev_count()))
     others = (
         library.ggml_backend_dev_name(device) + b" " + library.ggml_backend_dev_description(device)

@@ -1,4 +1,4 @@
-"""llama.cpp contexts: a memory of cells each, and the native calls on it."""
+"""Wraps llama.cpp contexts: their memory of KV cells, and the native calls on them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from rekindle.engine.llamacpp.step_threads import StepThreads
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 from rekindle.memory import Allocate, plain_memory
 
-# ----------------------------------------------------------------------
-# The memory of a native context: cells, by the slot that holds them, and their state as bytes.
-
 
 class Memory:
-    """By positions, as llama.cpp counts them. `flags` say which state is meant."""
+    """The cells of a native context, addressed by slot and position. `flags` select the kind of
+    state."""
 
     def __init__(self, library: Any, native: int) -> None:
         self._library = library
@@ -32,19 +30,19 @@ class Memory:
         self._memory = library.llama_get_memory(native)
 
     def clear(self) -> None:
-        """Empty it; cells are filled from the first one on again."""
+        """Remove all cells. The next ones are placed from the first cell on."""
         self._library.llama_memory_clear(self._memory, False)
 
     def copy(self, source: int, into: int, first: int = -1, stop: int = -1) -> None:
-        """Let another slot hold the same cells; -1: from the beginning, to the end."""
+        """Let another slot share cells. -1 stands for the beginning and the end."""
         self._library.llama_memory_seq_cp(self._memory, source, into, first, stop)
 
     def remove(self, slot: int, first: int = -1) -> bool:
-        """What a slot holds from a position on; False: llama.cpp refuses."""
+        """Remove the cells of a slot from a position on. Returns False if llama.cpp refuses."""
         return bool(self._library.llama_memory_seq_rm(self._memory, slot, first, -1))
 
     def span(self, slot: int) -> tuple[int, int]:
-        """The first and the last position that a slot holds."""
+        """Return the first and the last position of a slot."""
         return (
             self._library.llama_memory_seq_pos_min(self._memory, slot),
             self._library.llama_memory_seq_pos_max(self._memory, slot),
@@ -59,17 +57,19 @@ class Memory:
             raise EngineBroken(f"llama.cpp exported {written} of {size} bytes")
         return state
 
-    def snapshot(self, slot: int, most_bytes: int) -> bytes:
-        """Copy a slot's cells to memory of the device that the slot keeps; what it takes to have
-        them back, which fits into so many bytes: to ask how many takes half as long as copying."""
-        flags, into = bindings.STATE_ON_DEVICE, plain_memory(most_bytes)
+    def snapshot(self, slot: int, max_bytes: int) -> bytes:
+        """Copy the cells of a slot to device memory, and return the record that restores them.
+
+        `max_bytes` bounds the record. Asking llama.cpp for its size takes half as long as the copy.
+        """
+        flags, into = bindings.STATE_ON_DEVICE, plain_memory(max_bytes)
         written = self._library.llama_state_seq_get_data_ext(
-            self._native, _address(into), most_bytes, slot, flags
+            self._native, _address(into), max_bytes, slot, flags
         )
         return bytes(into[:written]) if written else bytes(self.read(slot, flags))
 
     def write(self, slot: int, blob: Blob, flags: int) -> None:
-        """Instead of what the slot holds."""
+        """Replace the state of a slot."""
         source, size = _address(blob), len(blob)
         read = self._library.llama_state_seq_set_data_ext(self._native, source, size, slot, flags)
         if read != size:
@@ -80,45 +80,42 @@ def _address(memory: Blob) -> Any:
     return np.frombuffer(memory, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-LOGIT_BYTES = ctypes.sizeof(ctypes.c_float)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a context is built with."""
+    """The parameters that a context is built with."""
 
     cells: int
     sequences: int
     threads: int
-    may_use_fewer: bool = False  # threads, where others want a core
-    batch: int  # the most rows of one native call
-    spare_cells: int = 0  # beside the others, which no sequence holds
+    may_use_fewer: bool = False  # threads, while other programs want a core
+    batch: int  # largest number of rows in one native call
+    spare_cells: int = 0  # additional cells that no sequence may hold
     kv_type: str = "f16"
-    original_tokens: int = 0  # of a LongRoPE model; 0: as the model says
-    recurrent: bool = False  # some state is of one position and cannot be taken apart
-    has_places: bool = False  # a picture's tokens have one position and a place each (M-RoPE)
+    original_tokens: int = 0  # of a LongRoPE model; 0: the value in the file
+    recurrent: bool = False  # some state belongs to one position and cannot be cut
+    has_places: bool = False  # tokens of a picture share a position and have a place each (M-RoPE)
 
 
 @dataclass(frozen=True, slots=True)
 class ContextSize:
-    """A context that may be built, and the memory that its cells take."""
+    """A context that may be built, and the memory of its cells."""
 
     shape: Shape
     size_bytes: int
 
 
 class Context:
-    """Owns a native context; slot `scratch` is for moving blocks.
+    """Owns a native context. Slot `scratch` is used to move blocks.
 
-    After EngineBroken the memory is undefined (part of a batch may be in it, a rejected restore can
-    spoil it): the owner rebuilds the context and never goes on with the old one.
+    After EngineBroken the memory is undefined: it may hold part of a batch or of a rejected
+    restore. The owner has to rebuild the context.
     """
 
     def __init__(self, library: Any, model: int, shape: Shape) -> None:
         self._library = library
         self._model = model
         self.shape = shape
-        self.scratch = shape.sequences  # one slot more than is handed out
+        self.scratch = shape.sequences  # one more than the slots of sequences
         self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
         self.positions = SlotPositions()
@@ -130,9 +127,7 @@ class Context:
         params.n_ctx = self.shape.cells + self.shape.spare_cells
         params.n_batch = params.n_ubatch = self.shape.batch
         params.n_seq_max = self.shape.sequences + 1
-        params.n_outputs_max = (
-            params.n_seq_max
-        )  # or the buffers have a row of logits for each token
+        params.n_outputs_max = params.n_seq_max  # otherwise each token gets a row of logits
         params.n_threads = params.n_threads_batch = self.shape.threads
         params.flash_attn_type = bindings.FLASH_ATTENTION_ENABLED
         params.kv_unified = True
@@ -152,7 +147,7 @@ class Context:
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
     def rebuild(self) -> None:
-        """Throw the native context away, with all its cells, and build it again."""
+        """Replace the native context by an empty one."""
         self.close()
         self.positions.clear()
         self._logits.clear()
@@ -162,7 +157,7 @@ class Context:
         if self._native:
             self._library.llama_free(self._native)
             self._native = None
-            del self.memory  # which was part of it
+            del self.memory
 
     @property
     def native(self) -> int:
@@ -170,9 +165,12 @@ class Context:
         return self._native
 
     def decode(self, rows: Seq[Rows], *, causal: bool = True) -> list[int]:
-        """Compute all rows, of text or of pictures, in one native call; the batch index of each
-        run's last row. Runs start at token numbers. Unless `causal`, each row sees those after it,
-        too."""
+        """Compute all rows in one native call, and return the batch index of the last row of each
+        run.
+
+        Runs start at token numbers, which are translated to positions. Unless `causal`, rows also
+        see later rows.
+        """
         placed = [self._placed(run) for run in rows] if self.shape.has_places else rows
         batch, last = self._batch.fill(placed)
         if not causal:
@@ -190,11 +188,12 @@ class Context:
         return last
 
     def decode_next(self, tokens: Seq[int]) -> None:
-        """Compute the next row of each sequence, the last call having had a single one of each."""
+        """Compute the next row of each sequence, after a call with a single row of each."""
         _check(self._compute(self._batch.advance(tokens), replies=len(tokens)))
 
-    def _compute(self, batch: bindings.Batch, *, replies: int) -> int:
-        """The status of the native call; `replies`: so many rows, and nothing else."""
+    def _compute(self, batch: bindings.LlamaBatch, *, replies: int) -> int:
+        """Run the native call and return its status. `replies` is the number of rows of a pure
+        decode step, otherwise 0."""
         if self._threads is None:
             return int(self._library.llama_decode(self.native, batch))
         self._threads.begin(replies)
@@ -204,7 +203,7 @@ class Context:
         return status
 
     def _placed(self, run: Rows) -> Rows:
-        """A run as it stands in the model's positions."""
+        """Translate the start of a run from a token number to a position."""
         positions = self.positions[run.slot]
         if run.vectors is None:
             return run._replace(start=positions.of(run.start))
@@ -224,29 +223,29 @@ class Context:
         self.positions[into] = positions.first(tokens)
 
     def whole(self, slot: int, tokens: int) -> int:
-        """The most tokens of a slot, up to so many, that can be cut off where they lie."""
+        """Return the largest cut point up to `tokens` that is not inside a picture."""
         return self.positions[slot].whole(tokens)
 
     def remove(self, slot: int, start: int = 0) -> None:
-        """What a slot has from a token on."""
+        """Remove the tokens of a slot from `start` on."""
         positions = self.positions[slot]
         whole = positions.whole(start)
         rest = self.export(slot, whole, start) if whole < start else b""
         if not self.memory.remove(slot, positions.of(whole)):
             raise EngineBroken("llama.cpp refused to truncate a sequence")
         self.positions[slot] = positions.first(whole)
-        if rest:  # of a picture: llama.cpp cuts by positions, and all of it has one
+        if rest:  # llama.cpp cuts by position, and all tokens of a picture have the same
             self.restore(slot, whole, start, rest)
 
     def export(
         self, slot: int, start: int, stop: int, allocate: Allocate = plain_memory
     ) -> memoryview | bytes:
-        """Tag the range with the scratch slot, read that slot's state, untag it."""
+        """Share the range with the scratch slot, read that slot's state, and release it."""
         positions = self.positions[slot]
         first, last = positions.of(start), positions.of(stop - 1)
         self.memory.copy(slot, self.scratch, first, last + 1)
         try:
-            if self.shape.recurrent:  # of the whole sequence, and as large as many blocks
+            if self.shape.recurrent:  # drop the recurrent state, which is as large as many blocks
                 self.resume(self.scratch, self._nothing)
             state = self.memory.read(self.scratch, bindings.WHOLE_STATE, allocate)
         finally:
@@ -258,7 +257,8 @@ class Context:
         return cut_cells(state, start - whole, stop - whole)
 
     def restore(self, slot: int, start: int, stop: int, blob: Blob) -> None:
-        """Read the state into the scratch slot (reading wipes its target), then tag it over."""
+        """Read the state into the scratch slot, because reading replaces its target, then
+        share it."""
         positions = self.positions[slot]
         if self.shape.has_places:
             positions = positions.with_block(start, blob, stop - start)
@@ -267,13 +267,13 @@ class Context:
             blob = b"".join((blob, self._no_recurrence))
         self.memory.write(self.scratch, blob, bindings.WHOLE_STATE)
         if not self.shape.recurrent and self.memory.span(self.scratch) != (first, last):
-            raise EngineBroken("llama.cpp rejected a block")
+            raise EngineBroken("llama.cpp restored a block at other positions")
         self.memory.copy(self.scratch, slot, first, last + 1)
         self.remove(self.scratch)
         self.positions[slot] = positions
 
     def checkpoint(self, slot: int) -> bytes:
-        """What a slot has beside its cells: the recurrent state after its last token."""
+        """Return the recurrent state of a slot after its last token."""
         return bytes(self.memory.read(slot, bindings.PARTIAL_STATE))
 
     def resume(self, slot: int, checkpoint: Blob) -> None:
@@ -281,25 +281,27 @@ class Context:
         self.memory.write(slot, checkpoint, bindings.PARTIAL_STATE)
 
     def reaches(self, slot: int, tokens: int) -> bool:
-        """Whether the state of a slot is that after so many tokens."""
+        """Return whether the state of a slot ends after exactly this many tokens."""
         return self.memory.span(slot)[1] == self.positions[slot].of(tokens - 1)
 
     @property
     def _no_recurrence(self) -> bytes:
-        """The end of the state of a slot that has cells alone."""
+        """The end of the state of a slot that has cells but no recurrent state."""
         return self._nothing[bindings.STATE_HEADER_BYTES :]
 
     def logits(self, indices: Seq[int], vocabulary_size: int) -> Matrix:
-        """A writable view on the logits of all rows of the last call that have any, given by their
-        batch indices in ascending order; valid until the next native call. llama.cpp keeps them
-        one after the other, in this order."""
+        """Return a writable view on the logits of the last call, valid until the next one.
+
+        `indices` are the batch indices of all rows that have logits, in ascending order. llama.cpp
+        stores these rows one after the other.
+        """
         count = len(indices)
         first = last = self._library.llama_get_logits_ith(self.native, indices[0])
         if count > 1:
             last = self._library.llama_get_logits_ith(self.native, indices[-1])
-        if not first or last != first + (count - 1) * vocabulary_size * LOGIT_BYTES:
-            raise EngineBroken("llama.cpp has no logits of rows that were asked for")
-        if (first, count) not in self._logits:  # nearly always the same few
+        if not first or last != first + 4 * (count - 1) * vocabulary_size:  # float32
+            raise EngineBroken("llama.cpp returned no logits for a requested row")
+        if (first, count) not in self._logits:  # a few views are used again and again
             floats = ctypes.c_float * (count * vocabulary_size)
             rows = memoryview(floats.from_address(first)).cast("B")
             view = np.frombuffer(rows, np.float32).reshape(count, vocabulary_size)
@@ -312,7 +314,6 @@ def _set_threads(library: Any, native: int, threads: int) -> None:
 
 
 def _check(status: int) -> None:
-    """What became of a native call."""
     if status == bindings.DECODE_NO_ROOM:
         raise PoolFull("no free cells for this step")
     if status != bindings.DECODE_OK:

@@ -1,4 +1,4 @@
-"""GGUF models that make vectors, or score pairs of texts."""
+"""Computes embeddings and rerank scores with GGUF models."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from rekindle.engine.llamacpp.bert import CALL_TOKENS, Bert, open_bert, packed
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import EngineBroken, ModelError
 
-# ----------------------------------------------------------------------
-# A llama.cpp context that makes one row of each input, and keeps nothing between two calls.
-
 SEQUENCES = 64  # inputs of one native call
 
 
 class EmbeddingContext:
-    """An input lies in one native call whole: a model that is not causal sees all of it at once.
-    Attention looks at all rows of a call, whichever input they belong to, so larger calls cost
-    more than they save."""
+    """A llama.cpp context that makes one row per input, and keeps nothing between calls.
+
+    An input is never split, because a model that is not causal sees all of it. Attention visits all
+    rows of a native call, whichever input they belong to, so larger calls cost more than they save.
+    """
 
     def __init__(self, model: LlamaModel, *, width: int, context_tokens: int, threads: int) -> None:
-        """`width`: of a row that it makes."""
+        """`width` is that of an output row."""
         self._model = model
         self._library = model.library
         self._width = width
         self._threads = threads
-        # llama.cpp reserves rows for whole sequences: a rest would make it abort.
+        # A multiple of the sequences: llama.cpp aborts otherwise.
         self._rows = -(-max(context_tokens, CALL_TOKENS) // SEQUENCES) * SEQUENCES
         self._batch = BatchArrays(self._rows)
         self._native = self._build()
@@ -50,7 +49,7 @@ class EmbeddingContext:
             raise ModelError(
                 f"llama.cpp could not build a context of {self._rows} tokens; lower --max-model-len"
             )
-        self._memory = self._library.llama_get_memory(native)  # none where nothing is causal
+        self._memory = self._library.llama_get_memory(native)  # None if the model is not causal
         return int(native)
 
     def pooled(self, inputs: Seq[Seq[int]]) -> Matrix:
@@ -73,29 +72,24 @@ class EmbeddingContext:
         if status != bindings.DECODE_OK:
             self.close()
             self._native = self._build()
-            raise EngineBroken(f"llama.cpp failed to embed, with status {status}")
+            raise EngineBroken(f"llama.cpp failed to embed with status {status}")
 
     def close(self) -> None:
         self._library.llama_free(self._native)
 
 
-USUAL_CONTEXT_TOKENS = 8192  # of a model that was trained for more: buffers grow with it
-LEAST_CALLS = 4  # of which a batch is made: fewer could not be sorted by length
-
-
 class LlamaCppEmbedder:
-    """llama.cpp reads the file and cuts the texts; it also computes, except where NumPy is
-    faster."""
+    """Loads and tokenizes with llama.cpp. NumPy computes where it is faster (see `bert.py`)."""
 
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
         self._model = LlamaModel(options, on_progress)
         self.tokenizer = self._model.tokenizer
-        wanted = options.context_tokens or USUAL_CONTEXT_TOKENS
+        wanted = options.context_tokens or 8192  # not more by default: buffers grow with it
         self.info = EmbedderInfo(
             context_tokens=min(wanted, self._model.trained_tokens),
-            batch_tokens=CALL_TOKENS * max(options.threads, LEAST_CALLS),
+            batch_tokens=CALL_TOKENS * max(options.threads, 4),  # several calls, sorted by length
             dimensions=int(self._model.library.llama_model_n_embd_out(self._model.native)),
             ranks=self._model.pooling == bindings.POOLING_RANK,
         )
@@ -107,8 +101,8 @@ class LlamaCppEmbedder:
             width = int(self._model.library.llama_model_n_cls_out(self._model.native))
             if width != 1:
                 raise ModelError(
-                    f"{options.path.name} sorts texts into {width} classes: only models that give "
-                    "one score, or vectors, are served"
+                    f"{options.path.name} sorts texts into {width} classes: only models with one "
+                    "score or with embeddings are supported"
                 )
         return open_bert(self._model, options.path, options.threads) or EmbeddingContext(
             self._model,

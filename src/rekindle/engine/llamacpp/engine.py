@@ -75,7 +75,7 @@ class LlamaCppEngine:
         busy_cores = 0 if self._model.on_gpu else options.threads
         self._step_sampler = build_step_sampler(busy_cores)
         if arena:
-            arena.settle()
+            arena.wait_until_locked()
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 

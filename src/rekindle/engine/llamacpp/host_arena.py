@@ -1,8 +1,8 @@
-"""Page-locked memory for blocks on their way to and from a GPU.
+"""Hands out page-locked memory for blocks on their way to and from a GPU.
 
-The bus reads and writes it at its full speed, ordinary memory at a fraction of that. Locking takes
-half a second a gigabyte, during which the driver does little else: it is done while the weights are
-loaded, and not beside turns. What finds no room has ordinary memory.
+The bus copies page-locked memory several times faster than ordinary memory. Locking takes half a
+second per gigabyte and keeps the driver busy, so it happens while the weights are loaded. A block
+that does not fit gets ordinary memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from rekindle.memory import host_free_bytes, plain_memory
 log = logging.getLogger("rekindle.engine")
 
 SLAB_BYTES = 1 << 30
-MOST_LOCKED = 0.75  # of the free memory: the system cannot take it back
-GRAIN_BYTES = 4096  # what sizes are rounded up to
+GRAIN_BYTES = 4096  # sizes are rounded up to a multiple
 
 
 class _Slab:
-    """Locked memory, and which runs of it are free."""
+    """A range of locked memory with a list of its free runs."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address = address
         self._free = [(0, size_bytes)]  # (start, size), in order
 
     def take(self, size_bytes: int) -> int | None:
-        """Where so much is free, which is taken now; the first place that does."""
+        """Take the first free run that is large enough, and return its offset."""
         for number, (start, free_bytes) in enumerate(self._free):
             if free_bytes >= size_bytes:
                 rest = (start + size_bytes, free_bytes - size_bytes)
@@ -52,8 +51,10 @@ class _Slab:
 
 
 class HostArena:
-    """Hands out memory to any thread; it comes back when nobody refers to it any more. What is
-    locked goes with the process: blocks may outlive the engine."""
+    """Allocates for any thread. Memory returns when nothing refers to it any more.
+
+    Locked memory is released when the process ends, because blocks may outlive the engine.
+    """
 
     def __init__(self, library: Any, buffer_type: int, limit_bytes: int) -> None:
         self._library = library
@@ -61,7 +62,7 @@ class HostArena:
         self._slab_bytes = min(SLAB_BYTES, limit_bytes)
         self._slabs: list[_Slab] = []
         self._lock = threading.Lock()
-        self._returned: deque[tuple[_Slab, int, int]] = deque()  # by whatever thread collects it
+        self._returned: deque[tuple[_Slab, int, int]] = deque()  # by finalizers
         self._locking = threading.Thread(
             target=self._lock_slabs, args=(limit_bytes,), name="page-locking", daemon=True
         )
@@ -72,7 +73,7 @@ class HostArena:
             slab = self._lock_slab()
             if slab is None:
                 log.warning(
-                    "only %d of %d MB of the RAM cache could be page-locked: the rest is restored "
+                    "only %d of %d MB of the RAM cache could be page-locked; the rest is restored "
                     "several times slower (raise `ulimit -l`, or lower --ram-cache)",
                     locked_bytes // 10**6,
                     limit_bytes // 10**6,
@@ -87,12 +88,12 @@ class HostArena:
         if not buffer:
             return None
         if library.ggml_backend_buffer_get_type(buffer) != self._buffer_type:
-            library.ggml_backend_buffer_free(buffer)  # ordinary memory in its place
+            library.ggml_backend_buffer_free(buffer)  # llama.cpp fell back to ordinary memory
             return None
         return _Slab(library.ggml_backend_buffer_get_base(buffer), size_bytes)
 
-    def settle(self) -> None:
-        """Wait until all is locked that can be."""
+    def wait_until_locked(self) -> None:
+        """Wait until the locking thread has ended."""
         self._locking.join()
 
     def allocate(self, size_bytes: int) -> memoryview:
@@ -112,9 +113,12 @@ class HostArena:
 
 @cache
 def lock_memory(library: Any, limit_bytes: int) -> HostArena | None:
-    """Begin to lock memory for blocks if there is a device that profits from it. Once a process:
-    a model may be loaded again, without its projector."""
-    limit_bytes = min(limit_bytes, int(MOST_LOCKED * host_free_bytes()))
+    """Start to lock memory for blocks if a device benefits from it.
+
+    Cached for the process: a model may be loaded a second time, without its projector.
+    """
+    # The system cannot reclaim locked memory, so leave a quarter of what is free.
+    limit_bytes = min(limit_bytes, int(0.75 * host_free_bytes()))
     for index in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(index)
         if library.ggml_backend_dev_type(device) == bindings.DEVICE_GPU:

@@ -1,4 +1,4 @@
-"""A GGUF model in llama.cpp's memory: its weights, and what they say about themselves."""
+"""Loads a GGUF model into llama.cpp and reads its metadata."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
 from rekindle.models.quant import split_names
 
-# ----------------------------------------------------------------------
-# The header of a GGUF file as llama.cpp reads it, before the model is loaded.
-
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
@@ -28,24 +25,25 @@ class TensorPlace:
 
 
 class GgufHeader:
-    """Answers for what is there and of the right type; a file that cannot be read has nothing."""
+    """The header of a GGUF file, read before the model is loaded. It is empty if the file is
+    unreadable."""
 
     def __init__(self, library: Any, native: int | None) -> None:
         self._library = library
         self._native = native
 
     def number(self, key: str) -> int:
-        """An unsigned 32-bit value; 0 when there is none."""
+        """Return an unsigned 32-bit value, or 0 if there is none."""
         index = self._find(key, bindings.GGUF_UINT32)
         return 0 if index is None else int(self._library.gguf_get_val_u32(self._native, index))
 
     def real(self, key: str) -> float:
-        """A 32-bit float; 0 when there is none."""
+        """Return a 32-bit float, or 0 if there is none."""
         index = self._find(key, bindings.GGUF_FLOAT32)
         return 0.0 if index is None else float(self._library.gguf_get_val_f32(self._native, index))
 
     def text(self, key: str) -> str:
-        """A text; empty when there is none."""
+        """Return a text, or an empty one if there is none."""
         index = self._find(key, bindings.GGUF_STRING)
         if index is None:
             return ""
@@ -58,7 +56,7 @@ class GgufHeader:
         return bool(self._library.gguf_find_tensor(self._native, name.encode()) >= 0)
 
     def place(self, name: str) -> TensorPlace | None:
-        """Where a tensor lies in the file; None: it is not there."""
+        """Return where a tensor is stored in the file, or None."""
         if not self.has_tensor(name):
             return None
         index = self._library.gguf_find_tensor(self._native, name.encode())
@@ -70,7 +68,7 @@ class GgufHeader:
         )
 
     def _find(self, key: str, kind: int) -> int | None:
-        """Where the key is; ggml ends the process when a value is read as another type."""
+        """Return the index of a key. ggml ends the process if a value is read as another type."""
         if not self._native:
             return None
         index = int(self._library.gguf_find_key(self._native, key.encode()))
@@ -89,33 +87,32 @@ def open_header(library: Any, path: Path) -> Iterator[GgufHeader]:
             library.gguf_free(native)
 
 
-# ----------------------------------------------------------------------
-# LongRoPE: which of a model's two sets of rotation factors is used, the same in every context.
-#
-# llama.cpp compares each context's cells with the model's original context length. A pool has more
-# cells than an exact context, and how many depends on free memory, so that the two could rotate
-# differently, and one run unlike the next. Here the settings and the model decide, once.
-
-LONG_FACTORS = "rope_factors_long.weight"
-
-
 @dataclass(frozen=True, slots=True)
 class RopeChoice:
-    key: str  # of the model's original context length
+    """The rotation factors of a LongRoPE model, the same in every context.
+
+    llama.cpp chooses between two sets by comparing the cells of each context with the original
+    context length. A pool and an exact context have different numbers of cells, which also depend
+    on free memory, so they could rotate differently. Here the settings and the model decide once.
+    """
+
+    key: str  # of the original context length in the metadata
     original_tokens: int
     factors: Literal["long", "short"]
 
     @property
     def overrides(self) -> Any:
-        """An original context length that is below that of any context, or above."""
+        """Override the original context length by one that is below, or above, that of every
+        context."""
         forced = 1 if self.factors == "long" else (1 << 31) - 1
         override = bindings.KvOverride(bindings.OVERRIDE_INT, self.key.encode())
         override.value.number = forced
-        return (bindings.KvOverride * 2)(override, bindings.KvOverride())  # the empty one ends it
+        return (bindings.KvOverride * 2)(override, bindings.KvOverride())  # empty: the end
 
 
 def choose_rope(library: Any, options: EngineOptions) -> RopeChoice | None:
-    """None for a model with one set of factors, and for a file that llama.cpp cannot read."""
+    """Return None for a model with one set of factors, and for a file that llama.cpp cannot
+    read."""
     files = [options.path.with_name(name) for name in split_names(options.path.name)]
     if not any(_has_long_factors(library, file) for file in files):
         return None
@@ -131,14 +128,11 @@ def choose_rope(library: Any, options: EngineOptions) -> RopeChoice | None:
 
 def _has_long_factors(library: Any, file: Path) -> bool:
     with open_header(library, file) as header:
-        return header.has_tensor(LONG_FACTORS)
-
-
-ALL_LAYERS = 999
+        return header.has_tensor("rope_factors_long.weight")
 
 
 class LlamaModel:
-    """Owns the native model; raises ModelError when there is none to be had from the file."""
+    """Owns the native model; raises ModelError if llama.cpp cannot load the file."""
 
     def __init__(self, options: EngineOptions, on_progress: OnProgress) -> None:
         self.library: Any = bindings.load_library()
@@ -153,7 +147,7 @@ class LlamaModel:
         params.n_gpu_layers = self.gpu_layers(options)
 
         if self.rope:
-            overrides = self.rope.overrides  # a name of its own keeps it alive while it loads
+            overrides = self.rope.overrides  # the name keeps it alive during the call
             params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
 
         def progress(done: float, _data: object) -> bool:
@@ -173,10 +167,10 @@ class LlamaModel:
         return int(model)
 
     def gpu_layers(self, options: EngineOptions) -> int:
-        """Layers that lie on a GPU, counted without regard to how many there are."""
+        """Return the number of layers to put on the GPU. It may exceed the layers of the model."""
         if not self.on_gpu:
             return 0
-        return ALL_LAYERS if options.gpu_layers is None else options.gpu_layers
+        return 999 if options.gpu_layers is None else options.gpu_layers
 
     @property
     def layers(self) -> int:
@@ -197,42 +191,44 @@ class LlamaModel:
 
     @property
     def quantization(self) -> str:
-        """The type of most of its weights: the last word of llama.cpp's description."""
+        """The type of most weights: the last word of llama.cpp's description."""
         return bindings.description(self.library, self.native).rsplit(" ", 1)[-1]
 
     @property
     def trained_tokens(self) -> int:
-        """The longest context it was trained for."""
+        """The longest context that the model was trained for."""
         return int(self.library.llama_model_n_ctx_train(self.native))
 
     @property
     def window_tokens(self) -> int:
-        """Its sliding window; 0 where every layer sees everything."""
+        """The sliding window, or 0 if every layer sees the whole context."""
         return max(int(self.library.llama_model_n_swa(self.native)), 0)
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees those before it alone, without which no text can be generated."""
+        """Whether a token only sees earlier tokens. Other models cannot generate text."""
         return _value(self.library, self.native, "attention.causal") != "false"
 
     @property
     def pooling(self) -> int:
-        """How its vectors are made of its tokens'; where the file does not say, as is usual."""
-        usual = bindings.POOLING_LAST if self.is_causal else bindings.POOLING_MEAN
-        return _number(self.library, self.native, "pooling_type") or usual
+        """The pooling of embeddings. If the file does not say: the last token of a causal model,
+        else the mean."""
+        default = bindings.POOLING_LAST if self.is_causal else bindings.POOLING_MEAN
+        return _number(self.library, self.native, "pooling_type") or default
 
     @property
     def can_truncate(self) -> bool:
-        """Recurrent state is of one position and cannot be taken apart."""
+        """Whether state can be cut anywhere. Recurrent state belongs to one position."""
         recurrent = self.library.llama_model_is_recurrent(self.native)
         return not (recurrent or self.library.llama_model_is_hybrid(self.native))
 
     @property
     def kv_types(self) -> tuple[KvType, ...]:
-        """The types that its KV cells can have: a quantised head is a whole number of groups."""
+        """The KV types that the model supports. A quantised head has to be a multiple of a
+        group."""
         widths = [_head_width(self.library, self.native, kind) for kind in ("key", "value")]
         if None in widths:
-            return ()  # it has no cells
+            return ()  # the model has no KV cells
         return tuple(
             kv_type
             for kv_type, (group, _) in GROUPS.items()
@@ -244,19 +240,19 @@ class LlamaModel:
 
 
 def _check_kv_type(library: Any, model: int, kv_type: str) -> None:
-    """A quantised head is a whole number of groups; llama.cpp would only say that it failed."""
+    """Refuse unsupported KV types here, because llama.cpp would only report a failure."""
     group, _ = GROUPS[kv_type]
     for kind in ("key", "value"):
         width = _head_width(library, model, kind)
         if width is not None and width % group:
             raise ModelError(
-                f"this model cannot have {kv_type} KV cells: its {kind} heads are {width} wide, "
-                f"which is no multiple of {group}; leave --kv-bits and --fp8-kvcache out"
+                f"this model does not support {kv_type} KV cells: the width of its {kind} heads, "
+                f"{width}, is not a multiple of {group}; omit --kv-bits and --fp8-kvcache"
             )
 
 
 def _head_width(library: Any, model: int, kind: str) -> int | None:
-    """As llama.cpp derives it from the model's metadata; None where there are no heads."""
+    """Derive the width of a head from the metadata as llama.cpp does, or None without heads."""
     if width := _number(library, model, f"attention.{kind}_length"):
         return width
     heads = _number(library, model, "attention.head_count")
@@ -264,12 +260,12 @@ def _head_width(library: Any, model: int, kind: str) -> int | None:
 
 
 def _number(library: Any, model: int, name: str) -> int:
-    """A number of the architecture's own, 0 when the model does not say."""
+    """Return a number of the architecture, or 0 if the model has none."""
     value = _value(library, model, name)
     return int(value) if value.isdecimal() else 0
 
 
 def _value(library: Any, model: int, name: str) -> str:
-    """A value of the architecture's own as text, empty when the model does not say."""
+    """Return a value of the architecture as text, or an empty one if the model has none."""
     architecture = bindings.metadata(library, model, "general.architecture")
     return bindings.metadata(library, model, f"{architecture}.{name}")

@@ -10,10 +10,10 @@ from functools import partial
 from rekindle.engine.base import Blob, EngineOptions, KvType, Sequence, Work
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.parking import Parking
+from rekindle.engine.llamacpp.parking import DeviceParking
 from rekindle.engine.llamacpp.pools import ExactContexts, Pools
 from rekindle.engine.llamacpp.sizes import Sizes, evenly_free_bytes, free_bytes, measure_layout
-from rekindle.engine.llamacpp.state import Layouts
+from rekindle.engine.llamacpp.state import BlockLayouts
 from rekindle.errors import EngineBroken, PoolFull
 from rekindle.memory import Allocate
 
@@ -25,7 +25,7 @@ class Sequences:
         self,
         pools: Pools,
         exact: ExactContexts,
-        layouts: Layouts,
+        layouts: BlockLayouts,
         allocate: Allocate,
         *,
         kv_type: KvType,
@@ -33,7 +33,7 @@ class Sequences:
     ) -> None:
         self.pools = pools
         self.exact = exact
-        self.parking: Parking | None = None  # where idle ones are parked
+        self.parking: DeviceParking | None = None  # where idle ones are parked
         self.layouts = layouts
         self._allocate = allocate
         self._kv_type = kv_type
@@ -49,14 +49,14 @@ class Sequences:
         sequences = cls(
             Pools(library, native, sizes.pool, sizes.other_pools, free),
             ExactContexts(library, native, sizes.exact, free),
-            Layouts(library, sizes.layouts, options.kv_type, measure),
+            BlockLayouts(library, sizes.layouts, options.kv_type, measure),
             allocate,
             kv_type=options.kv_type,
             can_truncate=model.can_truncate,
         )
         if sizes.park_tokens:
-            sequences.parking = Parking(
-                sequences.pools.usual,
+            sequences.parking = DeviceParking(
+                sequences.pools.default,
                 sizes.park_tokens,
                 sizes.layouts[options.kv_type].each,
                 partial(evenly_free_bytes, model),

@@ -1,10 +1,10 @@
-"""The state of cells as llama.cpp writes it, and how it is written again in cells of another type.
+"""Reads the state of KV cells as llama.cpp writes it, and converts it to another cell type.
 
-A state is a header and a section for each of the model's caches (one, or two with a sliding
-window): the number of streams and of cells, a record for each cell, how the rows are laid out, the
-sizes of the rotations of keys and values, then the type, size and rows of each layer's keys, and of
-each layer's values. Quantised rows are rotated (a Hadamard transform of so many neighbours) before
-they are quantised, which spreads outliers; a rotation of 0 is none.
+A state is a header and a section for each of the model's caches (two if the model has a sliding
+window). A section holds the number of streams and cells, a record per cell, the layout of the rows,
+the rotation sizes of keys and values, then the type, row size and rows of each layer's keys, and of
+each layer's values. Quantised rows are rotated by a Hadamard transform first, which spreads
+outliers. A rotation of 0 means none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from rekindle.engine.base import Blob, KvType
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import CorruptBlock, ModelError, NoMemory, Unsupported
 
-#: Of a KV type: how many values share a scale, and the bytes that those take.
+#: Per KV type: number of values that share a scale, and bytes of such a group.
 GROUPS: dict[KvType, tuple[int, int]] = {"f16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
+BITS: dict[KvType, int] = {"f16": 16, "q8_0": 8, "q4_0": 4}
 _TYPE_NAMES = {bindings.GGML_TYPES[kv_type]: kv_type for kv_type in GROUPS}
 _COUNTS = struct.Struct("<II")  # streams, cells
 _LAYOUT = struct.Struct("<IIII")  # transposed values, layers, rotations of keys and of values
 _ROWS = struct.Struct("<iQ")  # type, bytes of a row
-#: The record of a cell of a model with M-RoPE; those of others have no place and no token.
+#: Record of a cell with M-RoPE. Records of other models have no column, row and token.
 _PLACED_CELL = np.dtype(
     [(name, "<i4") for name in ("position", "sequences", "column", "row", "token", "sequence")]
 )
@@ -39,11 +40,11 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LayerRows:
     """The keys or the values of one layer."""
 
     kv_type: KvType
-    width: int  # values of one cell
+    width: int
     rotation: int
 
     @property
@@ -53,26 +54,27 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class StateLayout:
-    """What blocks of one KV type look like. A block of n tokens has fixed + n * each bytes, plus
-    those of its checkpoint if it has one; anything else is not a block of ours."""
+class BlockLayout:
+    """The layout of blocks of one KV type. A block of n tokens has `fixed + n * each` bytes, plus
+    its checkpoint if it has one."""
 
     fixed: int
     each: int
-    checkpoint: int  # 0: state can be truncated anywhere, so there are none
+    checkpoint: int  # bytes; 0: state can be truncated anywhere, so there are no checkpoints
     cell_bytes: int = 0  # of a cell's record
-    sections: tuple[tuple[Rows, ...], ...] = ()  # none: the state is not known well enough
+    sections: tuple[tuple[LayerRows, ...], ...] = ()  # empty: blocks cannot be converted
 
     def split(self, blob: Blob, tokens: int, *, resumable: bool) -> tuple[memoryview, memoryview]:
-        """A block's cells and its checkpoint; sizes are checked before llama.cpp sees a byte."""
+        """Split a block into its cells and its checkpoint. Checks the size before llama.cpp sees a
+        byte."""
         view = memoryview(blob).cast("B")
         cells = self.fixed + tokens * self.each
         if len(view) != cells + resumable * self.checkpoint:
             raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(view)} bytes")
         return view[:cells], view[cells:]
 
-    def sized_as(self, kv_type: KvType) -> StateLayout:
-        """The sizes that cells of another type have; how those are rotated is not known."""
+    def sized_as(self, kv_type: KvType) -> BlockLayout:
+        """Return the sizes of cells of another type. Their rotations stay unknown."""
         sections = tuple(
             tuple(replace(rows, kv_type=kv_type) for rows in section) for section in self.sections
         )
@@ -80,13 +82,13 @@ class StateLayout:
         return replace(self, each=each, sections=sections)
 
 
-def _rows_bytes(sections: tuple[tuple[Rows, ...], ...]) -> int:
+def _rows_bytes(sections: tuple[tuple[LayerRows, ...], ...]) -> int:
     return sum(rows.row_bytes for section in sections for rows in section)
 
 
-def read_layout(one: Blob, two: Blob, checkpoint: int) -> StateLayout:
-    """The layout of blocks, as blocks of one and of two tokens show it."""
-    sizes = StateLayout(2 * len(one) - len(two), len(two) - len(one), checkpoint)
+def read_layout(one: Blob, two: Blob, checkpoint: int) -> BlockLayout:
+    """Derive the layout from a block of one token and a block of two tokens."""
+    sizes = BlockLayout(2 * len(one) - len(two), len(two) - len(one), checkpoint)
     for cell_bytes in _CELL_BYTES:
         try:
             sections = tuple(_read_section(memoryview(two), cell_bytes))
@@ -96,7 +98,7 @@ def read_layout(one: Blob, two: Blob, checkpoint: int) -> StateLayout:
     return sizes
 
 
-def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[Rows, ...]]:
+def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[LayerRows, ...]]:
     at = bindings.STATE_HEADER_BYTES
     while at < len(view):
         streams, cells = _COUNTS.unpack_from(view, at)
@@ -104,30 +106,32 @@ def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[Rows, ...
         transposed, layers, *rotations = _LAYOUT.unpack_from(view, at)
         at += _LAYOUT.size
         if streams != 1 or transposed or not 0 < layers <= len(view):
-            raise CorruptBlock("this is no section of a state")
+            raise CorruptBlock("a section of the state is malformed")
         section = []
         for rotation in (rotation for rotation in rotations for _ in range(layers)):
             type_id, row_bytes = _ROWS.unpack_from(view, at)
             at += _ROWS.size + cells * row_bytes
-            values, size_bytes = GROUPS[_TYPE_NAMES[type_id]]
-            section.append(Rows(_TYPE_NAMES[type_id], row_bytes // size_bytes * values, rotation))
+            kv_type = _TYPE_NAMES[type_id]
+            values, size_bytes = GROUPS[kv_type]
+            section.append(LayerRows(kv_type, row_bytes // size_bytes * values, rotation))
         yield tuple(section)
     if at != len(view):
-        raise CorruptBlock("this is no section of a state")
+        raise CorruptBlock("a section of the state is malformed")
 
 
 def read_cells(state: Blob) -> np.ndarray[Any, Any]:
-    """The records of cells with places, of a state's first section; a picture's have token -1."""
+    """Return the records of cells with places, from the first section. Cells of a picture have
+    token -1."""
     view = memoryview(state).cast("B")
     _, cells = _COUNTS.unpack_from(view, bindings.STATE_HEADER_BYTES)
     at = bindings.STATE_HEADER_BYTES + _COUNTS.size
     if cells * _PLACED_CELL.itemsize > len(view) - at:
-        raise CorruptBlock("this is no section of a state")
+        raise CorruptBlock("a section of the state is malformed")
     return np.frombuffer(view, _PLACED_CELL, cells, at)
 
 
 def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
-    """A state with places, without what lies outside [start, stop) in the order of its tokens."""
+    """Keep the tokens [start, stop) of a state with places, and drop the others."""
     at = bindings.STATE_HEADER_BYTES
     written = [bytes(state[:at])]
     while at < len(state):
@@ -135,7 +139,7 @@ def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
         at += _COUNTS.size
         records = np.frombuffer(state, _PLACED_CELL, cells, at)
         order = np.lexsort([records[name] for name in ("column", "row", "position")])
-        kept = np.sort(order[start:stop])  # cells stay in the order in which they lie
+        kept = np.sort(order[start:stop])  # the order of cells in memory
         at += records.nbytes
         _, layers, *_ = _LAYOUT.unpack_from(state, at)
         written += _COUNTS.pack(streams, len(kept)), records[kept].tobytes()
@@ -152,22 +156,22 @@ def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
 
 
 class Transcoder:
-    """Writes blocks of one layout in another one."""
+    """Converts blocks of one layout to another."""
 
-    def __init__(self, library: Any, source: StateLayout, target: StateLayout) -> None:
+    def __init__(self, library: Any, source: BlockLayout, target: BlockLayout) -> None:
         self._library = library
         self._source = source
         self._target = target
 
     def transcode(self, blob: Blob, tokens: int, *, resumable: bool) -> bytes:
-        """A block in the target's cells; its checkpoint stays as it is."""
+        """Convert the cells of a block. Its checkpoint stays as it is."""
         cells, checkpoint = self._source.split(blob, tokens, resumable=resumable)
         written = [bytes(cells[: bindings.STATE_HEADER_BYTES])]
         at = bindings.STATE_HEADER_BYTES
         for section, target in zip(self._source.sections, self._target.sections, strict=True):
             stop = at + _COUNTS.size + tokens * self._source.cell_bytes
             if _COUNTS.unpack_from(cells, at) != (1, tokens):
-                raise CorruptBlock("a block says that it holds another number of tokens")
+                raise CorruptBlock("the header of a block gives another number of tokens")
             layers = len(target) // 2
             written.append(bytes(cells[at:stop]))
             written.append(_LAYOUT.pack(0, layers, target[0].rotation, target[layers].rotation))
@@ -178,7 +182,7 @@ class Transcoder:
                 written.append(self._quantised(_floats(rows, cells[start:at]), rows, wanted))
         return b"".join((*written, checkpoint))
 
-    def _quantised(self, values: Floats, rows: Rows, wanted: Rows) -> bytes:
+    def _quantised(self, values: Floats, rows: LayerRows, wanted: LayerRows) -> bytes:
         if rows.rotation != wanted.rotation:
             values = _rotated(_rotated(values, rows.rotation), wanted.rotation)
         values = np.ascontiguousarray(values)
@@ -196,8 +200,7 @@ class Transcoder:
         return quantised.raw
 
 
-def _floats(rows: Rows, raw: memoryview) -> Floats:
-    """The values of some rows."""
+def _floats(rows: LayerRows, raw: memoryview) -> Floats:
     if rows.kv_type == "f16":
         return np.frombuffer(raw, "<f2").astype(np.float32)
     groups = np.frombuffer(raw, _BY_8_BITS if rows.kv_type == "q8_0" else _BY_4_BITS)
@@ -209,11 +212,11 @@ def _floats(rows: Rows, raw: memoryview) -> Floats:
 
 
 def _rotated(values: Floats, size: int) -> Floats:
-    """A Hadamard transform of every `size` neighbours, which undoes itself. By additions alone, in
-    one order: a matrix product's last bits would depend on how many rows there are."""
+    """Apply a Hadamard transform, which is its own inverse, to every `size` neighbours. It adds in
+    a fixed order: the last bits of a matrix product would depend on the number of rows."""
     if not size:
         return values
-    turned = values.reshape(-1, size).T.copy()  # neighbours in columns: whole rows are added
+    turned = values.reshape(-1, size).T.copy()  # so that whole rows are added
     others, near = np.empty_like(turned), 1
     while near < size:
         pairs, sums = (rows.reshape(-1, 2, near, rows.shape[1]) for rows in (turned, others))
@@ -223,42 +226,36 @@ def _rotated(values: Floats, size: int) -> Floats:
     return (turned.T * np.float32(size**-0.5)).reshape(-1)
 
 
-# ----------------------------------------------------------------------
-# What blocks of each KV type look like, and blocks of one type as blocks of another.
-
-BITS: dict[KvType, int] = {"f16": 16, "q8_0": 8, "q4_0": 4}
-
-
-class Layouts:
-    """Sizes are known of every type; rotations, which only state of the type itself shows, of the
-    usual one, and of others when they are first needed."""
+class BlockLayouts:
+    """The block layouts of all KV types. The sizes of every type are known. Rotations are measured
+    when a type is first converted."""
 
     def __init__(
         self,
         library: Any,
-        sizes: Mapping[KvType, StateLayout],
-        usual: KvType,
-        measure: Callable[[KvType], StateLayout],
+        sizes: Mapping[KvType, BlockLayout],
+        default: KvType,
+        measure: Callable[[KvType], BlockLayout],
     ) -> None:
         self._library = library
         self._sizes = sizes
         self._measure = measure
-        self._measured = {usual: sizes[usual]}
+        self._measured = {default: sizes[default]}
 
-    def __getitem__(self, kv_type: KvType) -> StateLayout:
-        """The sizes of a type."""
+    def __getitem__(self, kv_type: KvType) -> BlockLayout:
+        """Return the sizes of a type."""
         return self._sizes[kv_type]
 
     def transcode(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool
     ) -> bytes:
         if BITS[target] >= BITS[source]:
-            raise ValueError(f"{target} cells hold no less than {source} cells")
+            raise ValueError(f"{target} cells do not have fewer bits than {source} cells")
         layouts = self.measured(source), self.measured(target)
         return Transcoder(self._library, *layouts).transcode(blob, tokens, resumable=resumable)
 
-    def measured(self, kv_type: KvType) -> StateLayout:
-        """The layout of a type with its rotations; raises NoMemory."""
+    def measured(self, kv_type: KvType) -> BlockLayout:
+        """Return the layout of a type with its rotations; raises NoMemory."""
         if kv_type not in self._measured:
             try:
                 found = self._measure(kv_type)
@@ -266,6 +263,6 @@ class Layouts:
                 raise NoMemory.for_kv_type(needed_bytes=1) from None
             known = self._sizes[kv_type]
             if (found.fixed, found.each) != (known.fixed, known.each):
-                raise Unsupported(f"llama.cpp lays {kv_type} cells out in an unknown way.")
+                raise Unsupported(f"llama.cpp stores {kv_type} cells in an unknown layout.")
             self._measured[kv_type] = found
         return self._measured[kv_type]

@@ -1,4 +1,4 @@
-"""Text to tokens and back, through llama.cpp."""
+"""Converts text to tokens and back, through llama.cpp."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.errors import BadRequest
 
 NO_TOKEN = -1
-NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 
 
 class LlamaTokenizer:
-    """Thread-safe: llama.cpp's tokeniser keeps no state between calls."""
+    """Thread-safe, because the native tokenizer keeps no state between calls."""
 
     def __init__(self, library: Any, model: int) -> None:
         self._library = library
@@ -25,12 +24,12 @@ class LlamaTokenizer:
         eos = int(library.llama_vocab_eos(self._vocab))
         self.eos: int | None = None if eos == NO_TOKEN else eos
         self.add_bos = bool(library.llama_vocab_get_add_bos(self._vocab)) and bos != NO_TOKEN
-        self._has_text = library.llama_vocab_type(self._vocab) != NO_VOCABULARY
+        self._has_text = library.llama_vocab_type(self._vocab) != 0  # LLAMA_VOCAB_TYPE_NONE
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens by which the model ends its turn."""
+        """Tokens that end a turn of the model."""
         if not self._has_text:
             return frozenset()
         is_end = self._library.llama_vocab_is_eog
@@ -48,33 +47,33 @@ class LlamaTokenizer:
 
     @cached_property
     def longest_bytes(self) -> int:
-        """The most bytes of text that one token can stand for."""
+        """Largest number of bytes of text that one token stands for."""
         return max((len(self.text(token).encode()) for token in range(self.size)), default=1) or 1
 
     def text(self, token: int | None) -> str:
-        """The token as the vocabulary spells it; empty for none."""
+        """Return the token as the vocabulary spells it, or an empty text for None."""
         if token is None or not self._has_text:
             return ""
         raw: bytes = self._library.llama_vocab_get_text(self._vocab, token)
         return raw.decode(errors="replace")
 
     def encode(self, text: str, *, special: bool, add_special: bool = False) -> list[int]:
-        """Tokens of the text; `special` lets control-token text become control tokens, and
-        `add_special` adds those that the model wants around a text."""
+        """Tokenize a text. With `special`, the text of a control token becomes that token. With
+        `add_special`, the tokens that the model wants around a text are added."""
         if not self._has_text:
             raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
-        room = len(raw) + 8  # never more tokens than bytes, plus what a tokenizer puts in front
+        room = len(raw) + 8  # at most one token per byte, plus added ones
         tokens = (ctypes.c_int32 * room)()
         count = self._library.llama_tokenize(
             self._vocab, raw, len(raw), tokens, room, add_special, special
         )
         if count < 0:
-            raise BadRequest("the tokenizer cannot take this text", param="messages")
+            raise BadRequest("the tokenizer cannot encode this text", param="messages")
         return list(tokens[:count])
 
     def pair(self, query: str, document: str) -> list[int]:
-        """Two texts as one input of a model that scores pairs."""
+        """Encode two texts as one input of a reranker."""
         library, vocab = self._library, self._vocab
         separator = [int(library.llama_vocab_sep(vocab))]
         if separator == [NO_TOKEN] or not library.llama_vocab_get_add_sep(vocab):
@@ -85,7 +84,7 @@ class LlamaTokenizer:
         return [*start, *first, *end, *separator, *second, *(end or separator)]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """A token's bytes; a control token has none unless `special`."""
+        """Return the bytes of a token. A control token has none unless `special`."""
         known = self._pieces.get((token, special))
         if known is None:
             known = self._pieces[token, special] = self._read_piece(token, special)

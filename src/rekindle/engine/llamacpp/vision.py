@@ -1,8 +1,8 @@
-"""A model's projector: which tokens a picture takes, and the vectors that stand for them.
+"""Encodes pictures with the projector of a model, through mtmd, a part of llama.cpp.
 
-mtmd says both. Around a picture some models have tokens of their own (`<start_of_image>`), and a
-large picture may be cut into tiles with tokens between them, so a picture is a run of tokens with
-one or more spans that are computed from vectors.
+Some models have their own tokens around a picture (`<start_of_image>`), and a large picture may be
+cut into tiles with tokens between them. So a picture is a run of tokens with one or more spans that
+are computed from vectors.
 """
 
 from __future__ import annotations
@@ -41,45 +41,26 @@ from rekindle.errors import BadRequest, ProjectorError, ServerError
 from rekindle.protocol.media import Picture
 from rekindle.tokens import LEAST_MEDIA_TOKENS, Tokens
 
-# ----------------------------------------------------------------------
-# The C interface of mtmd, llama.cpp's library for pictures: layouts, signatures, and their check.
-#
-# It is part of the same shared library; layouts follow its `mtmd.h`. See bindings.py.
-
-CHUNK_TEXT, CHUNK_IMAGE = 0, 1  # mtmd_input_chunk_type
-
 
 class InputText(Structure):
     _fields_: ClassVar = [
-        ("text", c_char_p),
-        ("text_len", c_size_t),
-        ("add_special", c_bool),
+        ("text", c_char_p), ("text_len", c_size_t), ("add_special", c_bool),
         ("parse_special", c_bool),
-    ]
+    ]  # fmt: skip
 
 
 class InputPart(Structure):
     _fields_: ClassVar = [("text", POINTER(InputText)), ("bitmap", c_void_p)]
 
 
-class ContextParams(Structure):
+class MtmdContextParams(Structure):
     _fields_: ClassVar = [
-        ("use_gpu", c_bool),
-        ("device", c_void_p),
-        ("print_timings", c_bool),
-        ("n_threads", c_int),
-        ("image_marker", c_char_p),
-        ("media_marker", c_char_p),
-        ("flash_attn_type", c_int),
-        ("warmup", c_bool),
-        ("image_min_tokens", c_int),
-        ("image_max_tokens", c_int),
-        ("cb_eval", c_void_p),
-        ("cb_eval_user_data", c_void_p),
-        ("batch_max_tokens", c_int32),
-        ("progress_callback", c_void_p),
-        ("progress_callback_user_data", c_void_p),
-    ]
+        ("use_gpu", c_bool), ("device", c_void_p), ("print_timings", c_bool), ("n_threads", c_int),
+        ("image_marker", c_char_p), ("media_marker", c_char_p), ("flash_attn_type", c_int),
+        ("warmup", c_bool), ("image_min_tokens", c_int), ("image_max_tokens", c_int),
+        ("cb_eval", c_void_p), ("cb_eval_user_data", c_void_p), ("batch_max_tokens", c_int32),
+        ("progress_callback", c_void_p), ("progress_callback_user_data", c_void_p),
+    ]  # fmt: skip
 
 
 class DecoderPosition(Structure):
@@ -89,8 +70,8 @@ class DecoderPosition(Structure):
 _P = c_void_p
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "mtmd_context_params_default": (ContextParams, []),
-    "mtmd_init_from_file": (_P, [c_char_p, _P, ContextParams]),
+    "mtmd_context_params_default": (MtmdContextParams, []),
+    "mtmd_init_from_file": (_P, [c_char_p, _P, MtmdContextParams]),
     "mtmd_free": (None, [_P]),
     "mtmd_log_set": (None, [_P, _P]),
     "mtmd_support_vision": (c_bool, [_P]),
@@ -113,27 +94,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "mtmd_get_output_embd": (POINTER(c_float), [_P]),
 }
 
-# What mtmd_context_params_default() of the supported version answers, field by field.
+# Default parameters of the supported version.
 _KNOWN_PARAMS = {
-    "use_gpu": True,
-    "device": None,
-    "print_timings": True,
-    "n_threads": 4,
-    "image_marker": None,
-    "media_marker": b"<__media__>",
-    "flash_attn_type": -1,
-    "warmup": True,
-    "image_min_tokens": -1,
-    "image_max_tokens": -1,
-    "cb_eval": None,
-    "batch_max_tokens": 1024,
-    "progress_callback": None,
-}
+    "use_gpu": True, "device": None, "print_timings": True, "n_threads": 4, "image_marker": None,
+    "media_marker": b"<__media__>", "flash_attn_type": -1, "warmup": True, "image_min_tokens": -1,
+    "image_max_tokens": -1, "cb_eval": None, "batch_max_tokens": 1024, "progress_callback": None,
+}  # fmt: skip
 
 
 @cache
 def load_mtmd() -> Any:
-    """The library with mtmd's signatures declared too, checked against the known layout."""
+    """Load the library, declare the functions of `mtmd.h`, and check the layouts."""
     library = load_library()
     declare(library, _SIGNATURES)
     check_layout("projector", library.mtmd_context_params_default(), _KNOWN_PARAMS)
@@ -141,43 +112,38 @@ def load_mtmd() -> Any:
     return library
 
 
-PROBE_PIXELS = 512  # the side of the picture that a projector is tried with
-LARGE_PIXELS = 4096  # the side of one that takes as many tokens at once as any
-KNOWN_SIZES = 256  # of pictures, whose parts are remembered
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of what a picture takes: tokens of the vocabulary, or so many vectors."""
+    """A part of a picture: tokens of the vocabulary, or a number of vectors."""
 
     ids: tuple[int, ...] = ()
     vectors: int = 0
-    positions: int = 0  # that those take
+    positions: int = 0  # of the vectors
 
 
 class Projector:
-    """Owns the native projector; raises ProjectorError when the file is none for this model.
+    """Owns the native projector; raises ProjectorError if the file does not fit the model.
 
-    `tokens` may be called from any thread, `encode` by the engine's alone.
+    `tokens` may be called from any thread, `encode` only from the thread of the engine.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions, path: Path) -> None:
         self._library = load_mtmd()
         self._width = int(self._library.llama_model_n_embd_inp(model.native))
         self._native = self._load(model, options, path)
-        self._parts = lru_cache(KNOWN_SIZES)(self._read_parts)
-        #: A picture's tokens have one position and a place each (M-RoPE); their vectors end in it.
+        self._parts = lru_cache(256)(self._read_parts)  # by width and height
+        #: With M-RoPE the tokens of a picture share a position, and their vectors end in a place.
         self.has_places = bool(self._library.mtmd_decode_use_mrope(self._native))
         try:
             self._check(path.name)
-            #: Every vector of a picture sees all others, so that they are computed together.
+            #: Every vector of a picture sees all others, so they are computed in one step.
             self.is_whole = bool(self._library.mtmd_decode_use_non_causal(self._native, None))
-            large = self._parts(LARGE_PIXELS, LARGE_PIXELS)
+            large = self._parts(4096, 4096)  # no picture takes more tokens in one span
             if any(token < 0 for part in large for token in part.ids):
                 raise ProjectorError(
-                    f"{options.path.name} lacks tokens that {path.name} has around tiles"
+                    f"{options.path.name} lacks tokens that {path.name} puts around tiles"
                 )
-            self.most_vectors = max(part.vectors for part in large)  # in one span
+            self.max_vectors = max(part.vectors for part in large)
         except BaseException:
             self.close()
             raise
@@ -190,25 +156,28 @@ class Projector:
         native = self._library.mtmd_init_from_file(str(path).encode(), model.native, params)
         if not native:
             raise ProjectorError(
-                f"{path.name} is no projector for {options.path.name}: the file is damaged, was "
+                f"{path.name} is not a projector for {options.path.name}: the file is damaged, was "
                 "made for another model, or is newer than the pinned llama.cpp"
             )
         return int(native)
 
     def _check(self, name: str) -> None:
-        """Refuse what would be computed wrongly: a picture's rows have to follow each other in
-        ordinary positions or in those of M-RoPE, and its tokens to depend on its size alone."""
+        """Refuse projectors that would be computed wrongly.
+
+        The rows of a picture have to follow each other, in ordinary positions or in those of
+        M-RoPE. Its tokens may depend on its size only.
+        """
         if not self._library.mtmd_support_vision(self._native):
             raise ProjectorError(f"{name} does not encode pictures")
-        with self._chunks(PROBE_PIXELS, PROBE_PIXELS, None, copies=2) as chunks:
+        with self._chunks(512, 512, None, copies=2) as chunks:
             images = [each for each in chunks if self._is_image(each)]
             has_known_positions = all(map(self._has_known_positions, images))
             counts = [self._library.mtmd_input_chunk_get_n_tokens(each) for each in images]
         half = len(counts) // 2
         if not has_known_positions:
-            raise ProjectorError(f"{name} gives pictures positions of a kind that is not supported")
+            raise ProjectorError(f"{name} uses an unsupported kind of picture positions")
         if not counts or counts[:half] != counts[half:]:
-            raise ProjectorError(f"{name} encodes a picture by its place, which is not supported")
+            raise ProjectorError(f"{name} encodes pictures by their place, which is unsupported")
 
     def _has_known_positions(self, chunk: int) -> bool:
         positions = self._positions(chunk)
@@ -221,7 +190,7 @@ class Projector:
         return is_row_by_row and not times.any() and count == positions.max() + 1
 
     def _positions(self, chunk: int) -> Places:
-        """Time, column and row of each token of a picture at position 0."""
+        """Return time, column and row of each token of a picture at position 0."""
         image = self._library.mtmd_input_chunk_get_tokens_image(chunk)
         read = self._library.mtmd_image_tokens_get_decoder_pos
         count = self._library.mtmd_input_chunk_get_n_tokens(chunk)
@@ -233,10 +202,9 @@ class Projector:
             self._library.mtmd_free(self._native)
             self._native = 0
 
-    # -- tokens --------------------------------------------------------------------------------
-
     def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
-        """What a picture of this size takes; raises BadRequest for one that cannot be encoded."""
+        """Return the tokens of a picture of this size; raises BadRequest if it cannot be
+        encoded."""
         parts = self._parts(width, height)
         spans = sum(part.vectors > 0 for part in parts)
         digests = iter([digest] if spans == 1 else [_span_digest(digest, n) for n in range(spans)])
@@ -271,13 +239,14 @@ class Projector:
         return Part(ids=tuple(ids[: count.value]))
 
     def _is_image(self, chunk: int) -> bool:
-        return bool(self._library.mtmd_input_chunk_get_type(chunk) == CHUNK_IMAGE)
+        return bool(self._library.mtmd_input_chunk_get_type(chunk) == 1)  # an image
 
     @contextmanager
     def _chunks(
         self, width: int, height: int, pixels: bytes | None, *, copies: int = 1
     ) -> Iterator[list[int]]:
-        """A picture as mtmd takes it apart; without pixels it can be counted, not encoded."""
+        """Split a picture as mtmd does. Without pixels its tokens can be counted, but not
+        encoded."""
         library = self._library
         buffer = None
         if pixels is not None:
@@ -290,7 +259,7 @@ class Projector:
             parts = (ctypes.POINTER(InputPart) * copies)(*[part] * copies)
             if library.mtmd_tokenize_from_parts(self._native, chunks, parts, copies, False):
                 raise BadRequest(
-                    f"This model's projector cannot take a picture of {width} x {height} pixels.",
+                    f"This model cannot encode a picture of {width} x {height} pixels.",
                     param="messages",
                 )
             count = library.mtmd_input_chunks_size(chunks)
@@ -299,14 +268,13 @@ class Projector:
             library.mtmd_input_chunks_free(chunks)
             library.mtmd_bitmap_free(bitmap)
 
-    # -- vectors -------------------------------------------------------------------------------
-
     def shape(self, tokens: Seq[int]) -> tuple[int, int]:
-        """That of the vectors of so many tokens: llama.cpp reads as much, whatever is there."""
+        """Return the shape of the vectors of these tokens. llama.cpp reads that much without a
+        check."""
         return len(tokens), self._width + self.has_places * PLACE
 
     def encode(self, picture: Picture) -> list[Matrix]:
-        """The vectors of each span of its tokens."""
+        """Return the vectors of each span."""
         with self._chunks(picture.width, picture.height, picture.pixels) as chunks:
             return [self._encode(chunk) for chunk in chunks if self._is_image(chunk)]
 
@@ -314,7 +282,7 @@ class Projector:
         if self._library.mtmd_encode_chunk(self._native, chunk):
             raise ServerError("the projector failed to encode a picture; see the log")
         rows = self._library.mtmd_input_chunk_get_n_tokens(chunk)
-        output = self._library.mtmd_get_output_embd(self._native)  # until the next one is encoded
+        output = self._library.mtmd_get_output_embd(self._native)  # valid until the next call
         vectors = np.ctypeslib.as_array(output, shape=(rows, self._width))
         if self.has_places:
             return join_places(vectors, self._positions(chunk)[:, 1:])
@@ -322,5 +290,5 @@ class Projector:
 
 
 def _span_digest(digest: bytes, number: int) -> bytes:
-    """Of one of several spans: tiles of one picture must differ, and only they."""
+    """Tell the tiles of one picture from each other."""
     return blake3(digest + number.to_bytes(4, "big")).digest()
