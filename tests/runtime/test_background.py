@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rekindle.runtime.background import SLICE_S, Background, Pieces
+from rekindle.runtime.background import Background, Pieces
 
-PIECE_S = SLICE_S / 4
+BUDGET_S = 0.002  # the default
+PIECE_S = BUDGET_S / 4
 
 
 class Clock:

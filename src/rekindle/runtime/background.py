@@ -1,4 +1,4 @@
-"""Work for the engine's thread that is nobody's turn: done a slice at a time, between two steps."""
+"""Runs work that belongs to no turn on the engine's thread, in pieces between two steps."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-SLICE_S = 0.002  # of work between two steps, which take ten times as long or more
-PIECE_ENTRIES = 256  # of the cache, that are looked at in one piece
+PIECE_ENTRIES = 256  # number of cache entries that one piece of work looks at
 
 T = TypeVar("T")
-Pieces = Generator[None, None, T]  # work that yields between two pieces of it, and its result
+Pieces = Generator[None, None, T]  # work that yields after each piece, and its result
 
 
 class Background:
-    """Whatever is asked of it, a turn waits for a slice of it and the rest of one piece at most."""
+    """Between two steps it works for `budget_s` and the rest of one piece at most."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, budget_s: float = 0.002
+    ) -> None:
+        """An engine step takes at least ten times as long as the default budget."""
         self._clock = clock
+        self._budget_s = budget_s
         self._works: deque[Pieces[None]] = deque()
 
     def add(self, work: Pieces[None]) -> None:
@@ -29,10 +32,10 @@ class Background:
         return bool(self._works)
 
     def run(self) -> bool:
-        """Do a piece of each work in turn, until the slice is over; whether anything is left."""
+        """Do one piece of each work in turn until the budget is spent. Returns `has_work`."""
         if not self._works:
             return False
-        until = self._clock() + SLICE_S
+        until = self._clock() + self._budget_s
         while self._works:
             work = self._works.popleft()
             try:
@@ -43,4 +46,4 @@ class Background:
                 self._works.append(work)
             if self._clock() >= until:
                 break
-        return bool(self._works)
+        return self.has_work

@@ -17,7 +17,7 @@ from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin.admin import Admin
-from rekindle.runtime.admin.cache_info import CacheInfo
+from rekindle.runtime.admin.cache_info import CacheInfo, TurnCounts, View
 from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.background import Pieces
 from rekindle.runtime.device.images import PictureEncoder
@@ -87,8 +87,9 @@ def build(
     scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=parallel)
     scheduler.reply_run.is_undisturbed = is_undisturbed
     preview = Preview(template, engine.tokenizer.control_texts)
-    cache_info = CacheInfo(storage, kv, planner, pipeline, scheduler, preview)
-    transfer = StateTransfer(engine, storage, kv)
+    count_turns = partial(_count_turns, pipeline, scheduler, kv)
+    cache_info = CacheInfo(storage, planner, preview, count_turns)
+    transfer = StateTransfer(engine, storage, kv.export)
     return Runtime(
         engine=engine,
         storage=storage,
@@ -99,7 +100,7 @@ def build(
         pipeline=pipeline,
         scheduler=scheduler,
         cache_info=cache_info,
-        admin=Admin(storage, input_processor, pins, kv, planner, cache_info, transfer),
+        admin=Admin(storage, input_processor, pins, kv.export, planner, cache_info, transfer),
     )
 
 
@@ -144,6 +145,13 @@ def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> Kv
         idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
         idle_by_cost=not is_told and capabilities.device == "cpu" and not capabilities.idle_is_free,
         parallel=storage.settings.parallel,
+    )
+
+
+def _count_turns(pipeline: Pipeline, scheduler: Scheduler, kv: KvManager, view: View) -> TurnCounts:
+    counts = kv.counts
+    return TurnCounts(
+        pipeline.statuses[view], scheduler.turns, counts.computed_tokens, counts.reused_tokens
     )
 
 

@@ -1,4 +1,4 @@
-"""A model's engine, loaded as its settings say."""
+"""Loads the engine of a model with the options from its settings."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from rekindle.engine.registry import load_engine
 from rekindle.errors import ProjectorError
 from rekindle.protocol.frames import Loading, LogLine, ToFront
 from rekindle.protocol.requests import LoadModel
-from rekindle.runtime.storage.opening import Budgets
 
 
-def load_model(load: LoadModel, budgets: Budgets, send: Callable[[ToFront], None]) -> Engine:
-    """Tells the front how far it is; a projector that cannot be used leaves text to be served,
-    unless the model was to see."""
+def load_model(load: LoadModel, ram_bytes: int, send: Callable[[ToFront], None]) -> Engine:
+    """Load the engine and send its progress to the front.
+
+    A projector that fails to load is left out with a warning, unless the model must see images.
+    """
 
     def on_progress(fraction: float) -> None:
         send(Loading(fraction))
 
-    options = replace(engine_options(load), host_bytes=budgets.ram_bytes)
+    options = replace(engine_options(load), host_bytes=ram_bytes)
     name = load.settings.engine
     try:
         return load_engine(options, on_progress, name=name)
     except ProjectorError as error:
         if load.requires_vision:
             raise
-        text = f"serving text alone: {error}. --no-vlm silences this warning"
+        text = f"serving text without images: {error}. Start with --no-vlm to silence this warning"
         send(LogLine("warning", text))
     return load_engine(replace(options, mmproj=None), on_progress, name=name)
 

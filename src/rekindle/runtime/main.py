@@ -1,6 +1,6 @@
-"""The entry point of a model's process: it loads, says that it is ready, and serves.
+"""Starts the process of one model: loads it, reports that it is ready, and serves requests.
 
-An exception that nobody expected, on whichever thread, ends the process at once.
+An unexpected exception on any thread ends the process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def _load(load: LoadModel, sock: socket.socket) -> RuntimeProcess | EmbeddingPro
 
 
 def main() -> None:
-    """Entry point of the child process; its one argument is the socket's descriptor."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the front decides when we end: when it says
-        signal.signal(stop, signal.SIG_IGN)  # so, or by hanging up
-    faulthandler.enable()  # a crash in native code, or the front's watchdog, shows every stack
+    """Run the child process. Its only argument is the file descriptor of the socket."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # only the front ends this process, with a
+        signal.signal(stop, signal.SIG_IGN)  # message or by closing the socket
+    faulthandler.enable()  # print all stacks after a native crash, or for the front's watchdog
     threading.excepthook = lambda raised: _end(raised.exc_value)
     sock = socket.socket(fileno=int(sys.argv[1]))
     received = receive(sock)
@@ -56,8 +56,10 @@ def main() -> None:
 
 
 def _end(error: BaseException | None = None) -> NoReturn:
-    """End the process though threads run: encoders may be in the middle of a template, and while
-    one of us lives the front waits for answers that nobody will give."""
+    """End the process without waiting for its threads.
+
+    An encoder may be inside a template, and the front would wait for answers that never come.
+    """
     if error is not None:
         traceback.print_exception(error)
     sys.stdout.flush()

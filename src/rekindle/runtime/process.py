@@ -37,20 +37,17 @@ from rekindle.runtime.model_process import ModelProcess
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.opening import capacities, choose_budgets, open_storage
 
-TICK_S = 60.0
-FOLDER_PATIENCE_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class _ReadyAdmin:
-    """An admin request, with its prompt encoded if it is about one."""
+    """An admin request, with its encoded prompt if it has one."""
 
     request: AdminRequest
     prompt: EncodedPrompt | None = None
 
 
 class _Tick:
-    """A minute has gone by."""
+    """Upkeep is due."""
 
 
 _Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent
@@ -60,9 +57,9 @@ class RuntimeProcess(ModelProcess[_Message]):
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
         super().__init__(sock)
         self._background = Background()
-        check_names(*formats(load.settings))  # before anything slow
+        check_names(*formats(load.settings))  # fail before the slow part
         budgets = choose_budgets(load)
-        engine = load_model(load, budgets, self.send)
+        engine = load_model(load, budgets.ram_bytes, self.send)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(
             load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
@@ -83,9 +80,11 @@ class RuntimeProcess(ModelProcess[_Message]):
         self.daemons = (self.tick, *self.daemons)
 
     def _await_folder(self) -> None:
-        """Most cache folders are read in no time: then the first request finds its state. A large
-        one is read on beside the turns."""
-        until_s = time.monotonic() + FOLDER_PATIENCE_S
+        """Wait up to 5 s for the cache folder, so that the first request finds its state.
+
+        A large folder is read to its end while turns run.
+        """
+        until_s = time.monotonic() + 5.0
         with contextlib.suppress(Empty):
             while not self._runtime.storage.is_settled:
                 message = self._inbox.get(timeout=max(until_s - time.monotonic(), 0.0))
@@ -93,7 +92,7 @@ class RuntimeProcess(ModelProcess[_Message]):
                 self._handle(message)
 
     def ready(self) -> Ready:
-        """What the model is like, and how much of the cache folder was read by then."""
+        """Describe the model, and the part of the cache folder that has been read."""
         self._await_folder()
         engine, storage = self._runtime.engine, self._runtime.storage
         capabilities, tokenizer = engine.capabilities, engine.tokenizer
@@ -117,8 +116,6 @@ class RuntimeProcess(ModelProcess[_Message]):
             conversations=storage.conversations,
         )
 
-    # -- out -----------------------------------------------------------------------------------
-
     def send(self, message: ToFront) -> None:
         self.link.send(message)
 
@@ -127,8 +124,6 @@ class RuntimeProcess(ModelProcess[_Message]):
             self.send(AdminReply(request.id, error=result.info))
         else:
             self.send(AdminReply(request.id, result))
-
-    # -- in ------------------------------------------------------------------------------------
 
     def _receive(self, message: TurnRequest | AdminRequest | Cancel, size_bytes: int) -> None:
         match message:
@@ -147,7 +142,7 @@ class RuntimeProcess(ModelProcess[_Message]):
     def _encode_turns(
         self, request: GenerateRequest, stopwatch: Stopwatch
     ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
-        """An encoder thread: the request as its turns, or their refusal."""
+        """Encode a request into its turns, or into errors for them. Runs on an encoder thread."""
         try:
             return self._runtime.pipeline.encode_choices(request, stopwatch)
         except Exception as error:
@@ -157,7 +152,7 @@ class RuntimeProcess(ModelProcess[_Message]):
     def _encode_admin(
         self, request: AdminRequest
     ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
-        """An encoder thread: the prompt that an admin request is about."""
+        """Encode the prompt of an admin request. Runs on an encoder thread."""
         assert isinstance(request.op, Validate | IndexPrompt)
         try:
             prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
@@ -165,8 +160,6 @@ class RuntimeProcess(ModelProcess[_Message]):
             failure = as_server_error(error, "encoding the prompt").info
             return [AdminReply(request.id, error=failure)]
         return [_ReadyAdmin(request, prompt)]
-
-    # -- the engine's thread -------------------------------------------------------------------
 
     def _step(self) -> bool:
         has_more = self._background.run()
@@ -204,7 +197,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             self._runtime.scheduler.submit(turn)
 
     def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> Pieces[None]:
-        """An admin request must not cost the turns that are running."""
+        """Answer an admin request. Its failure must not end the process and the running turns."""
         reply = partial(self._reply, request)
         try:
             yield from self._runtime.admin.answer(request, prompt, reply)
@@ -216,9 +209,9 @@ class RuntimeProcess(ModelProcess[_Message]):
             self._reply(request, ServerError("the request failed; see the log"))
 
     def tick(self) -> None:
-        """The ticking thread."""
+        """Request upkeep every minute, on a thread of its own."""
         while True:
-            time.sleep(TICK_S)
+            time.sleep(60.0)
             self._inbox.put(_Tick())
 
     def close(self) -> None:

@@ -110,26 +110,30 @@ def test_an_engine_without_such_files_says_so(tmp_path: Path) -> None:
     plain = RuntimeHarness(FakeEngine())
     key, _ = told(plain)
     for op in (ExportState(key, str(tmp_path)), ImportState(str(tmp_path / "state.json"))):
-        with pytest.raises(Unsupported, match="cannot be exchanged"):
+        with pytest.raises(Unsupported, match="cannot be exported or imported"):
             administer(plain, op)
 
 
 def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
     mine = harness()
     key, _ = told(mine, kv_bits=8, kv_quantization_start=0)
-    with pytest.raises(Unsupported, match="usual precision"):
+    with pytest.raises(Unsupported, match="default precision"):
         exported(mine, key, tmp_path)
     draft = Draft(namespace=mine.namespace(), tokens=Tokens.of(PROMPT), text=b"", keyed=True)
     entry = mine.entries.remember(draft)  # no token of it was ever computed in usual cells
     assert entry is not None
-    with pytest.raises(ServerError, match="nothing is left") as raised:
+    with pytest.raises(ServerError, match="has no state to export") as raised:
         exported(mine, entry.key, tmp_path)
     assert raised.value.status == 409
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([1000] * 3, "beyond 0 to 999"), ([-1], "beyond"), ([5] * 513, "this model takes 512")],
+    [
+        ([1000] * 3, "from 0 to 999"),
+        ([-1], "from 0 to"),
+        ([5] * 513, "context of this model has 512"),
+    ],
 )
 def test_a_file_with_impossible_tokens_is_refused(
     tokens: list[int], message: str, tmp_path: Path

@@ -1,16 +1,18 @@
-"""What is kept: entries as clients see them, page by page, and figures over all of them."""
+"""Describes the cache for clients: its entries, page by page, and its statistics."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from blake3 import blake3
 from msgspec.structs import replace
 
 from rekindle.chat.describe import Preview
 from rekindle.kvcache.block import chain
-from rekindle.kvcache.entries.entries import Entry
+from rekindle.kvcache.entries.entry import Entry
 from rekindle.protocol.admin import (
     EntryInfo,
     EntryList,
@@ -20,37 +22,40 @@ from rekindle.protocol.admin import (
     Segment,
     Stats,
 )
+from rekindle.protocol.events import Status
 from rekindle.runtime.background import PIECE_ENTRIES, Pieces
-from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.reuse.planner import Planner
-from rekindle.runtime.schedule.pipeline import Pipeline
-from rekindle.runtime.schedule.scheduler import Scheduler
 from rekindle.runtime.storage.storage import Storage
 
-View = bytes | None  # the namespace that is seen; None: all of them
+View = bytes | None  # the namespace that the caller may see; None: an admin sees all of them
+
+
+class TurnCounts(NamedTuple):
+    """Running counts of turns and tokens."""
+
+    by_status: Mapping[Status, int]  # in one view
+    active: int
+    computed_tokens: int
+    reused_tokens: int
 
 
 class CacheInfo:
-    """Called by the engine's thread; what takes long yields between its pieces."""
+    """Called by the engine's thread. Long work yields between its pieces."""
 
     def __init__(
         self,
         storage: Storage,
-        kv: KvManager,
         planner: Planner,
-        pipeline: Pipeline,
-        scheduler: Scheduler,
         preview: Preview,
+        count_turns: Callable[[View], TurnCounts],
     ) -> None:
         self._storage = storage
         self._entries = storage.entries
         self._store = storage.store
         self._clock = storage.clock
-        self._kv = kv
         self._planner = planner
-        self._pipeline = pipeline
-        self._scheduler = scheduler
         self._preview = preview
+        self._count_turns = count_turns
 
     def info(self, entry: Entry) -> EntryInfo:
         blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
@@ -76,26 +81,26 @@ class CacheInfo:
             lru_position=entry.place,
         )
 
-    def seen(self, entry: Entry, own: bytes) -> EntryInfo:
-        """With words by which its own tenant recognises it; an admin is not shown other people's
-        text."""
+    def info_with_preview(self, entry: Entry, own: bytes) -> EntryInfo:
+        """Add a preview of the text for the entry's own tenant. An admin does not get the text of
+        others."""
         info = self.info(entry)
         return replace(info, preview=self._preview.of(entry.text)) if entry.tenant == own else info
 
     def page(self, op: ListEntries, view: View, own: bytes) -> Pieces[EntryList]:
-        """One more entry than asked for shows whether there is a next page."""
+        # One entry more than requested shows whether there is a next page.
         found = list(islice(self._entries.newest(view, op.before), op.limit + 1))
         listed = []
         for entry in found[: op.limit]:
             yield
-            if entry.place:  # else it was removed meanwhile
-                listed.append(self.seen(entry, own))
+            if entry.place:  # skip entries that were removed in the meantime
+                listed.append(self.info_with_preview(entry, own))
         rest = found[op.limit :]
         return EntryList(listed, next=rest[0].place + 1 if rest else None)
 
     def stats(self, op: GetStats, view: View) -> Pieces[Stats]:
-        """Running counts; entries, of which there are not many, are counted a piece at a time."""
-        turns = self._pipeline.statuses[view]
+        """Return the running counts. Only entries have to be counted, piece by piece."""
+        turns = self._count_turns(view)
         ram_bytes, disk_bytes = self._storage.held_bytes(view)
         stats = Stats(
             entries=0,
@@ -105,15 +110,15 @@ class CacheInfo:
             disk_bytes=disk_bytes,
             unique_bytes=self._store.size_bytes(view),
             logical_bytes=0,
-            hits=turns["hit"],
-            partial_hits=turns["partial_hit"],
-            misses=turns["miss"],
+            hits=turns.by_status["hit"],
+            partial_hits=turns.by_status["partial_hit"],
+            misses=turns.by_status["miss"],
             evictions=self._store.evictions(view),
         )
         if view is None:
-            stats.computed_tokens = self._kv.counts.computed_tokens
-            stats.reused_tokens = self._kv.counts.reused_tokens
-            stats.active_turns = self._scheduler.turns
+            stats.computed_tokens = turns.computed_tokens
+            stats.reused_tokens = turns.reused_tokens
+            stats.active_turns = turns.active
             self._storage.add_totals(stats)
         if op.of_entries:
             yield from self._count_entries(view, stats)

@@ -1,23 +1,27 @@
-"""The state of a conversation into a file that other programs read, and out of one.
+"""Exports the state of a conversation to a file that other programs read, and imports such files.
 
-Piece by piece between two steps of the engine; only the file itself is read or written at once.
+The work is done in pieces between two engine steps. Only the file itself is read or written whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rekindle.engine.base import Engine, StateFiles
 from rekindle.errors import BadRequest, CorruptBlock, ServerError, Unsupported
-from rekindle.kvcache.block import Block, WriteBack, chain, chain_key
-from rekindle.kvcache.entries.entries import Draft, Entry, Name
+from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain, chain_key
+from rekindle.kvcache.entries.entry import Draft, Entry, Name
 from rekindle.kvcache.tiers.base import Blob, Fetch
 from rekindle.protocol.admin import StateFile
 from rekindle.runtime.background import Pieces
-from rekindle.runtime.device.kv_manager import KvManager
+from rekindle.runtime.encode.tokenisation import check_token_ids
 from rekindle.runtime.reuse.restorer import FETCH_TIMEOUT_S
 from rekindle.runtime.storage.storage import Storage
 from rekindle.tokens import Tokens
+
+#: Copies state that exists only in the engine to the store, then calls back.
+Offload = Callable[[PrefixHandle, Callable[[], None]], None]
 
 
 class NoState(ServerError):
@@ -25,8 +29,8 @@ class NoState(ServerError):
 
     def __init__(self) -> None:
         super().__init__(
-            "Of this entry's state nothing is left that could be exported: it was evicted, or "
-            "cannot be read. Send its conversation again, then export it."
+            "This entry has no state to export: it was evicted, or it cannot be read. Send the "
+            "conversation again, then export it."
         )
 
 
@@ -37,37 +41,35 @@ class NoRoom(ServerError):
 class StateTransfer:
     """Called by the engine's thread."""
 
-    def __init__(self, engine: Engine, storage: Storage, kv: KvManager) -> None:
+    def __init__(self, engine: Engine, storage: Storage, offload: Offload) -> None:
         self._engine = engine
         self._capabilities = engine.capabilities
         self._store = storage.store
         self._entries = storage.entries
         self._now_s = storage.clock.steady_s
         self._ttl_s = storage.settings.key_ttl
-        self._kv = kv
+        self._offload = offload
 
     def _files(self) -> StateFiles:
         if self._engine.state_files is None:
             raise Unsupported(
-                "The state of this model cannot be exchanged: there is no other program that reads "
-                "what its engine writes."
+                "The state of this model cannot be exported or imported: no other program reads "
+                "the state of its engine."
             )
         return self._engine.state_files
 
-    # -- out -----------------------------------------------------------------------------------
-
     def save(self, entry: Entry, folder: Path) -> Pieces[StateFile]:
-        """Write the state of an entry into a file in a folder; raises a ServerError."""
+        """Write the state of an entry to a file in the folder; raises a ServerError."""
         files = self._files()
         if entry.namespace != entry.tenant:
             raise Unsupported(
-                "Only state of the usual precision is exported, and this conversation has other "
-                "`kv_bits`."
+                "Only state of the default precision can be exported, and this conversation has "
+                "other `kv_bits`."
             )
         if entry.tokens.media:
-            raise Unsupported("A conversation with pictures cannot be exported.")
+            raise Unsupported("A conversation with images cannot be exported.")
         exported: list[bool] = []
-        self._kv.export(entry, lambda: exported.append(True))
+        self._offload(entry, lambda: exported.append(True))
         while not exported:
             yield
         blocks = self._blocks(entry)
@@ -92,7 +94,7 @@ class StateTransfer:
         return StateFile(path.name, len(tokens), path.stat().st_size)
 
     def _blocks(self, entry: Entry) -> list[Block]:
-        """What holds the entry's state, the first first, up to where it can be gone on from."""
+        """The blocks of the entry, in order, up to the last position where a turn can resume."""
         held = list(chain(entry.block))
         if not self._capabilities.can_truncate:
             usable = (n for n, block in enumerate(held) if block.resumable)
@@ -102,12 +104,12 @@ class StateTransfer:
         return held[::-1]
 
     def _blob(self, rest: list[Block], windows: list[Fetch]) -> Pieces[Blob]:
-        """The state of the first of these blocks, read if need be; others are read with it."""
+        """Return the state of the first block. Reading it also reads the blocks after it."""
         block, until_s = rest[0], self._now_s() + FETCH_TIMEOUT_S
         while (blob := self._at_hand(block, windows)) is None:
             coming = any(block.key in each.blocks and not each.is_done for each in windows)
             if not coming:
-                while windows:  # they held what came before
+                while windows:  # they hold earlier blocks
                     self._store.fetches.release(windows.pop())
                 if not self._store.is_readable(block):
                     raise NoState
@@ -123,10 +125,8 @@ class StateTransfer:
         found = (each.blob(block) for each in windows if each.is_done and block.key in each.blocks)
         return self._store.get(block) or next(found, None)
 
-    # -- in ------------------------------------------------------------------------------------
-
     def load(self, path: Path, namespace: bytes, names: tuple[Name, ...]) -> Pieces[Entry]:
-        """Keep the state in a file as a tenant's own; raises a ServerError."""
+        """Store the state in a file as an entry of the tenant; raises a ServerError."""
         state = self._files().read(path)
         tokens = self._checked(state.tokens)
         step, parent = self._capabilities.block_tokens, namespace
@@ -140,7 +140,9 @@ class StateTransfer:
                 if not self._store.put(
                     namespace, parent, piece, blob, exact=False, resumable=resumable
                 ):
-                    raise NoRoom(f"There is room for the first {start} of {len(tokens)} tokens.")
+                    raise NoRoom(
+                        f"The cache has room for the first {start} of {len(tokens)} tokens."
+                    )
             parent = chain_key(parent, piece)
             self._store.set_write_back(parent, WriteBack.SOON)
         draft = Draft(
@@ -153,16 +155,14 @@ class StateTransfer:
         )
         entry = self._entries.remember(draft)
         if entry is None:
-            raise BadRequest("These are too many tokens to be remembered.", param="file")
+            raise BadRequest("The conversation has too many tokens to be stored.", param="file")
         return entry
 
     def _checked(self, ids: list[int]) -> Tokens:
-        most = self._engine.tokenizer.size - 1
-        if not all(0 <= each <= most for each in ids):
-            raise BadRequest(f"The file names tokens beyond 0 to {most}.", param="file")
+        check_token_ids(ids, self._engine.tokenizer, "file")
         if len(ids) > self._capabilities.context_tokens:
             raise BadRequest(
-                f"The file holds the state of {len(ids)} tokens; this model takes "
+                f"The file holds {len(ids)} tokens, but the context of this model has "
                 f"{self._capabilities.context_tokens}.",
                 param="file",
             )
