@@ -48,7 +48,7 @@ def test_tokens_are_named_in_the_header_and_the_rest_stays(tmp_path: Path) -> No
 def test_what_is_no_such_file_is_said_in_a_sentence(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
-    with pytest.raises(RekindleError, match="no safetensors file"):
+    with pytest.raises(RekindleError, match="not a safetensors file"):
         PromptCacheFile(path)
     with pytest.raises(RekindleError, match="cannot read"):
         PromptCacheFile(tmp_path / "none")
@@ -56,7 +56,7 @@ def test_what_is_no_such_file_is_said_in_a_sentence(content: bytes, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("{}", "no list"), ('["a"]', "no list"), ("[true]", "no list")],
+    [("{", "not JSON"), ("{}", "list of token ids"), ('["a"]', "no list"), ("[true]", "no list")],
 )
 def test_a_list_of_tokens_is_nothing_else(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"

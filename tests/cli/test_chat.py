@@ -193,10 +193,10 @@ def unreachable(_body: dict[str, Any]) -> httpx.Response:
         (lambda _: httpx.Response(502, text="<html>"), "the server answered 502"),
         (lambda _: httpx.Response(500, json=["?"]), "the server answered 500"),
         (lambda _: stream("Hel", {"error": {"message": "it died"}}), "it died"),
-        (lambda _: stream("Hel", done=False), "broke off"),
+        (lambda _: stream("Hel", done=False), "ended early"),
         (lambda _: httpx.Response(200, text="<html>welcome</html>"), "not an OpenAI-compatible"),
-        (lambda _: httpx.Response(200, text="data: {nonsense\n\n"), "no part of a reply"),
-        (lambda _: httpx.Response(200, text="data: 3\n\n"), "no part of a reply"),
+        (lambda _: httpx.Response(200, text="data: {nonsense\n\n"), "not a chat completion chunk"),
+        (lambda _: httpx.Response(200, text="data: 3\n\n"), "not a chat completion chunk"),
     ],
 )
 def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
@@ -213,7 +213,7 @@ def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
 
 def test_an_address_that_is_none_is_a_failure_too() -> None:
     conversation = Conversation(base_url="http://[", model="m", api_key="k", options={})
-    with pytest.raises(ChatFailed, match="cannot talk to"):
+    with pytest.raises(ChatFailed, match="no server answers at"):
         exchange(conversation, "hi")
 
 
@@ -252,7 +252,7 @@ def test_a_conversation_shows_replies_and_costs(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("command", ["/new", "/clear", "/CLEAR"])
 def test_a_command_starts_over(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     server = Server()
-    assert "A new conversation." in talk(monkeypatch, server, "one", command, "two")
+    assert "This is a new conversation." in talk(monkeypatch, server, "one", command, "two")
     assert len(server.body()["messages"]) == 1
 
 
@@ -275,7 +275,7 @@ def test_an_unknown_command_gets_a_hint_and_is_not_sent(
     monkeypatch: pytest.MonkeyPatch, typed: str
 ) -> None:
     server = Server()
-    assert f"There is no command {typed.split()[0]}; /help lists them" in talk(
+    assert f"There is no command {typed.split()[0]}; /help lists the commands" in talk(
         monkeypatch, server, typed
     )
     assert server.requests == []
@@ -320,7 +320,7 @@ def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins(
         screen.show(PrefillProgress(512, 2048))
         status = screen.status
         assert status is not None
-        assert status.status == "reading the prompt: 512 of 2048 tokens"
+        assert status.status == "prefill: 512 of 2048 prompt tokens"
         screen.show("Hello")
         assert screen.status is None
 

@@ -1,9 +1,10 @@
-"""`rekindle cache`: show and change what a server stores."""
+"""Implements `rekindle cache`, which shows and changes what a server stores."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,14 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 
 from rekindle.cli import cache_views as views
-from rekindle.cli.cache_client import SUFFIX, CacheClient, PromptCacheFile, read_tokens
+from rekindle.cli.cache_client import (
+    SUFFIX,
+    CacheClient,
+    PromptCacheFile,
+    read_json,
+    read_text,
+    read_tokens,
+)
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_bar
@@ -22,96 +30,111 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="cache",
-    help="Look at what a server keeps, and tidy it.",
+    help="Show what a server stores, and clean it up.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
-BaseUrl = Annotated[str, typer.Option(help="A running server")]
+LOCAL_SERVER = "http://127.0.0.1:8080/v1"
+BaseUrl = Annotated[str, typer.Option(help="URL of the server")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="REKINDLE_API_KEY", help="Its key; an admin key sees everybody's"),
+    typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key sees all tenants"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what the server answered")]
-Key = Annotated[str, typer.Argument(help="A cache key, or enough of its beginning")]
-HERE = "http://127.0.0.1:8080/v1"
+AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON")]
+Key = Annotated[str, typer.Argument(help="Cache key, or a unique beginning of it")]
+
+Result = tuple[Any, RenderableType]  # the server's answer, and how to show it
 
 
-def _show(answer: Any, view: RenderableType, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
-    else:
-        Console().print(views.plain(view) if isinstance(view, str) else view)
+def server_command(name: str | None = None) -> Callable[[Callable[..., Result]], None]:
+    """Register a command that gets a CacheClient first and returns a Result.
+
+    The command line shows the command's other parameters, --base-url, --api-key and --json.
+    """
+
+    def register(command: Callable[..., Result]) -> None:
+        def run(
+            *,
+            base_url: BaseUrl = LOCAL_SERVER,
+            api_key: ApiKey = None,
+            as_json: AsJson = False,
+            **arguments: Any,
+        ) -> None:
+            answer, view = command(CacheClient(base_url, api_key), **arguments)
+            if as_json:
+                typer.echo(json.dumps(answer, indent=2))
+            else:
+                Console().print(views.plain(view) if isinstance(view, str) else view)
+
+        _client, *own = inspect.signature(command, eval_str=True).parameters.values()
+        *options, _arguments = inspect.signature(run, eval_str=True).parameters.values()
+        own = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
+        run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+        run.__doc__ = command.__doc__
+        app.command(name or command.__name__)(run)
+
+    return register
 
 
-@app.command("ls")
-def list_entries(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
+@server_command("ls")
+def list_entries(client: CacheClient) -> Result:
     """List the entries, most recently used first."""
-    answer = CacheClient(base_url, api_key).listing()
-    _show(answer, views.entries_table(answer["entries"]), as_json=as_json)
+    answer = client.listing()
+    return answer, views.entries_table(answer["entries"])
 
 
-@app.command()
-def stats(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Show what the cache holds and how often it was hit."""
-    answer = CacheClient(base_url, api_key).stats()
-    _show(answer, views.stats_table(answer), as_json=as_json)
+@server_command()
+def stats(client: CacheClient) -> Result:
+    """Show the size of the cache and how often it was hit."""
+    answer = client.stats()
+    return answer, views.stats_table(answer)
 
 
-@app.command()
-def show(
-    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
-) -> None:
-    """Show one entry in full."""
-    client = CacheClient(base_url, api_key)
+@server_command()
+def show(client: CacheClient, key: Key) -> Result:
+    """Show all details of one entry."""
     answer = client.entry(client.find(key)["cache_key"])
-    _show(answer, views.entry_table(answer), as_json=as_json)
+    return answer, views.entry_table(answer)
 
 
-@app.command()
-def pin(
-    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
-) -> None:
-    """Never evict an entry."""
-    client = CacheClient(base_url, api_key)
+@server_command()
+def pin(client: CacheClient, key: Key) -> Result:
+    """Pin an entry, so that it is never evicted."""
     answer = client.pin(client.find(key)["cache_key"])
-    _show(answer, f"{answer['cache_key']} is pinned", as_json=as_json)
+    return answer, f"{answer['cache_key']} is pinned"
 
 
-@app.command()
-def unpin(
-    key: Key, base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False
-) -> None:
-    """Let an entry expire and be evicted again."""
-    client = CacheClient(base_url, api_key)
+@server_command()
+def unpin(client: CacheClient, key: Key) -> Result:
+    """Unpin an entry, so that it can expire and be evicted again."""
     answer = client.unpin(client.find(key)["cache_key"])
-    _show(answer, f"{answer['cache_key']} is no longer pinned", as_json=as_json)
+    return answer, f"{answer['cache_key']} is no longer pinned"
 
 
-@app.command("rm")
+@server_command("rm")
 def remove(
-    keys: Annotated[list[str], typer.Argument(help="Cache keys, or enough of their beginnings")],
-    base_url: BaseUrl = HERE,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Remove entries; none of them when one cannot be found."""
-    client = CacheClient(base_url, api_key)
+    client: CacheClient,
+    keys: Annotated[
+        list[str], typer.Argument(help="Cache keys, or unique beginnings of cache keys")
+    ],
+) -> Result:
+    """Remove entries. If one of them does not exist, none is removed."""
     found = dict.fromkeys(client.find(key)["cache_key"] for key in keys)
     answers = [client.remove(key) for key in found]
-    _show(answers, "\n".join(f"{key} is forgotten" for key in found), as_json=as_json)
+    return answers, "\n".join(f"{key} is removed" for key in found)
 
 
 @app.command()
 def export(
     key: Key,
-    file: Annotated[Path, typer.Argument(help="A .safetensors file that mlx_lm can load")],
-    base_url: BaseUrl = HERE,
+    file: Annotated[Path, typer.Argument(help="The .safetensors file to write, for mlx_lm")],
+    base_url: BaseUrl = LOCAL_SERVER,
     api_key: ApiKey = None,
 ) -> None:
-    """Write an entry's state into a file for mlx_lm (MLX models)."""
+    """Write the state of an entry into a file for mlx_lm (only MLX models)."""
     if file.suffix != SUFFIX:
-        raise RekindleError(f"{file} must end with {SUFFIX}: mlx_lm goes by it")
+        raise RekindleError(f"{file} must end with {SUFFIX}, or mlx_lm cannot load it")
     client = CacheClient(base_url, api_key)
     try:
         tokens = client.export(client.find(key)["cache_key"], file)
@@ -120,66 +143,79 @@ def export(
     Console().print(views.plain(f"{file} holds the state of {tokens} tokens"))
 
 
-@app.command("import")
+@server_command("import")
 def import_state(
-    file: Annotated[Path, typer.Argument(help="What mlx_lm, or `export`, has written")],
+    client: CacheClient,
+    file: Annotated[Path, typer.Argument(help="A file that mlx_lm or `export` wrote")],
     key: Annotated[
-        str | None, typer.Option(help="A session_id by which requests go on from it")
+        str | None, typer.Option(help="The session_id with which requests can reuse the state")
     ] = None,
     tokens: Annotated[
-        Path | None, typer.Option(help="JSON: the list of token ids that it is the state of")
+        Path | None, typer.Option(help="JSON file with the token ids of the state")
     ] = None,
     prompt: Annotated[
-        Path | None, typer.Option(help="The text that mlx_lm.cache_prompt was given")
+        Path | None, typer.Option(help="File with the prompt that mlx_lm.cache_prompt was given")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Which of the models", show_default="the only one")
+        str | None, typer.Option(help="Name of the model", show_default="the only model")
     ] = None,
-    base_url: BaseUrl = HERE,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Have a server keep the state in a file. What mlx_lm wrote does not say which tokens it is
-    of: name them with --tokens or --prompt."""
-    content, client = PromptCacheFile(file), CacheClient(base_url, api_key)
+) -> Result:
+    """Store the state in a file on a server. Files of mlx_lm do not contain the token ids, so add
+    --tokens or --prompt for them."""
+    content = PromptCacheFile(file)
     if tokens is not None:
         content.name_tokens(read_tokens(tokens))
     elif prompt is not None:
-        content.name_tokens(client.tokenize(_text(prompt), model))
+        content.name_tokens(client.tokenize(read_text(prompt), model))
     elif not content.has_tokens:
         raise RekindleError(
-            f"{file} does not say which tokens its state is of, and reuse is decided by comparing "
-            "tokens: name them with --tokens, or with --prompt the text they came from"
+            f"{file} does not contain the token ids of its state, and reuse compares tokens: give "
+            "the ids with --tokens, or the text with --prompt"
         )
     answer = client.import_state(content.parts(), session_id=key, model=model)
-    _show(
-        answer,
-        f"{answer['cache_key']} holds the state of {answer['token_count']} tokens",
-        as_json=as_json,
-    )
+    return answer, f"{answer['cache_key']} holds the state of {answer['token_count']} tokens"
 
 
-@app.command("gc")
-def collect(base_url: BaseUrl = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Remove now what has expired."""
-    answer = CacheClient(base_url, api_key).collect()
+@server_command("gc")
+def collect(client: CacheClient) -> Result:
+    """Remove expired entries now."""
+    answer = client.collect()
     freed = decimal(answer["freed_bytes"])
-    _show(answer, f"removed {answer['removed']} entries, freed {freed}", as_json=as_json)
+    return answer, f"removed {answer['removed']} entries, freed {freed}"
+
+
+@server_command()
+def explain(
+    client: CacheClient,
+    key: Annotated[str, typer.Option(help="Cache key, or a unique beginning of it")],
+    messages: Annotated[
+        Path, typer.Option(help="JSON file with a list of messages, or with a request body")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model", show_default="the entry's model")
+    ] = None,
+) -> Result:
+    """Show what a request would reuse of an entry, and the first difference."""
+    request = _read_request(messages)
+    entry = client.find(key)
+    request["model"] = model or request.get("model") or entry["model"]
+    answer = client.validate({**request, "cache_key": entry["cache_key"]})
+    return answer, views.explanation(answer)
 
 
 @app.command()
 def check(
-    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be mended")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what can be repaired")] = False,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="The folder", show_default="that of the settings")
+        Path | None, typer.Option(help="Cache folder", show_default="from the settings")
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Settings file", show_default="rekindle.yaml if there"),
     ] = None,
 ) -> None:
-    """Verify the files on disk, without a server; exit status 1 when something was found."""
-    # On the folder itself, without a server: the one command that needs the cache's own code.
+    """Verify the files on disk without a server. Exits with status 1 if it finds damage."""
+    # Only this command needs the cache's own code.
     from rekindle.kvcache.disk.check import check as verify
     from rekindle.kvcache.disk.secret import read_secret_file
 
@@ -196,69 +232,35 @@ def check(
 
 
 def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
-    """What a check of the files on disk found, folder by folder."""
-    lines = [views.plain(f"{folder}: {len(reports)} models have state here")]
+    lines = [views.plain(f"{folder}: state of {len(reports)} models")]
     for report in reports:
+        name = report.path.name
         if report.in_use:
-            lines.append(
-                views.plain(f"{report.path.name}: in use by a server, not looked at", "yellow")
+            lines.append(views.plain(f"{name}: not checked, a server is using it", "yellow"))
+        elif report.is_sealed:
+            sealed = (
+                f"{name}: not checked, set --cache-secret-file to the secret it was written with"
             )
-            continue
-        if report.is_sealed:
-            unknown = f"{report.path.name}: sealed with a secret that is not configured here"
-            lines.append(views.plain(unknown, "yellow"))
-            continue
-        found = f"{len(report.findings)} findings" if report.findings else "nothing amiss"
-        style = "red" if report.findings else "green"
-        lines.append(
-            views.plain(f"{report.path.name}: {report.blocks} good blocks, {found}", style)
-        )
-        lines += [views.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings]
+            lines.append(views.plain(sealed, "yellow"))
+        else:
+            found = f"{len(report.findings)} findings" if report.findings else "no damage"
+            style = "red" if report.findings else "green"
+            lines.append(views.plain(f"{name}: {report.blocks} good blocks, {found}", style))
+            lines += [
+                views.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings
+            ]
     if any(report.findings for report in reports):
-        lines.append(views.plain("Mended." if repaired else "Run it with --repair to mend this."))
+        lines.append(
+            views.plain("Repaired." if repaired else "Run it with --repair to repair this.")
+        )
     return Group(*lines)
 
 
-@app.command()
-def explain(
-    key: Annotated[str, typer.Option(help="A cache key, or enough of its beginning")],
-    messages: Annotated[
-        Path, typer.Option(help="JSON: a list of messages, or the body of a request")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Which of the models", show_default="the entry's")
-    ] = None,
-    base_url: BaseUrl = HERE,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what a request would reuse of an entry, and where they differ."""
-    request = _request(messages)
-    client = CacheClient(base_url, api_key)
-    entry = client.find(key)
-    request["model"] = model or request.get("model") or entry["model"]
-    answer = client.validate({**request, "cache_key": entry["cache_key"]})
-    _show(answer, views.explanation(answer), as_json=as_json)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RekindleError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise RekindleError(f"{path} is not text in UTF-8") from None
-
-
-def _request(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_text(path))
-    except ValueError:
-        raise RekindleError(f"{path} is not JSON") from None
-    match content:
+def _read_request(path: Path) -> dict[str, Any]:
+    match content := read_json(path):
         case list():
             return {"messages": content}
         case {"messages": list()}:
             known = ("model", "messages", "tools", "chat_template_kwargs")
             return {name: content[name] for name in known if name in content}
-    raise RekindleError(f"{path} holds neither a list of messages nor an object with `messages`")
+    raise RekindleError(f"{path} must contain a list of messages, or an object with `messages`")

@@ -1,4 +1,4 @@
-"""The cache of a running server, over HTTP."""
+"""Reads and changes the cache of a running server over HTTP."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import httpx
 
 from rekindle.errors import RekindleError
 
-PAGE_ENTRIES = 1000  # the most that a server gives at a time
-TIMEOUT = httpx.Timeout(120, connect=5)
+SUFFIX = ".safetensors"
+TOKENS = "0.rekindle_tokens"  # key in the file's metadata; mlx_lm gives its metadata the prefix 0
+MAX_HEADER_BYTES = 32 << 20
 
 Json = dict[str, Any]
 
 
 class NoServer(RekindleError):
-    """Nothing answers there, or something that is not a Rekindle server."""
+    """No server answers, or it is not a Rekindle server."""
 
 
 class RequestRefused(RekindleError):
@@ -28,7 +29,7 @@ class RequestRefused(RekindleError):
 
 
 class UnknownKey(RekindleError):
-    """No entry, or more than one, has a key that begins so."""
+    """No entry or several entries have a key with this prefix."""
 
 
 class CacheClient:
@@ -40,11 +41,12 @@ class CacheClient:
         self._transport = transport
 
     def listing(self) -> Json:
-        """All entries, read page by page."""
-        page = self._send("GET", f"/cache?limit={PAGE_ENTRIES}")
+        """Return all entries, which are read page by page."""
+        first_page = "/cache?limit=1000"  # the server's maximum
+        page = self._send("GET", first_page)
         entries: list[Json] = page["entries"]
         while page.get("has_more"):
-            page = self._send("GET", f"/cache?limit={PAGE_ENTRIES}&after={quote(page['next'])}")
+            page = self._send("GET", f"{first_page}&after={quote(page['next'])}")
             entries += page["entries"]
         return {"entries": entries, "count": len(entries)}
 
@@ -52,16 +54,16 @@ class CacheClient:
         return self._send("GET", "/cache/stats")
 
     def entry(self, key: str) -> Json:
-        return self._send("GET", f"/cache/{quote(key, safe='')}")
+        return self._send("GET", _path(key))
 
     def pin(self, key: str) -> Json:
-        return self._send("POST", f"/cache/{quote(key, safe='')}/pin", {})
+        return self._send("POST", _path(key) + "/pin", {})
 
     def unpin(self, key: str) -> Json:
-        return self._send("POST", f"/cache/{quote(key, safe='')}/unpin", {})
+        return self._send("POST", _path(key) + "/unpin", {})
 
     def remove(self, key: str) -> Json:
-        return self._send("DELETE", f"/cache/{quote(key, safe='')}")
+        return self._send("DELETE", _path(key))
 
     def collect(self) -> Json:
         return self._send("POST", "/cache/gc", {})
@@ -70,8 +72,8 @@ class CacheClient:
         return self._send("POST", "/cache/validate", request)
 
     def export(self, key: str, path: Path) -> int:
-        """Write the state of an entry into a file; how many tokens it is of."""
-        with self._asking("GET", f"/cache/{quote(key, safe='')}/export") as answer:
+        """Write the state of an entry into a file, and return its number of tokens."""
+        with self._request("GET", _path(key) + "/export") as answer:
             if not answer.is_success:
                 answer.read()
                 self._read(answer)
@@ -86,26 +88,26 @@ class CacheClient:
             return int(answer.headers.get("x-token-count", 0))
 
     def import_state(self, parts: Iterator[bytes], **query: str | None) -> Json:
-        """Have a server keep the state in a file as one's own."""
+        """Upload the state in a file as a new entry."""
         given = {name: value for name, value in query.items() if value is not None}
-        with self._asking("POST", "/cache/import", content=parts, params=given) as answer:
+        with self._request("POST", "/cache/import", content=parts, params=given) as answer:
             answer.read()
             return self._read(answer)
 
     def tokenize(self, prompt: str, model: str | None) -> list[int]:
-        """The tokens of a prompt, as mlx_lm.cache_prompt makes them."""
+        """Tokenise a prompt as mlx_lm.cache_prompt does."""
         known = {} if model is None else {"model": model}
         message = {"role": "user", "content": prompt}
         chat = {"messages": [message], "continue_final_message": True, **known}
         try:
             found = self._send("POST", "/tokenize", chat)
-        except RequestRefused:  # a model without a template
+        except RequestRefused:  # the model has no chat template
             found = self._send("POST", "/tokenize", {"prompt": prompt, **known})
         tokens: list[int] = found["tokens"]
         return tokens
 
     def find(self, prefix: str) -> Json:
-        """The one entry whose key begins so; raises UnknownKey."""
+        """Return the only entry whose key has this prefix. Raises UnknownKey."""
         entries: list[Json] = self.listing()["entries"]
         found = [entry for entry in entries if entry["cache_key"].startswith(prefix)]
         exact = [entry for entry in found if entry["cache_key"] == prefix]
@@ -113,31 +115,33 @@ class CacheClient:
             case [only]:
                 return only
             case []:
-                raise UnknownKey(f"no entry has a key that begins with {prefix!r}")
+                raise UnknownKey(
+                    f"no cache key begins with {prefix!r}; `rekindle cache ls` lists them"
+                )
             case several:
                 keys = ", ".join(entry["cache_key"] for entry in several)
-                raise UnknownKey(f"{prefix!r} may mean any of {keys}: write more of it")
+                raise UnknownKey(f"{prefix!r} matches several keys, type more of it: {keys}")
 
     def _send(self, method: str, path: str, body: Json | None = None) -> Json:
-        with self._asking(method, path, json=body) as answer:
+        with self._request(method, path, json=body) as answer:
             answer.read()
             return self._read(answer)
 
     @contextmanager
-    def _asking(self, method: str, path: str, **request: Any) -> Iterator[httpx.Response]:
-        headers = dict(self._headers)
-        if "content" in request:
+    def _request(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
+        headers, timeout = dict(self._headers), httpx.Timeout(120, connect=5)
+        if "content" in options:
             headers["Content-Type"] = "application/octet-stream"
         try:
             with (
-                httpx.Client(timeout=TIMEOUT, transport=self._transport) as client,
-                client.stream(method, self._base_url + path, headers=headers, **request) as answer,
+                httpx.Client(timeout=timeout, transport=self._transport) as client,
+                client.stream(method, self._base_url + path, headers=headers, **options) as answer,
             ):
                 yield answer
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoServer(
                 f"no server answers at {self._base_url} ({error}): start one with "
-                "`rekindle serve`, or say where it is with --base-url"
+                "`rekindle serve`, or give its URL with --base-url"
             ) from None
 
     def _read(self, answer: httpx.Response) -> Json:
@@ -147,64 +151,72 @@ class CacheClient:
             content = None
         match content:
             case {"error": {"message": str() as message}}:
-                hint = " (with --api-key here)" if answer.status_code == 401 else ""
+                hint = " (use --api-key here)" if answer.status_code == 401 else ""
                 raise RequestRefused(message + hint)
             case dict() if answer.is_success:
                 return dict(content)
-        raise NoServer(f"what answers at {self._base_url} is no Rekindle server, or an older one")
+        raise NoServer(
+            f"the server at {self._base_url} is not a Rekindle server, or an older version"
+        )
 
 
-# ----------------------------------------------------------------------
-# A prompt cache of mlx_lm's on its way to a server, with the tokens that its state is of.
-
-SUFFIX = ".safetensors"
-TOKENS = "0.rekindle_tokens"  # in the header's metadata; 0 is what mlx_lm calls metadata
-_METADATA = "__metadata__"
-_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 32 << 20
-_PART_BYTES = 1 << 20
+def _path(key: str) -> str:
+    return f"/cache/{quote(key, safe='')}"
 
 
 class PromptCacheFile:
-    """A safetensors file as it is, but for the tokens in its header. Raises RekindleError."""
+    """A prompt cache of mlx_lm, a safetensors file whose header can be given token ids.
+
+    Raises RekindleError if the file cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             with path.open("rb") as file:
-                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-                header = file.read(length) if length <= _MOST_HEADER_BYTES else b""
+                length = int.from_bytes(file.read(8), "little")
+                self._data_start = file.tell() + length
+                header = file.read(length) if length <= MAX_HEADER_BYTES else b""
         except OSError as error:
             raise RekindleError(f"cannot read {path}: {error.strerror}") from None
-        self._data_start = _LENGTH_BYTES + length
         try:
             self._header: dict[str, Any] = json.loads(header)
-            self._metadata: dict[str, str] = self._header.setdefault(_METADATA, {})
+            self._metadata: dict[str, str] = self._header.setdefault("__metadata__", {})
             self.has_tokens = TOKENS in self._metadata
         except (ValueError, RecursionError, AttributeError, TypeError):
-            raise RekindleError(f"{path} is no safetensors file") from None
+            raise RekindleError(f"{path} is not a safetensors file") from None
 
     def name_tokens(self, tokens: list[int]) -> None:
         self._metadata[TOKENS] = json.dumps(tokens)
 
     def parts(self) -> Iterator[bytes]:
-        """The file with its header as it is now."""
+        """Yield the content of the file with the current header."""
         header = json.dumps(self._header).encode()
-        yield len(header).to_bytes(_LENGTH_BYTES, "little") + header
+        yield len(header).to_bytes(8, "little") + header
         with self._path.open("rb") as file:
             file.seek(self._data_start)
-            while part := file.read(_PART_BYTES):
+            while part := file.read(1 << 20):
                 yield part
 
 
-def read_tokens(path: Path) -> list[int]:
-    """A JSON list of token ids; raises RekindleError."""
+def read_text(path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise RekindleError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise RekindleError(f"{path} is not UTF-8 text") from None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
     except (ValueError, RecursionError):
         raise RekindleError(f"{path} is not JSON") from None
+
+
+def read_tokens(path: Path) -> list[int]:
+    found = read_json(path)
     if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise RekindleError(f"{path} holds no list of token ids")
+        raise RekindleError(f"{path} must contain a JSON list of token ids")
     return found

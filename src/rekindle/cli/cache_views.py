@@ -1,4 +1,4 @@
-"""Tables and sentences that `rekindle cache` prints."""
+"""Formats the tables and sentences that `rekindle cache` prints."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group, OverflowMethod, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-SHORT_KEY = 12  # characters of a key that are nearly always unique
-LEAST_PREVIEW = 12  # characters of a message, on a narrow terminal too
+SHORT_KEY = 12  # characters; this much of a key is nearly always unique
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -20,9 +19,9 @@ Json = dict[str, Any]
 
 
 def entries_table(entries: Sequence[Json]) -> RenderableType:
-    """A line an entry; a column that would say the same on each is left out."""
+    """One line per entry, without the columns that would be the same in all lines."""
     if not entries:
-        return Text("Nothing is cached under a name yet.")
+        return Text("The cache has no named entries yet.")
     short = _short_keys([entry["cache_key"] for entry in entries])
     cells: dict[str, Callable[[Json], Text]] = {
         "key": lambda entry: Text(short[entry["cache_key"]]),
@@ -36,24 +35,18 @@ def entries_table(entries: Sequence[Json]) -> RenderableType:
         "expires": lambda entry: Text(expiry(entry)),
         "last message": lambda entry: plain(entry["preview"]),
     }
-    for title in _needless(entries):
-        del cells[title]
+    if len({entry["model"] for entry in entries}) == 1:
+        del cells["model"]
+    if not any(entry["names"] for entry in entries):
+        del cells["names"]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in cells:
         folds = title in ("model", "names")
-        least = LEAST_PREVIEW if title == "last message" else len(title)
-        table.add_column(
-            title, no_wrap=not folds, overflow="fold" if folds else "ellipsis", min_width=least
-        )
+        overflow: OverflowMethod = "fold" if folds else "ellipsis"
+        table.add_column(title, no_wrap=not folds, overflow=overflow, min_width=len(title))
     for entry in entries:
         table.add_row(*(cell(entry) for cell in cells.values()))
     return table
-
-
-def _needless(entries: Sequence[Json]) -> list[str]:
-    one_model = len({entry["model"] for entry in entries}) == 1
-    no_names = not any(entry["names"] for entry in entries)
-    return ["model"] * one_model + ["names"] * no_names
 
 
 def entry_table(entry: Json) -> RenderableType:
@@ -78,12 +71,12 @@ def entry_table(entry: Json) -> RenderableType:
 
 
 def stats_table(stats: Json) -> RenderableType:
-    """Every figure under the server's own name for it; bytes in readable units."""
+    """All figures by the server's names, with bytes in readable units."""
     return _pairs({name.replace("_", " "): _figure(name, value) for name, value in stats.items()})
 
 
 def explanation(result: Json) -> RenderableType:
-    """Whether a request would hit, and both sides of the first difference."""
+    """Whether a request would hit, and the first difference as both sides have it."""
     status = Text(result["status"], style=STATUS_COLOURS.get(result["status"], ""))
     lines = [
         status.append(f": {result['reusable_tokens']:,} tokens can be reused ({result['reason']})")
@@ -99,7 +92,7 @@ def explanation(result: Json) -> RenderableType:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Clients chose this text: no markup, and no control codes for the terminal."""
+    """Format text that clients chose, without markup and without terminal control codes."""
     return Text("".join(c if c.isprintable() or c == "\n" else "·" for c in text), style=style)
 
 
@@ -138,7 +131,7 @@ def _figure(name: str, value: Any) -> str:
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """The beginning of each key where that is unique."""
+    """Shorten the keys whose beginning is unique."""
     beginnings = [key[:SHORT_KEY] for key in keys]
     return {key: key[:SHORT_KEY] if beginnings.count(key[:SHORT_KEY]) == 1 else key for key in keys}
 

@@ -1,4 +1,4 @@
-"""A conversation in the terminal that shows what each turn cost."""
+"""Implements `rekindle chat`, a conversation in the terminal that shows the cost of each turn."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from rich.status import Status
 from rekindle.errors import RekindleError
 from rekindle.event_stream import EventReader, EventTooLarge
 
-# ----------------------------------------------------------------------
-# A conversation with a server: its messages, and each reply in parts as it comes.
+GREETING = "Type a message. /help lists the commands, /exit (or Ctrl-D) ends the chat."
+HELP = """\
+/help           show this list
+/new, /clear    start a new conversation
+/exit, /quit    end the chat (like Ctrl-D); Ctrl-C stops a reply
+//word …        send a message that begins with /word"""
 
 
 class ChatFailed(RekindleError):
-    """The server could not be reached or refused."""
+    """The server cannot be reached, or it refused the request."""
 
 
 class PrefillProgress(NamedTuple):
-    """How much of the prompt has been computed."""
+    """Progress of the prefill."""
 
     done_tokens: int
     prompt_tokens: int
 
 
 class Reasoning(NamedTuple):
-    """Text that the model wrote for itself."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class ToolCallText(NamedTuple):
-    """A function that the model calls, or more of its arguments; it is shown and not run."""
+    """A tool call, or the next piece of its arguments. It is shown, not executed."""
 
     name: str
     arguments: str
@@ -46,7 +50,7 @@ class ToolCallText(NamedTuple):
 
 @dataclass(slots=True)
 class TurnCost:
-    """What one turn took."""
+    """What one turn cost."""
 
     first_token_s: float | None = None
     usage: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +70,7 @@ Part = str | Reasoning | ToolCallText | PrefillProgress | TurnCost
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far and the server they go to."""
+    """The messages so far, and the server that answers them."""
 
     base_url: str
     model: str
@@ -83,7 +87,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def send(self, text: str) -> Iterator[Part]:
-        """The reply as it comes, then its cost; a failed turn leaves the history unchanged."""
+        """Yield the reply as it arrives, then its cost. The history leaves out a failed turn."""
         messages = [*self.messages, {"role": "user", "content": text}]
         reply = ""
         cost = TurnCost()
@@ -121,22 +125,22 @@ class Conversation:
                 yield from _parse(response.iter_bytes())
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChatFailed(
-                f"cannot talk to {self.base_url} ({error}); is a server running? "
-                "start one with `rekindle serve`"
+                f"no server answers at {self.base_url} ({error}): start one with "
+                "`rekindle serve`, or give its URL with --base-url"
             ) from None
         except EventTooLarge as error:
             raise ChatFailed(str(error)) from None
 
 
 def _parse(parts: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """The chunks of a stream; raises ChatFailed when it ends without [DONE]."""
+    """Yield the chunks of a stream. Raises ChatFailed if it ends without [DONE]."""
     reader = EventReader()
     for part in parts:
         for data in reader.feed(part):
             if data.strip() == "[DONE]":
                 return
             yield _chunk(data)
-    raise ChatFailed("the reply broke off, or this is not an OpenAI-compatible server")
+    raise ChatFailed("the reply ended early, or this is not an OpenAI-compatible server")
 
 
 def _chunk(data: str) -> dict[str, Any]:
@@ -149,11 +153,11 @@ def _chunk(data: str) -> dict[str, Any]:
             raise ChatFailed(str(message))
         case {"choices": [*choices]} if all(isinstance(each, dict) for each in choices):
             return dict(chunk)
-    raise ChatFailed(f"the server sent something that is no part of a reply: {data[:80]}")
+    raise ChatFailed(f"the server sent an event that is not a chat completion chunk: {data[:80]}")
 
 
 def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
-    """The parts of a reply in one chunk."""
+    """Yield the parts of the reply in one chunk."""
     match chunk.get("prefill_progress"):
         case {"done_tokens": int(done), "prompt_tokens": int(total)}:
             yield PrefillProgress(done, total)
@@ -172,7 +176,7 @@ def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """What a server sent where an object belongs; an empty one when it sent something else."""
+    """Return the value if it is an object, else an empty object."""
     return value if isinstance(value, dict) else {}
 
 
@@ -183,23 +187,14 @@ def _message(response: httpx.Response) -> str:
         return f"the server answered {response.status_code}"
 
 
-GREETING = "Type a message. /help lists commands, /exit (or Ctrl-D) ends."
-HELP = """\
-/help           this list
-/new, /clear    start over
-/exit, /quit    end (Ctrl-D too); Ctrl-C stops a reply
-//word …        send a message that begins with /word"""
-ENDINGS = ("/exit", "/quit")
-
-
 def converse(conversation: Conversation, console: Console) -> None:
-    """Read, answer and show the cost, until the user ends it."""
+    """Read messages and show replies until the user ends the chat."""
     console.print(f"[dim]{GREETING}[/]")
     while (text := _read(console)) is not None:
         if command := _command(text):
-            if command in ENDINGS:
+            if command in ("/exit", "/quit"):
                 return
-            _obey(command, conversation, console)
+            _run_command(command, conversation, console)
         elif text:
             _show(conversation, text.removeprefix("/") if text.startswith("//") else text, console)
 
@@ -213,20 +208,20 @@ def _read(console: Console) -> str | None:
 
 
 def _command(text: str) -> str | None:
-    """The command that a line is, known or not; None: a message, such as one about /a/path."""
+    """Return the command in a line, or None for a message. `/a/path` is not a command."""
     word = text.partition(" ")[0]
     return word.lower() if word.startswith("/") and word.count("/") == 1 else None
 
 
-def _obey(command: str, conversation: Conversation, console: Console) -> None:
+def _run_command(command: str, conversation: Conversation, console: Console) -> None:
     match command:
         case "/help":
             note = HELP
         case "/new" | "/clear":
             conversation.start_over()
-            note = "A new conversation."
+            note = "This is a new conversation."
         case _:
-            note = f"There is no command {command}; /help lists them."
+            note = f"There is no command {command}; /help lists the commands."
     console.print(note, style="dim", markup=False, highlight=False)
 
 
@@ -242,15 +237,15 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
 
 
 class Screen:
-    """Shows one reply: a status line until it begins, reasoning and calls dimmed."""
+    """Shows one reply: a status line until it begins, and reasoning and tool calls dimmed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.status: Status | None = None
-        self._kind: type[Part] | None = None  # of what was shown last
+        self._kind: type[Part] | None = None  # kind of the previous part
 
     def __enter__(self) -> Screen:
-        if self._console.is_terminal:  # in a file it would leave an empty line
+        if self._console.is_terminal:  # in a file, the status would leave an empty line
             self.status = self._console.status("waiting")
             self.status.start()
         return self
@@ -262,7 +257,7 @@ class Screen:
         match part:
             case PrefillProgress(done, total):
                 if self.status:
-                    self.status.update(f"reading the prompt: {done} of {total} tokens")
+                    self.status.update(f"prefill: {done} of {total} prompt tokens")
             case TurnCost():
                 self.note(f"\n[dim]{part.line()}[/]")
             case str():
@@ -270,18 +265,18 @@ class Screen:
             case Reasoning(text):
                 self._write(Reasoning, text, "dim")
             case ToolCallText(name, arguments):
-                begun = f"calls {name} " if name else ""
-                self._write(ToolCallText, begun + arguments, "dim", apart=bool(begun))
+                call = f"calls {name} " if name else ""
+                self._write(ToolCallText, call + arguments, "dim", is_new=bool(name))
 
     def note(self, markup: str) -> None:
         self._end_status()
         self._console.print(markup, highlight=False)
 
     def _write(
-        self, kind: type[Part], text: str, style: str | None = None, *, apart: bool = False
+        self, kind: type[Part], text: str, style: str | None = None, *, is_new: bool = False
     ) -> None:
         self._end_status()
-        if self._kind is not None and (apart or self._kind is not kind):
+        if self._kind is not None and (is_new or self._kind is not kind):
             self._console.print("\n")
         self._kind = kind
         self._console.print(

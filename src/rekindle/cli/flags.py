@@ -1,4 +1,4 @@
-"""The flags of `rekindle serve`, made from the declarations of the settings."""
+"""Makes the flags of `rekindle serve` from the declarations of the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle.protocol.settings import SIZE_TEXT, Group, format_size
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command a flag for every setting that has one; they arrive as `**flags`."""
+    """Give a command a flag for each setting that has one. It gets them as `**flags`."""
     own = inspect.signature(command, eval_str=True).parameters.values()
     kept = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
     groups = get_args(Group)
@@ -30,7 +30,7 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(declared: Declaration) -> inspect.Parameter:
-    """None, the default of every flag, is one that was not given."""
+    """Make the flag of a setting. Its default is None, which means that it was not given."""
     option = typer.Option(
         _spelling(declared),
         help=declared.setting.help,
@@ -46,7 +46,7 @@ def _parameter(declared: Declaration) -> inspect.Parameter:
 
 
 def _spelling(declared: Declaration) -> str:
-    """A switch that is on by default, or decided by something else, can be turned off."""
+    """Spell the flag. A switch that may be on by default gets a --no- variant."""
     flag = declared.name.replace("_", "-")
     switch = declared.default is True or (declared.default is None and _kind(declared) is bool)
     return f"--{flag}/--no-{flag}" if switch else f"--{flag}"
@@ -64,7 +64,7 @@ def _shown_default(declared: Declaration) -> str:
 
 
 def _kind(declared: Declaration) -> Any:
-    """What the command line parses itself; anything else is text that `Config` reads."""
+    """The type that the command line parses. `Config` parses everything else from text."""
     if isinstance(declared.default, tuple):
         return list[str]
     kind, *_ = get_args(declared.type)

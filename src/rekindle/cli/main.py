@@ -1,10 +1,10 @@
-"""The command line: serve, pull, chat, bench, key, cache."""
+"""Defines the command line: serve, pull, chat, bench, key and cache."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,13 +48,13 @@ def options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Serve models, fetch them, talk to them, measure them."""
+    """Serve models, download them, chat with them and measure them."""
 
 
 @app.command()
 @takes_settings
 def serve(config: ConfigFile = None, **flags: Any) -> None:
-    """Serve models over HTTP. Settings: rekindle.yaml, then REKINDLE_*, then these flags."""
+    """Serve models over HTTP. Flags override REKINDLE_* variables, which override rekindle.yaml."""
     from rekindle.front.launch import serve as run_server
 
     run_server(load_config(flags, file=config), console)
@@ -62,10 +62,10 @@ def serve(config: ConfigFile = None, **flags: Any) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="Catalogue name or hub id org/repo[:quant-or-file]")],
+    name: Annotated[str, typer.Argument(help="Catalogue name or org/repo[:quant-or-file]")],
     config: ConfigFile = None,
 ) -> None:
-    """Fetch a model, check it, and print where it is."""
+    """Download a model, verify it and print its path."""
     from rekindle.models.progress import progress_on
     from rekindle.models.pull import pull as fetch
 
@@ -75,16 +75,16 @@ def pull(
 
 @app.command()
 def chat(
-    base_url: Annotated[str, typer.Option(help="A running server")] = "http://127.0.0.1:8080/v1",
-    model: Annotated[str, typer.Option(help="Which of its models")] = "default",
+    base_url: Annotated[str, typer.Option(help="URL of the server")] = cache_cli.LOCAL_SERVER,
+    model: Annotated[str, typer.Option(help="Name of the model")] = "default",
     system: Annotated[str | None, typer.Option(help="System prompt")] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="REKINDLE_API_KEY", help="The server's key, if it needs one")
+        str, typer.Option(envvar="REKINDLE_API_KEY", help="API key, if the server needs one")
     ] = "none",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply in tokens")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a reply")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0 is greedy")] = 0.7,
 ) -> None:
-    """Talk to a running server; each turn shows what was reused and how fast it began."""
+    """Chat with a running server. Each turn shows what was reused and the time to first token."""
     from rekindle.cli.chat import Conversation, converse
 
     conversation = Conversation(
@@ -100,16 +100,16 @@ def chat(
 @app.command()
 def bench(
     base_url: Annotated[
-        str, typer.Option(help="Any OpenAI-compatible server")
-    ] = "http://127.0.0.1:8080/v1",
-    model: Annotated[str | None, typer.Option(help="Which of its models")] = None,
+        str, typer.Option(help="URL of any OpenAI-compatible server")
+    ] = cache_cli.LOCAL_SERVER,
+    model: Annotated[str | None, typer.Option(help="Name of the model")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="REKINDLE_API_KEY", help="Its key, if it needs one")
+        str | None, typer.Option(envvar="REKINDLE_API_KEY", help="API key, if the server needs one")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the results")] = Path("bench-results"),
+    quick: Annotated[bool, typer.Option("--quick", help="Measure once, without repeats")] = False,
 ) -> None:
-    """Measure a server: cold turn, turns two and three, questions at once, decode speed."""
+    """Measure a server: cold and warm turns, concurrent questions, decode speed and more."""
     from rekindle.bench import BenchOptions, plot, print_table, run, save_json
 
     given: dict[str, Any] = {"model": model, "api_key": api_key, "repeats": 1 if quick else None}
@@ -126,19 +126,19 @@ def bench(
 
 @app.command()
 def key(
-    name: Annotated[str, typer.Argument(help="Whose key it is")],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner")],
     file: Annotated[
-        Path | None, typer.Option(help="Append it to this file of --api-keys-file")
+        Path | None, typer.Option(help="Append the key to this file, for --api-keys-file")
     ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="Let it see every cache")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="Make an admin key")] = False,
 ) -> None:
-    """Make an API key. It is shown once; the file holds its digest alone."""
+    """Make an API key. It is shown only once, because the file stores its digest."""
     from rekindle.http import auth
 
     secret = auth.new_key()
     line = auth.key_line(name, secret, admin=admin)
     if file is None:
-        console.print("The key, then its line for the file of --api-keys-file:")
+        console.print("The key, and the line to add to the file of --api-keys-file:")
     else:
         auth.append_key_line(file, line)
     typer.echo(secret)
@@ -147,8 +147,8 @@ def key(
 
 
 def respelled(arguments: Sequence[str]) -> list[str]:
-    """`--server --m MODEL …` as `serve --model MODEL …`, and a model after a lone
-    `--embedding-model`; anything else as it is."""
+    """Translate other spellings: `--server --m MODEL` into `serve --model MODEL`, and
+    `--embedding-model` without a value into one with the default model."""
     given = list(arguments)
     if "--server" in given and given[0].startswith("-"):
         given.remove("--server")
@@ -156,23 +156,16 @@ def respelled(arguments: Sequence[str]) -> list[str]:
     if given[:1] != ["serve"]:
         return given
     spelled = [re.sub(r"^--m(?==|$)", "--model", argument) for argument in given]
-    return [word for argument in _pairs(spelled) for word in _with_value(*argument)]
-
-
-def _pairs(arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Each argument with the one that follows it; the last with one that looks like a flag."""
-    return zip(arguments, [*arguments[1:], "--"], strict=True)
-
-
-def _with_value(argument: str, following: str) -> tuple[str, ...]:
-    """`--embedding-model` without a value stands for the model of the catalogue."""
-    if argument == "--embedding-model" and following.startswith("-"):
-        return argument, DEFAULT_EMBEDDING_MODEL
-    return (argument,)
+    translated = []
+    for argument, following in zip(spelled, [*spelled[1:], "--"], strict=True):
+        translated.append(argument)
+        if argument == "--embedding-model" and following.startswith("-"):
+            translated.append(DEFAULT_EMBEDDING_MODEL)
+    return translated
 
 
 def main() -> None:
-    """Run; an error of ours is one sentence, never a traceback."""
+    """Run the command line. Our own errors are printed as one sentence, without a traceback."""
     try:
         app(respelled(sys.argv[1:]))
     except RekindleError as error:
