@@ -56,7 +56,12 @@ def test_what_is_no_such_file_is_said_in_a_sentence(content: bytes, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not JSON"), ("{}", "list of token ids"), ('["a"]', "no list"), ("[true]", "no list")],
+    [
+        ("{", "not JSON"),
+        ("{}", "list of token ids"),
+        ('["a"]', "list of token ids"),
+        ("[true]", "token ids"),
+    ],
 )
 def test_a_list_of_tokens_is_nothing_else(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"

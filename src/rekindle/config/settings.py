@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -39,14 +40,26 @@ def _check_host(host: str) -> str:
     return host
 
 
-Port = Interval(ge=0, le=65535)
+Port = Annotated[int, Interval(ge=0, le=65535)]
+OptionalPort = Annotated[int | None, Interval(ge=0, le=65535)]
 OptionalTokens = Annotated[int | None, Interval(ge=1, le=COUNT_LIMIT)]
+Seconds = Annotated[float, Gt(0)]
+Temperature = Annotated[float, Interval(ge=0, le=100)]
+Probability = Annotated[float, Interval(gt=0, le=1)]
+Penalty = Annotated[float, Interval(gt=0, le=100)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 Names = Annotated[tuple[Name, ...], BeforeValidator(split_commas)]
 Origin = Annotated[Name, AfterValidator(_check_origin)]
 Origins = Annotated[tuple[Origin, ...], BeforeValidator(split_commas)]
 Host = Annotated[Name, AfterValidator(_check_host)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(split_commas)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(split_commas)]
+
+_server = partial(Setting, "Server")
+_access = partial(Setting, "Access")
+_cache = partial(Setting, "Cache")
+_replies = partial(Setting, "Replies")
+_request_default = Setting("Replies", "Default of requests", flag=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -55,118 +68,76 @@ class Config(RuntimeSettings):
 
     model: Annotated[
         Names,
-        Setting(
-            "Model: catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable",
-            "Server",
-            "smollm2",
-        ),
+        _server("Catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable", "smollm2"),
     ] = ()
     embedding_model: Annotated[
-        Names,
-        Setting("Embedding model or reranker; repeatable; without a value minilm", "Server"),
+        Names, _server("Embedding model or reranker; repeatable; without a value minilm")
     ] = ()
     vlm: Annotated[
         bool | None,
-        Setting(
-            "Accept pictures; if no model is named, serve smollm2-shapes",
-            "Server",
-            "if there is a projector",
-        ),
+        _server("Accept pictures; default model smollm2-shapes", "if there is a projector"),
     ] = None
     mmproj: Annotated[
-        Path | None,
-        Setting("Projector of the model, a GGUF file", "Server", "mmproj*.gguf in its folder"),
+        Path | None, _server("Projector of the model, a GGUF file", "mmproj*.gguf in its folder")
     ] = None
     adapter: Annotated[
-        Path | None, Setting("Folder of a LoRA adapter; only for MLX models", "Server")
+        Path | None, _server("Folder of a LoRA adapter; only for models in MLX's format")
     ] = None
-    host: Annotated[Name, Setting("Address to listen on", "Server")] = "127.0.0.1"
-    port: Annotated[int, Port, Setting("Port to listen on; 0 for a free one", "Server")] = 8080
+    host: Annotated[Name, _server("Address to listen on")] = "127.0.0.1"
+    port: Annotated[Port, _server("Port to listen on; 0: any free port")] = 8080
     ollama_port: Annotated[
-        int | None, Port, Setting("Second port, for Ollama clients: 11434", "Server", "none")
+        OptionalPort, _server("Second port, for clients that expect Ollama: 11434", "none")
     ] = None
-    queue: Annotated[Count, Setting("Maximum number of waiting turns", "Server")] = 256
+    queue: Annotated[Count, _server("Maximum number of waiting turns")] = 256
     step_timeout: Annotated[
-        float,
-        Gt(0),
-        Setting(
-            "Seconds without progress after which a model's process is restarted",
-            "Server",
-            flag=False,
-        ),
+        Seconds, _server("Seconds without progress before a model is restarted", flag=False)
     ] = 300.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Setting("Log level: debug, info, warning or error", "Server"),
-    ] = "info"
-    models_dir: Annotated[Path, Setting("Folder for downloaded models", "Server", flag=False)] = (
-        Path("~/.cache/rekindle/models")
+    log_level: Annotated[LogLevel, _server("Log level: debug, info, warning or error")] = "info"
+    models_dir: Annotated[Path, _server("Folder for downloaded models", flag=False)] = Path(
+        "~/.cache/rekindle/models"
     )
     api_key: Annotated[
-        Names,
-        Setting("Accept this API key, with its own cache; repeatable", "Access", secret=True),
+        Names, _access("Accept this API key, with its own cache; repeatable", secret=True)
     ] = ()
     admin_key: Annotated[
-        Names, Setting("Accept this API key, which can see all caches", "Access", secret=True)
+        Names, _access("Accept this API key, which can see all caches; repeatable", secret=True)
     ] = ()
     api_keys_file: Annotated[
-        Path | None, Setting("File of keys from `rekindle key`; reread when it changes", "Access")
+        Path | None, _access("File of keys from `rekindle key`; reread when it changes")
     ] = None
     cors_origin: Annotated[
         Origins,
-        Setting(
-            "Allow web pages of this origin; repeatable; * allows all",
-            "Access",
-            "loopback origins on a loopback address",
-        ),
+        _access("Allow web pages of this origin, or * for all; repeatable", "loopback origins"),
     ] = ()
     media_allow: Annotated[
-        Hosts,
-        Setting(
-            "Allow fetching pictures from this host, address or network; repeatable",
-            "Access",
-            "public addresses only",
-        ),
+        Hosts, _access("Allow pictures from this host or network; repeatable", "public addresses")
     ] = ()
     media_folder: Annotated[
-        Folders,
-        Setting("Allow file: URLs of pictures in this folder; repeatable", "Access", "none"),
+        Folders, _access("Allow file: URLs of pictures in this folder; repeatable", "none")
     ] = ()
-    no_auth: Annotated[bool, Setting("Allow a public address without API keys", "Access")] = False
-    context_cache: Annotated[bool, Setting("Reuse cached state", "Cache")] = True
-    exact: Annotated[bool, Setting("Make warm replies bit-identical to cold ones", "Cache")] = False
-    force_cache: Annotated[
-        bool, Setting("Give every conversation without a name an automatic one", "Cache")
-    ] = False
+    no_auth: Annotated[bool, _access("Allow a public address without API keys")] = False
+    context_cache: Annotated[bool, _cache("Reuse cached state")] = True
+    exact: Annotated[bool, _cache("Make warm replies bit-identical to cold ones")] = False
+    force_cache: Annotated[bool, _cache("Name conversations that have no name")] = False
     normalise: Annotated[
-        bool, Setting("Normalise prompt parts that change with every request", "Cache")
+        bool, _cache("Normalise parts of prompts that change with every request")
     ] = True
     projects: Annotated[
-        Presets, Setting("Presets by name, which can be computed at startup", "Cache", flag=False)
+        Presets, _cache("Presets by name, which can be computed at startup", flag=False)
     ] = dataclasses.field(default_factory=dict)
     max_tokens: Annotated[
-        OptionalTokens,
-        Setting("Default maximum length of a chat reply in tokens", "Replies", "no limit"),
+        OptionalTokens, _replies("Default limit of a chat reply in tokens", "none")
     ] = None
     completion_max_tokens: Annotated[
-        OptionalTokens,
-        Setting("The same for /v1/completions; null in the file: no limit", "Replies"),
+        OptionalTokens, _replies("The same for /v1/completions; null in the file: none")
     ] = 100
     prefill_assistant: Annotated[
-        bool, Setting("Continue a final assistant message, like llama.cpp", "Replies")
+        bool, _replies("Continue a final assistant message, as llama.cpp does")
     ] = False
-    temperature: Annotated[
-        float, Interval(ge=0, le=100), Setting("Default of requests", "Replies", flag=False)
-    ] = 0.7
-    top_p: Annotated[
-        float, Interval(gt=0, le=1), Setting("Default of requests", "Replies", flag=False)
-    ] = 0.9
-    repetition_penalty: Annotated[
-        float, Interval(gt=0, le=100), Setting("Default of requests", "Replies", flag=False)
-    ] = 1.0
-    repetition_context_size: Annotated[
-        Count, Setting("Default of requests", "Replies", flag=False)
-    ] = 20
+    temperature: Annotated[Temperature, _request_default] = 0.7
+    top_p: Annotated[Probability, _request_default] = 0.9
+    repetition_penalty: Annotated[Penalty, _request_default] = 1.0
+    repetition_context_size: Annotated[Count, _request_default] = 20
 
     @property
     def runtime(self) -> RuntimeSettings:

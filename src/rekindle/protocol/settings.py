@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -67,8 +68,8 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECAS
 class Setting:
     """The text that a person reads about a setting."""
 
-    help: str
     group: Group
+    help: str
     default: str | None = None  # shown instead of the value, when the value alone says too little
     flag: bool = True  # False: only the file and the environment can set it
     secret: bool = False  # its value is never shown
@@ -133,10 +134,20 @@ _SIZE_BOUNDS = Interval(ge=0, lt=1 << 60)
 Name = Annotated[str, MinLen(1)]
 Count = Annotated[int, Interval(ge=0, le=COUNT_LIMIT)]
 OptionalCount = Annotated[int | None, Interval(ge=0, le=COUNT_LIMIT)]
+OptionalContext = Annotated[int | None, Interval(ge=16, le=COUNT_LIMIT)]
+Share = Annotated[float, Interval(gt=0, lt=1)]
+OptionalShare = Annotated[float | None, Interval(ge=0, lt=1)]
+OptionalThreads = Annotated[int | None, Interval(ge=1, le=1024)]
+Parallel = Annotated[int, Interval(ge=1, le=128)]
 Size = Annotated[int, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalKvBits = Annotated[int | None, ParsedBy(check_kv_bits)]
+OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
+Eviction = Annotated[EvictionPolicy, ParsedBy(replace_former_policy)]
+
+_engine = partial(Setting, "Engine")
+_cache = partial(Setting, "Cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,101 +155,63 @@ class RuntimeSettings:
     """The settings that travel to the runtime with the model to load."""
 
     engine: Annotated[
-        Name | None, Setting("Engine: llama.cpp or mlx", "Engine", "chosen by the model's format")
+        Name | None, _engine("Engine: llama.cpp or mlx", "chosen by the model's format")
     ] = None
-    parallel: Annotated[
-        int, Interval(ge=1, le=128), Setting("Maximum number of turns in one batch", "Engine")
-    ] = 16
+    parallel: Annotated[Parallel, _engine("Maximum number of turns in one batch")] = 16
     max_model_len: Annotated[
-        int | None,
-        Interval(ge=16, le=COUNT_LIMIT),
-        Setting("Context length in tokens", "Engine", "the model's, if it fits into memory"),
+        OptionalContext, _engine("Context length in tokens", "the model's, if it fits into memory")
     ] = None
-    kv_fraction: Annotated[
-        float, Interval(gt=0, lt=1), Setting("Fraction of free memory for the KV pool", "Engine")
-    ] = 0.3
+    kv_fraction: Annotated[Share, _engine("Fraction of free memory for the KV pool")] = 0.3
     park_fraction: Annotated[
-        float | None,
-        Interval(ge=0, lt=1),
-        Setting(
-            "Fraction of free device memory for idle conversations, outside the KV pool",
-            "Engine",
-            "0.3 on a GPU, else 0",
-        ),
+        OptionalShare,
+        _engine("Fraction of free device memory for idle conversations", "0.3 on a GPU, else 0"),
     ] = None
-    fp8_kvcache: Annotated[bool, Setting("Store the KV cache in 8 bits", "Engine")] = False
+    fp8_kvcache: Annotated[bool, _engine("Store the KV cache in 8 bits")] = False
     kv_bits: Annotated[
-        OptionalKvBits,
-        Setting(
-            "Quantise the KV cache of long conversations to 4 or 8 bits", "Engine", "not quantised"
-        ),
+        OptionalKvBits, _engine("Quantise long conversations to 4 or 8 bits", "not quantised")
     ] = None
     kv_quantization_start: Annotated[
-        Count, Setting("Length in tokens above which the KV cache is quantised", "Engine")
+        Count, _engine("Length in tokens above which the KV cache is quantised")
     ] = 5000
     threads: Annotated[
-        int | None,
-        Interval(ge=1, le=1024),
-        Setting("Number of CPU threads", "Engine", f"one per core, at most {THREADS_LIMIT}"),
+        OptionalThreads, _engine("CPU threads", f"one per core, at most {THREADS_LIMIT}")
     ] = None
     gpu_layers: Annotated[
-        OptionalCount, Setting("Number of layers on the GPU", "Engine", "all, if there is a GPU")
+        OptionalCount, _engine("Number of layers on the GPU", "all, if there is a GPU")
     ] = None
     tool_format: Annotated[
-        Name, Setting("Format of the model's tool calls", "Engine", "auto: by its chat template")
+        Name, _engine("Format of the model's tool calls", "auto: by its chat template")
     ] = AUTO
     reasoning_format: Annotated[
-        Name, Setting("Format of the model's reasoning", "Engine", "auto: by its chat template")
+        Name, _engine("Format of the model's reasoning", "auto: by its chat template")
     ] = AUTO
     ram_cache: Annotated[
         OptionalSize,
-        Setting(
-            "RAM for cached state, for example 512MiB or 4GB",
-            "Cache",
-            "a quarter of the free RAM, at least 2GiB",
-        ),
+        _cache("RAM for cached state, such as 4GB", "a quarter of the free RAM, at least 2GiB"),
     ] = None
     disk_cache: Annotated[
         OptionalSize,
-        Setting(
-            "Disk space for cached state; 0 turns the disk cache off",
-            "Cache",
-            "a tenth of the free space, at least 10GB",
-        ),
+        _cache("Disk space for cached state; 0: none", "a tenth of the free space, at least 10GB"),
     ] = None
-    disk_floor: Annotated[
-        Size, Setting("Disk space that the cache always leaves free", "Cache")
-    ] = 1 * GIB
-    cache_dir: Annotated[Path, Setting("Folder for cached state", "Cache")] = Path(
-        "~/.cache/rekindle/kv"
-    )
+    disk_floor: Annotated[Size, _cache("Disk space that the cache always leaves free")] = 1 * GIB
+    cache_dir: Annotated[Path, _cache("Folder for cached state")] = Path("~/.cache/rekindle/kv")
     cache_secret_file: Annotated[
         Path | None,
-        Setting(
-            "File with the secret that authenticates stored blocks; servers can share it",
-            "Cache",
-            "a random secret in the cache folder",
+        _cache(
+            "File with the secret of stored blocks; lets servers share them", "in the cache folder"
         ),
     ] = None
     normaliser: Annotated[
-        Normalisers,
-        Setting(
-            "Apply this prompt normaliser; repeatable", "Cache", ", ".join(DEFAULT_NORMALISERS)
-        ),
+        Normalisers, _cache("Apply this normaliser; repeatable", ", ".join(DEFAULT_NORMALISERS))
     ] = DEFAULT_NORMALISERS
     cache_write: Annotated[
-        WritePolicy,
-        Setting("Which state to write to disk: always, named, likely or on-evict", "Cache"),
+        WritePolicy, _cache("Which state to write to disk: always, named, likely or on-evict")
     ] = "always"
     cache_eviction: Annotated[
-        EvictionPolicy,
-        ParsedBy(replace_former_policy),
-        Setting("Eviction policy: hit-density or lru (least recently used)", "Cache"),
+        Eviction, _cache("Eviction policy: hit-density or lru (least recently used)")
     ] = "hit-density"
     key_ttl: Annotated[
-        float | None,
-        Gt(0),
-        Setting("Seconds to keep an unused cache key; null: for ever", "Cache", flag=False),
+        OptionalSeconds, _cache("Seconds to keep an unused cache key; null: for ever", flag=False)
     ] = 1800.0
 
     @property
