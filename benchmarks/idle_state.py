@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from rekindle.engine.base import Blob, EngineOptions, Sequence, Work
+from rekindle.engine.base import Blob, EngineOptions, Sequence, Work, run_step
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.requests import SamplingParams
 
@@ -57,17 +57,17 @@ def measure(model: Path, tokens: int) -> Costs:
 
 
 def _measure(engine: LlamaCppEngine, tokens: int) -> Costs:
-    idle, other = engine.open(exact=False), engine.open(exact=False)
+    idle, other = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     _prefill(engine, idle, tokens)
     _prefill(engine, other, OTHER_TOKENS)
     share_s = _timed(lambda: _share(engine, idle))
     decode_s, prefill_s = _steps(engine, other)
     size = engine.capabilities.block_tokens
-    blobs = [engine.export(idle, start, start + size) for start in range(0, tokens, size)]
-    engine.close_sequence(idle)
+    blobs = [engine.sequences.export(idle, start, start + size) for start in range(0, tokens, size)]
+    engine.sequences.close(idle)
     restore_s = _timed(lambda: _restore(engine, blobs))
-    engine.close_sequence(other)
-    other = engine.open(exact=False)
+    engine.sequences.close(other)
+    other = engine.sequences.open(exact=False)
     _prefill(engine, other, OTHER_TOKENS)
     decode_alone_s, prefill_alone_s = _steps(engine, other)
     return Costs(share_s, restore_s, decode_s, decode_alone_s, prefill_s, prefill_alone_s)
@@ -75,7 +75,7 @@ def _measure(engine: LlamaCppEngine, tokens: int) -> Costs:
 
 def _prefill(engine: LlamaCppEngine, sequence: Sequence, tokens: int) -> None:
     for start in range(sequence.length, tokens, SLICE_TOKENS):
-        engine.step([Work(sequence, _tokens(start, SLICE_TOKENS), None)])
+        run_step(engine, [Work(sequence, _tokens(start, SLICE_TOKENS), None)])
 
 
 def _tokens(start: int, count: int) -> list[int]:
@@ -83,16 +83,16 @@ def _tokens(start: int, count: int) -> list[int]:
 
 
 def _share(engine: LlamaCppEngine, source: Sequence) -> None:
-    into = engine.open(exact=False)
-    engine.share(source, source.length, into)
-    engine.close_sequence(into)
+    into = engine.sequences.open(exact=False)
+    engine.sequences.share(source, source.length, into)
+    engine.sequences.close(into)
 
 
 def _restore(engine: LlamaCppEngine, blobs: list[Blob]) -> None:
-    into = engine.open(exact=False)
+    into = engine.sequences.open(exact=False)
     for blob in blobs:
-        engine.restore(into, blob, engine.capabilities.block_tokens)
-    engine.close_sequence(into)
+        engine.sequences.restore(into, blob, engine.capabilities.block_tokens)
+    engine.sequences.close(into)
 
 
 def _steps(engine: LlamaCppEngine, sequence: Sequence) -> tuple[float, float]:
@@ -101,8 +101,8 @@ def _steps(engine: LlamaCppEngine, sequence: Sequence) -> tuple[float, float]:
     held = sequence.length
 
     def step(tokens: int) -> None:
-        engine.step([Work(sequence, _tokens(held, tokens), sampler)])
-        engine.truncate(sequence, held)
+        run_step(engine, [Work(sequence, _tokens(held, tokens), sampler)])
+        engine.sequences.truncate(sequence, held)
 
     return _timed(lambda: step(1)), _timed(lambda: step(SLICE_TOKENS))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.engine.base import Blob, EngineOptions, Work
+from rekindle.engine.base import Blob, EngineOptions, Work, run_step
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.kvcache.block import Block, WriteBack, chain_key
 from rekindle.kvcache.disk.folder import open_folder
@@ -98,17 +98,17 @@ class Bench:
     def _compute(self) -> list[Block]:
         """A real state of so many tokens, in the store and on disk."""
         engine, step = self._engine, self._engine.capabilities.block_tokens
-        sequence = engine.open(exact=False)
+        sequence = engine.sequences.open(exact=False)
         parent = ROOT
         for start in range(0, TOKENS, step):
             tokens = [100 + (start + n) % 1000 for n in range(step)]
-            engine.step([Work(sequence, tokens, None)])
-            blob = engine.export(sequence, start, start + step)
+            run_step(engine, [Work(sequence, tokens, None)])
+            blob = engine.sequences.export(sequence, start, start + step)
             block = Tokens.of(tokens)
             soon = WriteBack.SOON
             self._store.put(ROOT, parent, block, blob, exact=False, write_back=soon)
             parent = chain_key(parent, block)
-        engine.close_sequence(sequence)
+        engine.sequences.close(sequence)
         self._flush()
         return list(self._store)
 
@@ -132,10 +132,10 @@ class Bench:
     # -- moving --------------------------------------------------------------------------------
 
     def _restore(self, blobs: list[Blob]) -> None:
-        sequence = self._engine.open(exact=False)
+        sequence = self._engine.sequences.open(exact=False)
         for block, blob in zip(self._blocks, blobs, strict=True):
-            self._engine.restore(sequence, blob, len(block.tokens))
-        self._engine.close_sequence(sequence)
+            self._engine.sequences.restore(sequence, blob, len(block.tokens))
+        self._engine.sequences.close(sequence)
 
     def _restore_all(self) -> None:
         self._restore(self._blobs)

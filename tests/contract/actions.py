@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.engine.base import Engine, KvType, Sampler, Sequence, Work
+from rekindle.engine.base import Engine, KvType, Sampler, Sequence, Work, run_step
 from rekindle.protocol.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -18,7 +18,9 @@ def prefill(engine: Engine, sequence: Sequence, tokens: list[int]) -> int:
     while start < len(tokens):
         stop = min(start - start % step + step, len(tokens))
         last = stop == len(tokens)
-        [sampled] = engine.step([Work(sequence, tokens[start:stop], sampler if last else None)])
+        [sampled] = run_step(
+            engine, [Work(sequence, tokens[start:stop], sampler if last else None)]
+        )
         start = stop
     assert sampled is not None
     return sampled.token
@@ -28,7 +30,7 @@ def decode(engine: Engine, sequence: Sequence, token: int, count: int) -> list[i
     sampler: Sampler = engine.sampler(GREEDY, [])
     tokens = [token]
     for _ in range(count):
-        [sampled] = engine.step([Work(sequence, [tokens[-1]], sampler)])
+        [sampled] = run_step(engine, [Work(sequence, [tokens[-1]], sampler)])
         assert sampled is not None
         tokens.append(sampled.token)
     return tokens
@@ -41,12 +43,15 @@ def answer(engine: Engine, sequence: Sequence, tokens: list[int]) -> list[int]:
 def cold(
     engine: Engine, tokens: list[int], *, exact: bool = True, kv_type: KvType | None = None
 ) -> list[int]:
-    sequence = engine.open(exact=exact, kv_type=kv_type)
+    sequence = engine.sequences.open(exact=exact, kv_type=kv_type)
     said = answer(engine, sequence, tokens)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return said
 
 
 def blocks(engine: Engine, sequence: Sequence, stop: int) -> list[bytes]:
     size = engine.capabilities.block_tokens
-    return [bytes(engine.export(sequence, start, start + size)) for start in range(0, stop, size)]
+    return [
+        bytes(engine.sequences.export(sequence, start, start + size))
+        for start in range(0, stop, size)
+    ]

@@ -133,8 +133,8 @@ def build(name: str, folder: Path) -> Engine:
             park_fraction=0.01 if name in PARKING else None,
         )
     )
-    if engine.parking:
-        engine.parking.tokens = PARK_TOKENS
+    if engine.sequences.parking:
+        engine.sequences.parking.tokens = PARK_TOKENS
     return engine
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine.base import Engine, Sampled, Work
+from rekindle.engine.base import Engine, Work, run_step
 from rekindle.errors import CorruptBlock, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
@@ -22,19 +22,19 @@ def test_the_same_tokens_give_the_same_answer(engine: Engine) -> None:
 
 
 def test_sharing_into_a_used_sequence_is_refused(engine: Engine) -> None:
-    source, into = engine.open(exact=False), engine.open(exact=False)
+    source, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:20])
     prefill(engine, into, PROMPT[:10])
     with pytest.raises(ValueError, match="empty"):
-        engine.share(source, 10, into)
+        engine.sequences.share(source, 10, into)
 
 
 def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
-    sequences = [engine.open(exact=False) for _ in range(3)]
+    sequences = [engine.sequences.open(exact=False) for _ in range(3)]
     work = [
         Work(sequence, PROMPT[:10], engine.sampler(GREEDY, PROMPT[:10])) for sequence in sequences
     ]
-    first, second, third = engine.step(work)
+    first, second, third = run_step(engine, work)
     assert first is not None
     assert first == second == third
     assert [sequence.length for sequence in sequences] == [10, 10, 10]
@@ -43,26 +43,26 @@ def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
 def test_each_piece_of_a_step_has_its_own_choice(engine: Engine) -> None:
     """Whatever lengths the pieces have, and whichever of them choose nothing."""
     work = [
-        Work(engine.open(exact=False), PROMPT[:length], sampler)
+        Work(engine.sequences.open(exact=False), PROMPT[:length], sampler)
         for length, sampler in (
             (7, engine.sampler(GREEDY, [])),
             (12, None),
             (1, engine.sampler(GREEDY, [])),
         )
     ]
-    first, nothing, last = engine.step(work)
+    first, nothing, last = run_step(engine, work)
     assert nothing is None
     for item in work:
-        engine.close_sequence(item.sequence)
+        engine.sequences.close(item.sequence)
     for chosen, length in ((first, 7), (last, 1)):
         assert chosen is not None
         assert chosen.token == cold_token(engine, PROMPT[:length])
 
 
 def cold_token(engine: Engine, tokens: list[int]) -> int:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     token = prefill(engine, sequence, tokens)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return token
 
 
@@ -73,24 +73,27 @@ def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
         (True, engine.capabilities.exact_sequences + 1),
     ):
         for _ in range(most):
-            engine.open(exact=exact)
+            engine.sequences.open(exact=exact)
         with pytest.raises(PoolFull):
-            engine.open(exact=exact)
+            engine.sequences.open(exact=exact)
 
 
 def test_a_full_pool_changes_nothing(engine: Engine) -> None:
     capabilities = engine.capabilities
-    first = engine.open(exact=False)
+    first = engine.sequences.open(exact=False)
     prefill(engine, first, PROMPT[:20])
-    while engine.free_tokens() >= capabilities.batch_tokens:
-        filler = engine.open(exact=False)
-        room = min(engine.free_tokens(), capabilities.context_tokens) // capabilities.batch_tokens
+    while engine.sequences.free_tokens() >= capabilities.batch_tokens:
+        filler = engine.sequences.open(exact=False)
+        room = (
+            min(engine.sequences.free_tokens(), capabilities.context_tokens)
+            // capabilities.batch_tokens
+        )
         for _ in range(room):
-            engine.step([Work(filler, [5] * capabilities.batch_tokens, None)])
-    free = engine.free_tokens()
+            run_step(engine, [Work(filler, [5] * capabilities.batch_tokens, None)])
+    free = engine.sequences.free_tokens()
     with pytest.raises(PoolFull):
-        engine.step([Work(first, [5] * (free + 1), None)])
-    assert engine.free_tokens() == free
+        run_step(engine, [Work(first, [5] * (free + 1), None)])
+    assert engine.sequences.free_tokens() == free
     assert first.length == 20
     assert len(decode(engine, first, 5, 3)) == 4
 
@@ -100,25 +103,25 @@ def test_a_block_of_the_wrong_length_never_reaches_the_engine(
     engine: Engine, change: bytes | None
 ) -> None:
     size = engine.capabilities.block_tokens
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     prefill(engine, sequence, PROMPT)
-    blob = bytes(engine.export(sequence, 0, size))
+    blob = bytes(engine.sequences.export(sequence, 0, size))
     bad = {b"": b"", b"x": blob + b"x", None: blob[:-1]}[change]
-    into = engine.open(exact=False)
-    free = engine.free_tokens()
+    into = engine.sequences.open(exact=False)
+    free = engine.sequences.free_tokens()
     with pytest.raises(CorruptBlock):
-        engine.restore(into, bad, size)
-    assert (into.length, engine.free_tokens()) == (0, free)
-    engine.restore(into, blob, size)
+        engine.sequences.restore(into, bad, size)
+    assert (into.length, engine.sequences.free_tokens()) == (0, free)
+    engine.sequences.restore(into, blob, size)
 
 
 def test_a_reset_engine_starts_empty_and_works(engine: Engine) -> None:
     expected = cold(engine, PROMPT)
-    total = engine.free_tokens()
-    prefill(engine, engine.open(exact=False), PROMPT)
-    engine.open(exact=True)
-    engine.reset()
-    assert engine.free_tokens() == total
+    total = engine.sequences.free_tokens()
+    prefill(engine, engine.sequences.open(exact=False), PROMPT)
+    engine.sequences.open(exact=True)
+    engine.sequences.reset()
+    assert engine.sequences.free_tokens() == total
     assert cold(engine, PROMPT) == expected
 
 
@@ -133,9 +136,9 @@ def test_the_kv_type_in_use_has_a_layout(engine: Engine) -> None:
 
 
 def test_each_token_of_a_block_adds_the_same_bytes(engine: Engine) -> None:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     prefill(engine, sequence, PROMPT[:20])
-    sizes = [len(engine.export(sequence, 0, stop)) for stop in (1, 2, 20)]
+    sizes = [len(engine.sequences.export(sequence, 0, stop)) for stop in (1, 2, 20)]
     each = engine.capabilities.kv_layout.token_bytes
     assert [size - sizes[0] for size in sizes] == [0, each, 19 * each]
 
@@ -186,10 +189,10 @@ def test_a_mask_is_applied_to_every_choice_and_is_given_it(
 ) -> None:
     only_even = OnlyEven()
     sampler = engine.sampler(sampling, PROMPT[:10], only_even)
-    sequence = engine.open(exact=True)
+    sequence = engine.sequences.open(exact=True)
     tokens = list(PROMPT[:10])
     for _ in range(8):
-        [sampled] = engine.step([Work(sequence, tokens[sequence.length :], sampler)])
+        [sampled] = run_step(engine, [Work(sequence, tokens[sequence.length :], sampler)])
         assert sampled is not None
         tokens.append(sampled.token)
     assert only_even.accepted == tokens[10:]
@@ -197,47 +200,43 @@ def test_a_mask_is_applied_to_every_choice_and_is_given_it(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_replies_that_go_on_by_themselves_say_what_they_say_step_by_step(
+def test_multi_step_decoding_gives_the_same_replies_as_single_steps(
     engine: Engine, count: int
 ) -> None:
     prompts = [PROMPT[: 8 + at] for at in range(count)]
     expected = [cold_reply(engine, prompt, 12) for prompt in prompts]
-    sequences = [engine.open(exact=False) for _ in prompts]
+    sequences = [engine.sequences.open(exact=False) for _ in prompts]
     replies = [
         [prefill(engine, sequence, prompt)]
         for sequence, prompt in zip(sequences, prompts, strict=True)
     ]
 
-    def go_on(results: list[Sampled | None]) -> bool:
-        if len(replies[0]) == 11:
-            return False
-        for reply, sampled in zip(replies, results, strict=True):
-            assert sampled is not None
-            reply.append(sampled.token)
-        return True
-
     samplers = [engine.sampler(GREEDY, prompt) for prompt in prompts]
-    while len(replies[0]) < 12:  # an engine may go on, and need not
-        work = [
-            Work(sequence, [reply[-1]], sampler)
-            for sequence, reply, sampler in zip(sequences, replies, samplers, strict=True)
-        ]
-        results = engine.step(work, go_on)
+    work = [
+        Work(sequence, [reply[-1]], sampler)
+        for sequence, reply, sampler in zip(sequences, replies, samplers, strict=True)
+    ]
+    pending = engine.launch(work)
+    while True:
+        results = engine.collect(pending)
         for reply, sampled in zip(replies, results, strict=True):
             assert sampled is not None
             reply.append(sampled.token)
+        if len(replies[0]) == 12:
+            break
+        pending = engine.launch_next(pending, [reply[-1] for reply in replies])
     assert replies == expected
     for sequence, prompt in zip(sequences, prompts, strict=True):
         assert sequence.length == len(prompt) + 11
-        engine.close_sequence(sequence)
+        engine.sequences.close(sequence)
 
 
 def cold_reply(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     reply = [prefill(engine, sequence, prompt)]
     while len(reply) < tokens:
-        [sampled] = engine.step([Work(sequence, [reply[-1]], engine.sampler(GREEDY, prompt))])
+        [sampled] = run_step(engine, [Work(sequence, [reply[-1]], engine.sampler(GREEDY, prompt))])
         assert sampled is not None
         reply.append(sampled.token)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return reply

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import EngineOptions, Work
+from rekindle.engine.base import EngineOptions, Work, run_step
 from rekindle.errors import ModelError
 from tests.contract.actions import PROMPT, cold
 from tests.support.numpy_engine import SUFFIX
@@ -22,14 +22,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> NumpyEngine:
 
 @pytest.mark.parametrize("step", [1, 7, 63, 64, 150])
 def test_state_does_not_depend_on_how_a_prompt_is_divided(engine: NumpyEngine, step: int) -> None:
-    whole, divided = engine.open(exact=False), engine.open(exact=False)
-    engine.step([Work(whole, PROMPT, None)])
+    whole, divided = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
+    run_step(engine, [Work(whole, PROMPT, None)])
     for start in range(0, len(PROMPT), step):
-        engine.step([Work(divided, PROMPT[start : start + step], None)])
+        run_step(engine, [Work(divided, PROMPT[start : start + step], None)])
     stop = len(PROMPT)
-    assert engine.export(divided, 0, stop) == engine.export(whole, 0, stop)
-    engine.close_sequence(whole)
-    engine.close_sequence(divided)
+    assert engine.sequences.export(divided, 0, stop) == engine.sequences.export(whole, 0, stop)
+    engine.sequences.close(whole)
+    engine.sequences.close(divided)
 
 
 def test_answers_depend_on_early_tokens_too(engine: NumpyEngine) -> None:

@@ -13,44 +13,44 @@ pytestmark = parking_engines
 
 
 def parking_of(engine: Engine) -> Parking:
-    assert engine.parking is not None
-    assert engine.parking.tokens == PARK_TOKENS
-    return engine.parking
+    assert engine.sequences.parking is not None
+    assert engine.sequences.parking.tokens == PARK_TOKENS
+    return engine.sequences.parking
 
 
 def computed(engine: Engine, tokens: list[int]) -> Sequence:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     prefill(engine, sequence, tokens)
     return sequence
 
 
 def test_a_parked_sequence_holds_no_cells(engine: Engine) -> None:
-    free = engine.free_tokens()
+    free = engine.sequences.free_tokens()
     sequence = computed(engine, PROMPT)
     assert parking_of(engine).park(sequence)
     assert sequence.is_parked
     assert sequence.length == len(PROMPT)
-    assert engine.free_tokens() == free
-    assert engine.freed_tokens([sequence]) == 0
+    assert engine.sequences.free_tokens() == free
+    assert engine.sequences.freed_tokens([sequence]) == 0
 
 
 def test_a_copy_of_a_parked_sequence_answers_as_one_that_never_left(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    sequence, into = engine.open(exact=False), engine.open(exact=False)
+    sequence, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     first = prefill(engine, sequence, PROMPT)
     parking_of(engine).park(sequence)
     cold(engine, PROMPT[::-1], exact=False)  # others use its cells meanwhile
-    engine.share(sequence, len(PROMPT), into)
+    engine.sequences.share(sequence, len(PROMPT), into)
     assert decode(engine, into, first, 12) == expected
 
 
 def test_a_copy_exports_what_the_sequence_did_before(engine: Engine) -> None:
-    sequence, into = computed(engine, PROMPT), engine.open(exact=False)
+    sequence, into = computed(engine, PROMPT), engine.sequences.open(exact=False)
     size = engine.capabilities.block_tokens
-    before = engine.export(sequence, size, 2 * size)
+    before = engine.sequences.export(sequence, size, 2 * size)
     parking_of(engine).park(sequence)
-    engine.share(sequence, len(PROMPT), into)
-    assert engine.export(into, size, 2 * size) == before
+    engine.sequences.share(sequence, len(PROMPT), into)
+    assert engine.sequences.export(into, size, 2 * size) == before
 
 
 @pytest.mark.parametrize("tokens", [1, 100, len(PROMPT)])
@@ -60,22 +60,22 @@ def test_a_parked_sequence_is_shared_as_another(engine: Engine, tokens: int) -> 
     source = computed(engine, PROMPT)
     parking_of(engine).park(source)
     for _ in range(2):
-        free = engine.free_tokens()
-        into = engine.open(exact=False)
-        engine.share(source, tokens, into)
+        free = engine.sequences.free_tokens()
+        into = engine.sequences.open(exact=False)
+        engine.sequences.share(source, tokens, into)
         assert into.length == tokens
-        assert engine.free_tokens() == free - tokens
+        assert engine.sequences.free_tokens() == free - tokens
         assert answer(engine, into, other) == expected
-        engine.close_sequence(into)
+        engine.sequences.close(into)
     assert source.is_parked
 
 
 def test_a_copy_outlives_its_parked_source(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    source, into = computed(engine, PROMPT), engine.open(exact=False)
+    source, into = computed(engine, PROMPT), engine.sequences.open(exact=False)
     parking_of(engine).park(source)
-    engine.share(source, 120, into)
-    engine.close_sequence(source)
+    engine.sequences.share(source, 120, into)
+    engine.sequences.close(source)
     assert answer(engine, into, PROMPT) == expected
 
 
@@ -86,7 +86,7 @@ def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
     assert parking.park(two)
     assert not parking.park(three)
     assert not three.is_parked
-    engine.close_sequence(one)
+    engine.sequences.close(one)
     assert parking.park(three)
     assert parking.park(computed(engine, PROMPT[:100]))
     assert two.is_parked
@@ -95,18 +95,18 @@ def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
 def test_what_does_not_fit_into_the_pool_is_not_copied(engine: Engine) -> None:
     parking, sequence = parking_of(engine), computed(engine, PROMPT)
     parking.park(sequence)
-    while engine.free_tokens() >= len(PROMPT):
+    while engine.sequences.free_tokens() >= len(PROMPT):
         computed(engine, PROMPT)
     with pytest.raises(PoolFull):
-        engine.share(sequence, 10, engine.open(exact=False))
-    engine.close_sequence(sequence)
+        engine.sequences.share(sequence, 10, engine.sequences.open(exact=False))
+    engine.sequences.close(sequence)
 
 
 def test_a_rebuilt_engine_has_forgotten_what_was_parked(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
     for _ in range(2):
         assert parking_of(engine).park(computed(engine, PROMPT))
-    engine.reset()
+    engine.sequences.reset()
     sequences = [computed(engine, PROMPT) for _ in range(2)]
     assert all(parking_of(engine).park(sequence) for sequence in sequences)
     assert cold(engine, PROMPT, exact=False) == expected

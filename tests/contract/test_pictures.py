@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rekindle.engine.base import Engine, Matrix, Sequence, Work
+from rekindle.engine.base import Engine, Matrix, Sequence, Work, run_step
 from rekindle.errors import Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.tokens import Media, Tokens
@@ -27,25 +27,25 @@ def show(engine: Engine, sequence: Sequence, picture: Picture, *, cut: int | Non
     tokens, span, vectors = encoded(engine, picture)
     ids = tokens.ids()
     if span.start:
-        engine.step([Work(sequence, ids[: span.start], None)])
+        run_step(engine, [Work(sequence, ids[: span.start], None)])
     for rows in (slice(0, cut), slice(cut, None)) if cut else (slice(None),):
-        engine.step([Work(sequence, ids[span.start : span.stop][rows], None, vectors[rows])])
+        run_step(engine, [Work(sequence, ids[span.start : span.stop][rows], None, vectors[rows])])
     if ids[span.stop :]:
-        engine.step([Work(sequence, ids[span.stop :], None)])
+        run_step(engine, [Work(sequence, ids[span.stop :], None)])
 
 
 def answer(engine: Engine, *pictures: Picture, exact: bool = False) -> list[int]:
-    sequence = engine.open(exact=exact)
-    engine.step([Work(sequence, BEFORE, None)])
+    sequence = engine.sequences.open(exact=exact)
+    run_step(engine, [Work(sequence, BEFORE, None)])
     for picture in pictures:
         show(engine, sequence, picture)
     said = ask(engine, sequence)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return said
 
 
 def ask(engine: Engine, sequence: Sequence) -> list[int]:
-    [sampled] = engine.step([Work(sequence, AFTER, engine.sampler(GREEDY, AFTER))])
+    [sampled] = run_step(engine, [Work(sequence, AFTER, engine.sampler(GREEDY, AFTER))])
     assert sampled is not None
     return decode(engine, sequence, sampled.token, 8)
 
@@ -74,37 +74,37 @@ def test_the_answer_depends_on_the_picture_and_on_nothing_else(engine: Engine, e
 @seeing_engines
 def test_pictures_and_text_of_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
     expected = [answer(engine, drawn(seed)) for seed in (1, 2)]
-    sequences = [engine.open(exact=False) for _ in range(3)]
+    sequences = [engine.sequences.open(exact=False) for _ in range(3)]
     shown = [encoded(engine, drawn(seed)) for seed in (1, 2)]
     for sequence, (tokens, span, _) in zip(sequences, shown, strict=False):
-        engine.step([Work(sequence, [*BEFORE, *tokens.ids()[: span.start]], None)])
+        run_step(engine, [Work(sequence, [*BEFORE, *tokens.ids()[: span.start]], None)])
     pictures = [
         Work(sequence, tokens.ids()[span.start : span.stop], None, vectors)
         for sequence, (tokens, span, vectors) in zip(sequences, shown, strict=False)
     ]
     text = Work(sequences[2], PROMPT[:30], engine.sampler(GREEDY, []))
-    *nothing, sampled = engine.step([*pictures, text])
+    *nothing, sampled = run_step(engine, [*pictures, text])
     assert nothing == [None, None]
     assert sampled is not None
     for sequence, (tokens, span, _), said in zip(sequences, shown, expected, strict=False):
         if rest := tokens.ids()[span.stop :]:
-            engine.step([Work(sequence, rest, None)])
+            run_step(engine, [Work(sequence, rest, None)])
         assert ask(engine, sequence) == said
 
 
 @pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3", "qwen2vl"], indirect=True)
 def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
-    sequence, size = engine.open(exact=True), engine.capabilities.block_tokens
+    sequence, size = engine.sequences.open(exact=True), engine.capabilities.block_tokens
     prefill(engine, sequence, PROMPT[: size - 6])
     show(engine, sequence, drawn(3))
     prefill(engine, sequence, [*PROMPT[: size - 6], *[0] * (sequence.length - size + 6), *BEFORE])
     stop = sequence.length - sequence.length % size
     kept = blocks(engine, sequence, stop)
-    tail = engine.export(sequence, stop, sequence.length)
-    into = engine.open(exact=True)
+    tail = engine.sequences.export(sequence, stop, sequence.length)
+    into = engine.sequences.open(exact=True)
     for blob in kept:
-        engine.restore(into, blob, size)
-    engine.restore(into, tail, sequence.length - stop)
+        engine.sequences.restore(into, blob, size)
+    engine.sequences.restore(into, tail, sequence.length - stop)
     assert ask(engine, into) == ask(engine, sequence)
 
 
@@ -113,7 +113,7 @@ def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
 )
 def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) -> None:
     assert not engine.capabilities.whole_pictures
-    whole, cut = engine.open(exact=True), engine.open(exact=True)
+    whole, cut = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
     show(engine, whole, drawn(4))
     show(engine, cut, drawn(4), cut=5)
     assert ask(engine, cut) == ask(engine, whole)
@@ -121,10 +121,10 @@ def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) ->
 
 @seeing_engines
 def test_vectors_of_another_shape_are_refused(engine: Engine) -> None:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     _, span, vectors = encoded(engine, drawn(1))
     with pytest.raises(ValueError, match="vectors"):
-        engine.step([Work(sequence, [0] * span.length, None, vectors[1:])])
+        run_step(engine, [Work(sequence, [0] * span.length, None, vectors[1:])])
 
 
 @blind_engines

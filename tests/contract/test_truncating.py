@@ -12,37 +12,37 @@ pytestmark = truncating_engines
 def test_restored_blocks_answer_as_computed_ones(engine: Engine) -> None:
     step = engine.capabilities.step_tokens
     reusable = (len(PROMPT) - 1) // step * step
-    first = engine.open(exact=True)
+    first = engine.sequences.open(exact=True)
     expected = answer(engine, first, PROMPT)
     exported = blocks(engine, first, reusable)
-    second = engine.open(exact=True)
+    second = engine.sequences.open(exact=True)
     for blob in exported:
-        engine.restore(second, blob, engine.capabilities.block_tokens)
+        engine.sequences.restore(second, blob, engine.capabilities.block_tokens)
     assert second.length == reusable
     assert answer(engine, second, PROMPT) == expected
 
 
 def test_blocks_move_between_shared_and_exact_sequences(engine: Engine) -> None:
     size = engine.capabilities.block_tokens
-    shared = engine.open(exact=False)
+    shared = engine.sequences.open(exact=False)
     prefill(engine, shared, PROMPT[:size])
-    blob = engine.export(shared, 0, size)
-    exact = engine.open(exact=True)
-    engine.restore(exact, blob, size)
+    blob = engine.sequences.export(shared, 0, size)
+    exact = engine.sequences.open(exact=True)
+    engine.sequences.restore(exact, blob, size)
     assert exact.length == size
-    back = engine.open(exact=False)
-    engine.restore(back, engine.export(exact, 0, size), size)
-    assert engine.export(back, 0, size) == blob
+    back = engine.sequences.open(exact=False)
+    engine.sequences.restore(back, engine.sequences.export(exact, 0, size), size)
+    assert engine.sequences.export(back, 0, size) == blob
 
 
 def test_a_shared_prefix_costs_no_cells_where_the_engine_says_so(engine: Engine) -> None:
-    source = engine.open(exact=False)
+    source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT)
-    free = engine.free_tokens()
-    into = engine.open(exact=False)
-    engine.share(source, 100, into)
+    free = engine.sequences.free_tokens()
+    into = engine.sequences.open(exact=False)
+    engine.sequences.share(source, 100, into)
     assert into.length == 100
-    assert engine.free_tokens() == free - copied(engine, 100)
+    assert engine.sequences.free_tokens() == free - copied(engine, 100)
 
 
 def copied(engine: Engine, tokens: int) -> int:
@@ -52,11 +52,11 @@ def copied(engine: Engine, tokens: int) -> int:
 
 def test_a_sharer_outlives_its_source(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    source = engine.open(exact=False)
+    source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT)
-    into = engine.open(exact=False)
-    engine.share(source, 128, into)
-    engine.close_sequence(source)
+    into = engine.sequences.open(exact=False)
+    engine.sequences.share(source, 128, into)
+    engine.sequences.close(source)
     assert answer(engine, into, PROMPT) == expected
 
 
@@ -64,25 +64,25 @@ def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None
     step = engine.capabilities.step_tokens
     other = PROMPT[:step] + [9] * 30
     expected = cold(engine, other)
-    sequence = engine.open(exact=True)
+    sequence = engine.sequences.open(exact=True)
     prefill(engine, sequence, PROMPT)
-    engine.truncate(sequence, step)
+    engine.sequences.truncate(sequence, step)
     assert sequence.length == step
     assert answer(engine, sequence, other) == expected
 
 
 def test_closing_gives_all_cells_back(engine: Engine) -> None:
-    before = engine.free_tokens()
-    one, two = engine.open(exact=False), engine.open(exact=False)
+    before = engine.sequences.free_tokens()
+    one, two = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, one, PROMPT)
-    engine.share(one, 77, two)
+    engine.sequences.share(one, 77, two)
     prefill(engine, two, [*PROMPT[:77], 5, 6, 7])
     more = copied(engine, 77)
-    assert engine.free_tokens() == before - len(PROMPT) - 3 - more
-    assert engine.freed_tokens([]) == 0
-    assert engine.freed_tokens([one]) == len(PROMPT) - 77 + more
-    assert engine.freed_tokens([one, two]) == len(PROMPT) + 3 + more
-    engine.close_sequence(one)
-    assert engine.free_tokens() == before - 80
-    engine.close_sequence(two)
-    assert engine.free_tokens() == before
+    assert engine.sequences.free_tokens() == before - len(PROMPT) - 3 - more
+    assert engine.sequences.freed_tokens([]) == 0
+    assert engine.sequences.freed_tokens([one]) == len(PROMPT) - 77 + more
+    assert engine.sequences.freed_tokens([one, two]) == len(PROMPT) + 3 + more
+    engine.sequences.close(one)
+    assert engine.sequences.free_tokens() == before - 80
+    engine.sequences.close(two)
+    assert engine.sequences.free_tokens() == before

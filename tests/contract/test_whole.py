@@ -20,15 +20,15 @@ def export(engine: Engine, sequence: Sequence) -> list[tuple[bytes, int, bool]]:
     for start in range(0, sequence.length, size):
         stop = min(start + size, sequence.length)
         last = stop == sequence.length
-        blob = bytes(engine.export(sequence, start, stop, resumable=last))
+        blob = bytes(engine.sequences.export(sequence, start, stop, resumable=last))
         found.append((blob, stop - start, last))
     return found
 
 
 def restored(engine: Engine, exported: list[tuple[bytes, int, bool]], *, exact: bool) -> Sequence:
-    sequence = engine.open(exact=exact)
+    sequence = engine.sequences.open(exact=exact)
     for blob, tokens, last in exported:
-        engine.restore(sequence, blob, tokens, resumable=last)
+        engine.sequences.restore(sequence, blob, tokens, resumable=last)
     return sequence
 
 
@@ -37,7 +37,7 @@ def restored(engine: Engine, exported: list[tuple[bytes, int, bool]], *, exact: 
 def test_a_restored_sequence_goes_on_as_the_one_it_was_exported_from(
     engine: Engine, tokens: int, exact: bool
 ) -> None:
-    source = engine.open(exact=exact)
+    source = engine.sequences.open(exact=exact)
     prefill(engine, source, PROMPT[:tokens])
     again = restored(engine, export(engine, source), exact=exact)
     assert again.length == tokens
@@ -48,13 +48,13 @@ def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -
     """A block's cells are the same whenever they are read; only the checkpoint is of its moment."""
     step = engine.capabilities.step_tokens
     expected = cold(engine, PROMPT)
-    source = engine.open(exact=True)
+    source = engine.sequences.open(exact=True)
     prefill(engine, source, PROMPT[:step])
     exported = export(engine, source)
     prefill(engine, source, PROMPT)
     size = engine.capabilities.block_tokens
     later = [
-        (bytes(engine.export(source, start, start + size)), size, False)
+        (bytes(engine.sequences.export(source, start, start + size)), size, False)
         for start in range(0, step, size)
     ]
     cells = len(later[-1][0])
@@ -67,50 +67,50 @@ def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -
 def test_restoring_disturbs_nobody(engine: Engine) -> None:
     other = [9, 8, 7, *PROMPT[:40]]
     expected = cold(engine, other, exact=False)
-    neighbour = engine.open(exact=False)
+    neighbour = engine.sequences.open(exact=False)
     prefill(engine, neighbour, other[:20])
-    source = engine.open(exact=False)
+    source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT)
     again = restored(engine, export(engine, source), exact=False)
-    engine.close_sequence(source)
+    engine.sequences.close(source)
     assert answer(engine, neighbour, other) == expected
     assert answer(engine, again, [*PROMPT, 5]) == cold(engine, [*PROMPT, 5], exact=False)
 
 
 def test_a_sequence_is_shared_whole(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    source, into = engine.open(exact=False), engine.open(exact=False)
+    source, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:100])
     with pytest.raises(ValueError, match="whole"):
-        engine.share(source, 99, into)
-    engine.share(source, 100, into)
+        engine.sequences.share(source, 99, into)
+    engine.sequences.share(source, 100, into)
     prefill(engine, source, [*PROMPT[:100], 4, 4, 4])
-    engine.close_sequence(source)
+    engine.sequences.close(source)
     assert answer(engine, into, PROMPT) == expected
 
 
 def test_it_can_be_emptied_and_used_again(engine: Engine) -> None:
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     prefill(engine, sequence, PROMPT[:50])
-    engine.truncate(sequence, 0)
+    engine.sequences.truncate(sequence, 0)
     assert sequence.length == 0
     assert answer(engine, sequence, PROMPT) == cold(engine, PROMPT, exact=False)
 
 
 def test_a_block_without_its_checkpoint_is_refused(engine: Engine) -> None:
-    source, into = engine.open(exact=False), engine.open(exact=False)
+    source, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:10])
-    blob = engine.export(source, 0, 10)
+    blob = engine.sequences.export(source, 0, 10)
     with pytest.raises(CorruptBlock):
-        engine.restore(into, blob, 10, resumable=True)
+        engine.sequences.restore(into, blob, 10, resumable=True)
     assert into.length == 0
 
 
 def test_a_checkpoint_is_of_the_end_alone(engine: Engine) -> None:
-    source = engine.open(exact=False)
+    source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:10])
     with pytest.raises((ValueError, AssertionError)):
-        engine.export(source, 0, 9, resumable=True)
+        engine.sequences.export(source, 0, 9, resumable=True)
 
 
 def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_with(
@@ -119,14 +119,14 @@ def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_w
     """Some engines find out when the cells are in, and start again empty; others before they have
     changed anything."""
     expected = cold(engine, PROMPT, exact=False)
-    source, into = engine.open(exact=False), engine.open(exact=False)
+    source, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:30])
-    before = bytes(engine.export(source, 0, 30, resumable=True))
+    before = bytes(engine.sequences.export(source, 0, 30, resumable=True))
     prefill(engine, source, PROMPT[:40])
-    after = bytes(engine.export(source, 0, 40, resumable=True))
+    after = bytes(engine.sequences.export(source, 0, 40, resumable=True))
     cut = -engine.capabilities.kv_layout.checkpoint_bytes
     with pytest.raises((EngineBroken, CorruptBlock)) as raised:
-        engine.restore(into, after[:cut] + before[cut:], 40, resumable=True)
+        engine.sequences.restore(into, after[:cut] + before[cut:], 40, resumable=True)
     held = 40 if raised.type is CorruptBlock else 0
-    assert engine.free_tokens() == engine.capabilities.pool_tokens - held
+    assert engine.sequences.free_tokens() == engine.capabilities.pool_tokens - held
     assert cold(engine, PROMPT, exact=False) == expected

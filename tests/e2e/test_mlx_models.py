@@ -9,7 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from rekindle.engine.base import EngineOptions, Row, Work
+from rekindle.engine.base import EngineOptions, Row, Work, run_step
 from rekindle.engine.registry import load_engine
 from rekindle.protocol.requests import SamplingParams
 from tests.support.gguf_float import write_gguf_as_float
@@ -117,15 +117,15 @@ def rows(engine: ObservedEngine, question: str, answer: Sequence[int] = ()) -> l
     """The logits behind each token of the most likely answer, or of one that is given."""
     asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     tokens = engine.tokenizer.encode(asked, special=True)
-    sequence = engine.open(exact=False)
+    sequence = engine.sequences.open(exact=False)
     sampler = engine.sampler(SamplingParams(temperature=0), tokens)
     found: list[Row] = []
     engine.observe = lambda _sequence, row: found.append(row.copy())
     for place in range(ALIKE_TOKENS):
-        [sampled] = engine.step([Work(sequence, tokens, sampler)])
+        [sampled] = run_step(engine, [Work(sequence, tokens, sampler)])
         assert sampled
         tokens = [answer[place] if answer else sampled.token]
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return found
 
 

@@ -51,7 +51,7 @@ def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path)
     harness.offload()
     second = harness.ask([*first.turn.tokens, 7, 8], names=Names(session_id="s"))
     harness.close()
-    engine.reset()
+    engine.sequences.reset()
     again = RuntimeHarness(engine, folder=tmp_path)
     assert again.ask([*second.turn.tokens, 9]).reused == len(second.turn.tokens) - 1
     again.close()
@@ -166,7 +166,7 @@ def test_no_more_turns_hold_fetched_state_than_may_run(tmp_path: Path) -> None:
     for prompt in prompts:
         harness.ask(prompt)
     harness.close()
-    engine.reset()
+    engine.sequences.reset()
     again = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0, ram_bytes=0, parallel=2)
     replies = [again.submit(prompt) for prompt in prompts]
     again.scheduler.step()

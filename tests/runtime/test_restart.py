@@ -27,7 +27,7 @@ def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_pa
     harness = RuntimeHarness(engine, folder=tmp_path)
     tokens = converse(harness, 5, FIRST)
     harness.close()
-    engine.reset()
+    engine.sequences.reset()
 
     again = RuntimeHarness(engine, folder=tmp_path)
     before = engine.counts.computed_tokens
@@ -50,7 +50,7 @@ def test_what_was_stored_before_a_crash_is_there_after_it(tmp_path: Path) -> Non
     stored = max(block.stop for block in harness.store if block.stored)
     assert harness.disk is not None
     harness.disk.folder.close()  # what a dead process lets go of
-    engine.reset()
+    engine.sequences.reset()
 
     again = RuntimeHarness(engine, folder=tmp_path)
     assert again.ask(tokens).reused == stored > len(FIRST)
@@ -62,7 +62,7 @@ def test_a_second_request_for_blocks_on_their_way_waits_for_them(tmp_path: Path)
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     harness.ask(FIRST)
     harness.close()
-    engine.reset()
+    engine.sequences.reset()
     again = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     replies = [again.submit(FIRST) for _ in range(4)]
     again.run(*replies)
@@ -79,7 +79,7 @@ def test_names_survive_a_restart_and_lead_to_the_same_key(tmp_path: Path) -> Non
     key = reply.finished.cache.new_cache_key
     assert key is not None
     harness.close()
-    engine.reset()
+    engine.sequences.reset()
 
     again = RuntimeHarness(engine, folder=tmp_path)
     tokens = [*FIRST, *reply.tokens, 7]

@@ -10,11 +10,21 @@ from rekindle.engine.base import Blob, Sequence
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES
 from rekindle.protocol.requests import Names
 from rekindle.tokens import TOKEN_BYTES
-from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.fake import CELL_BYTES, FakeEngine, FakeSequences
 from tests.support.harness import Reply, RuntimeHarness
 
 QUESTION = list(range(100, 128))
 BLOCK_TOKENS = FakeEngine().block_tokens
+
+
+class WatchedSequences(FakeSequences):
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__(engine)
+        self.restored: list[bytes] = []
+
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        self.restored.append(bytes(blob))
+        super().restore(into, blob, tokens, resumable=resumable)
 
 
 class WatchedEngine(FakeEngine):
@@ -22,11 +32,11 @@ class WatchedEngine(FakeEngine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.restored: list[bytes] = []
+        self.sequences = self.watched = WatchedSequences(self)
 
-    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        self.restored.append(bytes(blob))
-        super().restore(into, blob, tokens, resumable=resumable)
+    @property
+    def restored(self) -> list[bytes]:
+        return self.watched.restored
 
 
 @dataclass(frozen=True)

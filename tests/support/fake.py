@@ -6,27 +6,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from rekindle.engine.base import (
     Blob,
     Capabilities,
-    GoOn,
     KvLayout,
     KvType,
     Matrix,
+    Pending,
     Sampled,
     Sampler,
     Sequence,
     StateFiles,
     TokenMask,
     Work,
-    nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.steps import run_on
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
 from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
@@ -115,10 +113,10 @@ def _cells(blob: Blob, size: int) -> list[bytes]:
 class FakeParking:
     """Counts tokens; the state stays where it was."""
 
-    def __init__(self, engine: FakeEngine, tokens: int) -> None:
+    def __init__(self, sequences: FakeSequences, tokens: int) -> None:
         self.tokens = tokens
         self.used_tokens = 0
-        self._engine = engine
+        self._sequences = sequences
 
     def park(self, sequence: Sequence) -> bool:
         assert not sequence.is_parked
@@ -126,7 +124,7 @@ class FakeParking:
         assert sequence.length
         if self.used_tokens + sequence.length > self.tokens:
             return False
-        self._engine.cells(sequence).close(sequence.slot)
+        self._sequences.cells(sequence).close(sequence.slot)
         self.used_tokens += sequence.length
         sequence.is_parked = True
         return True
@@ -148,6 +146,170 @@ class FakeCounts:
     releases: int = 0
 
 
+class FakeSequences:
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.parking = FakeParking(self, engine.park_tokens) if engine.park_tokens else None
+        self.empty()
+
+    def empty(self) -> None:
+        self._pools = {kv_type: Cells(self._engine.pool_tokens) for kv_type in CELLS_BYTES}
+        self._states: dict[Place, list[bytes]] = {}
+        self.going: dict[Place, bytes | None] = {}  # where state cannot be truncated: that of the
+        # last token; None after a block without a checkpoint
+
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        return self._pools[kv_type or self._engine.kv_type].free
+
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        kv_types = {sequence.kv_type for sequence in sequences}
+        assert len(kv_types) <= 1
+        cells = self._pools[kv_types.pop() if kv_types else self._engine.kv_type]
+        return cells.freed(sequence.slot for sequence in sequences)
+
+    @property
+    def open_sequences(self) -> int:
+        return len(self._states)
+
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        kv_type = kv_type or self._engine.kv_type
+        alike = (place for place in self._states if place[0] == exact)
+        taken = [place for place in alike if exact or place[1] == kv_type]
+        if len(taken) >= (
+            self._engine.exact_sequences + 1 if exact else self._engine.max_sequences
+        ):
+            raise PoolFull("all sequences are open")
+        if (
+            exact
+            and self._engine.exact_contexts is not None
+            and len(taken) >= self._engine.exact_contexts
+        ):
+            raise NoMemory.for_exact_context(needed_bytes=1 << 30)
+        if kv_type in self._engine.no_memory_for:
+            raise NoMemory.for_kv_type(needed_bytes=1 << 30)
+        slot = next(n for n in range(len(taken) + 1) if (exact, kv_type, n) not in self._states)
+        self._states[exact, kv_type, slot] = []
+        self.going[exact, kv_type, slot] = b"start"
+        return Sequence(slot, exact=exact, kv_type=kv_type)
+
+    def cells(self, sequence: Sequence) -> Cells:
+        return self._pools[sequence.kv_type]
+
+    def state(self, sequence: Sequence) -> list[bytes]:
+        return self._states[_place(sequence)]
+
+    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
+            raise ValueError("only shared sequences of one KV type share, and into an empty one")
+        if tokens != source.length and not self._engine.can_truncate:
+            raise ValueError("this state is shared whole or not at all")
+        if source.is_parked and self.free_tokens() < source.length:
+            raise PoolFull("no free cells for what is parked")
+        self.state(into)[:] = self.state(source)[:tokens]
+        self.going[_place(into)] = self.going[_place(source)]
+        if self._engine.shares_cells and not source.is_parked:
+            self._pools[into.kv_type].share(source.slot, tokens, into.slot)
+        else:
+            self._pools[into.kv_type].append(into.slot, tokens)
+        into.length = tokens
+        scattered = source.scattered_from is not None and source.scattered_from < tokens
+        into.scattered_from = source.scattered_from if scattered else None
+
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        layout = self._engine.layout(into.kv_type)
+        size = tokens * layout.token_bytes
+        if len(blob) != size + resumable * layout.checkpoint_bytes:
+            raise CorruptBlock("wrong length")
+        blob, checkpoint = blob[:size], bytes(blob[size:])
+        if self._engine.break_restores:
+            self._engine.break_restores -= 1
+            self.reset()
+            raise EngineBroken("restore failed half-way")
+        if resumable and int.from_bytes(checkpoint[-4:], "big") != into.length + tokens:
+            self.reset()
+            raise EngineBroken("a checkpoint is of another position")
+        self.grow(into, tokens)
+        self.state(into).extend(_cells(blob, layout.token_bytes))
+        self.going[_place(into)] = checkpoint or None
+        into.length += tokens
+        self._engine.counts.restored_tokens += tokens
+
+    def grow(self, sequence: Sequence, tokens: int) -> None:
+        if not sequence.exact:
+            if self._pools[sequence.kv_type].free < tokens:
+                raise PoolFull("no free cells")
+            self._pools[sequence.kv_type].append(sequence.slot, tokens)
+
+    def allocate(self, size_bytes: int, /) -> memoryview:
+        return plain_memory(size_bytes)
+
+    def export(
+        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
+    ) -> bytes:
+        assert not sequence.is_parked
+        self._engine.counts.scattered_exports += sequence.scattered_from is not None
+        self._engine.counts.exported_tokens += stop - start
+        cells = b"".join(self.state(sequence)[start:stop])
+        if not resumable:
+            return cells
+        assert stop == sequence.length
+        checkpoint = self.going[_place(sequence)]
+        assert checkpoint is not None
+        assert len(checkpoint) == CHECKPOINT_BYTES
+        return cells + checkpoint
+
+    def requantise(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        if BITS[target] >= BITS[source]:
+            raise ValueError("no fewer bits")
+        size, kept = CELLS_BYTES[source], CELLS_BYTES[target]
+        self._engine.counts.transcoded_tokens += tokens
+        cells = b"".join(cell[:kept] for cell in _cells(blob[: tokens * size], size))
+        return cells + bytes(blob[tokens * size :])
+
+    def before(self, sequence: Sequence) -> bytes:
+        """What the next token's state depends on; an empty sequence is a new one."""
+        state = self.state(sequence)
+        if not state:
+            return b"start"
+        going = b"" if self._engine.can_truncate else self.going[_place(sequence)]
+        assert going is not None, "it was restored without a checkpoint"
+        return state[-1] + going
+
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        if tokens < sequence.length:
+            assert self._engine.can_truncate or not tokens, "this state cannot be truncated"
+            del self.state(sequence)[tokens:]
+            if not sequence.exact:
+                self._pools[sequence.kv_type].truncate(sequence.slot, tokens)
+            sequence.length = tokens
+            if sequence.scattered_from is not None and sequence.scattered_from >= tokens:
+                sequence.scattered_from = None
+
+    def reset(self) -> None:
+        self._engine.counts.resets += 1
+        self.empty()
+        if self.parking:
+            self.parking.used_tokens = 0
+
+    def release_idle(self) -> None:
+        self._engine.counts.releases += 1
+
+    def close(self, sequence: Sequence) -> None:
+        if sequence.is_parked and self.parking:
+            self.parking.leave(sequence)
+        del self._states[_place(sequence)]
+        if not sequence.exact:
+            self._pools[sequence.kv_type].close(sequence.slot)
+        sequence.length = 0
+        sequence.scattered_from = None
+
+
+class FakePending(NamedTuple):
+    work: Seq[Work]
+
+
 @dataclass
 class FakeEngine:
     """`break_steps` holds the numbers of steps that end in EngineBroken, `exact_contexts` how many
@@ -159,7 +321,7 @@ class FakeEngine:
     block_tokens: int = 8
     context_tokens: int = 512
     pool_tokens: int = 1024
-    sequences: int = 12
+    max_sequences: int = 12
     exact_sequences: int = 4
     batch_tokens: int = 128
     can_truncate: bool = True
@@ -176,23 +338,15 @@ class FakeEngine:
     no_memory_for: set[KvType] = field(default_factory=set)
     state_files: StateFiles | None = None
     park_tokens: int = 0
-    computes_beside: bool = False
+    async_launch: bool = False
     scatters: bool = False  # rows of steps that are of several sequences lie apart
 
     def __post_init__(self) -> None:
-        self.meanwhile = nothing_meanwhile
-        self.parking = FakeParking(self, self.park_tokens) if self.park_tokens else None
         self.counts = FakeCounts()
         self.projector = PlainProjector(VECTOR_WIDTH)
         self._spans: set[bytes] = set()  # ids of all pictures
         self.tokenizer: Tokenizer = NumberTokenizer()
-        self._empty()
-
-    def _empty(self) -> None:
-        self._pools = {kv_type: Cells(self.pool_tokens) for kv_type in CELLS_BYTES}
-        self._states: dict[Place, list[bytes]] = {}
-        self._going: dict[Place, bytes | None] = {}  # where state cannot be truncated: that of the
-        # last token; None after a block without a checkpoint
+        self.sequences = FakeSequences(self)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -202,19 +356,19 @@ class FakeEngine:
             context_tokens=self.context_tokens,
             batch_tokens=self.batch_tokens,
             pool_tokens=self.pool_tokens,
-            sequences=self.sequences,
+            sequences=self.max_sequences,
             exact_sequences=self.exact_sequences,
             can_truncate=self.can_truncate,
             device=self.device,
             kv_type=self.kv_type,
-            kv={kv_type: self._layout(kv_type) for kv_type in CELLS_BYTES},
+            kv={kv_type: self.layout(kv_type) for kv_type in CELLS_BYTES},
             modalities=frozenset({"text", "image"} if self.sees else {"text"}),
             whole_pictures=self.whole_pictures,
             shares_cells=self.shares_cells,
-            computes_beside=self.computes_beside,
+            async_launch=self.async_launch,
         )
 
-    def _layout(self, kv_type: KvType) -> KvLayout:
+    def layout(self, kv_type: KvType) -> KvLayout:
         return KvLayout(
             bits=BITS[kv_type],
             group_size=None if kv_type == "fake" else 1,
@@ -223,132 +377,32 @@ class FakeEngine:
             fingerprint=self.fingerprint + kv_type.removeprefix("fake").encode(),
         )
 
-    def free_tokens(self, kv_type: KvType | None = None) -> int:
-        return self._pools[kv_type or self.kv_type].free
-
-    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        kv_types = {sequence.kv_type for sequence in sequences}
-        assert len(kv_types) <= 1
-        cells = self._pools[kv_types.pop() if kv_types else self.kv_type]
-        return cells.freed(sequence.slot for sequence in sequences)
-
-    @property
-    def open_sequences(self) -> int:
-        return len(self._states)
-
-    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
-        kv_type = kv_type or self.kv_type
-        alike = (place for place in self._states if place[0] == exact)
-        taken = [place for place in alike if exact or place[1] == kv_type]
-        if len(taken) >= (self.exact_sequences + 1 if exact else self.sequences):
-            raise PoolFull("all sequences are open")
-        if exact and self.exact_contexts is not None and len(taken) >= self.exact_contexts:
-            raise NoMemory.for_exact_context(needed_bytes=1 << 30)
-        if kv_type in self.no_memory_for:
-            raise NoMemory.for_kv_type(needed_bytes=1 << 30)
-        slot = next(n for n in range(len(taken) + 1) if (exact, kv_type, n) not in self._states)
-        self._states[exact, kv_type, slot] = []
-        self._going[exact, kv_type, slot] = b"start"
-        return Sequence(slot, exact=exact, kv_type=kv_type)
-
-    def cells(self, sequence: Sequence) -> Cells:
-        return self._pools[sequence.kv_type]
-
-    def _state(self, sequence: Sequence) -> list[bytes]:
-        return self._states[_place(sequence)]
-
-    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
-            raise ValueError("only shared sequences of one KV type share, and into an empty one")
-        if tokens != source.length and not self.can_truncate:
-            raise ValueError("this state is shared whole or not at all")
-        if source.is_parked and self.free_tokens() < source.length:
-            raise PoolFull("no free cells for what is parked")
-        self._state(into)[:] = self._state(source)[:tokens]
-        self._going[_place(into)] = self._going[_place(source)]
-        if self.shares_cells and not source.is_parked:
-            self._pools[into.kv_type].share(source.slot, tokens, into.slot)
-        else:
-            self._pools[into.kv_type].append(into.slot, tokens)
-        into.length = tokens
-        scattered = source.scattered_from is not None and source.scattered_from < tokens
-        into.scattered_from = source.scattered_from if scattered else None
-
-    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        layout = self._layout(into.kv_type)
-        size = tokens * layout.token_bytes
-        if len(blob) != size + resumable * layout.checkpoint_bytes:
-            raise CorruptBlock("wrong length")
-        blob, checkpoint = blob[:size], bytes(blob[size:])
-        if self.break_restores:
-            self.break_restores -= 1
-            self.reset()
-            raise EngineBroken("restore failed half-way")
-        if resumable and int.from_bytes(checkpoint[-4:], "big") != into.length + tokens:
-            self.reset()
-            raise EngineBroken("a checkpoint is of another position")
-        self._grow(into, tokens)
-        self._state(into).extend(_cells(blob, layout.token_bytes))
-        self._going[_place(into)] = checkpoint or None
-        into.length += tokens
-        self.counts.restored_tokens += tokens
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        if not sequence.exact:
-            if self._pools[sequence.kv_type].free < tokens:
-                raise PoolFull("no free cells")
-            self._pools[sequence.kv_type].append(sequence.slot, tokens)
-
-    def allocate(self, size_bytes: int, /) -> memoryview:
-        return plain_memory(size_bytes)
-
-    def export(
-        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
-    ) -> bytes:
-        assert not sequence.is_parked
-        self.counts.scattered_exports += sequence.scattered_from is not None
-        self.counts.exported_tokens += stop - start
-        cells = b"".join(self._state(sequence)[start:stop])
-        if not resumable:
-            return cells
-        assert stop == sequence.length
-        checkpoint = self._going[_place(sequence)]
-        assert checkpoint is not None
-        assert len(checkpoint) == CHECKPOINT_BYTES
-        return cells + checkpoint
-
-    def transcode(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        if BITS[target] >= BITS[source]:
-            raise ValueError("no fewer bits")
-        size, kept = CELLS_BYTES[source], CELLS_BYTES[target]
-        self.counts.transcoded_tokens += tokens
-        cells = b"".join(cell[:kept] for cell in _cells(blob[: tokens * size], size))
-        return cells + bytes(blob[tokens * size :])
-
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
         return FakeSampler(sampling, token_mask)
 
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
-        return run_on(self._step, work, go_on)
-
-    def _step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def launch(self, work: Seq[Work]) -> FakePending:
+        """Nothing is computed before `collect`, so touching a sequence in between shows."""
         self.counts.steps += 1
         if self.counts.steps in self.break_steps:
-            self.reset()
+            self.sequences.reset()
             raise EngineBroken("step failed")
-        for kv_type, cells in self._pools.items():
+        for kv_type in CELLS_BYTES:
             shared = [item for item in work if not item.sequence.exact]
             mine = [item for item in shared if item.sequence.kv_type == kv_type]
             rows = sum(len(item.tokens) for item in mine)
-            if rows > cells.free:
+            if rows > self.sequences.free_tokens(kv_type):
                 raise PoolFull("no free cells")
             assert rows <= self.batch_tokens
-        if self.computes_beside:
-            self.meanwhile()
+        return FakePending(work)
+
+    def launch_next(self, pending: Pending, tokens: Seq[int]) -> Pending:
+        items = zip(pending.work, tokens, strict=True)
+        return self.launch([item._replace(tokens=[token]) for item, token in items])
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        work = pending.work
         for item in work if self.scatters and len(work) > 1 else ():
             sequence = item.sequence
             if len(item.tokens) == 1 and sequence.scattered_from is None and not sequence.exact:
@@ -356,15 +410,15 @@ class FakeEngine:
         return [self._compute(item) for item in work]
 
     def _compute(self, item: Work) -> Sampled | None:
-        self._grow(item.sequence, len(item.tokens))
-        state = self._state(item.sequence)
+        self.sequences.grow(item.sequence, len(item.tokens))
+        state = self.sequences.state(item.sequence)
         for row in self._rows(item):
-            before = self._before(item.sequence) + row
+            before = self.sequences.before(item.sequence) + row
             cell = hashlib.blake2b(before, digest_size=CELL_BYTES).digest()
             state.append(cell[: CELLS_BYTES[item.sequence.kv_type]])
             going = hashlib.blake2b(b"going" + before, digest_size=CHECKPOINT_BYTES - 4).digest()
             position = len(state).to_bytes(4, "big")
-            self._going[_place(item.sequence)] = going + position
+            self.sequences.going[_place(item.sequence)] = going + position
         item.sequence.length += len(item.tokens)
         self.counts.computed_tokens += len(item.tokens)
         if item.sampler is None:
@@ -381,25 +435,6 @@ class FakeEngine:
         assert not self.whole_pictures or pack(item.tokens) in self._spans
         return [row.tobytes() for row in item.vectors]
 
-    def _before(self, sequence: Sequence) -> bytes:
-        """What the next token's state depends on; an empty sequence is a new one."""
-        state = self._state(sequence)
-        if not state:
-            return b"start"
-        going = b"" if self.can_truncate else self._going[_place(sequence)]
-        assert going is not None, "it was restored without a checkpoint"
-        return state[-1] + going
-
-    def truncate(self, sequence: Sequence, tokens: int) -> None:
-        if tokens < sequence.length:
-            assert self.can_truncate or not tokens, "this state cannot be truncated"
-            del self._state(sequence)[tokens:]
-            if not sequence.exact:
-                self._pools[sequence.kv_type].truncate(sequence.slot, tokens)
-            sequence.length = tokens
-            if sequence.scattered_from is not None and sequence.scattered_from >= tokens:
-                sequence.scattered_from = None
-
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         if not self.sees:
             raise Unsupported("this engine sees no pictures")
@@ -412,23 +447,9 @@ class FakeEngine:
             raise Unsupported("this engine sees no pictures")
         return self.projector.encode(picture)
 
-    def reset(self) -> None:
-        self.counts.resets += 1
-        self._empty()
-        if self.parking:
-            self.parking.used_tokens = 0
-
-    def release_idle(self) -> None:
-        self.counts.releases += 1
-
-    def close_sequence(self, sequence: Sequence) -> None:
-        if sequence.is_parked and self.parking:
-            self.parking.leave(sequence)
-        del self._states[_place(sequence)]
-        if not sequence.exact:
-            self._pools[sequence.kv_type].close(sequence.slot)
-        sequence.length = 0
-        sequence.scattered_from = None
+    @property
+    def open_sequences(self) -> int:
+        return self.sequences.open_sequences
 
     def close(self) -> None:
-        self._empty()
+        self.sequences.empty()

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.engine.base import EngineOptions, GoOn, OnProgress, Sampled, Work
+from rekindle.engine.base import EngineOptions, OnProgress, Work
 from rekindle.engine.registry import EngineKind
 from rekindle.kvcache.disk.block_files import BlockReading
 from rekindle.kvcache.tiers import disk
 from rekindle.protocol.requests import ENGINE_MODULE
 from rekindle.runtime.reuse import restorer
-from tests.support.fake import FakeEngine, NumberTokenizer
+from tests.support.fake import FakeEngine, FakePending, NumberTokenizer
 
 SUFFIX = ".faulty"
 RAISE = "13"  # a step that has this token raises
@@ -40,13 +40,13 @@ class FaultyTokenizer(NumberTokenizer):
 
 
 class FaultyEngine(FakeEngine):
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+    def launch(self, work: Seq[Work]) -> FakePending:
         tokens = {token for item in work for token in item.tokens}
         if int(RAISE) in tokens:
             raise RuntimeError("a fault on demand")
         if int(HANG) in tokens:
             threading.Event().wait()
-        return super().step(work, go_on)
+        return super().launch(work)
 
 
 def load(options: EngineOptions, _on_progress: OnProgress) -> FaultyEngine:

@@ -65,7 +65,7 @@ class Talker:
         self.forget()
 
     def forget(self, **limits: Any) -> None:
-        self.engine.reset()
+        self.engine.sequences.reset()
         self.harness = RuntimeHarness(self.engine, parallel=self._parallel, **limits)
 
     def prompt(self, messages: list[dict[str, str]]) -> Prompt:

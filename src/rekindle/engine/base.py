@@ -65,14 +65,6 @@ Row = np.ndarray[Any, np.dtype[np.float32]]  # a logit for each token of the voc
 OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 
-def nothing_meanwhile() -> None:
-    """What an engine does while its device computes, unless it is told otherwise."""
-
-
-#: Whether replies have another step at once, with what the last one brought, which then is taken.
-GoOn = Callable[["list[Sampled | None]"], bool]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How to load a model; None lets the engine choose."""
@@ -136,7 +128,7 @@ class Capabilities:
     quantization: str = ""  # of its weights, as its format calls it
     shares_cells: bool = True  # what sequences share takes cells once; else each has its own
     idle_is_free: bool = False  # sequences that nobody adds to slow no step down
-    computes_beside: bool = False  # a step's work goes on by itself once it is begun
+    async_launch: bool = False  # `launch` returns while the device computes
     gpus: tuple[Device, ...] = ()  # for people, as are the layers that lie there
     layers: int = 0
     gpu_layers: int = 0
@@ -215,25 +207,86 @@ class Work(NamedTuple):
 
 
 class Parking(Protocol):
-    """Memory of the engine's device outside the pools: what lies there slows no step down, and is
-    back in a pool as fast as the device copies."""
+    """Device memory outside the KV pools. Parked sequences do not slow any step down, and are
+    copied back into a pool at the speed of the device's memory."""
 
-    tokens: int  # that it has room for
+    tokens: int  # capacity
 
     def park(self, sequence: Sequence) -> bool:
-        """Take a shared sequence of the usual KV type out of its pool. From then on it can be
-        shared, which copies all of it, and closed. False: there is no memory for it."""
+        """Move a shared sequence of the default KV type out of its pool. Afterwards it can only be
+        shared, which copies all of it, or closed. Returns False if the memory is full."""
+
+
+class Sequences(Protocol):
+    """The sequences in an engine's memory.
+
+    Shared sequences of one KV type live in one pool of cells. The pool of a type other than the
+    default one is built when it is first needed and freed when it is idle.
+    """
+
+    @property
+    def parking(self) -> Parking | None:
+        """None if every sequence stays in its pool."""
+
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        """Free cells in the pool of a KV type, the default one if None."""
+
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        """Number of cells that closing all of these sequences of one KV type would free."""
+
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        """Open an empty sequence. Raises PoolFull if all are open, and NoMemory if there is no
+        memory for an exact sequence or for the pool of another KV type. One exact sequence more
+        than may compute can be open, as the target of a requantisation."""
+
+    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        """Give the empty `into` the first `tokens` of `source`. Nothing is copied unless `source`
+        is parked. If state cannot be truncated, only whole sequences can be shared, and an image
+        is always shared whole. Raises PoolFull if a parked source does not fit."""
+
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        """Drop everything after the first `tokens`. If state cannot be truncated, `tokens` has to
+        be 0. A shared sequence cannot be cut inside an image."""
+
+    def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
+        """Return the state of positions [start, stop) as one block. `resumable` adds a checkpoint,
+        which exists only at the end of the sequence."""
+
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        """Append a block. Raises PoolFull, or CorruptBlock for bytes that cannot be a block. If
+        state cannot be truncated, the sequence is usable only after a block with a checkpoint."""
+
+    def allocate(self, size_bytes: int, /) -> memoryview:
+        """Allocate memory from which a block can be restored fastest. Callable from any thread."""
+
+    def requantise(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        """Convert a block to a KV type with fewer bits. The result depends only on the bytes, not
+        on how the state was divided into blocks."""
+
+    def release_idle(self) -> None:
+        """Free memory that is reserved for future sequences and was unused since the last call."""
+
+    def reset(self) -> None:
+        """Drop every sequence and start with empty memory."""
+
+    def close(self, sequence: Sequence) -> None: ...
+
+
+class Pending(Protocol):
+    """A launched step. Only the engine that launched it looks inside."""
+
+    @property
+    def work(self) -> Seq[Work]: ...
 
 
 class Engine(Protocol):
-    """A loaded model. `free_tokens`, `freed_tokens`, `allocate`, `export`, `transcode` and the
-    attributes change nothing; other calls do.
+    """A loaded model.
 
-    Sequences of one KV type share a pool of cells; the pool of a type other than the usual one is
-    made when it is first needed and given back when it is idle.
-
-    Any call may raise EngineBroken: the native memory was undefined, has been rebuilt, and every
-    sequence is gone. Callers drop their handles and start again from tokens.
+    Any call, here or on `sequences`, may raise EngineBroken: native memory became undefined and has
+    been rebuilt, and every sequence is gone. The caller drops its handles and starts again from
+    tokens.
     """
 
     @property
@@ -248,84 +301,45 @@ class Engine(Protocol):
 
     @property
     def state_files(self) -> StateFiles | None:
-        """None where no other program reads and writes this engine's state."""
-
-    #: Where steps go on by themselves: called in each as soon as its work is begun, for what can be
-    #: done until it ends. No sequence of the step may be touched then.
-    meanwhile: Callable[[], None]
+        """None if no other program reads and writes this engine's state."""
 
     @property
-    def parking(self) -> Parking | None:
-        """None where all sequences stay in their pools."""
-
-    def free_tokens(self, kv_type: KvType | None = None) -> int:
-        """Cells of a type's pool that no sequence holds, or will when it is made; None: of the
-        usual type."""
-
-    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        """Cells that closing all these sequences, which are of one KV type, would free."""
-
-    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
-        """An empty sequence of the usual KV type or another; raises PoolFull when none is left,
-        NoMemory when an exact one, or the pool of another type, cannot have the memory it needs.
-        One exact sequence more than compute may be open, to be given what another one holds."""
-
-    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        """Give the empty `into` the first `tokens` of `source`, without copying unless that is
-        parked; all of them where state cannot be truncated, and whole pictures. Raises PoolFull
-        where a parked one does not fit, of which all is copied first."""
-
-    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """Append a block of the sequence's KV type; raises PoolFull, or CorruptBlock when it cannot
-        be one of ours. Where state cannot be truncated, the sequence is of use only after a block
-        with a checkpoint."""
-
-    def allocate(self, size_bytes: int, /) -> memoryview:
-        """Memory for a block that is to be restored, from where that is fastest. Any thread."""
-
-    def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
-        """The state of positions [start, stop) as one block; `resumable` adds a checkpoint, which
-        exists for the sequence's end alone."""
-
-    def transcode(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        """A block of one KV type as a block of another with fewer bits; a function of its bytes
-        alone, whatever block they are divided into."""
+    def sequences(self) -> Sequences: ...
 
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        """`prompt` are the ids of its text, without those of pictures."""
+        """Build the sampler of one reply. `prompt` has the ids of the prompt's text."""
 
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
-        """Do all the work, or none of it and raise PoolFull; one result for each piece. With
-        `go_on`, which is for single tokens of shared sequences with a sampler each, an engine may
-        ask it after a step, and compute the tokens that it brought; the last step's results are
-        returned, and what the others brought is part of the sequences. PoolFull then is of the step
-        under way alone."""
+    def launch(self, work: Seq[Work]) -> Pending:
+        """Start a step, or raise PoolFull and change nothing.
 
-    def truncate(self, sequence: Sequence, tokens: int) -> None:
-        """Forget everything after the first `tokens`; only `tokens` 0 where state cannot be cut. A
-        sequence that is not exact is not cut inside a picture."""
+        With `async_launch` this returns while the device computes. Until `collect`, the caller must
+        not touch the sequences of the step. Steps on different sequences may be in flight together.
+        """
+
+    def launch_next(self, pending: Pending, tokens: Seq[int]) -> Pending:
+        """Start the next decode step of a collected step that had one token and a sampler for each
+        shared sequence. Does the same as `launch`, with less work for each token."""
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        """Wait for a step and sample. Returns one result for each item of its work: None if the
+        item has no sampler."""
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
-        """What a picture takes: its vectors' tokens, and those that the model has around them. Any
-        thread; raises Unsupported without the modality "image"."""
+        """Return the tokens of an image: one for each of its vectors, and those that the model has
+        around them. Callable from any thread. Raises Unsupported if the model takes no images."""
 
     def encode_picture(self, picture: Picture) -> list[Matrix]:
-        """The vectors of each picture span of its tokens, with whatever else the engine wants to
-        know of each row when it is computed; raises Unsupported likewise."""
-
-    def reset(self) -> None:
-        """Forget every sequence and start with an empty memory."""
-
-    def release_idle(self) -> None:
-        """Give back what is kept for sequences to come and was not used since the last call."""
-
-    def close_sequence(self, sequence: Sequence) -> None: ...
+        """Return the vectors of each image span of its tokens. Raises Unsupported if the model
+        takes no images."""
 
     def close(self) -> None: ...
+
+
+def run_step(engine: Engine, work: Seq[Work]) -> list[Sampled | None]:
+    """Launch a step and wait for it."""
+    return engine.collect(engine.launch(work))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

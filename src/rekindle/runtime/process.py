@@ -62,7 +62,12 @@ class RuntimeProcess(ModelProcess[_Message]):
         engine = load_model(load, budgets.ram_bytes, self.send)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(
-            load, budgets, engine.capabilities, self._inbox.put, self.send, engine.allocate
+            load,
+            budgets,
+            engine.capabilities,
+            self._inbox.put,
+            self.send,
+            engine.sequences.allocate,
         )
         self._runtime: Runtime = build(
             engine,

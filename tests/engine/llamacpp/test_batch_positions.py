@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine.base import EngineOptions, Matrix, Sequence, Work
+from rekindle.engine.base import EngineOptions, Matrix, Sequence, Work, run_step
 from rekindle.engine.llamacpp import vision as mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import CorruptBlock
@@ -83,14 +83,14 @@ def run(
         begin += len(tokens)
         if tokens[own]:
             rows = None if vectors is None else vectors[own]
-            engine.step([Work(sequence, tokens[own], None, rows)])
+            run_step(engine, [Work(sequence, tokens[own], None, rows)])
 
 
 def logits(engine: LlamaCppEngine, sequence: Sequence) -> Row:
     """After some more text."""
     rows: list[Row] = []
     engine.observe = lambda _sequence, row: rows.append(row.copy())
-    engine.step([Work(sequence, PROMPT[30:37], engine.sampler(GREEDY, []))])
+    run_step(engine, [Work(sequence, PROMPT[30:37], engine.sampler(GREEDY, []))])
     engine.observe = None
     return rows[0]
 
@@ -102,10 +102,10 @@ def runs(engine: LlamaCppEngine) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def expected(engine: LlamaCppEngine, runs: list[Run]) -> Row:
-    sequence = engine.open(exact=True)
+    sequence = engine.sequences.open(exact=True)
     run(engine, sequence, runs)
     found = logits(engine, sequence)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return found
 
 
@@ -125,7 +125,7 @@ def test_pictures_take_as_many_positions_as_their_longer_side(engine: LlamaCppEn
 def helped(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) -> Row:
     """The last logits when llama.cpp's helper computes texts with pictures between them."""
     library, projector = mtmd.load_mtmd(), engine._vision
-    sequence = engine.open(exact=True)
+    sequence = engine.sequences.open(exact=True)
     context = engine._exact[sequence.slot]
     bitmaps = [
         library.mtmd_bitmap_init(
@@ -149,25 +149,25 @@ def helped(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) 
     for bitmap in bitmaps:
         library.mtmd_bitmap_free(bitmap)
     library.mtmd_input_chunks_free(chunks)
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return row
 
 
 def computed(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) -> Row:
-    sequence = engine.open(exact=True)
+    sequence = engine.sequences.open(exact=True)
     ids = engine.tokenizer.encode(texts[0].decode(), special=False)
     for text, picture in zip(texts[1:], pictures, strict=True):
         tokens = engine.picture_tokens(picture.width, picture.height, picture.digest)
         [span], [vectors] = tokens.media, engine.encode_picture(picture)
         own = tokens.ids()
-        engine.step([Work(sequence, ids + own[: span.start], None)])
-        engine.step([Work(sequence, own[span.start : span.stop], None, vectors)])
+        run_step(engine, [Work(sequence, ids + own[: span.start], None)])
+        run_step(engine, [Work(sequence, own[span.start : span.stop], None, vectors)])
         ids = own[span.stop :] + engine.tokenizer.encode(text.decode(), special=False)
     rows: list[Row] = []
     engine.observe = lambda _sequence, row: rows.append(row.copy())
-    engine.step([Work(sequence, ids, engine.sampler(GREEDY, []))])
+    run_step(engine, [Work(sequence, ids, engine.sampler(GREEDY, []))])
     engine.observe = None
-    engine.close_sequence(sequence)
+    engine.sequences.close(sequence)
     return rows[0]
 
 
@@ -186,18 +186,22 @@ def test_a_prompt_is_computed_as_llama_cpps_helper_computes_it(
 def test_blocks_that_end_inside_pictures_make_the_whole_again(
     engine: LlamaCppEngine, runs: list[Run], expected: Row, block: int
 ) -> None:
-    sequence, into, total = engine.open(exact=True), engine.open(exact=True), length(runs)
+    sequence, into, total = (
+        engine.sequences.open(exact=True),
+        engine.sequences.open(exact=True),
+        length(runs),
+    )
     run(engine, sequence, runs)
-    layout = engine._layouts["f16"]
+    layout = engine.sequences.layouts["f16"]
     for start in range(0, total, block):
         stop = min(start + block, total)
-        blob = engine.export(sequence, start, stop)
+        blob = engine.sequences.export(sequence, start, stop)
         assert len(blob) == layout.fixed + (stop - start) * layout.each
-        engine.restore(into, blob, stop - start)
-        assert engine.export(into, start, stop) == blob
+        engine.sequences.restore(into, blob, stop - start)
+        assert engine.sequences.export(into, start, stop) == blob
     for each in (into, sequence):  # exporting changes nothing
         assert np.array_equal(logits(engine, each), expected)
-        engine.close_sequence(each)
+        engine.sequences.close(each)
 
 
 CUTS = [*range(4, 90, 9), 9, 10, 48, 49, 60, 81, 82]  # also beside the edges of pictures
@@ -207,92 +211,101 @@ CUTS = [*range(4, 90, 9), 9, 10, 48, 49, 60, 81, 82]  # also beside the edges of
 def test_a_sequence_that_is_cut_anywhere_goes_on_as_if_nothing_had_been_there(
     engine: LlamaCppEngine, runs: list[Run], cut: int
 ) -> None:
-    kept, cut_off = engine.open(exact=True), engine.open(exact=True)
+    kept, cut_off = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
     for sequence in (kept, cut_off):
         run(engine, sequence, runs, cut)
         run(engine, sequence, runs)
-    engine.truncate(cut_off, cut)
+    engine.sequences.truncate(cut_off, cut)
     assert cut_off.length == cut
     run(engine, cut_off, runs)
-    assert engine.export(cut_off, 0, length(runs)) == engine.export(kept, 0, length(runs))
+    assert engine.sequences.export(cut_off, 0, length(runs)) == engine.sequences.export(
+        kept, 0, length(runs)
+    )
     assert np.array_equal(logits(engine, cut_off), logits(engine, kept))
     for sequence in (kept, cut_off):
-        engine.close_sequence(sequence)
+        engine.sequences.close(sequence)
 
 
 @pytest.mark.parametrize("stop", [17, 48])
 def test_a_picture_goes_on_after_the_blocks_that_there_are(
     engine: LlamaCppEngine, runs: list[Run], stop: int
 ) -> None:
-    sequence, into = engine.open(exact=True), engine.open(exact=True)
+    sequence, into = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
     run(engine, sequence, runs, stop)
     for start in range(0, stop, 8):
-        blob = engine.export(sequence, start, min(start + 8, stop))
-        engine.restore(into, blob, min(8, stop - start))
+        blob = engine.sequences.export(sequence, start, min(start + 8, stop))
+        engine.sequences.restore(into, blob, min(8, stop - start))
     run(engine, into, runs)
     run(engine, sequence, runs)
     assert np.array_equal(logits(engine, into), logits(engine, sequence))
     for each in (sequence, into):
-        engine.close_sequence(each)
+        engine.sequences.close(each)
 
 
 def test_shared_sequences_whose_cells_lie_in_disorder_are_moved_and_shared(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
     """Two sequences take turns, and go on in cells before their first ones."""
-    first = engine.open(exact=False)
-    engine.step([Work(first, PROMPT[:40], None)])
-    one, other, into, total = *(engine.open(exact=False) for _ in range(3)), length(runs)
+    first = engine.sequences.open(exact=False)
+    run_step(engine, [Work(first, PROMPT[:40], None)])
+    one, other, into, total = *(engine.sequences.open(exact=False) for _ in range(3)), length(runs)
     for stop in range(5, total + 5, 5):
         if stop == 25:  # inside a picture
-            engine.close_sequence(first)
+            engine.sequences.close(first)
         for sequence in (one, other):
             run(engine, sequence, runs, stop)
     for start in range(0, total, 11):
-        blob = engine.export(one, start, min(start + 11, total))
-        engine.restore(into, blob, min(11, total - start))
+        blob = engine.sequences.export(one, start, min(start + 11, total))
+        engine.sequences.restore(into, blob, min(11, total - start))
     for token in range(total):
-        assert engine.export(into, token, token + 1) == engine.export(one, token, token + 1)
-    engine.close_sequence(one)
-    engine.truncate(other, 60)
-    shared = engine.open(exact=False)
-    engine.share(into, 49, shared)
-    free = engine.free_tokens()
+        assert engine.sequences.export(into, token, token + 1) == engine.sequences.export(
+            one, token, token + 1
+        )
+    engine.sequences.close(one)
+    engine.sequences.truncate(other, 60)
+    shared = engine.sequences.open(exact=False)
+    engine.sequences.share(into, 49, shared)
+    free = engine.sequences.free_tokens()
     for sequence in (other, shared):
         run(engine, sequence, runs)
-    assert engine.free_tokens() == free - 2 * total + 60 + 49
+    assert engine.sequences.free_tokens() == free - 2 * total + 60 + 49
     for sequence in (into, other, shared):
         found = logits(engine, sequence)
         assert np.allclose(found, expected, rtol=0, atol=ROUNDING)
-        engine.close_sequence(sequence)
+        engine.sequences.close(sequence)
 
 
 def test_a_shared_sequence_is_not_cut_inside_a_picture(
     engine: LlamaCppEngine, runs: list[Run]
 ) -> None:
-    sequence, into = engine.open(exact=False), engine.open(exact=False)
+    sequence, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     run(engine, sequence, runs)
     with pytest.raises(ValueError, match="inside a picture"):
-        engine.truncate(sequence, 20)
+        engine.sequences.truncate(sequence, 20)
     with pytest.raises(ValueError, match="inside a picture"):
-        engine.share(sequence, 20, into)
+        engine.sequences.share(sequence, 20, into)
     for each in (sequence, into):
-        engine.close_sequence(each)
+        engine.sequences.close(each)
 
 
 def test_blocks_are_transcoded_with_the_places_of_pictures(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
-    sequence, into = engine.open(exact=True), engine.open(exact=True, kv_type="q8_0")
+    sequence, into = (
+        engine.sequences.open(exact=True),
+        engine.sequences.open(exact=True, kv_type="q8_0"),
+    )
     run(engine, sequence, runs)
     for start in range(0, length(runs), 16):
         tokens = min(16, length(runs) - start)
-        blob = engine.export(sequence, start, start + tokens)
-        engine.restore(into, engine.transcode(blob, tokens, "f16", "q8_0"), tokens)
+        blob = engine.sequences.export(sequence, start, start + tokens)
+        engine.sequences.restore(
+            into, engine.sequences.requantise(blob, tokens, "f16", "q8_0"), tokens
+        )
     found = logits(engine, into)
     assert np.corrcoef(found, expected)[0, 1] > 0.999
     for each in (sequence, into):
-        engine.close_sequence(each)
+        engine.sequences.close(each)
 
 
 @pytest.mark.parametrize("stop", [30, 49, 55, 81])  # inside, at the end of, and after a picture
@@ -300,13 +313,17 @@ def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop
     with loaded("qwen35", tmp_path) as engine:
         texts, pictures = [b"What is ", b" and then ", b" there?"], [WIDE, HIGH]
         assert np.array_equal(computed(engine, texts, pictures), helped(engine, texts, pictures))
-        runs, sequence, into = prompt(engine), engine.open(exact=True), engine.open(exact=True)
+        runs, sequence, into = (
+            prompt(engine),
+            engine.sequences.open(exact=True),
+            engine.sequences.open(exact=True),
+        )
         run(engine, sequence, runs, stop)
         for start in range(0, stop, 16):
             tokens = min(16, stop - start)
             ends = start + tokens == stop
-            blob = engine.export(sequence, start, start + tokens, resumable=ends)
-            engine.restore(into, blob, tokens, resumable=ends)
+            blob = engine.sequences.export(sequence, start, start + tokens, resumable=ends)
+            engine.sequences.restore(into, blob, tokens, resumable=ends)
         for each in (sequence, into):
             run(engine, each, runs)
         assert np.array_equal(logits(engine, sequence), logits(engine, into))
@@ -318,18 +335,20 @@ def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop
 def test_a_block_of_other_positions_is_refused_before_it_is_read(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
-    sequence, into = engine.open(exact=True), engine.open(exact=True)
+    sequence, into = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
     run(engine, sequence, runs)
-    wrong = [engine.export(sequence, start, start + 8) for start in (8, 16, 56, 72)]
-    engine.restore(into, engine.export(sequence, 0, 7), 7)
+    wrong = [engine.sequences.export(sequence, start, start + 8) for start in (8, 16, 56, 72)]
+    engine.sequences.restore(into, engine.sequences.export(sequence, 0, 7), 7)
     for blob in wrong:
         with pytest.raises(CorruptBlock):
-            engine.restore(into, blob, 8)
+            engine.sequences.restore(into, blob, 8)
     ids, vectors = runs[1]
     assert vectors is not None
     with pytest.raises(ValueError, match="beginning of this picture"):
-        engine.step([Work(into, ids[3:], None, vectors[3:])])
-    engine.restore(into, engine.export(sequence, 7, length(runs)), length(runs) - 7)
+        run_step(engine, [Work(into, ids[3:], None, vectors[3:])])
+    engine.sequences.restore(
+        into, engine.sequences.export(sequence, 7, length(runs)), length(runs) - 7
+    )
     assert np.array_equal(logits(engine, into), expected)
     for each in (sequence, into):
-        engine.close_sequence(each)
+        engine.sequences.close(each)

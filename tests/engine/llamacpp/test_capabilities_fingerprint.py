@@ -72,7 +72,7 @@ def look(options: EngineOptions) -> tuple[bytes, np.ndarray[Any, Any]]:
     try:
         rows: list[np.ndarray[Any, Any]] = []
         engine.observe = lambda _sequence, row: rows.append(row.copy())
-        prefill(engine, engine.open(exact=True), PROMPT)
+        prefill(engine, engine.sequences.open(exact=True), PROMPT)
         return engine.capabilities.kv_layout.fingerprint, rows[-1]
     finally:
         engine.close()

@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
-from rekindle.engine.base import EngineOptions, Sampled, TokenMask, Work
+from rekindle.engine.base import EngineOptions, Sampled, TokenMask, Work, run_step
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.requests import SamplingParams
 from tests.support.tiny import write_llama
@@ -64,20 +64,20 @@ def write(
     most: int = 200,
 ) -> list[Sampled]:
     """A reply up to its end token, or to `most` tokens."""
-    sequence = engine.open(exact=exact)
+    sequence = engine.sequences.open(exact=exact)
     sampler = engine.sampler(sampling, PROMPT, constraint)
     reply: list[Sampled] = []
     tokens = PROMPT
     try:
         while len(reply) < most:
-            [sampled] = engine.step([Work(sequence, tokens, sampler)])
+            [sampled] = run_step(engine, [Work(sequence, tokens, sampler)])
             assert sampled is not None
             reply.append(sampled)
             if sampled.token in engine.tokenizer.end_tokens:
                 break
             tokens = [sampled.token]
     finally:
-        engine.close_sequence(sequence)
+        engine.sequences.close(sequence)
     return reply
 
 
@@ -111,7 +111,7 @@ def test_a_constraint_does_not_touch_replies_beside_it(
     engine: LlamaCppEngine, compiler: GrammarCompiler
 ) -> None:
     alone = write(engine, GREEDY, most=12)
-    free, bound = engine.open(exact=False), engine.open(exact=False)
+    free, bound = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     constraint = compiler.compile(json_grammar({"type": "object"}, "response_format"))
     samplers = [engine.sampler(GREEDY, PROMPT), engine.sampler(GREEDY, PROMPT, constraint)]
     tokens, written = [PROMPT, PROMPT], []
@@ -120,11 +120,11 @@ def test_a_constraint_does_not_touch_replies_beside_it(
             Work(sequence, pending, sampler)
             for sequence, pending, sampler in zip((free, bound), tokens, samplers, strict=True)
         ]
-        results = engine.step(work)
+        results = run_step(engine, work)
         tokens = [[each.token] for each in results if each is not None]
         written.append(tokens[0][0])
-    engine.close_sequence(free)
-    engine.close_sequence(bound)
+    engine.sequences.close(free)
+    engine.sequences.close(bound)
     assert written[: len(alone)] == [each.token for each in alone]
 
 

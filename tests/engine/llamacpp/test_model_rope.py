@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine.base import EngineOptions, Work
+from rekindle.engine.base import EngineOptions, Work, run_step
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from tests.contract.actions import GREEDY, PROMPT
 from tests.support.tiny import write_llama, write_phi3
@@ -41,10 +41,10 @@ def logits(engine: LlamaCppEngine, *, exact: bool) -> np.ndarray[Any, Any]:
     """After one step, the same for both kinds of sequence."""
     rows: list[np.ndarray[Any, Any]] = []
     engine.observe = lambda _sequence, row: rows.append(row.copy())
-    sequence = engine.open(exact=exact)
+    sequence = engine.sequences.open(exact=exact)
     tokens = PROMPT[: engine.capabilities.step_tokens]
-    engine.step([Work(sequence, tokens, engine.sampler(GREEDY, tokens))])
-    engine.close_sequence(sequence)
+    run_step(engine, [Work(sequence, tokens, engine.sampler(GREEDY, tokens))])
+    engine.sequences.close(sequence)
     return rows[0]
 
 

@@ -25,22 +25,22 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaCpp
 
 def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaCppEngine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    assert engine.parking
-    others = [engine.open(exact=False) for _ in range(4)]
+    assert engine.sequences.parking
+    others = [engine.sequences.open(exact=False) for _ in range(4)]
     for other in others:
         prefill(engine, other, PROMPT[::-1])
-    assert engine.parking.park(others[0])  # what is parked stays parked
-    last = engine.open(exact=False)
+    assert engine.sequences.parking.park(others[0])  # what is parked stays parked
+    last = engine.sequences.open(exact=False)
     first = prefill(engine, last, PROMPT)
     for other in others[1:]:
-        engine.close_sequence(other)
+        engine.sequences.close(other)
     cells = engine._pools.default.cells
     assert cells.peak > 3 * cells.used
     said = decode(engine, last, first, 1)
     assert cells.peak == cells.used
     assert [first, *decode(engine, last, said[-1], 11)] == expected
-    copy = engine.open(exact=False)
-    engine.share(others[0], len(PROMPT), copy)
+    copy = engine.sequences.open(exact=False)
+    engine.sequences.share(others[0], len(PROMPT), copy)
     assert copy.length == len(PROMPT)
 
 
@@ -50,22 +50,22 @@ def test_a_parked_sequence_continues_whatever_the_estimate_of_its_record(
 ) -> None:
     monkeypatch.setattr(parking, "_max_record_bytes", lambda _tokens: record_bytes)
     expected = cold(engine, PROMPT, exact=False)
-    assert engine.parking
-    parked, into = engine.open(exact=False), engine.open(exact=False)
+    assert engine.sequences.parking
+    parked, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     first = prefill(engine, parked, PROMPT)
-    assert engine.parking.park(parked)
-    engine.share(parked, len(PROMPT), into)
+    assert engine.sequences.parking.park(parked)
+    engine.sequences.share(parked, len(PROMPT), into)
     assert [first, *decode(engine, into, first, 12)][:12] == expected[:12]
 
 
 def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    assert engine.parking
-    low, one, two = (engine.open(exact=False) for _ in range(3))
+    assert engine.sequences.parking
+    low, one, two = (engine.sequences.open(exact=False) for _ in range(3))
     prefill(engine, low, [*PROMPT, *PROMPT, *PROMPT, *PROMPT])
     first = prefill(engine, one, PROMPT)
-    engine.share(one, len(PROMPT), two)
-    engine.close_sequence(low)
+    engine.sequences.share(one, len(PROMPT), two)
+    engine.sequences.close(low)
     peak = engine._pools.default.cells.peak
     assert decode(engine, two, first, 12) == expected
     assert engine._pools.default.cells.peak == peak

@@ -26,22 +26,22 @@ def engine(tmp_path: Path) -> Iterator[LlamaCppEngine]:
 
 def test_a_pool_is_made_when_its_type_is_first_wanted(engine: LlamaCppEngine) -> None:
     assert list(engine._pools) == ["f16"]
-    assert engine.free_tokens("q8_0") == engine.free_tokens()
-    sequence = engine.open(exact=False, kv_type="q8_0")
+    assert engine.sequences.free_tokens("q8_0") == engine.sequences.free_tokens()
+    sequence = engine.sequences.open(exact=False, kv_type="q8_0")
     prefill(engine, sequence, PROMPT[:10])
     assert list(engine._pools) == ["f16", "q8_0"]
-    assert engine.free_tokens("q8_0") == engine.free_tokens() - 10
+    assert engine.sequences.free_tokens("q8_0") == engine.sequences.free_tokens() - 10
 
 
 def test_a_pool_that_stays_empty_is_given_back(engine: LlamaCppEngine) -> None:
-    busy = engine.open(exact=False, kv_type="q4_0")
+    busy = engine.sequences.open(exact=False, kv_type="q4_0")
     cold(engine, PROMPT, exact=False, kv_type="q8_0")
     found = []
     for _ in range(2):
-        engine.release_idle()
+        engine.sequences.release_idle()
         found.append(list(engine._pools))
     assert found == [["f16", "q4_0", "q8_0"], ["f16", "q4_0"]]
-    engine.close_sequence(busy)
+    engine.sequences.close(busy)
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 
 
@@ -52,11 +52,11 @@ def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
     with monkeypatch.context() as patch:
         patch.setattr(sizes, "host_free_bytes", lambda: 1000)
         with pytest.raises(NoMemory, match=r"MB .*kv_bits.*--max-model-len"):
-            engine.open(exact=False, kv_type="q8_0")
+            engine.sequences.open(exact=False, kv_type="q8_0")
     with monkeypatch.context() as patch:
         patch.setattr(engine._pools._library, "llama_init_from_model", lambda _m, _p: None)
         with pytest.raises(NoMemory, match="kv_bits"):
-            engine.open(exact=False, kv_type="q8_0")
+            engine.sequences.open(exact=False, kv_type="q8_0")
     assert cold(engine, PROMPT, exact=False) == expected
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 
@@ -70,19 +70,19 @@ def test_pools_of_other_types_share_what_the_usual_one_leaves(
     path = write_wide_llama(tmp_path / "wide.gguf")
     options = EngineOptions(path=path, threads=1, context_tokens=1024, kv_fraction=1e-9)
     engine = LlamaCppEngine(options)
-    first = engine.open(exact=False, kv_type="q8_0")
-    assert engine.free_tokens("q8_0") == 1024
+    first = engine.sequences.open(exact=False, kv_type="q8_0")
+    assert engine.sequences.free_tokens("q8_0") == 1024
     with pytest.raises(NoMemory, match="kv_bits"):
-        engine.open(exact=False, kv_type="q4_0")
-    engine.close_sequence(first)
+        engine.sequences.open(exact=False, kv_type="q4_0")
+    engine.sequences.close(first)
     assert cold(engine, PROMPT, exact=False, kv_type="q4_0")
     assert list(engine._pools) == ["f16", "q4_0"]
     engine.close()
 
 
 def test_a_reset_leaves_the_usual_pool_alone(engine: LlamaCppEngine) -> None:
-    engine.open(exact=False, kv_type="q8_0")
-    engine.reset()
+    engine.sequences.open(exact=False, kv_type="q8_0")
+    engine.sequences.reset()
     assert list(engine._pools) == ["f16"]
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 

@@ -82,14 +82,14 @@ def test_a_context_is_built_when_it_is_needed_and_used_again(memory: Memory, loa
 
 def test_a_context_that_stays_idle_is_given_back(memory: Memory, load: Load) -> None:
     engine = load()
-    busy = engine.open(exact=True)
+    busy = engine.sequences.open(exact=True)
     cold(engine, PROMPT)
     counts = [engine._exact.count]
     for _ in range(2):
-        engine.release_idle()
+        engine.sequences.release_idle()
         counts.append(engine._exact.count)
     assert counts == [2, 2, 1]  # it was used since the call before: not at the first one
-    engine.close_sequence(busy)
+    engine.sequences.close(busy)
     assert cold(engine, PROMPT) == cold(engine, PROMPT)
 
 
@@ -97,7 +97,7 @@ def test_no_context_is_built_where_memory_has_become_short(memory: Memory, load:
     engine = load()
     memory.free_bytes = context_bytes(load) - 1
     with pytest.raises(NoMemory, match=r"1 MB .*cache_exact.*--max-model-len"):
-        engine.open(exact=True)
+        engine.sequences.open(exact=True)
     memory.free_bytes = 1 << 34
     assert cold(engine, PROMPT) == cold(engine, PROMPT)
 
@@ -107,12 +107,12 @@ def test_a_failed_allocation_is_that_of_one_sequence(
 ) -> None:
     engine = load()
     expected = cold(engine, PROMPT)
-    held = engine.open(exact=True)  # the idle one, so that the next has to be built
+    held = engine.sequences.open(exact=True)  # the idle one, so that the next has to be built
     with monkeypatch.context() as patch:
         patch.setattr(engine._exact._library, "llama_init_from_model", lambda _m, _p: None)
         with pytest.raises(NoMemory, match="cache_exact"):
-            engine.open(exact=True)
-    engine.close_sequence(held)
+            engine.sequences.open(exact=True)
+    engine.sequences.close(held)
     assert cold(engine, PROMPT) == expected
     assert cold(engine, PROMPT, exact=False)
 
@@ -122,15 +122,15 @@ def test_no_more_contexts_open_than_the_budget_holds(memory: Memory, load: Load)
     engine = load(kv_fraction=KV_FRACTION)
     """And one more, for what takes over the state of another."""
     for _ in range(3):
-        engine.open(exact=True)
+        engine.sequences.open(exact=True)
     with pytest.raises(PoolFull):
-        engine.open(exact=True)
+        engine.sequences.open(exact=True)
     assert engine._exact.count == 3
 
 
 def test_a_reset_gives_every_exact_context_back(memory: Memory, load: Load) -> None:
     engine = load()
-    engine.open(exact=True)
+    engine.sequences.open(exact=True)
     cold(engine, PROMPT)
-    engine.reset()
+    engine.sequences.reset()
     assert engine._exact.count == 0

@@ -29,10 +29,10 @@ def engine(smollm2_path: Path) -> Iterator[LlamaCppEngine]:
 
 
 def state(engine: LlamaCppEngine, kv_type: KvType) -> bytes:
-    sequence = engine.open(exact=True, kv_type=kv_type)
+    sequence = engine.sequences.open(exact=True, kv_type=kv_type)
     prefill(engine, sequence, PROMPT[:TOKENS])
-    blob = bytes(engine.export(sequence, 0, TOKENS))
-    engine.close_sequence(sequence)
+    blob = bytes(engine.sequences.export(sequence, 0, TOKENS))
+    engine.sequences.close(sequence)
     return blob
 
 
@@ -47,18 +47,18 @@ def first_keys(layout: BlockLayout, blob: bytes) -> np.ndarray[Any, Any]:
 def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
     engine: LlamaCppEngine, kv_type: KvType
 ) -> None:
-    layout = engine._layouts.measured(kv_type)
+    layout = engine.sequences.layouts.measured(kv_type)
     assert {rows.rotation for rows in layout.sections[0]} == {64}
-    transcoded = engine.transcode(state(engine, "f16"), TOKENS, "f16", kv_type)
+    transcoded = engine.sequences.requantise(state(engine, "f16"), TOKENS, "f16", kv_type)
     mine, theirs = (first_keys(layout, blob) for blob in (transcoded, state(engine, kv_type)))
     step = np.abs(theirs).max() / (127 if kv_type == "q8_0" else 7)
     assert np.abs(mine - theirs).mean() < 0.02 * step  # all but values at the edge of two steps
 
 
 def test_4_bit_state_may_come_from_8_bit_state(engine: LlamaCppEngine) -> None:
-    layout, eight = engine._layouts.measured("q4_0"), state(engine, "q8_0")
-    mine = first_keys(layout, engine.transcode(eight, TOKENS, "q8_0", "q4_0"))
-    theirs = first_keys(engine._layouts.measured("q8_0"), eight)
+    layout, eight = engine.sequences.layouts.measured("q4_0"), state(engine, "q8_0")
+    mine = first_keys(layout, engine.sequences.requantise(eight, TOKENS, "q8_0", "q4_0"))
+    theirs = first_keys(engine.sequences.layouts.measured("q8_0"), eight)
     assert np.abs(mine - theirs).max() <= np.abs(theirs).max() / 7
 
 
@@ -66,9 +66,9 @@ def test_a_block_that_says_something_else_of_itself_is_refused(engine: LlamaCppE
     blob = bytearray(state(engine, "f16"))
     blob[12] ^= 1  # the number of its cells
     with pytest.raises(CorruptBlock):
-        engine.transcode(blob, TOKENS, "f16", "q8_0")
+        engine.sequences.requantise(blob, TOKENS, "f16", "q8_0")
     with pytest.raises(CorruptBlock):
-        engine.transcode(blob[:-1], TOKENS, "f16", "q8_0")
+        engine.sequences.requantise(blob[:-1], TOKENS, "f16", "q8_0")
 
 
 def test_a_state_that_is_laid_out_in_another_way_is_only_measured() -> None:

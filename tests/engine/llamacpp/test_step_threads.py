@@ -118,10 +118,10 @@ def test_an_exact_reply_has_the_same_bits_the_second_time(tmp_path: Path) -> Non
     try:
         for _ in range(3):
             rows.clear()
-            sequence = engine.open(exact=True)
+            sequence = engine.sequences.open(exact=True)
             decode(engine, sequence, prefill(engine, sequence, LONG), 40)
             replies.append(np.stack(rows))
-            engine.close_sequence(sequence)
+            engine.sequences.close(sequence)
     finally:
         engine.close()
     assert np.array_equal(replies[0], replies[1])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.engine.base import EngineOptions, Matrix, Work
+from rekindle.engine.base import EngineOptions, Matrix, Work, run_step
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp import vision as mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
@@ -65,7 +65,7 @@ def test_text_is_computed_as_without_a_projector(options: EngineOptions) -> None
     for mmproj in (options.mmproj, None):
         with loaded(replace(options, mmproj=mmproj)) as engine:
             engine.observe = lambda _sequence, row: rows.append(row.copy())
-            prefill(engine, engine.open(exact=True), PROMPT)
+            prefill(engine, engine.sequences.open(exact=True), PROMPT)
     seeing, blind = rows
     assert np.array_equal(seeing, blind)
 
@@ -131,10 +131,10 @@ Row = bytes
 
 def first_row(engine: LlamaCppEngine, ids: list[int], vectors: Matrix) -> Row:
     """The state of a picture's first token."""
-    sequence = engine.open(exact=True)
-    engine.step([Work(sequence, ids, None, vectors)])
-    row = bytes(engine.export(sequence, 0, 1))
-    engine.close_sequence(sequence)
+    sequence = engine.sequences.open(exact=True)
+    run_step(engine, [Work(sequence, ids, None, vectors)])
+    row = bytes(engine.sequences.export(sequence, 0, 1))
+    engine.sequences.close(sequence)
     return row
 
 
@@ -165,7 +165,7 @@ def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) 
     with loaded(options) as engine:
         narrow = np.zeros((16, WIDTH - 1), np.float32)
         with pytest.raises(ValueError, match="vectors"):
-            engine.step([Work(engine.open(exact=False), [0] * 16, None, narrow)])
+            run_step(engine, [Work(engine.sequences.open(exact=False), [0] * 16, None, narrow)])
 
 
 # -- files that are refused ----------------------------------------------------------------------

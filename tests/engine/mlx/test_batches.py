@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
-from rekindle.engine.base import EngineOptions, KvType, Work
+from rekindle.engine.base import EngineOptions, KvType, Work, run_step
 from rekindle.engine.mlx.batches import SPARE_TOKENS, by_length
 from rekindle.engine.mlx.engine import MlxEngine
 from tests.contract.actions import GREEDY, prefill
@@ -56,16 +56,16 @@ def test_one_long_row_does_not_make_the_others_as_wide(tmp_path: Path) -> None:
     path = write_tiny_mlx(tmp_path / "tiny", "llama-wide")
     engine = MlxEngine(EngineOptions(path=path, parallel=ROWS, context_tokens=4096))
     for kv_type in (engine.capabilities.kv_type, list(engine.capabilities.kv)[-1]):
-        sequences = [engine.open(exact=False, kv_type=kv_type) for _ in range(ROWS)]
+        sequences = [engine.sequences.open(exact=False, kv_type=kv_type) for _ in range(ROWS)]
         for number, each in enumerate(sequences):
             tokens = LONG if number == 3 else SHORT
             prefill(engine, each, [3 + (7 * n + number) % 200 for n in range(tokens)])
         for _ in range(3):
-            engine.step([Work(each, [5], engine.sampler(GREEDY, [])) for each in sequences])
+            run_step(engine, [Work(each, [5], engine.sampler(GREEDY, [])) for each in sequences])
         tokens = sum(each.length for each in sequences)
         cells = 2 * tokens + 2 * ROWS * SPARE_TOKENS  # and buffers grow by as much
         token_bytes = engine.capabilities.kv[kv_type].token_bytes
         assert 0 < held_bytes(engine, kv_type) <= cells * token_bytes < ROWS * LONG * token_bytes
         for each in sequences:
-            engine.close_sequence(each)
+            engine.sequences.close(each)
     engine.close()

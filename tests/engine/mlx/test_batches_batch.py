@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from rekindle.engine.base import EngineOptions, KvType, Sequence, Work
+from rekindle.engine.base import EngineOptions, KvType, Sequence, Work, run_step
 from rekindle.engine.mlx import batches
 from rekindle.engine.mlx.engine import MlxEngine
 from rekindle.errors import EngineBroken
@@ -33,7 +33,7 @@ def engine(
 
 @pytest.fixture(autouse=True)
 def empty(engine: MlxEngine) -> None:
-    engine.reset()
+    engine.sequences.reset()
 
 
 def prompt(number: int) -> list[int]:
@@ -48,7 +48,7 @@ def types(engine: MlxEngine) -> list[KvType]:
 def step(engine: MlxEngine, replies: dict[Sequence, list[int]]) -> None:
     """The next token of each reply."""
     work = [Work(each, said[-1:], engine.sampler(GREEDY, [])) for each, said in replies.items()]
-    for said, sampled in zip(replies.values(), engine.step(work), strict=True):
+    for said, sampled in zip(replies.values(), run_step(engine, work), strict=True):
         assert sampled is not None
         said.append(sampled.token)
 
@@ -58,7 +58,7 @@ def check_replies(engine: MlxEngine, kv_type: KvType) -> None:
     it would be alone."""
     numbers = range(len(LENGTHS))
     alone = [cold(engine, prompt(n), exact=False, kv_type=kv_type) for n in numbers]
-    sequences = [engine.open(exact=False, kv_type=kv_type) for _ in numbers]
+    sequences = [engine.sequences.open(exact=False, kv_type=kv_type) for _ in numbers]
     replies: dict[Sequence, list[int]] = {}
     for turn in range(2 * REPLY_TOKENS + len(sequences)):
         if turn < len(sequences):
@@ -97,17 +97,17 @@ def test_it_does_not_matter_who_is_in_a_batch_with_whom(
 
 def test_a_row_is_exported_and_shared_while_the_batch_goes_on(engine: MlxEngine) -> None:
     alone = [cold(engine, prompt(n), exact=False) for n in (0, 1)]
-    one, two = (engine.open(exact=False) for _ in range(2))
+    one, two = (engine.sequences.open(exact=False) for _ in range(2))
     replies: dict[Sequence, list[int]] = {
         each: [prefill(engine, each, prompt(n))] for n, each in enumerate((one, two))
     }
     for _ in range(3):
         step(engine, replies)
     resumable = not engine.capabilities.can_truncate
-    blob = engine.export(one, 0, one.length, resumable=resumable)
-    restored, shared = (engine.open(exact=False) for _ in range(2))
-    engine.restore(restored, blob, one.length, resumable=resumable)
-    engine.share(two, two.length, shared)
+    blob = engine.sequences.export(one, 0, one.length, resumable=resumable)
+    restored, shared = (engine.sequences.open(exact=False) for _ in range(2))
+    engine.sequences.restore(restored, blob, one.length, resumable=resumable)
+    engine.sequences.share(two, two.length, shared)
     rest = REPLY_TOKENS - 3
     said = [*replies[one][:-1], *decode(engine, restored, replies[one][-1], rest)]
     other = [*replies[two][:-1], *decode(engine, shared, replies[two][-1], rest)]
@@ -118,27 +118,27 @@ def test_a_row_is_exported_and_shared_while_the_batch_goes_on(engine: MlxEngine)
 
 def test_a_row_leaves_when_its_sequence_is_closed(engine: MlxEngine) -> None:
     expected = cold(engine, prompt(0), exact=False)
-    sequences = [engine.open(exact=False) for _ in range(3)]
+    sequences = [engine.sequences.open(exact=False) for _ in range(3)]
     replies: dict[Sequence, list[int]] = {
         each: [prefill(engine, each, prompt(n))] for n, each in enumerate(sequences)
     }
     step(engine, replies)
     for gone in sequences[1:]:
-        engine.close_sequence(gone)
+        engine.sequences.close(gone)
         del replies[gone]
         step(engine, replies)
     for _ in range(REPLY_TOKENS - 3):
         step(engine, replies)
     assert replies[sequences[0]] == expected
-    engine.close_sequence(sequences[0])
-    assert engine.free_tokens() == engine.capabilities.pool_tokens
+    engine.sequences.close(sequences[0])
+    assert engine.sequences.free_tokens() == engine.capabilities.pool_tokens
 
 
 def test_a_step_that_fails_leaves_an_empty_engine_that_works(
     engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    sequences = [engine.open(exact=False) for _ in range(2)]
+    sequences = [engine.sequences.open(exact=False) for _ in range(2)]
     replies: dict[Sequence, list[int]] = {
         each: [prefill(engine, each, PROMPT[:20])] for each in sequences
     }
@@ -150,7 +150,7 @@ def test_a_step_that_fails_leaves_an_empty_engine_that_works(
         patch.setattr(type(engine._model), "__call__", fail)
         with pytest.raises(EngineBroken, match="allocate"):
             step(engine, replies)
-    assert engine.free_tokens() == engine.capabilities.pool_tokens
+    assert engine.sequences.free_tokens() == engine.capabilities.pool_tokens
     assert cold(engine, PROMPT, exact=False) == expected
 
 
@@ -159,15 +159,15 @@ def test_nothing_is_left_of_sequences_that_are_closed(tmp_path: Path) -> None:
     built = MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=512))
     held = set()
     for _ in range(3):
-        sequences = [built.open(exact=False) for _ in range(3)]
+        sequences = [built.sequences.open(exact=False) for _ in range(3)]
         replies: dict[Sequence, list[int]] = {
             each: [prefill(built, each, PROMPT)] for each in sequences
         }
         for _ in range(4):
             step(built, replies)
         for each in sequences:
-            built.close_sequence(each)
-        built.release_idle()
+            built.sequences.close(each)
+        built.sequences.release_idle()
         held.add(mx.get_active_memory())
     assert len(held) == 1
     built.close()

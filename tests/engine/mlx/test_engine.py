@@ -34,11 +34,11 @@ def test_a_restore_that_fails_leaves_an_empty_engine_that_works(
     engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)
-    source, into = (engine.open(exact=False) for _ in range(2))
+    source, into = (engine.sequences.open(exact=False) for _ in range(2))
     prefill(engine, source, PROMPT[:20])
-    blob = engine.export(source, 0, 20)
+    blob = engine.sequences.export(source, 0, 20)
     with pytest.raises(CorruptBlock):
-        engine.restore(into, blob[:-1], 20)
+        engine.sequences.restore(into, blob[:-1], 20)
     assert (source.length, into.length) == (20, 0)  # others go on after a damaged block
 
     def fail(*_arguments: Any) -> None:
@@ -47,6 +47,6 @@ def test_a_restore_that_fails_leaves_an_empty_engine_that_works(
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", fail)
         with pytest.raises(EngineBroken, match="allocate"):
-            engine.restore(into, blob, 20)
-    assert engine.free_tokens() == engine.capabilities.pool_tokens
+            engine.sequences.restore(into, blob, 20)
+    assert engine.sequences.free_tokens() == engine.capabilities.pool_tokens
     assert cold(engine, PROMPT, exact=False) == expected

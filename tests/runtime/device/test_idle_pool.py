@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.base import Sampled, Work
+from rekindle.engine.base import Work
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
 from rekindle.runtime.device import idle_pool
 from rekindle.runtime.device.offload import ALONE_STEPS
 from rekindle.tokens import Tokens
-from tests.support.fake import CELL_BYTES, FakeEngine
+from tests.support.fake import CELL_BYTES, FakeEngine, FakePending
 from tests.support.harness import RuntimeHarness
 
 BLOCK_BYTES = 8 * CELL_BYTES
@@ -153,7 +153,7 @@ def test_a_turn_that_computes_much_beside_it_sends_it_down_first() -> None:
     first = harness.ask(CONVERSATION, max_tokens=4)
     other = harness.submit([2] * 60, max_tokens=30)
     harness.scheduler.step()
-    assert engine.pool_tokens - engine.free_tokens() <= 60
+    assert engine.pool_tokens - engine.sequences.free_tokens() <= 60
     again = harness.ask([*CONVERSATION, *first.tokens, 5], max_tokens=1)
     assert (again.reused, again.finished.cache.tier) == (83, "ram")
     harness.run(other)
@@ -214,10 +214,10 @@ def parking_harness(
 def test_a_sequence_that_nobody_runs_beside_stays_in_the_pool() -> None:
     engine, harness = parking_harness()
     harness.ask([1] * 80, max_tokens=1)
-    assert engine.parking
-    assert engine.parking.used_tokens == 0
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens == 0
     assert harness.ask([1] * 81, max_tokens=1).finished.cache.tier == "device"
-    assert engine.parking.used_tokens == 0
+    assert engine.sequences.parking.used_tokens == 0
 
 
 def test_idle_sequences_are_parked_while_a_turn_runs() -> None:
@@ -227,11 +227,11 @@ def test_idle_sequences_are_parked_while_a_turn_runs() -> None:
     running = harness.submit([3] * 40, max_tokens=20)
     while not running.tokens:
         harness.scheduler.step()
-    assert engine.parking
-    assert engine.parking.used_tokens == 0  # its first token does not wait for that
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens == 0  # its first token does not wait for that
     harness.scheduler.step()
-    assert engine.parking.used_tokens == 160
-    assert engine.free_tokens() == engine.pool_tokens - 41
+    assert engine.sequences.parking.used_tokens == 160
+    assert engine.sequences.free_tokens() == engine.pool_tokens - 41
     assert engine.counts.exported_tokens == 0
     harness.run(running)
 
@@ -250,12 +250,12 @@ def test_a_parked_conversation_is_continued_from_the_device() -> None:
 
 def continued_harness(sequences: int = 12) -> tuple[FakeEngine, RuntimeHarness]:
     """A conversation that was parked runs; what was parked of it is of no more use."""
-    fake = FakeEngine(device="gpu", pool_tokens=1024, park_tokens=250, sequences=sequences)
+    fake = FakeEngine(device="gpu", pool_tokens=1024, park_tokens=250, max_sequences=sequences)
     harness = RuntimeHarness(fake, idle_tokens=None)
     first = harness.ask([1] * 80, max_tokens=3)
     harness.ask([2] * 80, max_tokens=3)
-    assert fake.parking
-    assert fake.parking.used_tokens == 82
+    assert fake.sequences.parking
+    assert fake.sequences.parking.used_tokens == 82
     reply = harness.submit([1] * 80 + first.tokens + [3], max_tokens=50)
     while not reply.tokens:
         harness.scheduler.step()
@@ -264,20 +264,20 @@ def continued_harness(sequences: int = 12) -> tuple[FakeEngine, RuntimeHarness]:
 
 def test_a_first_token_does_not_wait_until_what_was_parked_is_freed() -> None:
     engine, harness = continued_harness()
-    assert engine.parking
-    assert engine.parking.used_tokens >= 82
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens >= 82
     harness.run()
     harness.offload()
-    assert engine.parking.used_tokens == 82  # of the other one
+    assert engine.sequences.parking.used_tokens == 82  # of the other one
     assert engine.open_sequences == 2
 
 
 def test_what_was_parked_of_a_running_turn_makes_room_for_others() -> None:
     engine, harness = continued_harness()
-    assert engine.parking
+    assert engine.sequences.parking
     harness.ask([4] * 100, max_tokens=1)
     harness.ask([5] * 100, max_tokens=3)  # the third is parked, in its place
-    assert engine.parking.used_tokens <= 250
+    assert engine.sequences.parking.used_tokens <= 250
     assert engine.counts.exported_tokens == 0
 
 
@@ -291,9 +291,9 @@ def test_what_was_parked_of_a_running_turn_holds_no_sequence_that_another_needs(
 
 def test_nothing_stays_parked_of_a_conversation_that_is_deleted() -> None:
     engine, harness = continued_harness()
-    assert engine.parking
+    assert engine.sequences.parking
     harness.kv.forget(PrefixHandle(harness.namespace(), Tokens.of([2] * 80)))
-    assert engine.parking.used_tokens == 0
+    assert engine.sequences.parking.used_tokens == 0
 
 
 def test_a_few_idle_replies_leave_the_pool_before_state_is_copied_into_it() -> None:
@@ -301,11 +301,11 @@ def test_a_few_idle_replies_leave_the_pool_before_state_is_copied_into_it() -> N
     engine, harness = parking_harness()
     first = harness.ask([1] * 80, max_tokens=3)
     harness.ask([2] * 40, max_tokens=3)  # stays in the pool
-    assert engine.parking
-    assert engine.parking.used_tokens == 82
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens == 82
     reply = harness.submit([1] * 80 + first.tokens + [3], max_tokens=3)
     harness.scheduler.step()
-    assert engine.free_tokens() <= engine.pool_tokens - 83
+    assert engine.sequences.free_tokens() <= engine.pool_tokens - 83
     assert [each.sequence.is_parked for each in harness.kv.idle] == [True]
     harness.run(reply)
     assert (reply.reused, reply.finished.cache.tier) == (82, "device")
@@ -316,8 +316,8 @@ def test_a_parked_conversation_of_which_little_is_of_use_is_not_copied() -> None
     engine, harness = parking_harness()
     harness.ask([1] * 400, max_tokens=1)
     harness.ask([2] * 40, max_tokens=3)
-    assert engine.parking
-    assert engine.parking.used_tokens == 400
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens == 400
     assert harness.ask([1] * 40 + [3] * 20, max_tokens=1).reused == 0
     assert harness.ask([1] * 50 + [3] * 20, max_tokens=1).reused == 50
 
@@ -326,8 +326,8 @@ def test_those_parked_longest_leave_for_the_store_when_there_is_no_more_room() -
     engine, harness = parking_harness(park_tokens=200)
     for number in range(5):
         harness.ask([number] * 80, max_tokens=3)
-    assert engine.parking
-    assert engine.parking.used_tokens == 2 * 82
+    assert engine.sequences.parking
+    assert engine.sequences.parking.used_tokens == 2 * 82
     harness.offload()
     tiers = [harness.ask([number] * 81, max_tokens=1).finished.cache.tier for number in (0, 4)]
     assert tiers == ["ram", "device"]
@@ -370,9 +370,11 @@ def test_parked_conversations_are_exported_in_idle_moments() -> None:
     while harness.scheduler.step():
         pass
     assert engine.counts.exported_tokens == 3 * 80
-    assert engine.parking
-    assert engine.parking.used_tokens == 2 * 80  # all but the newest, which may go on next
-    assert engine.free_tokens() == engine.pool_tokens - 80
+    assert engine.sequences.parking
+    assert (
+        engine.sequences.parking.used_tokens == 2 * 80
+    )  # all but the newest, which may go on next
+    assert engine.sequences.free_tokens() == engine.pool_tokens - 80
 
 
 def test_a_pool_full_of_idle_sequences_makes_room_though_nothing_can_be_copied() -> None:
@@ -454,13 +456,13 @@ def test_in_an_idle_moment_all_are_cut_before_the_first_is_computed_again(
     engine, harness = scattering_harness(park_tokens=1000)
     talk_together(harness)
     apart: list[int | None] = []
-    step = engine.step
+    launch = engine.launch
 
-    def watched(work: Seq[Work]) -> list[Sampled | None]:
+    def watched(work: Seq[Work]) -> FakePending:
         apart.extend(idle.sequence.scattered_from for idle in harness.kv.idle)
-        return step(work)
+        return launch(work)
 
-    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(engine, "launch", watched)
     while harness.scheduler.step():
         pass
     assert apart == [None] * 4
@@ -491,7 +493,7 @@ def test_a_turn_does_not_wait_for_room_that_only_its_parked_source_needs() -> No
 @pytest.mark.parametrize("park_tokens", [400, 2000])
 def test_many_idle_conversations_in_a_full_pool_let_others_in(park_tokens: int) -> None:
     engine = FakeEngine(
-        device="gpu", pool_tokens=512, context_tokens=500, park_tokens=park_tokens, sequences=7
+        device="gpu", pool_tokens=512, context_tokens=500, park_tokens=park_tokens, max_sequences=7
     )
     harness = RuntimeHarness(engine)
     for number in range(12):
@@ -508,7 +510,7 @@ def test_branches_of_one_reply_are_gathered_only_where_there_is_room() -> None:
             park_tokens=1000,
             scatters=True,
             batch_tokens=300,
-            sequences=20,
+            max_sequences=20,
         )
         harness = RuntimeHarness(engine)
         replies = [harness.submit([number] * 40, max_tokens=80) for number in (1, 2)]
@@ -523,7 +525,7 @@ def test_branches_of_one_reply_are_gathered_only_where_there_is_room() -> None:
 
 def test_a_reply_that_is_cut_to_nothing_is_not_exported() -> None:
     """Of a prompt of one token, computed beside others, all lies apart."""
-    engine = FakeEngine(device="gpu", park_tokens=800, scatters=True, computes_beside=True)
+    engine = FakeEngine(device="gpu", park_tokens=800, scatters=True, async_launch=True)
     harness = RuntimeHarness(engine)
     quantised: dict[str, Any] = {"kv_bits": 8, "kv_quantization_start": 0}
     harness.submit(list(range(10, 60)), max_tokens=200, **quantised)
@@ -537,7 +539,7 @@ def test_a_reply_that_is_cut_to_nothing_is_not_exported() -> None:
 
 
 def full_engine(**sizes: Any) -> FakeEngine:
-    return FakeEngine(device="gpu", scatters=True, computes_beside=True, **sizes)
+    return FakeEngine(device="gpu", scatters=True, async_launch=True, **sizes)
 
 
 def test_a_parked_conversation_is_used_while_a_copy_of_it_is_exported(
@@ -560,8 +562,8 @@ def test_an_export_that_was_asked_for_finds_room_in_a_full_pool() -> None:
     harness.ask([11, *range(20, 370)], max_tokens=8)
     [parked] = harness.kv.idle
     harness.kv.idle.usual._exports.gather(parked)
-    assert engine.parking
-    assert engine.parking.park(parked.sequence)
+    assert engine.sequences.parking
+    assert engine.sequences.parking.park(parked.sequence)
     harness.ask([12, *range(20, 420)], max_tokens=8)
     done: list[bool] = []
     handle = PrefixHandle(parked.namespace, parked.tokens)

@@ -93,7 +93,7 @@ def talk(harness: RuntimeHarness, engine: ObservedEngine) -> list[tuple[Reply, l
 
 def test_penalties_look_back_over_the_text_around_pictures(engine: ObservedEngine) -> None:
     """No vocabulary has the ids of a picture."""
-    engine.reset()
+    engine.sequences.reset()
     harness = RuntimeHarness(engine)
     sampling = SamplingParams(temperature=0, repetition_penalty=1.3, repetition_context_size=500)
     messages = [user("a picture:", IMAGE, "what is it?")]
@@ -117,7 +117,7 @@ def test_exact_answers_about_pictures_are_bit_identical_to_cold_ones(
     assert harness.pictures.counts.encoded == len(PICTURES)
     harness.close()
     for warm, rows in answers:
-        engine.reset()
+        engine.sequences.reset()
         harness = RuntimeHarness(engine)
         request = structs.replace(warm.turn.request, turn=1, reuse=False)
         encoded = replace(warm.turn.encoded, request=request)

@@ -165,7 +165,7 @@ def test_residents_beyond_their_share_go_down_to_ram() -> None:
     harness = RuntimeHarness(engine, idle_tokens=150)
     for number in range(5):
         harness.ask([number, *SYSTEM], max_tokens=2)
-    assert engine.pool_tokens - engine.free_tokens() <= 150
+    assert engine.pool_tokens - engine.sequences.free_tokens() <= 150
     assert harness.ask([0, *SYSTEM], max_tokens=2).finished.cache.tier == "ram"
 
 
@@ -190,7 +190,7 @@ def test_a_turn_has_room_for_its_own_copy_of_what_it_shares(shares_cells: bool) 
     reply = harness.ask(branch, max_tokens=4)
     assert reply.reused >= 48
     assert (reply.finished.cache.tier == "device") == shares_cells
-    assert engine.free_tokens() >= 0
+    assert engine.sequences.free_tokens() >= 0
     assert harness.kv.counts.preemptions == 0
     assert reply.tokens == RuntimeHarness(FakeEngine()).ask(branch, max_tokens=4).tokens
 

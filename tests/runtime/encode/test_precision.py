@@ -46,7 +46,7 @@ def test_a_turn_has_the_cells_that_it_asks_for(kv_bits: int, size: int) -> None:
     reply = harness.ask(PROMPT, kv_bits=kv_bits, max_tokens=4)
     assert bits(reply) == (kv_bits, 1)
     assert stored_bytes(harness) == size * (len(PROMPT) + 3)
-    assert harness.engine.free_tokens() == harness.capabilities.pool_tokens
+    assert harness.engine.sequences.free_tokens() == harness.capabilities.pool_tokens
     again = harness.ask([*PROMPT, *reply.tokens], kv_bits=kv_bits, max_tokens=4)
     assert again.reused == len(PROMPT) + 3
 
@@ -437,12 +437,12 @@ def crowd(seed: int) -> None:
     }
     engine = FakeEngine(
         pool_tokens=choose.choice([300, 512, 1024]),
-        sequences=choose.choice([6, 12]),
+        max_sequences=choose.choice([6, 12]),
         exact_sequences=choose.choice([1, 2, 4]),
         break_steps=set(choose.sample(range(1, 400), choose.choice([0, 2]))),
         break_restores=choose.choice([0, 0, 1]),
         park_tokens=choose.choice([0, 200, 600]) if same["can_truncate"] else 0,
-        computes_beside=choose.random() < 0.5,
+        async_launch=choose.random() < 0.5,
         scatters=choose.random() < 0.5,
         **same,
     )

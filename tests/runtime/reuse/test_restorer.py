@@ -45,7 +45,7 @@ class Resumed:
             before.ask(prompt)
         before.close()
         self.clock = FakeClock()
-        self.engine = FakeEngine(context_tokens=2048, pool_tokens=16384, sequences=24)
+        self.engine = FakeEngine(context_tokens=2048, pool_tokens=16384, max_sequences=24)
         self.harness = RuntimeHarness(
             self.engine, shelf=shelf, clock=self.clock, idle_tokens=0, **harness
         )

@@ -278,7 +278,7 @@ def test_many_prompts_at_once_are_not_held_up_by_a_few_replies(
 
 
 def test_a_step_beside_a_reply_that_is_over_is_no_larger_than_a_batch() -> None:
-    engine = FakeEngine(device="gpu", computes_beside=True)  # which checks that
+    engine = FakeEngine(device="gpu", async_launch=True)  # which checks that
     harness = RuntimeHarness(engine)
     over = harness.submit([1] * 20, max_tokens=12)
     while not over.turn.is_over:

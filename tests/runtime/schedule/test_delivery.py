@@ -58,7 +58,7 @@ def ask(
     **request: Any,
 ) -> tuple[Reply, RuntimeHarness, list[tuple[float, list[Event]]]]:
     """A reply, and when which events were told."""
-    engine = TimedEngine(computes_beside=beside)
+    engine = TimedEngine(async_launch=beside)
     engine.clock = Clock(monkeypatch, step_s)
     harness = RuntimeHarness(engine)
     harness.scheduler.reply_run.is_undisturbed = lambda: runs
@@ -198,7 +198,7 @@ def test_nothing_waits_for_a_picture_that_is_encoded(
     monkeypatch: pytest.MonkeyPatch, *, beside: bool
 ) -> None:
     asked = [{"type": "text", "text": "look at this"}, {"type": "image"}]
-    engine = TimedEngine(sees=True, computes_beside=beside)
+    engine = TimedEngine(sees=True, async_launch=beside)
     engine.tokenizer = AsciiTokenizer()
     engine.clock = Clock(monkeypatch, TOGETHER_S / 50)
     harness = RuntimeHarness(engine)

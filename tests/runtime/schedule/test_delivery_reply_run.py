@@ -42,7 +42,7 @@ def expected(**request: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_many_steps_are_one_call_and_the_replies_are_the_same(*, beside: bool) -> None:
-    engine = FakeEngine(computes_beside=beside)
+    engine = FakeEngine(async_launch=beside)
     harness = harness_of(engine)
     replies = start(harness, max_tokens=60)
     calls = 0
@@ -133,7 +133,7 @@ def test_an_engine_that_fails_tells_everybody() -> None:
     replies = start(harness, max_tokens=60)
 
     def broken(_work: object) -> None:
-        engine.reset()
+        engine.sequences.reset()
         raise EngineBroken("it is gone")
 
     engine._step = broken  # type: ignore[method-assign, assignment]

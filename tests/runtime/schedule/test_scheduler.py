@@ -433,7 +433,7 @@ def test_replies_are_delivered_while_the_next_step_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rekindle.runtime.schedule.delivery.TOGETHER_S", 0.0)
-    engine = FakeEngine(computes_beside=True)
+    engine = FakeEngine(async_launch=True)
     harness = RuntimeHarness(engine)
     replies = [harness.submit([number] * 20, max_tokens=8) for number in (1, 2)]
     delivered: list[int] = []
@@ -454,8 +454,8 @@ def test_replies_are_delivered_while_the_next_step_is_computed(
 def test_answers_and_counts_are_those_of_an_engine_that_does_not(max_tokens: int) -> None:
     prompts = [[number] * (20 + number) for number in range(1, 6)]
     said = []
-    for computes_beside in (False, True):
-        engine = FakeEngine(computes_beside=computes_beside)
+    for async_launch in (False, True):
+        engine = FakeEngine(async_launch=async_launch)
         harness = RuntimeHarness(engine)
         replies = [harness.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
         for reply in replies:
@@ -470,7 +470,7 @@ def test_answers_and_counts_are_those_of_an_engine_that_does_not(max_tokens: int
 
 
 def test_a_turn_computes_nothing_beyond_its_limit_or_its_end() -> None:
-    engine = FakeEngine(computes_beside=True, context_tokens=64, pool_tokens=64)
+    engine = FakeEngine(async_launch=True, context_tokens=64, pool_tokens=64)
     harness = RuntimeHarness(engine)
     reply = harness.ask([1] * 40, max_tokens=24)  # to the very end of the context
     assert len(reply.tokens) == 24
@@ -478,7 +478,7 @@ def test_a_turn_computes_nothing_beyond_its_limit_or_its_end() -> None:
 
 
 def test_a_cancel_delivers_what_was_sampled_before() -> None:
-    engine = FakeEngine(computes_beside=True)
+    engine = FakeEngine(async_launch=True)
     harness = RuntimeHarness(engine)
     reply = harness.submit([1] * 20, max_tokens=100)
     for _ in range(10):
@@ -494,7 +494,7 @@ def test_a_cancel_delivers_what_was_sampled_before() -> None:
 def test_an_engine_that_breaks_loses_no_token_that_was_sampled() -> None:
     expected = RuntimeHarness(FakeEngine()).ask([1] * 20, max_tokens=20).tokens
     for step in range(2, 20):
-        engine = FakeEngine(computes_beside=True, break_steps={step})
+        engine = FakeEngine(async_launch=True, break_steps={step})
         harness = RuntimeHarness(engine)
         assert harness.ask([1] * 20, max_tokens=20).tokens == expected
         assert engine.counts.resets == 1
@@ -503,7 +503,7 @@ def test_an_engine_that_breaks_loses_no_token_that_was_sampled() -> None:
 def test_a_turn_ends_at_a_stop_string_though_a_step_is_under_way() -> None:
     expected = RuntimeHarness(FakeEngine()).ask([1] * 20, max_tokens=20).tokens
     stop = f"{expected[6]} "
-    engine = FakeEngine(computes_beside=True)
+    engine = FakeEngine(async_launch=True)
     harness = RuntimeHarness(engine)
     reply = harness.ask([1] * 20, max_tokens=20, stop=(stop,))
     assert reply.finished.reason == "stop"
@@ -514,7 +514,7 @@ def test_a_turn_ends_at_a_stop_string_though_a_step_is_under_way() -> None:
 
 def test_a_turn_that_ends_while_the_pool_is_full_resets_nothing() -> None:
     for max_tokens in range(60, 80):
-        engine = FakeEngine(computes_beside=True, pool_tokens=280, context_tokens=270)
+        engine = FakeEngine(async_launch=True, pool_tokens=280, context_tokens=270)
         harness = RuntimeHarness(engine)
         harness.submit([1] * 80, max_tokens=max_tokens, reuse=False)
         harness.submit([2] * 60, max_tokens=190)
@@ -533,7 +533,7 @@ def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None
                 raise EngineBroken("export failed")
             return super().export(*given, **named)
 
-    engine = Breaking(computes_beside=True)
+    engine = Breaking(async_launch=True)
     harness = RuntimeHarness(engine, idle_tokens=0)
     ending = harness.submit([1] * 40, max_tokens=5)
     other = harness.submit([2] * 40, max_tokens=50)
@@ -550,7 +550,7 @@ def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None
 
 
 def test_a_conversation_that_is_deleted_during_a_step_is_forgotten_after_it() -> None:
-    engine = FakeEngine(computes_beside=True)
+    engine = FakeEngine(async_launch=True)
     harness = RuntimeHarness(engine)
     key = harness.ask([1] * 40, max_tokens=1, names=Names(return_cache_key=True))
     entry = harness.entries.by_key(harness.namespace(), key.finished.cache.new_cache_key or "")

@@ -49,7 +49,7 @@ def test_exact_turns_wait_for_each_other_where_few_can_run_and_others_pass() -> 
 
 def test_idle_sequences_leave_one_for_every_turn_that_may_run() -> None:
     """However few of them may be exact."""
-    engine = FakeEngine(exact_sequences=1, sequences=6)
+    engine = FakeEngine(exact_sequences=1, max_sequences=6)
     harness = RuntimeHarness(engine, parallel=4)
     for number in range(6):
         harness.ask([number, *PROMPT], max_tokens=1)

@@ -245,7 +245,7 @@ def test_turns_that_ended_together_stay_ended_when_keeping_the_first_breaks_the_
         harness.scheduler.step()
 
     def broken(*_args: object, **_options: object) -> bytes:
-        fake.reset()
+        fake.sequences.reset()
         raise EngineBroken("export failed")
 
     with monkeypatch.context() as patch:
@@ -281,7 +281,7 @@ def test_choices_of_one_prompt_share_its_cells() -> None:
     replies = [harness.submit(PROMPT, max_tokens=30) for _ in range(4)]
     while not all(reply.started for reply in replies):
         harness.scheduler.step()
-    assert fake.pool_tokens - fake.free_tokens() < 2 * len(PROMPT)
+    assert fake.pool_tokens - fake.sequences.free_tokens() < 2 * len(PROMPT)
     harness.run()
     assert fake.counts.computed_tokens == len(PROMPT) - 1 + 4 * 30
     assert {tuple(reply.tokens) for reply in replies} == {tuple(cold(PROMPT, max_tokens=30))}
@@ -352,7 +352,7 @@ def test_an_engine_that_breaks_over_a_question_loses_no_turn(
         harness.scheduler.step()
 
     def broken(*_args: object, **_options: object) -> bytes:
-        fake.reset()
+        fake.sequences.reset()
         raise EngineBroken("export failed")
 
     with monkeypatch.context() as patch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -13,17 +13,16 @@ from rekindle.engine.base import (
     Blob,
     Capabilities,
     EngineOptions,
-    GoOn,
     KvLayout,
     KvType,
     Matrix,
     OnProgress,
+    Pending,
     Sampled,
     Sampler,
     Sequence,
     TokenMask,
     Work,
-    nothing_meanwhile,
 )
 from rekindle.engine.cells import Cells
 from rekindle.engine.sampling.sampler import build_sampler
@@ -39,6 +38,7 @@ from tests.support.pictures import PlainProjector
 BLOCK_TOKENS = STEP_TOKENS = 64
 BATCH_TOKENS = 128  # beside one row for each turn that decodes
 KV_TYPE, SMALL_KV_TYPE = "f32", "i8"
+KV_TYPE_BYTES: dict[KvType, int] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # of a value
 SCALE = np.float32(32)  # of 8-bit cells: what is kept is kept again without a change
 
 Place = tuple[bool, KvType, int]  # of a sequence: whether it is exact, its KV type, its slot
@@ -53,61 +53,18 @@ def _place(sequence: Sequence) -> Place:
     return sequence.exact, sequence.kv_type, sequence.slot
 
 
-class NumpyEngine:
-    state_files = None
+class NumpySequences:
     parking = None
-    meanwhile = staticmethod(nothing_meanwhile)
     allocate = staticmethod(plain_memory)
-    _kv_types: ClassVar[dict[KvType, int]] = {KV_TYPE: 4, SMALL_KV_TYPE: 1}  # bytes of a value
 
-    def __init__(
-        self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
-    ) -> None:
-        if options.kv_type != "f16":
-            raise ModelError(f"this engine has {KV_TYPE} KV cells; leave --fp8-kvcache out")
-        file = ModelFile.read(options.path)
-        self.tokenizer = ByteTokenizer()
-        self.chat_template = TEMPLATE
-        self._model = TinyTransformer(file, self.tokenizer.size)
-        self._projector = PlainProjector(WIDTH)
-        self.capabilities = self._describe(options)
-        self._pools = {kv_type: Cells(self.capabilities.pool_tokens) for kv_type in self._kv_types}
+    def __init__(self, capabilities: Capabilities, row_shape: tuple[int, ...]) -> None:
+        self._capabilities = capabilities
+        self._row_shape = row_shape
+        self._pools = {kv_type: Cells(capabilities.pool_tokens) for kv_type in KV_TYPE_BYTES}
         self._rows: dict[Place, Array] = {}
-        #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
-        self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
-        on_progress(1.0)
-
-    def _describe(self, options: EngineOptions) -> Capabilities:
-        context = options.context_tokens or self._model.context_tokens
-        weights = options.path.read_bytes()
-        values = int(np.prod(self._model.row_shape))
-        layouts = {
-            kv_type: KvLayout(
-                bits=8 * size_bytes,
-                group_size=None if kv_type == KV_TYPE else values,
-                token_bytes=size_bytes * values,
-                checkpoint_bytes=0,
-                fingerprint=blake3(f"{FORMAT} {kv_type}".encode() + weights).digest(),
-            )
-            for kv_type, size_bytes in self._kv_types.items()
-        }
-        return Capabilities(
-            block_tokens=BLOCK_TOKENS,
-            step_tokens=STEP_TOKENS,
-            context_tokens=context,
-            batch_tokens=BATCH_TOKENS + options.parallel,
-            pool_tokens=2 * context,
-            sequences=2 * options.parallel,
-            exact_sequences=options.parallel,
-            can_truncate=True,
-            device="cpu",
-            kv_type=KV_TYPE,
-            kv=layouts,
-            modalities=frozenset({"text", "image"}),
-        )
 
     def _empty(self, tokens: int = 0) -> Array:
-        return np.empty((tokens, *self._model.row_shape), np.float32)
+        return np.empty((tokens, *self._row_shape), np.float32)
 
     def free_tokens(self, kv_type: KvType | None = None) -> int:
         return self._pools[kv_type or KV_TYPE].free
@@ -116,10 +73,8 @@ class NumpyEngine:
         cells = self._pools[sequences[0].kv_type if sequences else KV_TYPE]
         return cells.freed(sequence.slot for sequence in sequences)
 
-    # -- sequences -----------------------------------------------------------------------------
-
     def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
-        known, kv_type = self.capabilities, kv_type or KV_TYPE
+        known, kv_type = self._capabilities, kv_type or KV_TYPE
         most = known.exact_sequences + 1 if exact else known.sequences
         alike = [place for place in self._rows if place[0] == exact]
         if len([place for place in alike if exact or place[1] == kv_type]) >= most:
@@ -130,7 +85,7 @@ class NumpyEngine:
 
     def release_idle(self) -> None: ...
 
-    def close_sequence(self, sequence: Sequence) -> None:
+    def close(self, sequence: Sequence) -> None:
         del self._rows[_place(sequence)]
         if not sequence.exact:
             self._pools[sequence.kv_type].close(sequence.slot)
@@ -159,15 +114,15 @@ class NumpyEngine:
         return (rows if kv_type == KV_TYPE else np.round(rows * SCALE).astype(np.int8)).tobytes()
 
     def _unpacked(self, blob: Blob, tokens: int, kv_type: KvType) -> Array:
-        if len(blob) != tokens * self.capabilities.kv[kv_type].token_bytes:
+        if len(blob) != tokens * self._capabilities.kv[kv_type].token_bytes:
             raise CorruptBlock(f"a block of {tokens} tokens cannot have {len(blob)} bytes")
         if kv_type == KV_TYPE:
             rows = np.frombuffer(blob, np.float32)
         else:
             rows = np.frombuffer(blob, np.int8).astype(np.float32) / SCALE
-        return rows.reshape(tokens, *self._model.row_shape)
+        return rows.reshape(tokens, *self._row_shape)
 
-    def transcode(
+    def requantise(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
         if (source, target) != (KV_TYPE, SMALL_KV_TYPE):
@@ -178,12 +133,12 @@ class NumpyEngine:
         restored = self._unpacked(blob, tokens, into.kv_type)
         if not into.exact and self._pools[into.kv_type].free < tokens:
             raise PoolFull("no free cells for this block")
-        self._grow(into, tokens)[into.length - tokens :] = restored
+        self.grow(into, tokens)[into.length - tokens :] = restored
 
     def _held(self, sequence: Sequence) -> Array:
         return self._rows[_place(sequence)][: sequence.length]
 
-    def _grow(self, sequence: Sequence, tokens: int) -> Array:
+    def grow(self, sequence: Sequence, tokens: int) -> Array:
         """The sequence's rows with so many more at the end, whose values are still to be set."""
         held, stop = self._held(sequence), sequence.length + tokens
         if stop > len(self._rows[_place(sequence)]):
@@ -200,6 +155,59 @@ class NumpyEngine:
         for cells in self._pools.values():
             cells.clear()
 
+
+class NumpyPending(NamedTuple):
+    work: Seq[Work]
+
+
+class NumpyEngine:
+    state_files = None
+
+    def __init__(
+        self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
+    ) -> None:
+        if options.kv_type != "f16":
+            raise ModelError(f"this engine has {KV_TYPE} KV cells; leave --fp8-kvcache out")
+        file = ModelFile.read(options.path)
+        self.tokenizer = ByteTokenizer()
+        self.chat_template = TEMPLATE
+        self._model = TinyTransformer(file, self.tokenizer.size)
+        self._projector = PlainProjector(WIDTH)
+        self.capabilities = self._describe(options)
+        self.sequences = NumpySequences(self.capabilities, self._model.row_shape)
+        #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
+        self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
+        on_progress(1.0)
+
+    def _describe(self, options: EngineOptions) -> Capabilities:
+        context = options.context_tokens or self._model.context_tokens
+        weights = options.path.read_bytes()
+        values = int(np.prod(self._model.row_shape))
+        layouts = {
+            kv_type: KvLayout(
+                bits=8 * size_bytes,
+                group_size=None if kv_type == KV_TYPE else values,
+                token_bytes=size_bytes * values,
+                checkpoint_bytes=0,
+                fingerprint=blake3(f"{FORMAT} {kv_type}".encode() + weights).digest(),
+            )
+            for kv_type, size_bytes in KV_TYPE_BYTES.items()
+        }
+        return Capabilities(
+            block_tokens=BLOCK_TOKENS,
+            step_tokens=STEP_TOKENS,
+            context_tokens=context,
+            batch_tokens=BATCH_TOKENS + options.parallel,
+            pool_tokens=2 * context,
+            sequences=2 * options.parallel,
+            exact_sequences=options.parallel,
+            can_truncate=True,
+            device="cpu",
+            kv_type=KV_TYPE,
+            kv=layouts,
+            modalities=frozenset({"text", "image"}),
+        )
+
     # -- computing -----------------------------------------------------------------------------
 
     def sampler(
@@ -207,18 +215,25 @@ class NumpyEngine:
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+    def launch(self, work: Seq[Work]) -> NumpyPending:
         shared = [item for item in work if not item.sequence.exact]
-        for kv_type, cells in self._pools.items():
+        for kv_type in KV_TYPE_BYTES:
             mine = [item for item in shared if item.sequence.kv_type == kv_type]
-            if sum(len(item.tokens) for item in mine) > cells.free:
+            if sum(len(item.tokens) for item in mine) > self.sequences.free_tokens(kv_type):
                 raise PoolFull("no free cells for this step")
-        return [self._compute(item) for item in work]
+        return NumpyPending(work)
+
+    def launch_next(self, pending: Pending, tokens: Seq[int]) -> NumpyPending:
+        items = zip(pending.work, tokens, strict=True)
+        return self.launch([item._replace(tokens=[token]) for item, token in items])
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        return [self._compute(item) for item in pending.work]
 
     def _compute(self, item: Work) -> Sampled | None:
         if item.vectors is not None and item.vectors.shape != (len(item.tokens), WIDTH):
             raise ValueError("these are not the vectors of this picture")
-        rows = self._grow(item.sequence, len(item.tokens))
+        rows = self.sequences.grow(item.sequence, len(item.tokens))
         entering = self._model.embedded(item.tokens) if item.vectors is None else item.vectors
         small = item.sequence.kv_type != KV_TYPE
         hidden = self._model.forward(entering, rows, *([_kept] if small else []))
@@ -236,4 +251,4 @@ class NumpyEngine:
         return self._projector.encode(picture)
 
     def close(self) -> None:
-        self.reset()
+        self.sequences.reset()

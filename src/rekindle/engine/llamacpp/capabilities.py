@@ -129,7 +129,7 @@ def describe(
         },
         modalities=frozenset({TEXT, IMAGE} if projector else {TEXT}),
         whole_pictures=projector is not None and projector.is_whole,
-        computes_beside=model.on_gpu,
+        async_launch=model.on_gpu,
         architecture=model.architecture,
         parameters=model.parameters,
         quantization=model.quantization,

@@ -14,19 +14,17 @@ from typing import Any
 import numpy as np
 
 from rekindle.engine.base import (
-    Blob,
     Capabilities,
     EngineOptions,
-    GoOn,
     KvType,
     Matrix,
     OnProgress,
+    Pending,
     Sampled,
     Sampler,
     Sequence,
     TokenMask,
     Work,
-    nothing_meanwhile,
 )
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import Rows
@@ -34,7 +32,7 @@ from rekindle.engine.llamacpp.capabilities import describe
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.host_arena import lock_memory
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.sequences import Sequences
+from rekindle.engine.llamacpp.sequences import LlamaSequences
 from rekindle.engine.llamacpp.sizes import (
     choose_sizes,
 )
@@ -46,6 +44,30 @@ from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
+
+
+class NativeCall:
+    """Work for one call of llama_decode, and which of its rows have logits."""
+
+    __slots__ = ("context", "sampled_rows", "samplers", "sampling", "work")
+
+    def __init__(self, context: Context, work: Seq[Work]) -> None:
+        self.context = context
+        self.work = work
+        self.sampling = [item for item in work if item.sampler is not None]
+        self.samplers = [item.sampler for item in work if item.sampler is not None]
+        self.sampled_rows: Seq[int] = ()
+
+
+class LlamaPending:
+    """A launched step. Its first native call has been made. The others follow when it is
+    collected, because a context keeps the logits of its last call alone."""
+
+    __slots__ = ("calls", "work")
+
+    def __init__(self, work: Seq[Work], calls: list[NativeCall]) -> None:
+        self.work = work
+        self.calls = calls
 
 
 class LlamaCppEngine:
@@ -64,11 +86,9 @@ class LlamaCppEngine:
             )
         self._projector = _load_projector(self._model, options)
         sizes = choose_sizes(self._model, options, self._projector)
-        self.allocate = arena.allocate if arena else plain_memory
-        self._sequences = Sequences.build(self._model, options, sizes, self.allocate)
-        self._pools, self._exact = self._sequences.pools, self._sequences.exact
-        self._layouts, self.parking = self._sequences.layouts, self._sequences.parking
-        self.meanwhile = nothing_meanwhile
+        allocate = arena.allocate if arena else plain_memory
+        self.sequences = LlamaSequences.build(self._model, options, sizes, allocate)
+        self._pools, self._exact = self.sequences.pools, self.sequences.exact
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
         self.capabilities = describe(options, self._model, sizes, self._projector)
@@ -79,145 +99,92 @@ class LlamaCppEngine:
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
-    # -- sequences -----------------------------------------------------------------------------
-
-    def free_tokens(self, kv_type: KvType | None = None) -> int:
-        return self._sequences.free_tokens(kv_type)
-
-    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        return self._sequences.freed_tokens(sequences)
-
-    def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
-        return self._sequences.open(exact=exact, kv_type=kv_type)
-
-    def close_sequence(self, sequence: Sequence) -> None:
-        self._sequences.close(sequence)
-
-    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        self._sequences.share(source, tokens, into)
-
-    def truncate(self, sequence: Sequence, tokens: int) -> None:
-        self._sequences.truncate(sequence, tokens)
-
-    def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
-        return self._sequences.export(sequence, start, stop, resumable=resumable)
-
-    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        self._sequences.restore(into, blob, tokens, resumable=resumable)
-
-    def transcode(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        return self._layouts.transcode(blob, tokens, source, target, resumable=resumable)
-
-    def reset(self) -> None:
-        self._sequences.reset()
-
-    def release_idle(self) -> None:
-        self._sequences.release_idle()
-
-    # -- computing -----------------------------------------------------------------------------
-
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
+    def launch(self, work: Seq[Work]) -> LlamaPending:
         shared: dict[KvType, list[Work]] = {}
         for item in work:
             if not item.sequence.exact:
                 shared.setdefault(item.sequence.kv_type, []).append(item)
         self._check_room(shared)
         calls = [
-            (self._pools[kv_type].context, group)
+            NativeCall(self._pools[kv_type].context, group)
             for kv_type, items in shared.items()
             for group in _native_calls(items, self.capabilities)
         ]
-        if len(calls) == 1 and len(calls[0][1]) == len(work):  # nearly always
-            first = self._step_in(*calls[0], is_first=True)
-            return self._run_on(*calls[0], first, go_on) if go_on else first
-        results: dict[int, Sampled | None] = {}
-        for number, (context, group) in enumerate(calls):
-            try:
-                sampled = self._step_in(context, group, is_first=not number)
-            except PoolFull as error:
-                if not number:
-                    raise
-                self.reset()  # some of the work is done: there is no way back
-                raise EngineBroken("no room for the second part of a step") from error
-            results.update(zip(map(id, group), sampled, strict=True))
-        for item in work:
-            if item.sequence.exact:
-                results[id(item)] = self._step_in(self._exact[item.sequence.slot], [item])[0]
-        return [results[id(item)] for item in work]
+        exact = (item for item in work if item.sequence.exact)
+        calls += [NativeCall(self._exact[item.sequence.slot], [item]) for item in exact]
+        self._decode(calls[0])
+        return LlamaPending(work, calls)
 
     def _check_room(self, shared: Mapping[KvType, Seq[Work]]) -> None:
-        """Checked here: llama.cpp sees no lack of cells in a recurrent memory."""
+        """llama.cpp does not notice a lack of cells in a recurrent memory, so we check here."""
         for kv_type, items in shared.items():
             if sum(len(item.tokens) for item in items) > self._pools.free_tokens(kv_type):
                 raise PoolFull("no free cells for this step")
-        if shared and self.parking:
-            self.parking.compact()
+        if shared and self.sequences.parking:
+            self.sequences.parking.compact()
 
-    def _step_in(
-        self, context: Context, work: Seq[Work], *, is_first: bool = False
-    ) -> list[Sampled | None]:
+    def _decode(self, call: NativeCall) -> None:
+        """Make the native call. A GPU is still computing when it returns."""
         rows = []
-        for item in work:
+        for item in call.work:
             sequence, vectors = item.sequence, item.vectors
             if vectors is not None and vectors.shape != self._vision.shape(item.tokens):
-                raise ValueError("these are not the vectors of this picture")
+                raise ValueError("these are not the vectors of this image")
             slot = 0 if sequence.exact else sequence.slot
             has_sampler = item.sampler is not None
             rows.append(Rows(slot, sequence.length, item.tokens, has_sampler, vectors))
-        sees_ahead = self.capabilities.whole_pictures and work[0].vectors is not None
-        try:
-            last = context.decode(rows, causal=not sees_ahead)
-        except EngineBroken:
-            self.reset()
-            raise
-        if is_first:
-            self.meanwhile()  # a GPU computes until its logits are read
-        samplers = [item.sampler for item in work if item.sampler is not None]
-        wanted = [row for row, item in zip(last, work, strict=True) if item.sampler is not None]
-        chosen = iter(self._finish(context, work, samplers, wanted))
-        return [None if item.sampler is None else next(chosen) for item in work]
+        sees_ahead = self.capabilities.whole_pictures and call.work[0].vectors is not None
+        with self.sequences.reset_when_broken():
+            last_rows = call.context.decode(rows, causal=not sees_ahead)
+        sampled = zip(last_rows, call.work, strict=True)
+        call.sampled_rows = [row for row, item in sampled if item.sampler is not None]
+        self.sequences.lengthen(call.work, on_gpu=self._model.on_gpu)
 
-    def _run_on(
-        self, context: Context, work: Seq[Work], results: list[Sampled | None], go_on: GoOn
-    ) -> list[Sampled | None]:
-        """Further steps of the same replies. What is the same in each of them is not done again:
-        beside the native call of a small model, that is most of the time."""
-        cells = self._pools[work[0].sequence.kv_type].cells
-        samplers = [item.sampler for item in work if item.sampler is not None]
-        last = range(len(work))
-        while cells.free >= len(work) and go_on(results):
+    def launch_next(self, pending: Pending, tokens: Seq[int]) -> LlamaPending:
+        """Repeat the only call of the step with new tokens. Everything else about it stays the
+        same. Rebuilding it would take as long as the native call of a small model."""
+        assert isinstance(pending, LlamaPending)
+        [call] = pending.calls
+        if self._pools.free_tokens(call.work[0].sequence.kv_type) < len(tokens):
+            raise PoolFull("no free cells for this step")
+        with self.sequences.reset_when_broken():
+            call.context.decode_next(tokens)
+        call.sampled_rows = range(len(tokens))
+        self.sequences.lengthen(call.work, on_gpu=self._model.on_gpu)
+        return pending
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        assert isinstance(pending, LlamaPending)
+        first, *others = pending.calls
+        sampled = self._sample(first)
+        if not others and len(sampled) == len(pending.work):
+            return [*sampled]
+        results = dict(zip(map(id, first.sampling), sampled, strict=True))
+        for call in others:
             try:
-                context.decode_next([sampled.token for sampled in results if sampled])
-            except EngineBroken:
-                self.reset()
-                raise
-            self.meanwhile()
-            results = [*self._finish(context, work, samplers, last)]
-        return results
+                self._decode(call)
+            except PoolFull as error:
+                self.sequences.reset()  # part of the step is done and cannot be undone
+                raise EngineBroken("no free cells for the second part of a step") from error
+            results.update(zip(map(id, call.sampling), self._sample(call), strict=True))
+        return [results.get(id(item)) for item in pending.work]
 
-    def _finish(
-        self, context: Context, work: Seq[Work], samplers: Seq[Sampler], wanted: Seq[int]
-    ) -> list[Sampled]:
-        """What is being computed becomes part of the sequences; the next token of each piece of
-        work that has a sampler, from these rows."""
-        if self._model.on_gpu:
-            self._step_sampler.arm(samplers, self.tokenizer.size)
-        self._sequences.lengthen(work, on_gpu=self._model.on_gpu)
-        if not samplers:
+    def _sample(self, call: NativeCall) -> list[Sampled]:
+        """Wait for the logits of a call and sample from them."""
+        if not call.samplers:
             return []
-        logits = context.logits(wanted, self.tokenizer.size)
+        if self._model.on_gpu:
+            self._step_sampler.arm(call.samplers, self.tokenizer.size)
+        logits = call.context.logits(call.sampled_rows, self.tokenizer.size)
         if self.observe is not None:
-            sampling = [item for item in work if item.sampler is not None]
-            for item, row in zip(sampling, logits, strict=True):
+            for item, row in zip(call.sampling, logits, strict=True):
                 self.observe(item.sequence, row)
-        return self._step_sampler.sample(samplers, logits)
+        return self._step_sampler.sample(call.samplers, logits)
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         return self._vision.tokens(width, height, digest)

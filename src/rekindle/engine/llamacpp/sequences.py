@@ -18,7 +18,7 @@ from rekindle.errors import EngineBroken, PoolFull
 from rekindle.memory import Allocate
 
 
-class Sequences:
+class LlamaSequences:
     """Opens, fills, cuts and closes them, as `Engine` promises."""
 
     def __init__(
@@ -35,14 +35,14 @@ class Sequences:
         self.exact = exact
         self.parking: DeviceParking | None = None  # where idle ones are parked
         self.layouts = layouts
-        self._allocate = allocate
+        self.allocate = allocate
         self._kv_type = kv_type
         self._can_truncate = can_truncate
 
     @classmethod
     def build(
         cls, model: LlamaModel, options: EngineOptions, sizes: Sizes, allocate: Allocate
-    ) -> Sequences:
+    ) -> LlamaSequences:
         """The native memory that they live in, as large as was decided."""
         library, native = model.library, model.native
         free, measure = partial(free_bytes, model), partial(measure_layout, model, options)
@@ -124,7 +124,7 @@ class Sequences:
             raise ValueError("a checkpoint is of the sequence's end")
         context, slot = self.context_of(sequence)
         with self.reset_when_broken():
-            blob = context.export(slot, start, stop, self._allocate)
+            blob = context.export(slot, start, stop, self.allocate)
             return b"".join((blob, context.checkpoint(slot))) if resumable else blob
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
@@ -143,6 +143,11 @@ class Sequences:
         if not into.exact:
             self.pools[into.kv_type].cells.append(slot, tokens)
         into.length = stop
+
+    def requantise(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        return self.layouts.transcode(blob, tokens, source, target, resumable=resumable)
 
     def context_of(self, sequence: Sequence) -> tuple[Context, int]:
         """The context that a sequence lives in, and its slot there."""

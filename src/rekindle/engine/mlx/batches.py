@@ -168,6 +168,10 @@ class DecodingBatches:
         for batch in self._batches:
             batch.shrink()
 
+    def clear(self) -> None:
+        """Drop every row."""
+        self._batches = []
+
 
 def _with_most_of(group: Seq[MlxSequence], batches: Seq[DecodingBatch]) -> DecodingBatch | None:
     """Where the fewest of them have to move to."""
@@ -236,8 +240,12 @@ class Computation:
     def _choose(self, items: list[Work], logits: mx.array) -> None:
         self._logits.append((items, logits.astype(mx.float32)))
 
-    def run(self) -> dict[int, Row]:
-        """Compute; the logits behind each choice, by the identity of the work."""
+    def start(self) -> None:
+        """Hand everything to MLX, which computes it in the background."""
+        mx.async_eval([logits for _, logits in self._logits], self._states)
+
+    def wait(self) -> dict[int, Row]:
+        """Wait for the step. Returns the logits behind each choice, by the id() of its work."""
         mx.eval([logits for _, logits in self._logits], self._states)
         return {
             id(item): row

@@ -7,46 +7,47 @@ computes alone, in whole steps: what it computes depends on its own tokens alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-import mlx.core as mx
 import numpy as np
 
 from rekindle.engine.base import (
-    Blob,
     Capabilities,
     EngineOptions,
-    GoOn,
     KvType,
     Matrix,
     OnProgress,
+    Pending,
     Row,
     Sampled,
     Sampler,
     Sequence,
     TokenMask,
     Work,
-    nothing_meanwhile,
 )
-from rekindle.engine.mlx import memory, state
+from rekindle.engine.mlx import memory
 from rekindle.engine.mlx.batches import Computation, DecodingBatches, can_batch
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import LoadedModel, load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
-from rekindle.engine.mlx.sequences import MlxSequence, Sequences
+from rekindle.engine.mlx.sequences import MlxSequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
 from rekindle.engine.sampling.sampler import build_sampler
 from rekindle.engine.sampling.step import build_step_sampler
-from rekindle.engine.steps import run_on
-from rekindle.errors import CorruptBlock, EngineBroken, PoolFull, Unsupported
-from rekindle.memory import plain_memory
+from rekindle.errors import PoolFull, Unsupported
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
+
+
+class MlxPending(NamedTuple):
+    """A launched step."""
+
+    work: Seq[Work]
+    computation: Computation
 
 
 class MlxEngine:
@@ -71,17 +72,16 @@ class MlxEngine:
         memory.limit_spare_buffers(sizes)
         self.capabilities = self._describe(sizes, loaded)
         free_bytes = partial(memory.free_bytes, self._device)
-        self._sequences = Sequences(
+        self._batches = self._empty_batches()
+        self.sequences = MlxSequences(
+            self._layouts,
             sizes.pools,
             self._kv_type,
+            self._batches,
             shared=sizes.sequences,
             exact=sizes.exact_sequences,
             free_bytes=free_bytes,
         )
-        self._batches = self._empty_batches()
-        self.allocate = plain_memory
-        self.meanwhile = nothing_meanwhile
-        self.parking = None  # idle caches slow nobody down where they are
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         busy_cores = 0 if self._device == "gpu" else options.threads
         self._step_sampler = build_step_sampler(busy_cores)
@@ -103,6 +103,7 @@ class MlxEngine:
             kv=self._layouts.kv,
             shares_cells=False,
             idle_is_free=True,
+            async_launch=True,
             architecture=loaded.architecture,
             parameters=loaded.parameters,
             quantization=loaded.quantization,
@@ -117,114 +118,36 @@ class MlxEngine:
             if can_batch(self._layouts.make_caches(kv_type))
         }
 
-    def free_tokens(self, kv_type: KvType | None = None) -> int:
-        return self._sequences.cells(kv_type or self._kv_type).free
-
-    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
-        if not sequences:
-            return 0
-        cells = self._sequences.cells(sequences[0].kv_type)
-        return cells.freed(sequence.slot for sequence in sequences)
-
-    # -- sequences -----------------------------------------------------------------------------
-
-    def open(self, *, exact: bool, kv_type: KvType | None = None) -> MlxSequence:
-        kv_type = kv_type or self._kv_type
-        caches = self._layouts.make_caches(kv_type)
-        return self._sequences.open(exact=exact, kv_type=kv_type, caches=caches)
-
-    def close_sequence(self, sequence: Sequence) -> None:
-        self._sequences.close(_ours(sequence))
-
-    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
-        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
-            raise ValueError("only shared sequences of one KV type share, and into an empty one")
-        if tokens != source.length and not self.capabilities.can_truncate:
-            raise ValueError("this model's state is shared whole or not at all")
-        if tokens:
-            _ours(into).caches = state.share(_ours(source).read(), tokens)
-        self._sequences.grow(into, tokens)
-
-    def truncate(self, sequence: Sequence, tokens: int) -> None:
-        if tokens >= sequence.length:
-            return
-        if tokens and not self.capabilities.can_truncate:
-            raise ValueError("this model's state cannot be truncated")
-        state.truncate(_ours(sequence).take(), tokens)
-        self._sequences.truncate(sequence, tokens)
-
-    def export(
-        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
-    ) -> bytes:
-        if resumable and stop != sequence.length:
-            raise ValueError("a checkpoint is of the sequence's end")
-        layout = self._layouts[sequence.kv_type]
-        with self._reset_when_broken():
-            return layout.export_block(_ours(sequence).read(), start, stop, resumable=resumable)
-
-    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        if not into.exact and self.free_tokens(into.kv_type) < tokens:
-            raise PoolFull("no free cells for this block")
-        layout, stop = self._layouts[into.kv_type], into.length + tokens
-        caches = _ours(into).take()
-        with self._reset_when_broken():
-            layout.restore_block(caches, blob, into.length, stop, resumable=resumable)
-        self._sequences.grow(into, tokens)
-
-    def transcode(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        return self._layouts.transcode(blob, tokens, source, target, resumable=resumable)
-
-    @contextmanager
-    def _reset_when_broken(self) -> Iterator[None]:
-        """Caches are changed before anything is computed: when that fails they are undefined."""
-        try:
-            yield
-        except CorruptBlock:  # nothing has been changed
-            raise
-        except Exception as error:
-            self.reset()
-            raise EngineBroken(f"MLX could not compute: {error}") from error
-
-    def reset(self) -> None:
-        self._sequences.clear()
-        self._batches = self._empty_batches()
-        mx.clear_cache()
-
-    def release_idle(self) -> None:
-        """A batch that nobody decodes in any more holds padding and rows that are of no use."""
-        for batches in self._batches.values():
-            batches.shrink()
-        mx.clear_cache()
-
-    # -- computing -----------------------------------------------------------------------------
-
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
         return build_sampler(sampling, prompt, token_mask)
 
-    def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
-        return run_on(self._step, work, go_on)
-
-    def _step(self, work: Seq[Work]) -> list[Sampled | None]:
+    def launch(self, work: Seq[Work]) -> MlxPending:
         if any(item.vectors is not None for item in work):
             _refuse_pictures()
-        _check_room(work, self.free_tokens)
-        with self._reset_when_broken():
+        _check_room(work, self.sequences.free_tokens)
+        with self.sequences.reset_when_broken():
             computation = Computation(self._model, self._batches)
             computation.add(work)
-            rows = computation.run()
+            computation.start()
         for item in work:
-            self._sequences.grow(item.sequence, len(item.tokens))
-        return self._sample(work, rows)
+            self.sequences.grow(item.sequence, len(item.tokens))
+        return MlxPending(work, computation)
 
-    def _sample(self, work: Seq[Work], rows: Mapping[int, Row]) -> list[Sampled | None]:
+    def launch_next(self, pending: Pending, tokens: Seq[int]) -> MlxPending:
+        items = zip(pending.work, tokens, strict=True)
+        return self.launch([item._replace(tokens=[token]) for item, token in items])
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        assert isinstance(pending, MlxPending)
+        with self.sequences.reset_when_broken():
+            rows = pending.computation.wait()
+        work = pending.work
         chosen = {id(item): item.sampler for item in work if item.sampler is not None}
         if not chosen:
             return [None] * len(work)
-        # A model may have rows for more than its tokenizer knows.
+        # A model may have rows for more tokens than its tokenizer knows.
         logits = np.stack([rows[each][: self.tokenizer.size] for each in chosen])
         if self.observe is not None:
             named = {id(item): item.sequence for item in work}
@@ -242,12 +165,7 @@ class MlxEngine:
 
     def close(self) -> None:
         self._step_sampler.close()
-        self.reset()
-
-
-def _ours(sequence: Sequence) -> MlxSequence:
-    assert isinstance(sequence, MlxSequence)
-    return sequence
+        self.sequences.reset()
 
 
 def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:

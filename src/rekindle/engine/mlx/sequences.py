@@ -7,23 +7,38 @@ written to, and then each has its own; so each counts for itself from the beginn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rekindle.engine.base import KvType, Sequence
+import mlx.core as mx
+
+from rekindle.engine.base import Blob, KvType, Sequence
 from rekindle.engine.cells import Cells
-from rekindle.errors import NoMemory, PoolFull
+from rekindle.engine.mlx import state
+from rekindle.engine.mlx.layouts import Layouts
+from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull
+from rekindle.memory import plain_memory
 
 Caches = list[Any]  # mlx_lm's cache of each layer, of one sequence
 
 
-class Batch(Protocol):
-    """What a sequence knows of the batch that it is a row of."""
+class RowBatch(Protocol):
+    """The batch that a sequence is a row of."""
 
     def extract(self, sequence: MlxSequence, /) -> Caches: ...
 
     def discard(self, sequence: MlxSequence, /) -> None: ...
+
+
+class BatchGroup(Protocol):
+    """The batches in which the sequences of one KV type decode."""
+
+    def shrink(self) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class MlxSequence(Sequence):
@@ -35,7 +50,7 @@ class MlxSequence(Sequence):
     def __init__(self, slot: int, *, exact: bool, kv_type: KvType, caches: Caches) -> None:
         super().__init__(slot, exact=exact, kv_type=kv_type)
         self.caches: Caches | None = caches  # None: the batch has what is newer
-        self.batch: Batch | None = None
+        self.batch: RowBatch | None = None
 
     def read(self) -> Caches:
         """The state as it is now, not to be written to."""
@@ -84,41 +99,58 @@ class _Pool:
         self._slots.append(sequence.slot)
 
 
-class Sequences:
-    """Every open sequence; how many there may be, and the cells of the shared ones."""
+class MlxSequences:
+    """Implements `engine.base.Sequences`: every open sequence, and the cells of the shared ones."""
+
+    parking = None  # idle caches do not slow anybody down where they are
 
     def __init__(
         self,
+        layouts: Layouts,
         sizes: Mapping[KvType, PoolSize],
-        usual: KvType,
+        default_type: KvType,
+        batches: Mapping[KvType, BatchGroup],
         *,
         shared: int,
         exact: int,
         free_bytes: Callable[[], int],
     ) -> None:
+        self._layouts = layouts
         self._sizes = sizes
-        self._usual = usual
-        self._most_shared = shared
-        self._most_exact = exact
+        self._default_type = default_type
+        self._batches = batches
+        self._max_shared = shared
+        self._max_exact = exact
         self._free_bytes = free_bytes
         self._pools = self._empty_pools()
         self._exact: dict[int, MlxSequence] = {}
+        self.allocate = plain_memory
 
     def _empty_pools(self) -> dict[KvType, _Pool]:
-        return {name: _Pool(size, self._most_shared) for name, size in self._sizes.items()}
+        return {name: _Pool(size, self._max_shared) for name, size in self._sizes.items()}
 
     def cells(self, kv_type: KvType) -> Cells:
         return self._pools[kv_type].cells
 
-    def open(self, *, exact: bool, kv_type: KvType, caches: Caches) -> MlxSequence:
-        """Raises PoolFull when too many are open, NoMemory when this one could not grow."""
+    def free_tokens(self, kv_type: KvType | None = None) -> int:
+        return self.cells(kv_type or self._default_type).free
+
+    def freed_tokens(self, sequences: Seq[Sequence]) -> int:
+        if not sequences:
+            return 0
+        cells = self.cells(sequences[0].kv_type)
+        return cells.freed(sequence.slot for sequence in sequences)
+
+    def open(self, *, exact: bool, kv_type: KvType | None = None) -> MlxSequence:
+        kv_type = kv_type or self._default_type
         slot = self._exact_slot(kv_type) if exact else self._shared_slot(kv_type)
+        caches = self._layouts.make_caches(kv_type)
         sequence = MlxSequence(slot, exact=exact, kv_type=kv_type, caches=caches)
         (self._exact if exact else self._pools[kv_type].open)[slot] = sequence
         return sequence
 
     def _exact_slot(self, kv_type: KvType) -> int:
-        if len(self._exact) > self._most_exact:  # one more, to be given what another one holds
+        if len(self._exact) > self._max_exact:  # one more may be the target of a requantisation
             raise PoolFull("all exact sequences are open")
         needed_bytes = self._sizes[kv_type].context_bytes
         if self._free_bytes() < needed_bytes:
@@ -126,25 +158,64 @@ class Sequences:
         return next(n for n in range(len(self._exact) + 1) if n not in self._exact)
 
     def _shared_slot(self, kv_type: KvType) -> int:
-        """The budget has the usual type's cells; those of another have what is left of memory."""
+        """Only the default type has memory reserved. Another type needs memory that is free."""
         pool = self._pools[kv_type]
-        if kv_type != self._usual and not pool.open:
+        if kv_type != self._default_type and not pool.open:
             needed_bytes = pool.size.context_bytes
             if self._free_bytes() < needed_bytes:
                 raise NoMemory.for_kv_type(needed_bytes)
         return pool.take_slot()
 
-    def grow(self, sequence: Sequence, tokens: int) -> None:
-        if not sequence.exact:
-            self.cells(sequence.kv_type).append(sequence.slot, tokens)
-        sequence.length += tokens
+    def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
+            raise ValueError("only shared sequences of one KV type share, and into an empty one")
+        if tokens != source.length and not self._layouts.can_truncate:
+            raise ValueError("this model's state is shared whole or not at all")
+        if tokens:
+            _ours(into).caches = state.share(_ours(source).read(), tokens)
+        self.grow(into, tokens)
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
+        if tokens >= sequence.length:
+            return
+        if tokens and not self._layouts.can_truncate:
+            raise ValueError("this model's state cannot be truncated")
+        state.truncate(_ours(sequence).take(), tokens)
         if not sequence.exact:
             self.cells(sequence.kv_type).truncate(sequence.slot, tokens)
         sequence.length = tokens
 
-    def close(self, sequence: MlxSequence) -> None:
+    def export(
+        self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
+    ) -> bytes:
+        if resumable and stop != sequence.length:
+            raise ValueError("a checkpoint exists only at the end of a sequence")
+        layout = self._layouts[sequence.kv_type]
+        with self.reset_when_broken():
+            return layout.export_block(_ours(sequence).read(), start, stop, resumable=resumable)
+
+    def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        if not into.exact and self.free_tokens(into.kv_type) < tokens:
+            raise PoolFull("no free cells for this block")
+        layout, stop = self._layouts[into.kv_type], into.length + tokens
+        caches = _ours(into).take()
+        with self.reset_when_broken():
+            layout.restore_block(caches, blob, into.length, stop, resumable=resumable)
+        self.grow(into, tokens)
+
+    def requantise(
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
+    ) -> bytes:
+        return self._layouts.transcode(blob, tokens, source, target, resumable=resumable)
+
+    def grow(self, sequence: Sequence, tokens: int) -> None:
+        """Count tokens that were added to a sequence."""
+        if not sequence.exact:
+            self.cells(sequence.kv_type).append(sequence.slot, tokens)
+        sequence.length += tokens
+
+    def close(self, sequence: Sequence) -> None:
+        sequence = _ours(sequence)
         sequence.leave_batch()
         sequence.caches = None
         if sequence.exact:
@@ -153,10 +224,36 @@ class Sequences:
             self._pools[sequence.kv_type].close(sequence)
         sequence.length = 0
 
-    def clear(self) -> None:
-        """Forget all of them; whoever still has a handle keeps no memory with it."""
+    def release_idle(self) -> None:
+        """Drop the padding and the rows of sequences that have left their batch."""
+        for batches in self._batches.values():
+            batches.shrink()
+        mx.clear_cache()
+
+    def reset(self) -> None:
+        """Sequences that somebody still refers to lose their state, so no memory stays in use."""
         shared = [each for pool in self._pools.values() for each in pool.open.values()]
         for sequence in (*shared, *self._exact.values()):
             sequence.caches = sequence.batch = None
         self._exact.clear()
         self._pools = self._empty_pools()
+        for batches in self._batches.values():
+            batches.clear()
+        mx.clear_cache()
+
+    @contextmanager
+    def reset_when_broken(self) -> Iterator[None]:
+        """mlx_lm changes caches before anything is computed, so they are undefined after a
+        failure."""
+        try:
+            yield
+        except CorruptBlock:  # raised before anything is changed
+            raise
+        except Exception as error:
+            self.reset()
+            raise EngineBroken(f"MLX could not compute: {error}") from error
+
+
+def _ours(sequence: Sequence) -> MlxSequence:
+    assert isinstance(sequence, MlxSequence)
+    return sequence

@@ -55,7 +55,7 @@ class IdlePool:
         self.most_tokens = most_tokens
         self._by_cost = by_cost  # a sequence leaves, too, when it costs others more than its return
         is_usual = kv_type == engine.capabilities.kv_type
-        self._parking = engine.parking if is_usual else None
+        self._parking = engine.sequences.parking if is_usual else None
         self._ranking = IdleRanking(evictor, engine.capabilities.block_tokens)
         self._exports = IdleExports(engine, offloader, allowance, kv_type)
         self.sequences = self._idle = IdleSequences(engine, self._exports, self._ranking)
@@ -80,8 +80,8 @@ class IdlePool:
         mine = [idle.sequence for idle in self._idle if idle.sequence is not spared]
         copied = self._exports.copied
         copies = [copied.copy] if copied and copied.copy else []
-        freed_tokens = self._engine.freed_tokens([*mine, *copies])
-        free_tokens = self._engine.free_tokens(self.kv_type) + freed_tokens
+        freed_tokens = self._engine.sequences.freed_tokens([*mine, *copies])
+        free_tokens = self._engine.sequences.free_tokens(self.kv_type) + freed_tokens
         return len(self) - len(mine) <= sequences and free_tokens >= tokens
 
     def make_room(self, tokens: int, sequences: int, spared: Sequence | None = None) -> bool:
@@ -89,9 +89,9 @@ class IdlePool:
         sequences are here; False: there are no more, or the step's allowance is spent."""
         if not self._keep(sequences, spared):
             return False
-        if self._engine.free_tokens(self.kv_type) < tokens:
+        if self._engine.sequences.free_tokens(self.kv_type) < tokens:
             self._exports.close_copy()
-        while self._engine.free_tokens(self.kv_type) < tokens:
+        while self._engine.sequences.free_tokens(self.kv_type) < tokens:
             others = (each for each in self._idle.in_pool if each.sequence is not spared)
             victim = next(self._ranking.in_order(others), None)
             if victim is None or not self._move_out(victim, spared):

@@ -112,7 +112,7 @@ class Superseded:
         """Close all of them; False: there were none."""
         sequences, self._sequences = self._sequences, []
         for sequence in sequences:
-            self._engine.close_sequence(sequence)
+            self._engine.sequences.close(sequence)
         return bool(sequences)
 
     def clear(self) -> None:
@@ -155,7 +155,7 @@ class IdleSequences:
         self._exports.close_copy(idle)
         self._items.remove(idle)
         self._ranking.remove(idle, may_return=may_return)
-        self._engine.close_sequence(idle.sequence)
+        self._engine.sequences.close(idle.sequence)
 
     def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
         """Whether a sequence that shares so many tokens takes the place of its source: that lives

@@ -46,7 +46,7 @@ class KvManager:
         self.cost_gate = CostGate(store.tiers)
         self.restorer = Restorer(engine, store, self.counts, self.allowance, self.cost_gate, now_s)
         self._offloader = Offloader(engine, store, self.counts)
-        copies = 0 if engine.parking is None else 1  # of parked sequences, to be exported
+        copies = 0 if engine.sequences.parking is None else 1  # of parked sequences, to be exported
         self.most_sequences = self._capabilities.sequences - copies
 
         def idle_pool(kv_type: KvType) -> IdlePool:
@@ -73,17 +73,17 @@ class KvManager:
         """Take the sequence off a turn, however it ended, and keep what it computed."""
         sequence, is_whole = turn.sequence, turn.restoration is None
         if turn.requantisation and turn.requantisation.into:
-            self._engine.close_sequence(turn.requantisation.into)
+            self._engine.sequences.close(turn.requantisation.into)
         self.release(turn)
         if sequence is None:
             return
         if not turn.request.reuse or not sequence.length or not is_whole:
-            self._engine.close_sequence(sequence)
+            self._engine.sequences.close(sequence)
             return
         idle = self._offloader.idle(turn, sequence)
         if sequence.exact:
             self._offloader.offload(idle)  # its context is wanted by the next exact turn
-            self._engine.close_sequence(sequence)
+            self._engine.sequences.close(sequence)
             return
         self.idle.add(idle)
 
@@ -129,7 +129,7 @@ class KvManager:
     def _hurries(self, turn: Turn) -> bool:
         """Whether its first token is so near that parking others would take longer."""
         is_near = not turn.generated_tokens and turn.pending_tokens <= HURRIED_TOKENS
-        return is_near and self._engine.parking is not None
+        return is_near and self._engine.sequences.parking is not None
 
     def offload_one(self) -> bool:
         """Copy one block of an idle sequence to the store, for idle moments; False when all of
@@ -159,7 +159,7 @@ class KvManager:
         """Give memory back that nobody has used since the last call."""
         with self._noting_breakage():
             self.idle.release_unused()
-        self._engine.release_idle()
+        self._engine.sequences.release_idle()
 
     def forget(self, handle: PrefixHandle) -> None:
         """Close idle sequences of a conversation that was deleted: it is not reused from here.

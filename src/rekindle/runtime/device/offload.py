@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, KvType, Sequence, Work
+from rekindle.engine.base import Engine, KvType, Sequence, Work, run_step
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.store import Store
 from rekindle.runtime.schedule.turn import Offloaded, Turn
@@ -123,7 +123,7 @@ class Offloader:
         has_room = True
         if self._store.wants(idle.offloaded.key, tokens, exact=exact, resumable=resumable):
             source = idle.copy or idle.sequence
-            blob = self._engine.export(source, start, stop, resumable=resumable)
+            blob = self._engine.sequences.export(source, start, stop, resumable=resumable)
             self._counts.exported_bytes += len(blob)
             has_room = self._store.put(
                 idle.namespace,
@@ -207,11 +207,11 @@ class IdleExports:
         if idle.copy is not None:
             return True
         self.close_copy()
-        if self._engine.free_tokens(self._kv_type) < len(idle.tokens):
+        if self._engine.sequences.free_tokens(self._kv_type) < len(idle.tokens):
             return False
-        idle.copy = self._engine.open(exact=False, kv_type=self._kv_type)
+        idle.copy = self._engine.sequences.open(exact=False, kv_type=self._kv_type)
         self.copied = idle
-        self._engine.share(idle.sequence, len(idle.tokens), idle.copy)
+        self._engine.sequences.share(idle.sequence, len(idle.tokens), idle.copy)
         return True
 
     def close_copy(self, idle: IdleSequence | None = None) -> None:
@@ -221,7 +221,7 @@ class IdleExports:
             return
         self.copied = None
         if copied.copy is not None:
-            self._engine.close_sequence(copied.copy)
+            self._engine.sequences.close(copied.copy)
             copied.copy = None
 
     def close_spare_copy(self) -> None:
@@ -234,7 +234,7 @@ class IdleExports:
         many calls as they were runs: so all that lie between one another are freed before that."""
         start = idle.sequence.scattered_from
         if start is not None and self._engine.capabilities.can_truncate:
-            self._engine.truncate(idle.sequence, start)
+            self._engine.sequences.truncate(idle.sequence, start)
             idle.uncut, idle.tokens = idle.tokens, idle.tokens[:start]
 
     def gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
@@ -245,10 +245,10 @@ class IdleExports:
         if tokens is None or not computes:
             return
         rest = tokens[len(idle.tokens) :]
-        free_tokens = self._engine.free_tokens(self._kv_type)
+        free_tokens = self._engine.sequences.free_tokens(self._kv_type)
         most = min(self._engine.capabilities.batch_tokens, free_tokens)
         if len(rest) <= most and not rest.media:
-            self._engine.step([Work(idle.sequence, rest.ids(), None)])
+            run_step(self._engine, [Work(idle.sequence, rest.ids(), None)])
             idle.tokens = tokens
 
 

@@ -38,25 +38,27 @@ class Requantiser:
         source = requantisation.source
         try:
             if requantisation.into is None:
-                requantisation.into = self._engine.open(exact=source.exact, kv_type=kv_type)
+                requantisation.into = self._engine.sequences.open(
+                    exact=source.exact, kv_type=kv_type
+                )
             while requantisation.into.length < source.length:
                 if self._allowance.is_spent:
                     return False
                 self._move_block(source, requantisation.into)
         except PoolFull:
             return False  # others will end and make room
-        self._engine.close_sequence(source)
+        self._engine.sequences.close(source)
         return True
 
     def _move_block(self, source: Sequence, into: Sequence) -> None:
         start = into.length
         stop = min(start + self._block_tokens, source.length)
         resumable = stop == source.length and not self._can_truncate
-        blob = self._engine.export(source, start, stop, resumable=resumable)
-        small = self._engine.transcode(
+        blob = self._engine.sequences.export(source, start, stop, resumable=resumable)
+        small = self._engine.sequences.requantise(
             blob, stop - start, source.kv_type, into.kv_type, resumable=resumable
         )
-        self._engine.restore(into, small, stop - start, resumable=resumable)
+        self._engine.sequences.restore(into, small, stop - start, resumable=resumable)
         self._counts.transcoded_bytes += len(blob)
         self._counts.transcoded_tokens += stop - start
 
@@ -163,9 +165,11 @@ class Admission:
         if source is not None and self._idle.supersede(source, shared_tokens, kv_format.namespace):
             turn.sequence = source
         else:
-            turn.sequence = self._engine.open(exact=turn.request.exact, kv_type=kv_format.kv_type)
+            turn.sequence = self._engine.sequences.open(
+                exact=turn.request.exact, kv_type=kv_format.kv_type
+            )
             if source is not None:
-                self._engine.share(source, shared_tokens, turn.sequence)
+                self._engine.sequences.share(source, shared_tokens, turn.sequence)
         turn.restoration = self._kv.restorer.begin(plan)
 
     def restore(self, turn: Turn) -> bool:
@@ -188,7 +192,7 @@ class Admission:
         turn.problem = restoration.problem or turn.problem
         turn.plans += 1
         if not self._cut(turn, sequence, plan) and turn.plans < MOST_PLANS:
-            self._engine.close_sequence(sequence)
+            self._engine.sequences.close(sequence)
             turn.sequence = None
             return None
         self._kv.restorer.count_use(restoration, turn.lookup.write_back)
@@ -229,7 +233,7 @@ class Admission:
             keep = 0  # there is no checkpoint
         else:
             keep = self._whole_steps(turn, sequence.length)
-        self._engine.truncate(sequence, keep)
+        self._engine.sequences.truncate(sequence, keep)
         return is_whole or self._capabilities.can_truncate
 
     def _whole_steps(self, turn: Turn, tokens: int) -> int:

@@ -281,7 +281,7 @@ class Restorer:
             blob = memoryview(blob)[: layout.cells_bytes(len(block.tokens))]
         started_s = self._now_s()
         try:
-            self._engine.restore(sequence, blob, len(block.tokens), resumable=resumable)
+            self._engine.sequences.restore(sequence, blob, len(block.tokens), resumable=resumable)
         except PoolFull:
             return False
         except CorruptBlock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.engine.base import Engine, Sampled
+from rekindle.engine.base import Engine, Sampled, run_step
 from rekindle.errors import EngineBroken, PoolFull, ServerError
 from rekindle.protocol.events import Cancelled, Failed, Started
 from rekindle.runtime.device.idle_pool import RowsByType
@@ -40,7 +40,7 @@ class Scheduler:
         self._queues = TurnQueues()
         self._waiting = self._queues.waiting
         self._restoring, self._running = self._queues.restoring, self._queues.running
-        beside = engine.capabilities.computes_beside
+        beside = engine.capabilities.async_launch
         self._delivery = Delivery(pipeline, emit, self._queues.end, beside=beside)
         self.reply_run = ReplyRun(self._delivery)
         if beside:
@@ -126,7 +126,7 @@ class Scheduler:
         go_on = self.reply_run.begin(batch, may_run_on=may_run_on)
         self._kv.is_computing = True
         try:
-            results = self._engine.step([work for _, work in batch], go_on)
+            results = run_step(self._engine, [work for _, work in batch], go_on)
         except PoolFull:
             self._kv.is_computing = False
             self._preempt(batch)
@@ -251,10 +251,10 @@ class Scheduler:
     def _preempt(self, batch: Batch) -> None:
         """The pool is full in mid-reply: the last turn waits until there is room again."""
         rows = _shared_rows(batch)
-        full = [name for name in rows if self._engine.free_tokens(name) < rows[name]]
+        full = [name for name in rows if self._engine.sequences.free_tokens(name) < rows[name]]
         self._settle()
         if not full:
-            self._engine.reset()
+            self._engine.sequences.reset()
             raise EngineBroken("the engine found no room where there must be some")
         if all(self._kv.make_room(rows[name], name) for name in full):
             return

@@ -204,8 +204,8 @@ def capacities(engine: Engine, tiers: Iterable[Tier]) -> tuple[Capacity, ...]:
     capabilities = engine.capabilities
     token_bytes = max(capabilities.kv_layout.token_bytes, 1)
     on_device = {POOL: capabilities.pool_tokens}
-    if engine.parking:
-        on_device[PARKED] = engine.parking.tokens
+    if engine.sequences.parking:
+        on_device[PARKED] = engine.sequences.parking.tokens
     found = [Capacity(place, tokens, tokens * token_bytes) for place, tokens in on_device.items()]
     for tier in tiers:
         limit_bytes = tier.budget.limit_bytes
