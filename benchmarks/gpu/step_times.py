@@ -17,17 +17,19 @@ from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.sampling.step import StepSampler
 from rekindle.protocol.requests import SamplingParams
-from rekindle.runtime.schedule.delivery import Delivery
+from rekindle.runtime.schedule.outbox import Outbox
 from rekindle.runtime.schedule.scheduler import Scheduler
 from tests.support.harness import RuntimeHarness
 
 STEPS = 150
 PROMPT_TOKENS = 100
 PARTS = (
-    (Scheduler, "_take_in"),
-    (Delivery, "take_on"),
-    (Delivery, "deliver"),  # while the device computes
-    (LlamaCppEngine, "step"),
+    (Scheduler, "_collect"),
+    (Outbox, "collect_decoded"),
+    (Outbox, "take"),  # while the device computes
+    (LlamaCppEngine, "launch"),
+    (LlamaCppEngine, "launch_next"),
+    (LlamaCppEngine, "collect"),
     (Context, "decode"),  # until the device has its work
     (Context, "decode_next"),
     (Context, "logits"),  # until it is done
@@ -65,8 +67,7 @@ def main() -> None:
         times.measure(owner, name)
     options = EngineOptions(path=given.model, parallel=given.streams, context_tokens=2048)
     engine = LlamaCppEngine(options)
-    harness = RuntimeHarness(engine, parallel=given.streams)
-    harness.scheduler.reply_run.is_undisturbed = lambda: True
+    harness = RuntimeHarness(engine, parallel=given.streams, is_undisturbed=lambda: True)
     for number in range(given.streams):
         sampling = SamplingParams(temperature=given.temperature, top_p=0.9, seed=number)
         prompt = [1000 + number] * PROMPT_TOKENS

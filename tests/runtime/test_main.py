@@ -65,12 +65,12 @@ def test_replies_go_on_by_themselves_until_a_message_comes(model: Path) -> None:
     front, sock = socket.socketpair()
     with front, sock:
         process = RuntimeProcess(load(model), sock)
-        reply_run = process._runtime.scheduler.reply_run
-        assert reply_run.is_undisturbed()
+        scheduler = process._runtime.scheduler
+        assert scheduler._is_undisturbed()
         process._deliver(AdminReply(1))  # which is answered at once
-        assert reply_run.is_undisturbed()
+        assert scheduler._is_undisturbed()
         process._inbox.put(Stop())
-        assert not reply_run.is_undisturbed()
+        assert not scheduler._is_undisturbed()
         process.run()
         process.close()
 

@@ -172,6 +172,7 @@ class FakeSequences:
         return len(self._states)
 
     def open(self, *, exact: bool, kv_type: KvType | None = None) -> Sequence:
+        assert not self._engine.in_flight
         kv_type = kv_type or self._engine.kv_type
         alike = (place for place in self._states if place[0] == exact)
         taken = [place for place in alike if exact or place[1] == kv_type]
@@ -199,6 +200,7 @@ class FakeSequences:
         return self._states[_place(sequence)]
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
+        assert not self._engine.in_flight
         if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
             raise ValueError("only shared sequences of one KV type share, and into an empty one")
         if tokens != source.length and not self._engine.can_truncate:
@@ -216,6 +218,7 @@ class FakeSequences:
         into.scattered_from = source.scattered_from if scattered else None
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
+        assert not self._engine.in_flight
         layout = self._engine.layout(into.kv_type)
         size = tokens * layout.token_bytes
         if len(blob) != size + resumable * layout.checkpoint_bytes:
@@ -246,6 +249,7 @@ class FakeSequences:
     def export(
         self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
+        assert not self._engine.in_flight
         assert not sequence.is_parked
         self._engine.counts.scattered_exports += sequence.scattered_from is not None
         self._engine.counts.exported_tokens += stop - start
@@ -278,6 +282,7 @@ class FakeSequences:
         return state[-1] + going
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
+        assert not self._engine.in_flight
         if tokens < sequence.length:
             assert self._engine.can_truncate or not tokens, "this state cannot be truncated"
             del self.state(sequence)[tokens:]
@@ -288,6 +293,7 @@ class FakeSequences:
                 sequence.scattered_from = None
 
     def reset(self) -> None:
+        assert not self._engine.in_flight
         self._engine.counts.resets += 1
         self.empty()
         if self.parking:
@@ -297,6 +303,7 @@ class FakeSequences:
         self._engine.counts.releases += 1
 
     def close(self, sequence: Sequence) -> None:
+        assert not self._engine.in_flight
         if sequence.is_parked and self.parking:
             self.parking.leave(sequence)
         del self._states[_place(sequence)]
@@ -342,6 +349,7 @@ class FakeEngine:
     scatters: bool = False  # rows of steps that are of several sequences lie apart
 
     def __post_init__(self) -> None:
+        self.in_flight = False
         self.counts = FakeCounts()
         self.projector = PlainProjector(VECTOR_WIDTH)
         self._spans: set[bytes] = set()  # ids of all pictures
@@ -384,6 +392,7 @@ class FakeEngine:
 
     def launch(self, work: Seq[Work]) -> FakePending:
         """Nothing is computed before `collect`, so touching a sequence in between shows."""
+        assert not self.in_flight
         self.counts.steps += 1
         if self.counts.steps in self.break_steps:
             self.sequences.reset()
@@ -395,6 +404,7 @@ class FakeEngine:
             if rows > self.sequences.free_tokens(kv_type):
                 raise PoolFull("no free cells")
             assert rows <= self.batch_tokens
+        self.in_flight = True
         return FakePending(work)
 
     def launch_next(self, pending: Pending, tokens: Seq[int]) -> Pending:
@@ -402,6 +412,8 @@ class FakeEngine:
         return self.launch([item._replace(tokens=[token]) for item, token in items])
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
+        assert self.in_flight
+        self.in_flight = False
         work = pending.work
         for item in work if self.scatters and len(work) > 1 else ():
             sequence = item.sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,10 +120,12 @@ class RuntimeHarness:
         fetch_bytes: int = 1 << 30,
         clock: Clock | None = None,
         pictures_bytes: int = 1 << 26,
+        is_undisturbed: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
         """`folder` is where the disk tier lies, `shelf` what a tier in memory below it holds."""
         self.engine = engine
+        self._is_undisturbed = is_undisturbed
         self.capabilities = engine.capabilities
         self._events: SimpleQueue[TierEvent] = SimpleQueue()
         self.log_lines: list[LogLine] = []
@@ -150,6 +153,7 @@ class RuntimeHarness:
             emit=self._emit,
             log=self.log_lines.append,
             idle_tokens=idle_tokens,
+            is_undisturbed=self._is_undisturbed,
         )
         self.kv, self.scheduler = self.runtime.kv, self.runtime.scheduler
         self.sessions, self.pipeline = self.runtime.sessions, self.runtime.pipeline

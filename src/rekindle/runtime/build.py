@@ -84,8 +84,15 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
     pictures = PictureEncoder(engine, storage.pictures)
     parallel = storage.settings.parallel
-    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, parallel=parallel)
-    scheduler.reply_run.is_undisturbed = is_undisturbed
+    scheduler = Scheduler(
+        engine,
+        kv,
+        pictures,
+        pipeline,
+        emit,
+        parallel=parallel,
+        is_undisturbed=is_undisturbed,
+    )
     preview = Preview(template, engine.tokenizer.control_texts)
     count_turns = partial(_count_turns, pipeline, scheduler, kv)
     cache_info = CacheInfo(storage, planner, preview, count_turns)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.base import Sampled
 from rekindle.protocol.events import Cancelled
 from rekindle.runtime.schedule.batch import (
     ALONE_S,
     SHARED_S,
-    SliceSize,
+    ChunkSize,
 )
-from tests.support.fake import FakeEngine
+from tests.support.fake import FakeEngine, FakePending
 from tests.support.harness import RuntimeHarness
 
 MOST_TOKENS = 2048
@@ -36,13 +35,13 @@ class TimedEngine(FakeEngine):
         self.steps_s: list[float] = []
         self.rows: list[int] = []
 
-    def step(self, work: Any, go_on: Any = None) -> list[Sampled | None]:
+    def launch(self, work: Any) -> FakePending:
         tokens = sum(len(item.tokens) for item in work)
         self.rows.append(tokens)
         computed = self.counts.computed_tokens
         self.steps_s.append(self.overhead_s(computed) + tokens / self.tokens_per_s(computed))
         self.now_s += self.steps_s[-1]
-        return super().step(work, go_on)
+        return super().launch(work)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TimedEngine]]
     def runner(*speeds: Callable[[int], float], prompt_tokens: int = 3000) -> TimedEngine:
         engine = TimedEngine(*speeds)
         monkeypatch.setattr(
-            "rekindle.runtime.schedule.delivery.time.perf_counter", lambda: engine.now_s
+            "rekindle.runtime.schedule.batch.time.perf_counter", lambda: engine.now_s
         )
         prompt = [100 + n % 800 for n in range(prompt_tokens)]
         RuntimeHarness(engine).ask(prompt, max_tokens=1)
@@ -120,7 +119,7 @@ def test_slices_recover_from_a_time_in_which_steps_took_long(
 
 def test_one_odd_moment_does_not_make_a_slice_that_holds_a_cancel_for_long() -> None:
     """Twice the rows in the same time look as if rows cost nothing."""
-    size = SliceSize(MOST_TOKENS)
+    size = ChunkSize(MOST_TOKENS)
     size.learn(16, 0.2)
     size.learn(32, 0.201)
     assert size.tokens(ALONE_S) / (16 / 0.2) <= PROMISED_S
@@ -129,7 +128,7 @@ def test_one_odd_moment_does_not_make_a_slice_that_holds_a_cancel_for_long() -> 
 @pytest.mark.parametrize(("speed", "most"), [(1_000, 250), (100, 64), (30, 27)])
 def test_beside_replies_slices_are_small_but_not_slow(speed: int, most: int) -> None:
     """Much smaller ones would take half as long again for each token."""
-    size = SliceSize(MOST_TOKENS)
+    size = ChunkSize(MOST_TOKENS)
     for rows in (16, 32, 64, 128):
         size.learn(rows, rows / speed)
     assert 0.9 * most <= size.tokens(SHARED_S) <= most
@@ -137,7 +136,7 @@ def test_beside_replies_slices_are_small_but_not_slow(speed: int, most: int) -> 
 
 def test_short_prompts_and_decode_steps_teach_nothing() -> None:
     """They take long a token, whatever the machine can do."""
-    size = SliceSize(MOST_TOKENS)
+    size = ChunkSize(MOST_TOKENS)
     size.learn(256, 0.256)
     before = size.tokens(ALONE_S)
     for _ in range(20):
@@ -148,7 +147,7 @@ def test_short_prompts_and_decode_steps_teach_nothing() -> None:
 def test_the_end_of_a_long_conversation_does_not_make_the_next_prompt_slow() -> None:
     """Its few rows take as long as thousands in slices: llama.cpp's attention takes row after row
     below 64 of them. Slices that became as small as such a step says would never be faster."""
-    size = SliceSize(MOST_TOKENS)
+    size = ChunkSize(MOST_TOKENS)
     for rows in (16, 32, 64, 128, 256):
         size.learn(rows, rows / 1_000)
     before = size.tokens(ALONE_S)
@@ -163,7 +162,7 @@ def attention_s(rows: int) -> float:
 
 
 def test_slices_that_a_busy_moment_made_small_become_large_again() -> None:
-    size = SliceSize(MOST_TOKENS)
+    size = ChunkSize(MOST_TOKENS)
     for rows in (64, 128, 256):
         size.learn(rows, attention_s(rows))
     size.learn(256, 6.0)
@@ -175,7 +174,7 @@ def test_slices_that_a_busy_moment_made_small_become_large_again() -> None:
 
 
 def test_whole_slices_are_seldom_tried_where_they_take_too_long() -> None:
-    size, tried = SliceSize(MOST_TOKENS), 0
+    size, tried = ChunkSize(MOST_TOKENS), 0
     size.learn(64, 0.1)
     for _ in range(200):
         rows = size.tokens(ALONE_S)
@@ -188,9 +187,7 @@ def test_a_cancel_between_two_slices_ends_the_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = TimedEngine(lambda _computed: 50)
-    monkeypatch.setattr(
-        "rekindle.runtime.schedule.delivery.time.perf_counter", lambda: engine.now_s
-    )
+    monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", lambda: engine.now_s)
     harness = RuntimeHarness(engine)
     reply = harness.submit([100 + n % 800 for n in range(3000)])
     for _ in range(5):
@@ -215,20 +212,18 @@ class TimedGpu(FakeEngine):
         )
         self.prompt_rows: list[int] = []
 
-    def step(self, work: Any, go_on: Any = None) -> list[Sampled | None]:
+    def launch(self, work: Any) -> FakePending:
         rows = sum(len(item.tokens) for item in work)
         self.prompt_rows.append(rows - sum(len(item.tokens) == 1 for item in work))
         self.now_s += 8e-3 + rows * self.row_s
-        return super().step(work, go_on)
+        return super().launch(work)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedGpu, RuntimeHarness]]:
     """Beside four replies that go on for long."""
     engine = TimedGpu()
-    monkeypatch.setattr(
-        "rekindle.runtime.schedule.delivery.time.perf_counter", lambda: engine.now_s
-    )
+    monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", lambda: engine.now_s)
     harness = RuntimeHarness(engine, parallel=8)
     for number in range(4):
         harness.submit([50 + number] * 20, max_tokens=6000)
@@ -293,9 +288,7 @@ def test_a_first_slice_beside_replies_is_no_larger_than_the_machine_is_fast(
 ) -> None:
     engine = TimedGpu()
     engine.row_s = 1 / 120
-    monkeypatch.setattr(
-        "rekindle.runtime.schedule.delivery.time.perf_counter", lambda: engine.now_s
-    )
+    monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", lambda: engine.now_s)
     harness = RuntimeHarness(engine)
     harness.submit(words(300, 1), max_tokens=2000)
     for _ in range(60):

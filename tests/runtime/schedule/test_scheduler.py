@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rekindle.engine.base import EngineOptions, GoOn, Sampled, Work
+from rekindle.engine.base import EngineOptions, Pending, Sampled
 from rekindle.errors import EngineBroken
-from rekindle.protocol.events import Cancelled, Failed, Finished, Prefill
-from rekindle.protocol.requests import Names, SamplingParams
-from tests.support.fake import FakeEngine, NumberTokenizer
+from rekindle.protocol.events import Cancelled, Event, Failed, Finished, Prefill
+from rekindle.protocol.requests import SamplingParams
+from tests.support.fake import FakeEngine, FakeSequences, NumberTokenizer
 from tests.support.harness import RuntimeHarness
 from tests.support.numpy_engine import SUFFIX
 from tests.support.numpy_engine.engine import NumpyEngine
@@ -258,11 +257,11 @@ def test_a_step_that_breaks_after_tokens_were_chosen_changes_no_reply(
     class Breaking(NumpyEngine):
         left = 8
 
-        def step(self, work: Seq[Work], go_on: GoOn | None = None) -> list[Sampled | None]:
-            chosen = super().step(work, go_on)
+        def collect(self, pending: Pending) -> list[Sampled | None]:
+            chosen = super().collect(pending)
             self.left -= 1
             if not self.left:
-                self.reset()
+                self.sequences.reset()
                 raise EngineBroken("the second call failed")
             return chosen
 
@@ -432,22 +431,21 @@ def test_a_client_that_gives_up_five_times_computes_each_token_once(can_truncate
 def test_replies_are_delivered_while_the_next_step_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.runtime.schedule.delivery.TOGETHER_S", 0.0)
+    monkeypatch.setattr("rekindle.runtime.schedule.outbox.MAX_DELAY_S", 0.0)
     engine = FakeEngine(async_launch=True)
     harness = RuntimeHarness(engine)
     replies = [harness.submit([number] * 20, max_tokens=8) for number in (1, 2)]
-    delivered: list[int] = []
-    deliver = engine.meanwhile
+    in_flight: list[bool] = []
+    emit = harness.scheduler._emit
 
-    def note() -> None:
-        before = sum(len(reply.text.split()) for reply in replies)
-        deliver()
-        delivered.append(sum(len(reply.text.split()) for reply in replies) - before)
+    def note(events: list[Event]) -> None:
+        in_flight.append(engine.in_flight)
+        emit(events)
 
-    engine.meanwhile = note
+    harness.scheduler._emit = note
     for reply in replies:
         harness.run(reply)
-    assert delivered.count(2) >= 6
+    assert in_flight.count(True) >= 6
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9])
@@ -523,7 +521,7 @@ def test_a_turn_that_ends_while_the_pool_is_full_resets_nothing() -> None:
 
 
 def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None:
-    class Breaking(FakeEngine):
+    class Breaking(FakeSequences):
         is_bad = False
 
         def export(self, *given: Any, **named: Any) -> bytes:
@@ -533,15 +531,15 @@ def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None
                 raise EngineBroken("export failed")
             return super().export(*given, **named)
 
-    engine = Breaking(async_launch=True)
+    engine = FakeEngine(async_launch=True)
+    engine.sequences = sequences = Breaking(engine)
     harness = RuntimeHarness(engine, idle_tokens=0)
     ending = harness.submit([1] * 40, max_tokens=5)
     other = harness.submit([2] * 40, max_tokens=50)
     third = harness.submit([3] * 40, max_tokens=50)
     while len(ending.tokens) < 5:
         harness.scheduler.step()
-    assert not ending.ended  # its end is not delivered yet
-    engine.is_bad = True
+    sequences.is_bad = True
     harness.cancel(other)
     assert isinstance(other.events[-1], Cancelled)
     assert ending.ended
@@ -549,21 +547,24 @@ def test_a_cancel_survives_an_engine_that_breaks_while_others_are_kept() -> None
     assert third.tokens == RuntimeHarness(FakeEngine()).ask([3] * 40, max_tokens=50).tokens
 
 
-def test_a_conversation_that_is_deleted_during_a_step_is_forgotten_after_it() -> None:
+def test_a_stop_string_found_during_a_step_ends_the_turn_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine of this test fails if a sequence is touched while a step is in flight."""
+    monkeypatch.setattr("rekindle.runtime.schedule.outbox.MAX_DELAY_S", 0.0)
+    expected = RuntimeHarness(FakeEngine()).ask([1] * 20, max_tokens=20).tokens
     engine = FakeEngine(async_launch=True)
-    harness = RuntimeHarness(engine)
-    key = harness.ask([1] * 40, max_tokens=1, names=Names(return_cache_key=True))
-    entry = harness.entries.by_key(harness.namespace(), key.finished.cache.new_cache_key or "")
-    assert entry is not None
-    deliver = engine.meanwhile
-    seen: list[int] = []
+    harness = RuntimeHarness(engine, idle_tokens=0)
+    ended = harness.submit([1] * 20, max_tokens=20, stop=(f"{expected[6]} ",))
+    other = harness.submit([2] * 20, max_tokens=20)
+    finished: list[bool] = []
+    emit = harness.scheduler._emit
 
-    def delete() -> None:
-        deliver()
-        harness.kv.forget(entry)
-        seen.append(engine.open_sequences)
+    def note(events: list[Event]) -> None:
+        finished.extend(engine.in_flight for each in events if isinstance(each, Finished))
+        emit(events)
 
-    engine.meanwhile = delete
-    harness.ask([2] * 40, max_tokens=4)
-    assert seen[0] == 2  # nothing was touched
-    assert engine.open_sequences == 1
+    harness.scheduler._emit = note
+    harness.run(ended, other)
+    assert finished == [False, False]
+    assert ended.finished.reason == "stop"

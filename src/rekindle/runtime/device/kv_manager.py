@@ -64,8 +64,6 @@ class KvManager:
 
         self.idle = IdlePools(self._capabilities.kv_type, idle_pool)
         self.broken: EngineBroken | None = None  # since the last step
-        self.is_computing = False  # a step is under way
-        self._forgotten: list[PrefixHandle] = []  # conversations that were deleted meanwhile
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -162,18 +160,9 @@ class KvManager:
         self._engine.sequences.release_idle()
 
     def forget(self, handle: PrefixHandle) -> None:
-        """Close idle sequences of a conversation that was deleted: it is not reused from here.
-        While a step is under way none is touched: they are forgotten after it."""
-        self._forgotten.append(handle)
-        if not self.is_computing:
-            self.forget_rest()
-
-    def forget_rest(self) -> None:
-        if not self._forgotten:
-            return
+        """Close the idle sequences of a deleted conversation, so that they are not reused."""
         with self._noting_breakage():
-            while self._forgotten:
-                self.idle.forget(self._forgotten.pop(0))
+            self.idle.forget(handle)
 
     @contextmanager
     def _noting_breakage(self) -> Iterator[None]:

@@ -19,11 +19,11 @@ import time
 from collections import Counter, defaultdict
 from enum import Enum
 
-from rekindle.engine.base import Engine, KvLayout, Sampled, Sequence
+from rekindle.engine.base import Engine, KvLayout, Sequence
 from rekindle.errors import BadRequest
 from rekindle.kvcache.entries.entries import Entry
 from rekindle.kvcache.plan import Plan
-from rekindle.protocol.events import CacheReport, Event, Failed, Finished, Reason, Status
+from rekindle.protocol.events import CacheReport, Failed, Finished, Reason, Status
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor
@@ -163,20 +163,12 @@ class Pipeline:
         """Bring over what a step may into the cells that a turn goes on in."""
         return Start.STARTED if self._admission.requantise(turn, others) else Start.RESTORING
 
-    def accept(self, turn: Turn, sampled: Sampled | None) -> list[Event]:
-        """What one step of the engine brings the client, of a token that the turn has taken;
-        remembers a turn that has ended."""
-        events: list[Event] = []
-        if sampled is not None:
-            events = turn.accept(sampled)
-        elif turn.request.prepare:
-            turn.finish_prepared()
-        if turn.output.finish_reason is None:
-            return events
+    def finish(self, turn: Turn) -> Finished | Failed:
+        """Remember a turn that has ended. Returns its terminal event."""
         end = end_of(turn, self._engine.capabilities.kv[turn.kv_format.kv_type])
         if isinstance(end, Finished):
             self._sessions.remember(turn, end)
-        return [*events, end]
+        return end
 
     def retire(self, turn: Turn) -> None:
         """Keep what a turn computed, however it ended, and free what it holds."""

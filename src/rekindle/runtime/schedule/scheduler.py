@@ -1,24 +1,31 @@
-"""Who goes next: turns are admitted fairly, batched continuously, and each ends exactly once."""
+"""Runs the turns of one model: admits them, steps the engine, delivers text, finishes them."""
 
 from __future__ import annotations
 
-from rekindle.engine.base import Engine, Sampled, run_step
+from collections.abc import Callable
+
+from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
-from rekindle.protocol.events import Cancelled, Failed, Started
+from rekindle.protocol.events import Cancelled, Event, Failed, Started
 from rekindle.runtime.device.idle_pool import RowsByType
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.schedule.batch import Batch, Batcher
-from rekindle.runtime.schedule.delivery import Delivery, Emit, ReplyRun
+from rekindle.runtime.schedule.batch import Batch, Batcher, StepClock, StepTiming
+from rekindle.runtime.schedule.outbox import Outbox
 from rekindle.runtime.schedule.pipeline import Pipeline, Start
 from rekindle.runtime.schedule.queues import TurnQueues, insert
 from rekindle.runtime.schedule.turn import Turn
 
-MOST_RESTARTS = 3
+# A turn fails when the engine has lost its state more often than this.
+MAX_RESTARTS = 3
+# Longest multi-step decode. Then new turns, messages and background work get their chance.
+MAX_MULTI_STEP_S = 0.02
+
+Emit = Callable[[list[Event]], None]
 
 
 class Scheduler:
-    """Owns the engine's time. Called from the one thread that owns the engine."""
+    """Runs all turns of one model. Owns the engine's time and is called from a single thread."""
 
     def __init__(
         self,
@@ -29,22 +36,23 @@ class Scheduler:
         emit: Emit,
         *,
         parallel: int,
+        is_undisturbed: Callable[[], bool],
     ) -> None:
+        """`is_undisturbed` tells whether nothing but running turns wants the engine's thread."""
         self._engine = engine
         self._pictures = pictures
         self._kv = kv
         self._pipeline = pipeline
         self._emit = emit
         self._parallel = parallel
-        self._batcher = Batcher(engine.capabilities, parallel)
+        self._is_undisturbed = is_undisturbed
+        self._overlaps = engine.capabilities.async_launch
         self._queues = TurnQueues()
         self._waiting = self._queues.waiting
         self._restoring, self._running = self._queues.restoring, self._queues.running
-        beside = engine.capabilities.async_launch
-        self._delivery = Delivery(pipeline, emit, self._queues.end, beside=beside)
-        self.reply_run = ReplyRun(self._delivery)
-        if beside:
-            engine.meanwhile = self._delivery.deliver_due
+        self._batcher = Batcher(engine.capabilities, parallel)
+        self._clock = StepClock(self._batcher.learn, self._learn_cost)
+        self._outbox = Outbox()
 
     @property
     def turns(self) -> int:
@@ -52,7 +60,7 @@ class Scheduler:
 
     @property
     def wait_s(self) -> float | None:
-        """How long there is nothing to do unless something is reported; None: for ever."""
+        """Longest time to sleep when `step` had nothing to do. None means until a message comes."""
         waits = [self._pipeline.wait_s(turn) for turn in self._restoring]
         waits += [self._pictures.wait_s(turn) for turn in self._running if turn.waits_for_vectors]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
@@ -60,12 +68,207 @@ class Scheduler:
     def submit(self, turn: Turn) -> None:
         self._queues.submit(turn)
 
-    def cancel(self, turn_id: int) -> bool:
-        """End a turn now, keeping what it computed; False when it is not here."""
-        if self._kv.broken is not None:  # since the last step
-            self._restart_all(self._kv.broken)
+    def step(self) -> bool:
+        """Advance every turn by one engine step. Returns False when there is nothing to do."""
         try:
-            self._settle()
+            if self._kv.broken is not None:  # since the last step
+                raise self._kv.broken
+            self._kv.allowance.renew(
+                is_shared=any(turn.pending_tokens == 1 for turn in self._running)
+            )
+            self._restore()
+            self._admit()
+            self._requantise()
+            has_flushed = self._kv.export_some(self._running)
+            has_encoded = self._encode_picture()
+            batch = self._batcher.compose(self._running, len(self._waiting))
+            if batch:
+                self._compute(batch, is_alone=has_flushed)
+                return True
+            if self._outbox:
+                self._flush()
+                return True
+            return has_encoded or self._kv.allowance.is_spent or self._kv.offload_one()
+        except EngineBroken as error:
+            self._restart_all(error)
+            return True
+
+    def _compute(self, batch: Batch, *, is_alone: bool) -> None:
+        """Launch a step, deliver the text of the last one, collect the results, finish turns.
+
+        Steps in which replies only grow by a token repeat without returning to `step`, while
+        nothing else wants the engine. Between launch and collect only text is delivered: sequences,
+        cache and entries stay untouched.
+        """
+        may_repeat = is_alone and self._may_repeat(batch)
+        timing = self._clock.start(batch)
+        if batch.has_prefill:
+            self._outbox.hasten()  # the step is long, so pending text does not wait for its end
+        try:
+            self._deliver_due(in_flight=False)
+            pending = self._engine.launch(batch.work)
+            self._deliver_due(in_flight=True)
+            results = self._engine.collect(pending)
+            while may_repeat and (decoded := self._continuing(batch, results, timing)):
+                self._outbox.collect_decoded(batch, decoded, timing.next_step())
+                self._deliver_due(in_flight=False)
+                pending = self._engine.launch_next(pending, [each.token for each in decoded])
+                self._deliver_due(in_flight=True)
+                results = self._engine.collect(pending)
+        except PoolFull:
+            self._preempt(batch)
+            return
+        finally:
+            self._kv.counts.computed_tokens += len(batch) * (timing.steps - 1)
+        self._clock.record(timing)
+        self._collect(batch, results, timing)
+
+    def _deliver_due(self, *, in_flight: bool) -> None:
+        """Deliver text that has waited long enough: while a step is in flight if the device
+        computes on its own, otherwise between two steps."""
+        if self._outbox.is_due and in_flight == self._overlaps:
+            self._emit(self._outbox.take())
+
+    def _may_repeat(self, batch: Batch) -> bool:
+        """Whether every turn is in the batch and just decodes, so nobody misses a step."""
+        is_everybody = self._queues.are_all(len(batch), self._parallel)
+        return is_everybody and self._is_undisturbed() and all(map(_only_decodes, batch.turns))
+
+    def _continuing(
+        self, batch: Batch, results: list[Sampled | None], timing: StepTiming
+    ) -> list[Sampled]:
+        """The results of a step after which all replies may decode another token, else nothing."""
+        if timing.would_exceed(MAX_MULTI_STEP_S) or not self._is_undisturbed():
+            return []
+        decoded = [sampled for sampled in results if sampled is not None]
+        replies = zip(batch.turns, decoded, strict=True)
+        if any(turn.output.is_last(each.token, turn.generated_tokens) for turn, each in replies):
+            return []
+        return decoded
+
+    def _collect(self, batch: Batch, results: list[Sampled | None], timing: StepTiming) -> None:
+        """Give every turn its result, and finish those that have ended."""
+        self._kv.counts.computed_tokens += batch.rows
+        if self._kv.idle:
+            self._kv.idle.count_rows(_rows_by_type(batch, timing.steps))
+        if progress := self._outbox.collect(batch, results, timing.step_s):
+            self._emit(progress)
+        if (
+            self._outbox.must_flush
+            or self._outbox.ended
+            or (self._outbox.is_due and not self._overlaps)
+        ):
+            self._flush()
+            self._kv.keep_prompts(batch.turns)
+        if batch.has_prefill:
+            self._batcher.rotate(self._running)
+
+    def _learn_cost(self, timing: StepTiming) -> None:
+        """Prefill of a single prompt shows what computing costs, to be compared with restoring."""
+        batch = timing.batch
+        if len(batch) == 1:
+            [turn] = batch.turns
+            self._kv.cost_gate.learn_computing(turn.held_tokens, batch.rows, timing.step_s)
+
+    def _flush(self) -> None:
+        """Deliver all text and finish the turns that it ended. No step may be in flight."""
+        events = self._outbox.take()
+        for turn in self._outbox.take_ended():
+            events.append(self._pipeline.finish(turn))
+            self._queues.end(turn)
+        if events:
+            self._emit(events)  # first, so that clients do not wait for their state to be kept
+        self._retire_ended()
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Continue restoring stored state, in arrival order."""
+        for turn in list(self._restoring):
+            if turn.requantisation:
+                continue
+            outcome = self._pipeline.restore(turn)
+            if outcome is not Start.RESTORING:
+                self._restoring.remove(turn)
+                self._move(turn, outcome)
+
+    def _admit(self) -> None:
+        """Start waiting turns, in order of priority, while there is memory for them.
+
+        A turn is planned here and not when it arrives, so that it can reuse everything that was
+        computed before its own prefill begins.
+        """
+        while (
+            self._waiting
+            and self._queues.started < self._parallel
+            and self._batcher.has_room(self._running)
+        ):
+            turn = self._queues.next_to_start(self._engine.capabilities.exact_sequences)
+            if turn is None:
+                return
+            try:
+                outcome = self._pipeline.start(turn, self._running, self._restoring)
+            except ServerError as error:  # a resource that only this turn needs is unavailable
+                self._fail(turn, error)
+                continue
+            if outcome is Start.NO_ROOM:
+                return
+            self._waiting.remove(turn)
+            self._move(turn, outcome)
+
+    def _requantise(self) -> None:
+        """Convert the state of turns that have reached the start of KV quantisation, in arrival
+        order. They do not run until that is done."""
+        ready = [
+            turn
+            for turn in self._running
+            if turn.requantise_at is not None and turn.must_requantise
+        ]
+        for turn in [*(turn for turn in self._restoring if turn.requantisation), *ready]:
+            others = [other for other in (*self._running, *self._restoring) if other is not turn]
+            try:
+                outcome = self._pipeline.requantise(turn, others)
+            except ServerError as error:  # a resource that only this turn needs is unavailable
+                self._fail(turn, error)
+            else:
+                self._queues.remove(turn)
+                self._move(turn, outcome)
+
+    def _encode_picture(self) -> bool:
+        """Get the vectors of one image for a turn whose prefill has reached it. At most one image
+        is encoded in a step, so that other turns are not delayed for long."""
+        for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
+            self._flush()
+            try:
+                if self._pictures.supply(turn):
+                    return True
+            except ServerError as error:
+                self._fail(turn, error)
+        return False
+
+    def _move(self, turn: Turn, outcome: Start) -> None:
+        """Put a turn that is in no queue into the one that its start has led to."""
+        if outcome is not Start.STARTED:
+            insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
+            return
+        insert(self._running, turn)
+        if turn.is_started:
+            return
+        turn.is_started = True
+        self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report)])
+        if turn.request.prepare is None:
+            prompt = turn.tokens.text_ids  # nothing is sampled yet
+            mask = turn.encoded.decoding.token_mask
+            turn.sampler = self._engine.sampler(turn.request.sampling, prompt, mask)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def cancel(self, turn_id: int) -> bool:
+        """End a turn and keep what it computed. Returns False if it has already ended."""
+        try:
+            if self._kv.broken is not None:  # since the last step
+                raise self._kv.broken
+            self._flush()
         except EngineBroken as error:
             self._restart_all(error)
         for turn in self._queues:
@@ -79,191 +282,41 @@ class Scheduler:
         return False
 
     def stop(self) -> None:
-        """End every turn, keeping what it computed."""
+        """End every turn and keep what it computed."""
         for turn in [*self._running, *self._restoring, *self._waiting]:
             self.cancel(turn.id)
 
-    def step(self) -> bool:
-        """One native call's worth of work; False when there is nothing to do but wait."""
-        if self._kv.broken is not None:  # since the last step
-            self._restart_all(self._kv.broken)
-        allowance = self._kv.allowance
-        allowance.renew(is_shared=any(turn.pending_tokens == 1 for turn in self._running))
-        try:
-            self._restore()
-            self._admit()
-            self._cross()
-            is_at_rest = self._kv.export_some(self._running)
-            has_encoded = self._encode_picture()
-            batch = self._batcher.compose(self._running, len(self._waiting))
-            if batch:
-                may_run_on = is_at_rest and self._queues.are_all(len(batch), self._parallel)
-                return self._compute(batch, may_run_on=may_run_on)
-            if self._delivery.brought:
-                self._settle()
-                return True
-            return has_encoded or allowance.is_spent or self._kv.offload_one()
-        except EngineBroken as error:
-            self._restart_all(error)
-            return True
-
-    def _encode_picture(self) -> bool:
-        """Vectors for turns that have come to a picture. One is encoded at most: the other turns go
-        on between two."""
-        for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
-            self._settle()
-            try:
-                if self._pictures.supply(turn):
-                    return True
-            except ServerError as error:
-                self._end(turn)
-                self._emit([Failed(turn.id, error.info)])
-        return False
-
-    def _compute(self, batch: Batch, *, may_run_on: bool) -> bool:
-        if any(len(work.tokens) > 1 for _, work in batch):
-            self._delivery.hurry()
-        go_on = self.reply_run.begin(batch, may_run_on=may_run_on)
-        self._kv.is_computing = True
-        try:
-            results = run_step(self._engine, [work for _, work in batch], go_on)
-        except PoolFull:
-            self._kv.is_computing = False
-            self._preempt(batch)
-            return True
-        finally:
-            self._kv.is_computing = False
-            self._kv.counts.computed_tokens += len(batch) * (self.reply_run.steps - 1)
-        took_s = self.reply_run.end()
-        self._delivery.deliver_due()
-        self._retire_ended()
-        self._take_in(batch, results, took_s)
-        return True
-
-    # -- admitting -----------------------------------------------------------------------------
-
-    def _restore(self) -> None:
-        """Go on with turns whose state is being restored, those that came first first."""
-        for turn in list(self._restoring):
-            if turn.requantisation:
-                continue
-            outcome = self._pipeline.restore(turn)
-            if outcome is not Start.RESTORING:
-                self._restoring.remove(turn)
-                self._take(turn, outcome)
-
-    def _cross(self) -> None:
-        """Bring over turns that go on in cells of another type, those that came first first; while
-        they are on their way they do not run."""
-        ready = [
-            turn
-            for turn in self._running
-            if turn.requantise_at is not None and turn.must_requantise
-        ]
-        for turn in [*(turn for turn in self._restoring if turn.requantisation), *ready]:
-            others = [other for other in (*self._running, *self._restoring) if other is not turn]
-            try:
-                outcome = self._pipeline.requantise(turn, others)
-            except ServerError as error:  # what only this turn needs is not to be had
-                self._end(turn)
-                self._emit([Failed(turn.id, error.info)])
-            else:
-                self._queues.remove(turn)
-                self._take(turn, outcome)
-
-    def _admit(self) -> None:
-        """Start waiting turns in their order, while they can be fed; plans are made late, so that
-        a turn sees everything computed before its own prefill begins."""
-        while (
-            self._waiting
-            and self._queues.started < self._parallel
-            and self._batcher.has_room(self._running)  # rows for another prompt
-        ):
-            turn = self._queues.next_to_start(self._engine.capabilities.exact_sequences)
-            if turn is None:
-                return
-            try:
-                outcome = self._pipeline.start(turn, self._running, self._restoring)
-            except ServerError as error:  # what only this turn needs is not to be had
-                self._end(turn)
-                self._emit([Failed(turn.id, error.info)])
-                continue
-            if outcome is Start.NO_ROOM:
-                return
-            self._waiting.remove(turn)
-            self._take(turn, outcome)
-
-    def _take(self, turn: Turn, outcome: Start) -> None:
-        """A turn that is in no list goes on where its start has led it."""
-        if outcome is Start.STARTED:
-            self._begin(turn)
-        else:
-            insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
-
-    def _begin(self, turn: Turn) -> None:
-        insert(self._running, turn)
-        if not turn.is_started:
-            turn.is_started = True
-            self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report)])
-            if turn.request.prepare is None:
-                turn.sampler = self._engine.sampler(
-                    turn.request.sampling,
-                    turn.tokens.text_ids,  # nothing is sampled yet
-                    turn.encoded.decoding.token_mask,
-                )
-
-    # -- computing -----------------------------------------------------------------------------
-
-    def _take_in(self, batch: Batch, results: list[Sampled | None], took_s: float) -> None:
-        """What a step brought. Replies that only go on are delivered a few steps together where
-        steps are short, and while the next one is computed, where it is computed beside."""
-        rows = self._batcher.learn(batch, took_s, self.reply_run.steps)
-        self._kv.counts.computed_tokens += rows
-        if len(batch) == 1:
-            self._kv.cost_gate.learn_computing(batch[0][0].held_tokens, rows, took_s)
-        if self._kv.idle:
-            self._kv.idle.count_rows(_shared_rows(batch, self.reply_run.steps))
-        if self._delivery.take_in(batch, results, took_s):
-            self._settle()
-            self._kv.keep_prompts(turn for turn, _ in batch)
-        if rows > len(batch):
-            self._batcher.rotate(self._running)
-
-    def _settle(self) -> None:
-        """Deliver, and keep what ended turns have computed, no step being under way."""
-        if self._delivery.brought:
-            self._delivery.deliver()
-        self._retire_ended()
-
-    # -- ending --------------------------------------------------------------------------------
+    def _fail(self, turn: Turn, error: ServerError) -> None:
+        self._end(turn)
+        self._emit([Failed(turn.id, error.info)])
 
     def _end(self, turn: Turn) -> None:
-        """Give back everything a turn holds; what it computed is kept."""
         self._queues.end(turn)
         self._retire_ended()
 
     def _retire_ended(self) -> None:
-        self._kv.forget_rest()
-        ended = self._queues.ended
-        while ended:  # all have left, before keeping the first can break the engine
-            self._pipeline.retire(ended.pop(0))
+        """Keep what ended turns computed and free what they hold. Each leaves the list first,
+        because keeping its state may break the engine."""
+        while self._queues.ended:
+            self._pipeline.retire(self._queues.ended.pop(0))
 
     def _preempt(self, batch: Batch) -> None:
-        """The pool is full in mid-reply: the last turn waits until there is room again."""
-        rows = _shared_rows(batch)
-        full = [name for name in rows if self._engine.sequences.free_tokens(name) < rows[name]]
-        self._settle()
+        """Make room in a full pool. If idle sequences do not free enough, the last turn waits."""
+        rows = _rows_by_type(batch)
+        free_tokens = self._engine.sequences.free_tokens
+        full = [kv_type for kv_type in rows if free_tokens(kv_type) < rows[kv_type]]
+        self._flush()
         if not full:
             self._engine.sequences.reset()
-            raise EngineBroken("the engine found no room where there must be some")
-        if all(self._kv.make_room(rows[name], name) for name in full):
+            raise EngineBroken("the engine reported a full KV pool, but the pool has free cells")
+        if all(self._kv.make_room(rows[kv_type], kv_type) for kv_type in full):
             return
         if self._kv.allowance.is_spent:
-            return  # the next step goes on
+            return  # the next step continues
         shared = (turn for turn in (*self._restoring, *self._running) if not turn.request.exact)
         holding = [turn for turn in shared if turn.kv_format.kv_type in full]
         if not holding:
-            return  # all have ended meanwhile
+            return  # all of them ended in the flush
         last = max(holding, key=lambda turn: turn.place)
         self._kv.counts.preemptions += 1
         self._queues.remove(last)
@@ -271,27 +324,35 @@ class Scheduler:
         self._pipeline.retire(last)
 
     def _restart_all(self, error: EngineBroken) -> None:
-        """The engine lost every sequence: all turns go on from their tokens, or end in an error
-        when they have been here too often."""
+        """Start every turn again from its tokens after the engine has lost all sequences. Turns
+        that were restarted too often fail."""
         self._kv.lose_everything()
-        self._delivery.deliver()
+        events = self._outbox.take()
+        for turn in self._outbox.take_ended():
+            events.append(self._pipeline.finish(turn))
+            self._queues.end(turn)
+        if events:
+            self._emit(events)
         for turn in (*self._queues.ended, *self._queues):
-            self._kv.release(turn)  # of those that wait, one may have been starting
+            self._kv.release(turn)  # a waiting turn may have been starting
         self._queues.ended.clear()
         lost = self._queues.take_started()
         for turn in lost:
             turn.restarts += 1
-            if turn.sampler is not None:  # it may have chosen a token that was lost
+            if turn.sampler is not None:  # it may have sampled a token that was lost
                 turn.sampler.replay(turn.tokens.part(turn.prompt_tokens))
         self._waiting[:0] = lost
-        for turn in [turn for turn in lost if turn.restarts > MOST_RESTARTS]:
-            self._end(turn)
-            failure = ServerError(f"the engine failed repeatedly: {error}")
-            self._emit([Failed(turn.id, failure.info)])
+        for turn in [turn for turn in lost if turn.restarts > MAX_RESTARTS]:
+            self._fail(turn, ServerError(f"the engine failed repeatedly: {error}"))
 
 
-def _shared_rows(batch: Batch, steps: int = 1) -> RowsByType:
-    """Rows that are computed in pools, by the KV type of each."""
+def _only_decodes(turn: Turn) -> bool:
+    """Whether the next steps of a turn depend on nothing but its sampled tokens."""
+    return turn.is_decoding and turn.only_decodes and turn.output.ends_by_token
+
+
+def _rows_by_type(batch: Batch, steps: int = 1) -> RowsByType:
+    """Rows that steps compute in each KV pool."""
     rows = RowsByType()
     for turn, work in batch:
         if not turn.request.exact:

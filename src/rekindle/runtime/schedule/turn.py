@@ -203,7 +203,7 @@ class Turn:
         self.waits_for_vectors = False  # that are being read
         # In the queue.
         self.place = 0  # lower goes first
-        self.slice_tokens = 0  # computed since it last came to the front of the prefill queue
+        self.chunk_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.is_started = False
         self.is_over = False  # its last token is taken
@@ -236,7 +236,7 @@ class Turn:
         return self.pending_tokens > 1 or not self.generated_tokens
 
     @property
-    def only_goes_on(self) -> bool:
+    def only_decodes(self) -> bool:
         """Whether its next tokens change nothing but its reply."""
         is_watched = self.request.exact or self.checkpoints or self.requantise_at is not None
         return self.generated_tokens > 0 and not is_watched

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from rekindle.engine.base import Matrix
+from rekindle.engine.base import Matrix, Pending, Sampled, Work
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Cancelled,
@@ -19,8 +20,8 @@ from rekindle.protocol.events import (
     ToolCallStart,
 )
 from rekindle.protocol.media import Picture
-from rekindle.runtime.schedule.delivery import TOGETHER_S, _joined
-from tests.support.fake import AsciiTokenizer, FakeEngine
+from rekindle.runtime.schedule.outbox import MAX_DELAY_S, _merged
+from tests.support.fake import AsciiTokenizer, FakeEngine, FakePending
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.pictures import drawn
 
@@ -32,8 +33,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
         self.now_s, self.step_s = 100.0, step_s
-        for module in ("delivery", "reply_run"):
-            monkeypatch.setattr(f"rekindle.runtime.{module}.time", self)
+        for module in ("batch", "outbox"):
+            monkeypatch.setattr(f"rekindle.runtime.schedule.{module}.time", self)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -44,9 +45,9 @@ class Clock:
 class TimedEngine(FakeEngine):
     clock: Clock
 
-    def _step(self, work: object) -> object:  # type: ignore[override]
+    def collect(self, pending: Pending) -> list[Sampled | None]:
         self.clock.now_s += self.clock.step_s
-        return super()._step(work)  # type: ignore[arg-type]
+        return super().collect(pending)
 
 
 def ask(
@@ -60,16 +61,15 @@ def ask(
     """A reply, and when which events were told."""
     engine = TimedEngine(async_launch=beside)
     engine.clock = Clock(monkeypatch, step_s)
-    harness = RuntimeHarness(engine)
-    harness.scheduler.reply_run.is_undisturbed = lambda: runs
+    harness = RuntimeHarness(engine, is_undisturbed=lambda: runs)
     told: list[tuple[float, list[Event]]] = []
-    emit = harness.scheduler._delivery._emit
+    emit = harness.scheduler._emit
 
     def note(events: list[Event]) -> None:
         told.append((engine.clock.now_s, list(events)))
         emit(events)
 
-    harness.scheduler._delivery._emit = note
+    harness.scheduler._emit = note
     reply = harness.submit(PROMPT, **{"max_tokens": 40, **request})
     harness.run(reply)
     return reply, harness, told
@@ -84,8 +84,8 @@ def texts(told: list[tuple[float, list[Event]]]) -> list[str]:
 def test_fast_tokens_are_told_together_and_slow_ones_one_by_one(
     monkeypatch: pytest.MonkeyPatch, *, beside: bool
 ) -> None:
-    fast, _, told_fast = ask(monkeypatch, TOGETHER_S / 8, beside=beside)
-    slow, _, told_slow = ask(monkeypatch, TOGETHER_S * 2, beside=beside)
+    fast, _, told_fast = ask(monkeypatch, MAX_DELAY_S / 8, beside=beside)
+    slow, _, told_slow = ask(monkeypatch, MAX_DELAY_S * 2, beside=beside)
     assert fast.tokens == slow.tokens
     assert fast.text == slow.text == "".join(texts(told_fast))
     assert len(texts(told_slow)) == 40
@@ -97,18 +97,18 @@ def test_fast_tokens_are_told_together_and_slow_ones_one_by_one(
 def test_no_token_waits_longer_than_it_may(
     monkeypatch: pytest.MonkeyPatch, *, beside: bool, runs: bool
 ) -> None:
-    for step_s in (TOGETHER_S / 20, TOGETHER_S / 3, TOGETHER_S / 1.5):
+    for step_s in (MAX_DELAY_S / 20, MAX_DELAY_S / 3, MAX_DELAY_S / 1.5):
         _, _, told = ask(monkeypatch, step_s, beside=beside, runs=runs, max_tokens=150)
         times = [when for when, events in told if any(isinstance(each, Delta) for each in events)]
         gaps = [after - before for before, after in pairwise(times)]
-        assert max(gaps) <= TOGETHER_S + (2.01 if beside else 1.01) * step_s
+        assert max(gaps) <= MAX_DELAY_S + (2.01 if beside else 1.01) * step_s
 
 
 def test_the_first_token_and_the_last_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, told = ask(monkeypatch, TOGETHER_S / 50, max_tokens=20)
+    _, _, told = ask(monkeypatch, MAX_DELAY_S / 50, max_tokens=20)
     assert len(texts(told)[0].split()) == 1
     engine = TimedEngine()
-    engine.clock = Clock(monkeypatch, TOGETHER_S / 50)
+    engine.clock = Clock(monkeypatch, MAX_DELAY_S / 50)
     harness = RuntimeHarness(engine)
     harness.submit(PROMPT, max_tokens=200)
     short = harness.submit(PROMPT[::-1], max_tokens=12)
@@ -120,9 +120,9 @@ def test_the_first_token_and_the_last_do_not_wait(monkeypatch: pytest.MonkeyPatc
 def test_a_reply_that_its_text_may_end_is_told_token_by_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, _, _ = ask(monkeypatch, TOGETHER_S / 50)
+    plain, _, _ = ask(monkeypatch, MAX_DELAY_S / 50)
     stop = plain.text.split()[10]
-    reply, _, told = ask(monkeypatch, TOGETHER_S / 50, stop=[stop])
+    reply, _, told = ask(monkeypatch, MAX_DELAY_S / 50, stop=[stop])
     assert reply.finished.reason == "stop"
     assert reply.text == plain.text[: plain.text.index(stop)]
     assert len(texts(told)) >= 9
@@ -133,7 +133,7 @@ def test_nothing_waits_for_a_prompt_that_is_read(
     monkeypatch: pytest.MonkeyPatch, prompts: tuple[int, ...]
 ) -> None:
     engine = TimedEngine()
-    engine.clock = clock = Clock(monkeypatch, TOGETHER_S / 50)
+    engine.clock = clock = Clock(monkeypatch, MAX_DELAY_S / 50)
     harness = RuntimeHarness(engine)
     talking = harness.submit(PROMPT, max_tokens=200)
     while talking.turn.generated_tokens < 12:
@@ -143,13 +143,13 @@ def test_nothing_waits_for_a_prompt_that_is_read(
         harness.submit([600 + number % 300 for number in range(tokens)])
     clock.step_s = 1.0
     seen: list[int] = []
-    step = engine._step
+    launch = engine.launch
 
-    def note(work: object) -> object:
+    def note(work: Seq[Work]) -> FakePending:
         seen.append(talking.turn.generated_tokens - len(talking.text.split()))
-        return step(work)
+        return launch(work)
 
-    monkeypatch.setattr(engine, "_step", note)
+    monkeypatch.setattr(engine, "launch", note)
     harness.scheduler.step()
     assert seen == [0]
 
@@ -170,7 +170,7 @@ def test_parts_that_go_on_with_one_another_become_one_with_all_log_probabilities
         Delta(3, ArgumentsDelta(1, "{}")),
         Cancelled(1),
     ]
-    assert _joined(events) == [
+    assert _merged(events) == [
         Delta(1, TextDelta("abc", logged[:3])),
         Delta(2, TextDelta("x")),
         Delta(2, ReasoningDelta("yyy")),
@@ -184,7 +184,7 @@ def test_parts_that_go_on_with_one_another_become_one_with_all_log_probabilities
 
 def test_a_cancel_tells_what_was_computed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TimedEngine()
-    engine.clock = Clock(monkeypatch, TOGETHER_S / 50)
+    engine.clock = Clock(monkeypatch, MAX_DELAY_S / 50)
     harness = RuntimeHarness(engine)
     reply = harness.submit(PROMPT, max_tokens=200)
     while reply.turn.generated_tokens < 12:
@@ -200,7 +200,7 @@ def test_nothing_waits_for_a_picture_that_is_encoded(
     asked = [{"type": "text", "text": "look at this"}, {"type": "image"}]
     engine = TimedEngine(sees=True, async_launch=beside)
     engine.tokenizer = AsciiTokenizer()
-    engine.clock = Clock(monkeypatch, TOGETHER_S / 50)
+    engine.clock = Clock(monkeypatch, MAX_DELAY_S / 50)
     harness = RuntimeHarness(engine)
     harness.ask_chat([{"role": "user", "content": asked}], [drawn(1)])
     talking = harness.submit(PROMPT, max_tokens=400)

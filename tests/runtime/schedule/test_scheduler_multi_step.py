@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rekindle.errors import EngineBroken
-from rekindle.runtime.schedule.delivery import MOST_S
+from rekindle.runtime.schedule.scheduler import MAX_MULTI_STEP_S
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 
@@ -17,13 +17,11 @@ PROMPTS = [list(range(100 + 50 * number, 140 + 50 * number)) for number in range
 @pytest.fixture(autouse=True)
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step takes any time, however busy the machine is."""
-    monkeypatch.setattr("rekindle.runtime.schedule.delivery.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", lambda: 0.0)
 
 
 def harness_of(engine: FakeEngine, **settings: Any) -> RuntimeHarness:
-    harness = RuntimeHarness(engine, **settings)
-    harness.scheduler.reply_run.is_undisturbed = lambda: True
-    return harness
+    return RuntimeHarness(engine, **{"is_undisturbed": lambda: True, **settings})
 
 
 def start(harness: RuntimeHarness, **request: Any) -> list[Reply]:
@@ -57,10 +55,10 @@ def test_many_steps_are_one_call_and_the_replies_are_the_same(*, beside: bool) -
 
 
 def test_it_stops_when_somebody_wants_the_engine() -> None:
-    harness = harness_of(FakeEngine())
+    asked = iter([False] * 0)
+    harness = harness_of(FakeEngine(), is_undisturbed=lambda: next(asked, False))
     [reply, *_] = start(harness, max_tokens=500)
     asked = iter([True, True, True, False])
-    harness.scheduler.reply_run.is_undisturbed = lambda: next(asked, False)
     before = reply.turn.generated_tokens
     harness.scheduler.step()
     assert reply.turn.generated_tokens == before + 3
@@ -72,10 +70,10 @@ def test_it_stops_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
 
     def clock() -> float:
-        now_s[0] += MOST_S / 10
+        now_s[0] += MAX_MULTI_STEP_S / 10
         return now_s[0]
 
-    monkeypatch.setattr("rekindle.runtime.schedule.delivery.time.perf_counter", clock)
+    monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", clock)
     before = reply.turn.generated_tokens
     harness.scheduler.step()
     assert 2 <= reply.turn.generated_tokens - before <= 10
@@ -136,7 +134,7 @@ def test_an_engine_that_fails_tells_everybody() -> None:
         engine.sequences.reset()
         raise EngineBroken("it is gone")
 
-    engine._step = broken  # type: ignore[method-assign, assignment]
+    engine.launch = broken  # type: ignore[method-assign, assignment]
     for _ in range(20):
         harness.scheduler.step()
     assert all(reply.ended for reply in replies)

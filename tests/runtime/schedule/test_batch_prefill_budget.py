@@ -8,14 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from rekindle.runtime.schedule.batch import (
-    BURST_S,
-    MOST_SLICE_S,
-    MOST_SLICE_TOKENS,
-    MOST_SLOWER,
-    MOST_STEPS_APART,
-    PromptShare,
-)
+from rekindle.runtime.schedule.batch import PrefillBudget
 
 ALONE_S, PROMISED = 8e-3, 1.5
 RESTED = 64  # steps without a prompt, before the first
@@ -45,9 +38,11 @@ class Machine:
     one takes longer: with another number of rows, or more cells in steps of 256."""
 
     took_s: Callable[[int, int], float] = measured_s
-    share: PromptShare = field(default_factory=PromptShare)
+    share: PrefillBudget = field(default_factory=PrefillBudget)
     replies: int = 8
-    limit: int = MOST_SLICE_TOKENS  # of a slice, by what is known of the machine's speed
+    limit: int = (
+        PrefillBudget.MAX_CHUNK_TOKENS
+    )  # of a slice, by what is known of the machine's speed
     cells: int = 2000
     anew_s: float = 7e-3
     shape: tuple[int, int] = (0, 0)
@@ -57,7 +52,7 @@ class Machine:
     def step(self, depth: int = 0, pending: int = 0, prompts: int = 0) -> int:
         """One step; how many tokens of the prompt it had."""
         asked = (self.replies, prompts, pending, self.limit)
-        tokens = self.share.tokens(*asked) if prompts else 0
+        tokens = self.share.next_chunk(*asked) if prompts else 0
         self.cells += self.replies + tokens
         before, self.shape = self.shape, (tokens, self.cells // 256)
         took_s = self.took_s(depth, tokens) + self.anew_s * (self.shape != before)
@@ -93,7 +88,7 @@ def test_replies_do_not_wait_long_for_a_slice() -> None:
     machine = Machine()
     machine.rest()
     machine.read(32_768)
-    assert max(machine.steps_s) <= 1.3 * MOST_SLICE_S
+    assert max(machine.steps_s) <= 1.3 * PrefillBudget.MAX_CHUNK_S
 
 
 def test_a_short_prompt_is_read_at_once() -> None:
@@ -102,7 +97,7 @@ def test_a_short_prompt_is_read_at_once() -> None:
     before = len(machine.steps_s)
     machine.read(600)
     assert len(machine.steps_s) - before <= 6
-    assert sum(machine.steps_s[before:]) < BURST_S
+    assert sum(machine.steps_s[before:]) < PrefillBudget.BURST_S
 
 
 def test_short_prompts_that_follow_one_another_have_no_more_than_one_that_is_long() -> None:
@@ -112,13 +107,17 @@ def test_short_prompts_that_follow_one_another_have_no_more_than_one_that_is_lon
     for _ in range(60):
         machine.read(300)
         machine.rest(1)
-    assert machine.slower(before) <= 1.1 * MOST_SLOWER
+    assert machine.slower(before) <= 1.1 * PrefillBudget.MAX_SLOWDOWN
 
 
 def test_where_more_prompts_wait_than_replies_run_prompts_have_more_of_the_time() -> None:
     machine = Machine()
     machine.rest()
-    assert 2 < machine.read(16_384, prompts=32) <= 1.1 * (1 + 4 * (MOST_SLOWER - 1)) + 0.2
+    assert (
+        2
+        < machine.read(16_384, prompts=32)
+        <= 1.1 * (1 + 4 * (PrefillBudget.MAX_SLOWDOWN - 1)) + 0.2
+    )
 
 
 @pytest.mark.parametrize("row_s", [1e-6, 20e-6, 200e-6, 1.0])
@@ -127,7 +126,7 @@ def test_prompts_go_on_however_slow_they_are(row_s: float) -> None:
     machine.rest()
     machine.read(2000)
     gaps = "".join("x" if each else "." for each in machine.slices[RESTED:]).split("x")
-    assert max(map(len, gaps)) <= MOST_STEPS_APART
+    assert max(map(len, gaps)) <= PrefillBudget.MAX_STEPS_BETWEEN_CHUNKS
 
 
 def test_a_slow_moment_is_forgotten() -> None:
@@ -169,7 +168,7 @@ def test_a_slow_machine_gives_prompts_their_share_too(
         anew_s=0.0,
     )
     machine.rest()
-    assert 1.3 < machine.read(4096) <= 1.1 * MOST_SLOWER
+    assert 1.3 < machine.read(4096) <= 1.1 * PrefillBudget.MAX_SLOWDOWN
 
 
 def test_steps_that_become_slower_meanwhile_do_not_starve_prompts() -> None:
