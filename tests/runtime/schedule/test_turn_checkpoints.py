@@ -249,7 +249,7 @@ def test_turns_that_ended_together_stay_ended_when_keeping_the_first_breaks_the_
         raise EngineBroken("export failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fake, "export", broken)
+        patch.setattr(fake.sequences, "export", broken)
         harness.scheduler.step()
     assert all(reply.ended for reply in replies)
     assert harness.scheduler.turns == 0
@@ -356,7 +356,7 @@ def test_an_engine_that_breaks_over_a_question_loses_no_turn(
         raise EngineBroken("export failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fake, "export", broken)
+        patch.setattr(fake.sequences, "export", broken)
         if question == "flush":
             harness.administer(Flush(key))
         else:
