@@ -84,15 +84,7 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
     pictures = PictureEncoder(engine, storage.pictures)
     parallel = storage.settings.parallel
-    scheduler = Scheduler(
-        engine,
-        kv,
-        pictures,
-        pipeline,
-        emit,
-        parallel=parallel,
-        is_undisturbed=is_undisturbed,
-    )
+    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
     count_turns = partial(_count_turns, pipeline, scheduler, kv)
     cache_info = CacheInfo(storage, planner, preview, count_turns)

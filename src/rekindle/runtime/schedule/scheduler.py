@@ -34,9 +34,9 @@ class Scheduler:
         pictures: PictureEncoder,
         pipeline: Pipeline,
         emit: Emit,
+        is_undisturbed: Callable[[], bool],
         *,
         parallel: int,
-        is_undisturbed: Callable[[], bool],
     ) -> None:
         """`is_undisturbed` tells whether nothing but running turns wants the engine's thread."""
         self._engine = engine
