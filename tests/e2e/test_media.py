@@ -186,5 +186,5 @@ def decoder_pids(server: Server) -> set[int]:
     return {
         pid
         for pid in server.worker_pids()
-        if b"rekindle.media.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"rekindle.media.decoder_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }

@@ -1,4 +1,4 @@
-"""A server that plays the attacker, and one that must never be reached."""
+"""A hostile HTTP server, and a canary server that must never be reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-PEM = Path(__file__).with_name("attacker.pem")  # for attacker.test, in a hundred years' validity
+PEM = Path(__file__).with_name("attacker.pem")  # for attacker.test, valid for a hundred years
 PATIENCE_S = 20.0
 
 
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(b"", 302, Location="/loop")
 
     def slow(self) -> None:
-        """One byte, and then nothing until the test ends."""
+        """Send one byte, and then nothing until the test ends."""
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"x")
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.ended.wait(PATIENCE_S)
 
     def drip(self) -> None:
-        """A byte at a time, for ever."""
+        """Send one byte at a time, for ever."""
         self.send_response(200)
         self.end_headers()
         while not self.server.ended.wait(0.02):
@@ -113,7 +113,7 @@ class Attacker(ThreadingHTTPServer):
         return f"{scheme}://{host}:{self.port}{path}"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that hangs up is what is tested."""
+        """Ignore clients that close the connection, because that is what is tested."""
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def attacking(*, tls: bool = False) -> Iterator[Attacker]:
 
 
 class Canary:
-    """Listens on loopback; whoever connects has got where nobody should."""
+    """Listens on loopback. A connection means that a check has failed."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ class Canary:
 
     @property
     def was_hit(self) -> bool:
-        """A connection waits in the backlog as soon as it was made."""
+        """Whether a connection is in the backlog."""
         try:
             connection, _ = self._socket.accept()
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Picture and video files, whole and hostile."""
+"""Makes image and video files, valid and hostile ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(
 
 
 def corner(size: tuple[int, int] = (40, 24)) -> Image.Image:
-    """Blue, and red in the upper left quarter."""
+    """A blue image with a red upper left quarter."""
     image = plain(BLUE, size)
     image.paste(RED, (0, 0, size[0] // 2, size[1] // 2))
     return image
@@ -39,14 +39,14 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png(width: int, height: int, data: bytes, *, depth: int = 8, color: int = 2) -> bytes:
-    """A PNG that says it has this size, whatever its data are."""
+    """A PNG whose header claims this size, whatever its data."""
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     body = chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
 
 
 def bomb(size_bytes: int) -> bytes:
-    """Zeros that take a thousandth of their size."""
+    """Zeros, compressed to a thousandth of their size."""
     squeezer = zlib.compressobj(9)
     piece = bytes(1 << 20)
     parts = [squeezer.compress(piece) for _ in range(size_bytes >> 20)]
@@ -63,7 +63,7 @@ def clip(
     gop: int = 12,
     rotation: int = 0,
 ) -> bytes:
-    """A clip that gets lighter: frame n has the grey 5 n."""
+    """A clip that gets lighter: frame n has the grey level 5 n."""
     file = io.BytesIO()
     with av.open(file, "w", format=format) as container:
         stream: Any = container.add_stream(codec, rate=fps)

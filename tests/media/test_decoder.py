@@ -1,4 +1,4 @@
-"""The decoder's processes, real ones: what becomes of a request when its process does."""
+"""Real decoder processes: a process that dies or hangs costs only its own request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
 from tests.media.files import clip, plain, png, saved
 
 PATIENCE_S = 60.0
-PICTURE = ImageJob(saved(plain()), False, Sizing(2048))
+IMAGE = ImageJob(saved(plain()), False, Sizing(2048))
 SIZE = [(30, 20)]
 
 
-#: The server has the first; programs that embed it, the other.
+#: The server uses uvloop; programs that embed it use asyncio.
 LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
@@ -58,7 +58,7 @@ def sizes(frames: list[Frame]) -> list[tuple[int, int]]:
     return [(frame.width, frame.height) for frame in frames]
 
 
-async def decode(decoder: Decoder, job: ImageJob | VideoJob = PICTURE) -> list[tuple[int, int]]:
+async def decode(decoder: Decoder, job: ImageJob | VideoJob = IMAGE) -> list[tuple[int, int]]:
     return sizes(await decoder.decode(job, b""))
 
 
@@ -68,7 +68,7 @@ def only_child(decoder: Decoder) -> int:
 
 
 def children() -> set[int]:
-    """Of this process, as the system lists them."""
+    """The child processes of this process."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
@@ -79,11 +79,11 @@ async def new_child(before: set[int]) -> int:
     return child
 
 
-def test_one_process_decodes_one_picture_after_the_other(with_decoder: WithDecoder) -> None:
+def test_one_process_decodes_many_files(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         assert await decode(decoder) == SIZE
         first = only_child(decoder)
-        text = ImageJob(base64.b64encode(PICTURE.data), True, Sizing(2048, (5, 6)))
+        text = ImageJob(base64.b64encode(IMAGE.data), True, Sizing(2048, (5, 6)))
         assert await decode(decoder, text) == [(5, 6)]
         video = VideoJob(clip(), False, Sizing(768), 1.0, 16)
         assert await decode(decoder, video) == [(64, 48)] * 4
@@ -92,11 +92,11 @@ def test_one_process_decodes_one_picture_after_the_other(with_decoder: WithDecod
     with_decoder(work)
 
 
-def test_a_picture_does_not_wait_for_videos() -> None:
-    """Of two processes one is left to pictures, however many videos there are."""
+def test_an_image_does_not_wait_for_videos() -> None:
+    """Videos use at most one of the processes."""
 
     class Held(Decoder):
-        """Videos last until they are let go."""
+        """Videos last until `let_go` is set."""
 
         def __init__(self) -> None:
             super().__init__(processes=2)
@@ -120,13 +120,13 @@ def test_a_picture_does_not_wait_for_videos() -> None:
     asyncio.run(work())
 
 
-def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is(
+def test_an_invalid_file_does_not_cost_the_process(
     with_decoder: WithDecoder,
 ) -> None:
     async def work(decoder: Decoder) -> None:
         await decode(decoder)
         first = only_child(decoder)
-        for data in (b"<svg/>", PICTURE.data[:40], png(30_000, 30_000, b"")):
+        for data in (b"<svg/>", IMAGE.data[:40], png(30_000, 30_000, b"")):
             with pytest.raises(BadMedia):
                 await decode(decoder, ImageJob(data, False, Sizing(2048)))
         assert await decode(decoder) == SIZE
@@ -136,7 +136,7 @@ def test_a_bad_file_is_its_own_fault_and_leaves_the_process_as_it_is(
 
 
 @pytest.mark.parametrize("noticed", [False, True])
-def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
+def test_a_process_killed_while_idle_is_replaced_unnoticed(
     noticed: bool, on_either_loop: WithDecoder
 ) -> None:
     async def work(decoder: Decoder) -> None:
@@ -150,8 +150,8 @@ def test_a_process_that_was_ended_while_it_was_idle_costs_nobody_anything(
     on_either_loop(work)
 
 
-def test_ctrl_c_leaves_the_end_to_the_server(with_decoder: WithDecoder) -> None:
-    """It reaches every process of the terminal; requests in flight are still to be finished."""
+def test_decoder_processes_ignore_ctrl_c(with_decoder: WithDecoder) -> None:
+    """It reaches every process of the terminal, but requests in flight need the decoder."""
 
     async def work(decoder: Decoder) -> None:
         await decode(decoder)
@@ -164,7 +164,7 @@ def test_ctrl_c_leaves_the_end_to_the_server(with_decoder: WithDecoder) -> None:
     with_decoder(work)
 
 
-def test_a_crash_in_the_middle_costs_that_request_alone(on_either_loop: WithDecoder) -> None:
+def test_a_crash_fails_only_its_own_request(on_either_loop: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         crashing = asyncio.create_task(decode(decoder))
@@ -177,7 +177,7 @@ def test_a_crash_in_the_middle_costs_that_request_alone(on_either_loop: WithDeco
     on_either_loop(work)
 
 
-def test_a_hang_costs_that_request_alone(with_decoder: WithDecoder) -> None:
+def test_a_hang_fails_only_its_own_request(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
         hanging = asyncio.create_task(decode(decoder))
@@ -189,14 +189,14 @@ def test_a_hang_costs_that_request_alone(with_decoder: WithDecoder) -> None:
     with_decoder(work, image_s=1.0)
 
 
-def test_a_request_that_is_given_up_leaves_no_process_behind(on_either_loop: WithDecoder) -> None:
+def test_a_cancelled_request_leaves_no_process_behind(on_either_loop: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         before = children()
-        given_up = asyncio.create_task(decode(decoder))
+        cancelled = asyncio.create_task(decode(decoder))
         child = await new_child(before)
-        given_up.cancel()
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await given_up
+            await cancelled
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
         assert await decode(decoder) == SIZE
@@ -207,7 +207,6 @@ def test_a_request_that_is_given_up_leaves_no_process_behind(on_either_loop: Wit
 def test_a_process_has_limits_and_no_keys(
     monkeypatch: pytest.MonkeyPatch, with_decoder: WithDecoder
 ) -> None:
-    """As the system sees them."""
     monkeypatch.setenv("REKINDLE_API_KEY", "a-canary-key")
 
     async def work(decoder: Decoder) -> None:

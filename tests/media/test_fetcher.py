@@ -1,4 +1,4 @@
-"""The fetcher against a server that plays the attacker; a canary on loopback is never reached."""
+"""The fetcher against a hostile server. A canary server on loopback must never be reached."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher, FetchLimits, SystemResolver
 from tests.media.attacker import PEM, Attacker, Canary, attacking
 
-MOST = 1 << 20
-PATIENT = FetchLimits(total_s=60, read_s=60)  # where time is not what is tested
+MAX_BYTES = 1 << 20
+PATIENT = FetchLimits(total_s=60, read_s=60)  # for tests that are not about time
 PUBLIC = "93.184.216.34"
 
 
 class Names:
-    """A name server; the last answer of a name goes on for ever."""
+    """A name server that gives a list of answers for a name, and repeats the last one."""
 
     def __init__(self, **answers: list[str]) -> None:
         self.answers = {name.replace("_", "."): given for name, given in answers.items()}
@@ -60,10 +60,10 @@ def fetch(
 ) -> bytes:
     resolve = names or Names(attacker_test=["127.0.0.1"])
     fetcher = Fetcher(AllowList(allowed), limits=limits, resolve=resolve, ssl_context=ssl_context)
-    return asyncio.run(fetcher.fetch(url, MOST))
+    return asyncio.run(fetcher.fetch(url, MAX_BYTES))
 
 
-def test_a_file_is_fetched_from_a_host_that_is_allowed(attacker: Attacker) -> None:
+def test_a_file_is_fetched_from_an_allowed_host(attacker: Attacker) -> None:
     attacker.requests.clear()
     assert fetch(attacker.url("/red.png")) == b"a picture"
     [(path, headers)] = attacker.requests
@@ -98,7 +98,7 @@ def test_no_spelling_of_loopback_is_connected_to(host: str, canary: Canary) -> N
     assert set(names.asked) <= {"localhost", "inside.test"}
 
 
-def test_a_name_that_does_not_exist_is_answered_like_one_inside() -> None:
+def test_unknown_and_internal_names_get_the_same_error() -> None:
     with pytest.raises(MediaRefused) as unknown:
         fetch("http://unknown.test/")
     with pytest.raises(MediaRefused) as inside:
@@ -116,30 +116,30 @@ def test_a_redirect_to_loopback_is_not_followed(
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://attacker.test/", "data:,x"])
-def test_a_redirect_leads_to_no_other_scheme(location: str, attacker: Attacker) -> None:
-    with pytest.raises(MediaRefused, match="http:// and https:// URLs alone"):
+def test_a_redirect_to_another_scheme_is_not_followed(location: str, attacker: Attacker) -> None:
+    with pytest.raises(MediaRefused, match="only fetched from http:// and https:// URLs"):
         fetch(attacker.url(f"/redirect?{location}"))
 
 
-def test_a_redirect_within_the_allowed_is_followed(attacker: Attacker) -> None:
+def test_a_redirect_to_an_allowed_address_is_followed(attacker: Attacker) -> None:
     assert fetch(attacker.url("/redirect?/red.png")) == b"a picture"
 
 
-def test_redirects_end(attacker: Attacker) -> None:
+def test_the_number_of_redirects_is_limited(attacker: Attacker) -> None:
     attacker.requests.clear()
     with pytest.raises(BadMedia, match="More than 3 redirects"):
         fetch(attacker.url("/loop"))
     assert len(attacker.requests) == 4
 
 
-def test_one_inside_address_among_a_hosts_addresses_makes_it_suspect(canary: Canary) -> None:
+def test_a_host_with_one_internal_address_is_rejected(canary: Canary) -> None:
     names = Names(mixed_test=[f"{PUBLIC} 127.0.0.1"])
     with patch.object(httpcore.AnyIOBackend, "connect_tcp") as connect, pytest.raises(MediaRefused):
         fetch(f"http://mixed.test:{canary.port}/", names)
     connect.assert_not_called()
 
 
-def test_a_name_that_changes_its_answer_is_connected_to_where_it_was_checked(
+def test_the_connection_goes_to_the_address_that_was_checked(
     canary: Canary,
 ) -> None:
     names = Names(changing_test=[PUBLIC, "127.0.0.1"])
@@ -153,8 +153,7 @@ def test_a_name_that_changes_its_answer_is_connected_to_where_it_was_checked(
     assert names.asked == ["changing.test"]
 
 
-def test_a_connection_that_ends_inside_after_all_is_not_used(attacker: Attacker) -> None:
-    """As if something between us and the address had diverted it."""
+def test_a_connection_diverted_to_an_internal_address_is_closed(attacker: Attacker) -> None:
     real = httpcore.AnyIOBackend.connect_tcp
 
     async def divert(
@@ -171,10 +170,10 @@ def test_a_connection_that_ends_inside_after_all_is_not_used(attacker: Attacker)
     assert attacker.requests == []
 
 
-def test_the_systems_resolver_is_checked_as_well(canary: Canary) -> None:
+def test_addresses_of_the_systems_resolver_are_checked(canary: Canary) -> None:
     fetcher = Fetcher(AllowList())
     with pytest.raises(MediaRefused):
-        asyncio.run(fetcher.fetch(f"http://localhost:{canary.port}/", MOST))
+        asyncio.run(fetcher.fetch(f"http://localhost:{canary.port}/", MAX_BYTES))
     fetcher.close()
 
 
@@ -192,11 +191,11 @@ def test_the_systems_resolver_finds_names() -> None:
         (
             "/drip",
             FetchLimits(total_s=0.3, read_s=20),
-            "did not send all of it within 0.3 seconds",
+            "did not send the file within 0.3 seconds",
         ),
     ],
 )
-def test_a_slow_body_is_given_up(
+def test_a_slow_body_times_out(
     path: str, limits: FetchLimits, sentence: str, attacker: Attacker
 ) -> None:
     with pytest.raises(BadMedia, match=sentence):
@@ -208,24 +207,26 @@ def test_a_slow_body_is_given_up(
     [
         ("/endless", "at most 1 MiB"),
         ("/lying-length", "at most 1 MiB"),
-        ("/cut-short", "does not answer as HTTP servers do|ended the connection"),
-        ("/huge-header", "does not answer as HTTP servers do"),
-        ("/no-http", "does not answer as HTTP servers do"),
-        ("/compressed", "sent it compressed"),
+        ("/cut-short", "valid HTTP response|closed the connection"),
+        ("/huge-header", "did not send a valid HTTP response"),
+        ("/no-http", "did not send a valid HTTP response"),
+        ("/compressed", "sent the file compressed"),
         ("/missing", "answered with status 404"),
     ],
 )
-def test_a_bad_answer_is_one_sentence(path: str, sentence: str, attacker: Attacker) -> None:
+def test_an_invalid_response_is_reported_clearly(
+    path: str, sentence: str, attacker: Attacker
+) -> None:
     with pytest.raises(BadMedia, match=sentence):
         fetch(attacker.url(path))
 
 
-def test_nobody_listening_is_one_sentence(canary: Canary) -> None:
+def test_a_refused_connection_is_reported_clearly(canary: Canary) -> None:
     with pytest.raises(BadMedia, match="cannot be reached"):
         fetch("http://attacker.test:1/")
 
 
-def test_tls_verifies_the_name_although_an_address_is_connected_to() -> None:
+def test_tls_verifies_the_name_although_the_connection_uses_the_address() -> None:
     context = ssl.create_default_context(cafile=PEM)
     names = Names(attacker_test=["127.0.0.1"], other_test=["127.0.0.1"])
     allowed = ("attacker.test", "other.test")

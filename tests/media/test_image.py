@@ -1,3 +1,5 @@
+"""Image files of every format and mode become upright RGB pixels; hostile ones are rejected."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,18 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rekindle.media.image import DecodeError, decode_image, fitted, unpacked
+from rekindle.media.image import DecodeError, decode_base64, decode_image, fitted
 from rekindle.media.jobs import Frame, Sizing
 from tests.media.files import BLUE, RED, WHITE, bomb, chunk, corner, plain, png, saved
 
-AS_IT_IS = Sizing(2048)
+UNSCALED = Sizing(2048)
 
 
 def pixels(frame: Frame) -> Any:
     return np.frombuffer(frame.pixels, np.uint8).reshape(frame.height, frame.width, 3)
 
 
-def decoded(data: bytes, sizing: Sizing = AS_IT_IS) -> Any:
+def decoded(data: bytes, sizing: Sizing = UNSCALED) -> Any:
     return pixels(decode_image(data, sizing))
 
 
@@ -28,14 +30,14 @@ def near(found: Any, color: tuple[int, ...], by: int = 3) -> bool:
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_every_format_is_known_by_its_content(format: str) -> None:
+def test_every_format_is_recognised_by_its_content(format: str) -> None:
     found = decoded(saved(plain(), format))
     assert found.shape == (20, 30, 3)
     assert near(found, RED)
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_is_seen(format: str) -> None:
+def test_the_first_frame_of_an_animation_is_decoded(format: str) -> None:
     frames = {"save_all": True, "append_images": [plain(BLUE)], "duration": 100}
     assert near(decoded(saved(plain(RED), format, **frames)), RED)
 
@@ -49,7 +51,7 @@ def test_of_an_animation_the_first_frame_is_seen(format: str) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_a_picture_is_turned_as_its_camera_was_held(
+def test_an_image_is_turned_upright_by_its_exif_orientation(
     orientation: int, size: tuple[int, int], red_corner: str, format: str
 ) -> None:
     exif = Image.Exif()
@@ -63,7 +65,7 @@ def test_a_picture_is_turned_as_its_camera_was_held(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_exif_says_nothing() -> None:
+def test_a_damaged_exif_is_ignored() -> None:
     found = decoded(saved(corner(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff"))
     assert found.shape == (24, 40, 3)
 
@@ -75,16 +77,16 @@ def test_a_damaged_exif_says_nothing() -> None:
         plain((0, 0), mode="LA"),
     ],
 )
-def test_what_is_transparent_is_white(image: Image.Image) -> None:
+def test_transparent_pixels_become_white(image: Image.Image) -> None:
     assert near(decoded(saved(image)), WHITE, 0)
 
 
-def test_what_is_half_transparent_is_half_white() -> None:
+def test_half_transparent_pixels_are_blended_with_white() -> None:
     assert near(decoded(saved(plain((255, 0, 0, 128), mode="RGBA"))), (255, 127, 127), 1)
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
-def test_a_transparent_colour_of_a_palette_is_white(format: str) -> None:
+def test_a_transparent_palette_colour_becomes_white(format: str) -> None:
     image = corner().quantize(4)
     place = image.getpixel((0, 0))
     found = decoded(saved(image, format, transparency=place))
@@ -92,7 +94,7 @@ def test_a_transparent_colour_of_a_palette_is_white(format: str) -> None:
     assert near(found[-1, -1], BLUE)
 
 
-def test_a_transparent_colour_of_rgb_and_grey_is_white() -> None:
+def test_a_transparent_rgb_or_grey_value_becomes_white() -> None:
     assert near(decoded(saved(plain(), transparency=RED)), WHITE, 0)
     assert near(decoded(saved(plain((7,), mode="L"), transparency=7)), WHITE, 0)
 
@@ -137,13 +139,13 @@ def test_every_mode_becomes_rgb(image: Image.Image, format: str, color: tuple[in
         ((3000, 20), Sizing(512, (100, 50)), (100, 50)),
     ],
 )
-def test_a_picture_is_shrunk_to_fit_or_gets_exactly_the_size_that_was_asked_for(
+def test_an_image_is_shrunk_to_fit_or_resized_to_the_exact_size(
     size: tuple[int, int], sizing: Sizing, result: tuple[int, int]
 ) -> None:
     assert fitted(*size, sizing) == result
 
 
-def test_a_picture_is_turned_before_it_is_resized() -> None:
+def test_the_size_is_that_of_the_upright_image() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decoded(saved(corner(), exif=exif), Sizing(2048, (10, 30))).shape == (30, 10, 3)
@@ -164,27 +166,27 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError, match=r"not a picture that is taken|damaged or cut short"):
-        decode_image(data, AS_IT_IS)
+def test_other_files_are_rejected(data: bytes) -> None:
+    with pytest.raises(DecodeError, match=r"not supported|damaged or cut short"):
+        decode_image(data, UNSCALED)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_a_picture_that_was_cut_short_is_refused(format: str) -> None:
+def test_a_truncated_image_is_rejected(format: str) -> None:
     noise = np.random.default_rng(1).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     whole = saved(Image.fromarray(noise), format)
-    with pytest.raises(DecodeError, match=r"damaged or cut short|not a picture"):
-        decode_image(whole[: len(whole) // 2], AS_IT_IS)
+    with pytest.raises(DecodeError, match=r"damaged or cut short|not supported"):
+        decode_image(whole[: len(whole) // 2], UNSCALED)
 
 
 @pytest.mark.parametrize("size", [(30_000, 30_000), (65_537, 1), (1, 100_000), (50_000, 50_000)])
-def test_the_size_in_the_header_is_checked_before_a_pixel_is_decoded(size: tuple[int, int]) -> None:
-    with pytest.raises(DecodeError, match=f"says it has {size[0]} x {size[1]}"):
-        decode_image(png(*size, bomb(1 << 20)), AS_IT_IS)
+def test_the_size_in_the_header_is_checked_before_decoding(size: tuple[int, int]) -> None:
+    with pytest.raises(DecodeError, match=f"this one has {size[0]} x {size[1]}"):
+        decode_image(png(*size, bomb(1 << 20)), UNSCALED)
 
 
-def test_data_beyond_what_the_header_says_are_not_unpacked() -> None:
-    """64 KiB that would be 64 MiB: what it takes is seen from outside."""
+def test_data_beyond_the_size_in_the_header_is_not_decompressed() -> None:
+    """A file of 64 KiB would decompress to 64 MiB; the test measures the memory of a process."""
     script = (
         "import resource, sys; from rekindle.media import image, jobs\n"
         "data = sys.stdin.buffer.read()\n"
@@ -204,13 +206,13 @@ def test_data_beyond_what_the_header_says_are_not_unpacked() -> None:
     assert grown_kib < 32 << 10
 
 
-def test_a_bomb_in_a_note_is_refused() -> None:
-    """Texts and colour profiles are compressed, too."""
+def test_a_decompression_bomb_in_a_comment_is_rejected() -> None:
+    """Comments and colour profiles are compressed, too."""
     whole = saved(plain())
     end = whole.index(b"IDAT") - 4
     note = chunk(b"zTXt", b"note\0\0" + bomb(8 << 20))
     with pytest.raises(DecodeError, match="damaged"):
-        decode_image(whole[:end] + note + whole[end:], AS_IT_IS)
+        decode_image(whole[:end] + note + whole[end:], UNSCALED)
 
 
 def test_a_large_jpeg_is_decoded_no_larger_than_needed() -> None:
@@ -220,9 +222,8 @@ def test_a_large_jpeg_is_decoded_no_larger_than_needed() -> None:
     assert near(found[-20, -20], BLUE)
 
 
-def test_base64_is_unpacked_strictly() -> None:
-    assert unpacked(b"cGljdHVyZQ==", is_base64=True) == b"picture"
-    assert unpacked(b"cGlj", is_base64=False) == b"cGlj"
+def test_base64_is_decoded_strictly() -> None:
+    assert decode_base64(b"cGljdHVyZQ==") == b"picture"
     for wrong in (b"cGljdHVyZQ=", b"cGlj*dHVy", b"cG lj", b"cGlj\n"):
         with pytest.raises(DecodeError, match="not valid Base64"):
-            unpacked(wrong, is_base64=True)
+            decode_base64(wrong)

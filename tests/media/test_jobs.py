@@ -1,3 +1,5 @@
+"""Messages between the front and a decoder process, which a hostile file may have taken over."""
+
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +12,7 @@ import pytest
 from rekindle.media.decoder import DecoderDied, DecoderProcess
 from rekindle.media.jobs import (
     LENGTH,
-    MOST_RESULT_BYTES,
+    LIMITS,
     Decoded,
     Frame,
     ImageJob,
@@ -30,18 +32,18 @@ from rekindle.media.jobs import (
         VideoJob(b"x", False, Sizing(512, (1, 2)), 1.5, 8),
     ],
 )
-def test_a_job_travels_whole(job: ImageJob | VideoJob) -> None:
+def test_a_job_survives_the_round_trip(job: ImageJob | VideoJob) -> None:
     length, body = framed(job)
     assert LENGTH.unpack(length) == (len(body),)
     assert read_job(body) == job
 
 
 @pytest.mark.parametrize("result", [Decoded([Frame(1, 2, b"123456", 0.5)]), Undecodable("why")])
-def test_a_result_travels_whole(result: Decoded | Undecodable) -> None:
+def test_a_result_survives_the_round_trip(result: Decoded | Undecodable) -> None:
     assert read_result(framed(result)[1]) == result
 
 
-LIES = {
+INVALID = {
     "no msgpack": b"\xc1",
     "nothing": b"",
     "something else": msgspec.msgpack.encode({"type": "Decoded", "frames": [[1, 2]]}),
@@ -50,22 +52,21 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("body", LIES.values(), ids=LIES)
-def test_a_result_of_a_process_that_was_taken_over_is_not_believed(body: bytes) -> None:
+@pytest.mark.parametrize("body", INVALID.values(), ids=INVALID)
+def test_an_invalid_result_is_rejected(body: bytes) -> None:
     with pytest.raises(ValueError, match=r".*"):
         read_result(body)
 
 
 @pytest.mark.parametrize(
-    "said", [LENGTH.pack(MOST_RESULT_BYTES + 1), LENGTH.pack(1) + b"\xc1", b"\0"], ids=len
+    "sent", [LENGTH.pack(LIMITS.pixels * 4), LENGTH.pack(1) + b"\xc1", b"\0"], ids=len
 )
-def test_nor_is_it_waited_for(said: bytes) -> None:
-    """A process that says this, whatever it is asked."""
+def test_a_process_that_sends_garbage_counts_as_dead(sent: bytes) -> None:
 
     async def work() -> None:
-        says = f"sys.stdin.buffer.read(20); sys.stdout.buffer.write({said!r})"
+        sends = f"sys.stdin.buffer.read(20); sys.stdout.buffer.write({sent!r})"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", f"import sys; {says}", stdin=PIPE, stdout=PIPE
+            sys.executable, "-c", f"import sys; {sends}", stdin=PIPE, stdout=PIPE
         )
         decoder = DecoderProcess(process)
         with pytest.raises(DecoderDied):

@@ -1,10 +1,11 @@
-"""A request's pictures, from every kind of URL, within the limits of a request."""
+"""Images and videos are loaded from every kind of URL, within the limits of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
@@ -17,8 +18,16 @@ from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher, FetchLimits
-from rekindle.media.jobs import Frame, Job, Sizing
-from rekindle.media.loader import MediaLoader, Sampling, Shot, Source
+from rekindle.media.jobs import LIMITS, Frame, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.loader import (
+    FrameSampling,
+    ImageCache,
+    LoadedImage,
+    MediaLoader,
+    MediaSource,
+    cache_key,
+)
+from rekindle.protocol.media import picture
 from tests.media.attacker import Attacker, attacking
 from tests.media.files import BLUE, clip, plain, saved
 
@@ -28,7 +37,7 @@ TENANT = b"tenant"
 
 
 class CountingDecoder(Decoder):
-    """Outlives the loaders of the tests: a process takes a while to start."""
+    """Outlives the loaders of the tests, because a process takes a while to start."""
 
     def __init__(self) -> None:
         super().__init__(processes=1)
@@ -62,8 +71,8 @@ def attacker() -> Iterator[Attacker]:
         yield server
 
 
-def image(url: str) -> Source:
-    return Source(url=url, sizing=Sizing(2048), where="messages.0.content.1")
+def image(url: str) -> MediaSource:
+    return MediaSource(url=url, sizing=Sizing(2048), where="messages.0.content.1")
 
 
 def data_url(file: bytes, kind: str = "image/png") -> str:
@@ -85,11 +94,11 @@ def with_loader(
     return RUNNER.run(run())
 
 
-def load(*sources: Source, folder: Path | None = None) -> list[list[Shot]]:
+def load(*sources: MediaSource, folder: Path | None = None) -> list[list[LoadedImage]]:
     return with_loader(lambda media, _decoder: media.load(sources, TENANT), folder)
 
 
-def test_the_same_picture_is_the_same_wherever_it_comes_from(
+def test_the_same_image_has_the_same_digest_from_every_kind_of_url(
     attacker: Attacker, tmp_path: Path
 ) -> None:
     (tmp_path / "other name.bmp").write_bytes(RED_PNG)
@@ -100,24 +109,24 @@ def test_the_same_picture_is_the_same_wherever_it_comes_from(
         image(f"file://{tmp_path}/other%20name.bmp"),
         folder=tmp_path,
     )
-    assert len({shot.picture.digest for [shot] in found}) == 1
-    assert [shot.at_s for [shot] in found] == [None] * 4
+    assert len({each.image.digest for [each] in found}) == 1
+    assert [each.at_s for [each] in found] == [None] * 4
 
 
-def test_another_picture_at_the_same_address_is_another(attacker: Attacker) -> None:
+def test_a_changed_file_at_the_same_url_is_noticed(attacker: Attacker) -> None:
     async def work(media: MediaLoader, _decoder: CountingDecoder) -> list[bytes]:
         digests = []
         for color in ((255, 0, 0), BLUE):
             attacker.files["/changing.png"] = (saved(plain(color)), "image/png")
             url = attacker.url("/changing.png", "localhost")
-            [[shot]] = await media.load([image(url)], TENANT)
-            digests.append(shot.picture.digest)
+            [[each]] = await media.load([image(url)], TENANT)
+            digests.append(each.image.digest)
         return digests
 
     assert len(set(with_loader(work))) == 2
 
 
-def test_a_turn_does_not_decode_the_pictures_of_the_turns_before_it() -> None:
+def test_a_turn_does_not_decode_the_images_of_earlier_turns_again() -> None:
     async def work(media: MediaLoader, decoder: CountingDecoder) -> None:
         red, blue = image(data_url(RED_PNG)), image(data_url(saved(plain(BLUE))))
         await media.load([red], TENANT)
@@ -130,33 +139,33 @@ def test_a_turn_does_not_decode_the_pictures_of_the_turns_before_it() -> None:
     with_loader(work)
 
 
-def test_what_is_named_twice_is_fetched_once(attacker: Attacker) -> None:
+def test_a_url_named_twice_is_fetched_once(attacker: Attacker) -> None:
     attacker.requests.clear()
     url = attacker.url("/red.png", "localhost")
     assert len(load(image(url), image(url), image(url))) == 3
     assert len(attacker.requests) == 1
 
 
-def test_a_video_is_its_frames_with_their_times() -> None:
-    sampling = Sampling(fps=1.0, max_frames=3)
+def test_a_video_is_loaded_as_frames_with_their_times() -> None:
+    sampling = FrameSampling(fps=1.0, max_frames=3)
     url = data_url(clip(), "video/mp4")
-    [shots] = load(Source(url=url, sizing=Sizing(768), sampling=sampling))
-    assert [shot.at_s for shot in shots] == [0.0, 1.3, 2.6]
-    assert len({shot.picture.digest for shot in shots}) == 3
+    [frames] = load(MediaSource(url=url, sizing=Sizing(768), sampling=sampling))
+    assert [each.at_s for each in frames] == [0.0, 1.3, 2.6]
+    assert len({each.image.digest for each in frames}) == 3
 
 
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("data:image/png;base64,", "not a picture that is taken"),
+        ("data:image/png;base64,", "image format is not supported"),
         ("data:image/png;base64,%%%", "not valid Base64"),
         ("data:image/png;base64,é", "not valid Base64"),
         ("data:image/png,abc", "A data: URL is"),
         ("data:image/png;base64", "A data: URL is"),
-        (data_url(b"<svg/>", "image/svg+xml"), "not a picture that is taken"),
+        (data_url(b"<svg/>", "image/svg+xml"), "image format is not supported"),
     ],
 )
-def test_a_bad_data_url_is_one_sentence_that_says_where(url: str, sentence: str) -> None:
+def test_an_error_about_a_data_url_names_its_place_in_the_request(url: str, sentence: str) -> None:
     with pytest.raises(BadMedia, match=rf"^`messages\.0\.content\.1`: .*{sentence}"):
         load(image(url))
 
@@ -164,35 +173,37 @@ def test_a_bad_data_url_is_one_sentence_that_says_where(url: str, sentence: str)
 @pytest.mark.parametrize(
     "url", ["file:///etc/passwd", "http://127.0.0.1:1/", "ftp://localhost/", "x", "", "cid:1"]
 )
-def test_what_must_not_be_fetched_is_refused(url: str) -> None:
+def test_a_forbidden_url_is_rejected(url: str) -> None:
     with pytest.raises(MediaRefused):
         load(image(url))
 
 
-def test_a_file_has_a_bounded_size(attacker: Attacker) -> None:
+def test_the_size_of_a_file_is_limited(attacker: Attacker) -> None:
     attacker.files["/large"] = (bytes(1001), "")
-    with patch.object(loader, "MOST_IMAGE_BYTES", 1000):
+    with patch.object(loader, "LIMITS", replace(LIMITS, image_bytes=1000)):
         for url in (data_url(bytes(1004)), attacker.url("/large", "localhost")):
             with pytest.raises(BadMedia, match="may have at most 0 MiB"):
                 load(image(url))
 
 
-def test_a_request_has_a_bounded_number_of_pictures() -> None:
+def test_the_number_of_images_in_a_request_is_limited() -> None:
     red = image(data_url(RED_PNG))
     assert len(load(*[red] * 64)) == 64
-    with pytest.raises(BadMedia, match="64 pictures, not 65"):
+    with pytest.raises(BadMedia, match="64 images, not 65"):
         load(*[red] * 65)
 
 
-def test_frames_count_as_pictures() -> None:
+def test_video_frames_count_as_images() -> None:
     url = data_url(clip(frames=33, fps=10), "video/mp4")
-    video = Source(url=url, sizing=Sizing(768), sampling=Sampling(fps=30.0, max_frames=64))
+    video = MediaSource(
+        url=url, sizing=Sizing(768), sampling=FrameSampling(fps=30.0, max_frames=64)
+    )
     with pytest.raises(BadMedia, match="this one has 66"):
         load(video, video)
 
 
-def test_pictures_have_a_bounded_number_of_pixels_together() -> None:
-    with patch.object(loader, "MOST_REQUEST_PIXELS", 1000):
+def test_the_total_number_of_pixels_is_limited() -> None:
+    with patch.object(loader, "LIMITS", replace(LIMITS, pixels=1000)):
         assert load(image(data_url(RED_PNG)))
         for sources in (
             [image(data_url(RED_PNG)), image(data_url(saved(plain(BLUE))))],
@@ -202,17 +213,17 @@ def test_pictures_have_a_bounded_number_of_pixels_together() -> None:
                 load(*sources)
 
 
-def test_the_files_of_a_request_have_a_bounded_size_together(attacker: Attacker) -> None:
+def test_the_total_size_of_the_files_is_limited(attacker: Attacker) -> None:
     attacker.files["/blue.png"] = (saved(plain(BLUE)), "")
     urls = [attacker.url(path, "localhost") for path in ("/red.png", "/blue.png")]
     with (
-        patch.object(loader, "MOST_REQUEST_BYTES", len(RED_PNG)),
+        patch.object(loader, "LIMITS", replace(LIMITS, file_bytes=len(RED_PNG))),
         pytest.raises(BadMedia, match="files of a request"),
     ):
         load(*map(image, urls))
 
 
-def test_what_a_request_keeps_is_counted_and_may_be_refused(attacker: Attacker) -> None:
+def test_the_memory_of_a_request_is_counted_and_may_be_refused(attacker: Attacker) -> None:
     held: list[int] = []
 
     def hold(size_bytes: int) -> None:
@@ -228,7 +239,47 @@ def test_what_a_request_keeps_is_counted_and_may_be_refused(attacker: Attacker) 
     assert held == [len(RED_PNG), 30 * 20 * 3]
 
 
-def test_one_bad_picture_gives_up_the_others(attacker: Attacker) -> None:
+def test_one_invalid_image_cancels_the_others(attacker: Attacker) -> None:
     slow = image(attacker.url("/slow", "localhost"))
-    with pytest.raises(BadMedia, match="not a picture"):
+    with pytest.raises(BadMedia, match="format is not supported"):
         load(slow, image(data_url(b"text")))
+
+
+def images(count: int = 1) -> list[LoadedImage]:
+    return [LoadedImage(picture(10, 10, bytes(300))) for _ in range(count)]
+
+
+def test_the_cache_evicts_the_least_recently_used_images() -> None:
+    cache = ImageCache(900)
+    for key in (b"a", b"b", b"c"):
+        cache.put(key, images())
+    cache.get(b"a")
+    cache.put(b"d", images())
+    assert [key for key in (b"a", b"b", b"c", b"d") if cache.get(key)] == [b"a", b"c", b"d"]
+    assert cache.size_bytes == 900
+
+
+def test_the_cache_stays_within_its_budget() -> None:
+    cache = ImageCache(900)
+    cache.put(b"a", images(2))
+    cache.put(b"a", images(2))
+    cache.put(b"b", images(4))
+    assert cache.size_bytes == 600
+    assert cache.get(b"b") is None
+    cache.put(b"c", images(2))
+    assert cache.size_bytes == 600
+
+
+def test_cache_keys_differ_by_tenant_file_and_settings() -> None:
+    jobs: list[Job] = [
+        ImageJob(b"x", False, Sizing(512)),
+        ImageJob(b"y", False, Sizing(512)),
+        ImageJob(b"x", True, Sizing(512)),
+        ImageJob(b"x", False, Sizing(2048)),
+        ImageJob(b"x", False, Sizing(512, (1, 2))),
+        VideoJob(b"x", False, Sizing(512), 1.0, 4),
+        VideoJob(b"x", False, Sizing(512), 2.0, 4),
+        VideoJob(b"x", False, Sizing(512), 1.0, 5),
+    ]
+    keys = {cache_key(tenant, job) for tenant in (b"a", b"b") for job in jobs}
+    assert len(keys) == 2 * len(jobs)

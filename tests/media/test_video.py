@@ -1,3 +1,5 @@
+"""Frames of a video are sampled at equal distances; hostile files are rejected."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -9,12 +11,12 @@ from rekindle.media.jobs import Frame, Sizing
 from rekindle.media.video import decode_video
 from tests.media.files import clip, plain, png, saved
 
-AS_IT_IS = Sizing(768)
+UNSCALED = Sizing(768)
 FOUR_SECONDS = clip(frames=40, fps=10)  # frame n is shown at n / 10 s and has the grey 5 n
 
 
 def seen(frames: list[Frame]) -> list[tuple[float, int]]:
-    """The time of each frame, and the number that its grey tells."""
+    """Return the time of each frame, and its number, which its grey level encodes."""
     greys = [np.frombuffer(frame.pixels, np.uint8).mean() for frame in frames]
     return [(frame.at_s, round(grey / 5)) for frame, grey in zip(frames, greys, strict=True)]
 
@@ -33,10 +35,10 @@ def seen(frames: list[Frame]) -> list[tuple[float, int]]:
         (30.0, 64, list(range(40))),
     ],
 )
-def test_frames_are_taken_at_equal_distances(
+def test_frames_are_sampled_at_equal_distances(
     fps: float, max_frames: int, numbers: list[int]
 ) -> None:
-    found = decode_video(FOUR_SECONDS, AS_IT_IS, fps, max_frames)
+    found = decode_video(FOUR_SECONDS, UNSCALED, fps, max_frames)
     assert seen(found) == [(number / 10, number) for number in numbers]
     assert {(frame.width, frame.height) for frame in found} == {(64, 48)}
 
@@ -51,16 +53,16 @@ def test_frames_are_taken_at_equal_distances(
         ("avi", "mpeg4"),
     ],
 )
-def test_the_usual_formats_are_taken(format: str, codec: str) -> None:
-    found = seen(decode_video(clip(format=format, codec=codec), AS_IT_IS, 1.0, 3))
+def test_common_formats_are_decoded(format: str, codec: str) -> None:
+    found = seen(decode_video(clip(format=format, codec=codec), UNSCALED, 1.0, 3))
     wanted = [0.0, 4 / 3, 8 / 3]
     assert [at_s for at_s, _ in found] == pytest.approx(wanted, abs=0.101)
     assert [number / 10 for _, number in found] == pytest.approx(wanted, abs=0.201)
 
 
 @pytest.mark.parametrize("gop", [1, 5, 12, 250])
-def test_frames_are_the_same_wherever_key_frames_lie(gop: int) -> None:
-    found = decode_video(clip(gop=gop), AS_IT_IS, 10.0, 7)
+def test_frames_do_not_depend_on_the_distance_of_key_frames(gop: int) -> None:
+    found = decode_video(clip(gop=gop), UNSCALED, 10.0, 7)
     assert [number for _, number in seen(found)] == [0, 5, 11, 17, 22, 28, 34]
 
 
@@ -71,8 +73,8 @@ def test_frames_are_resized() -> None:
     assert (exact.width, exact.height) == (50, 40)
 
 
-def test_frames_are_turned_as_the_camera_was_held() -> None:
-    [frame] = decode_video(clip(frames=1, rotation=90), AS_IT_IS, 1.0, 1)
+def test_frames_are_turned_upright() -> None:
+    [frame] = decode_video(clip(frames=1, rotation=90), UNSCALED, 1.0, 1)
     assert (frame.width, frame.height) == (48, 64)
     pixels = np.frombuffer(frame.pixels, np.uint8).reshape(64, 48, 3)
     light = {
@@ -83,7 +85,7 @@ def test_frames_are_turned_as_the_camera_was_held() -> None:
     assert light == {(8, 8): False, (8, -8): False, (-8, 8): True, (-8, -8): False}
 
 
-def test_frames_have_a_bounded_number_of_pixels_together() -> None:
+def test_the_total_number_of_pixels_is_limited() -> None:
     with pytest.raises(DecodeError, match="The frames have more than 32 x 2\\^20 pixels"):
         decode_video(FOUR_SECONDS, Sizing(768, (2048, 2048)), 10.0, 16)
 
@@ -99,51 +101,51 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_what_is_no_video_is_refused(data: bytes) -> None:
-    with pytest.raises(DecodeError, match="not a video that is taken"):
-        decode_video(data, AS_IT_IS, 1.0, 4)
+def test_other_files_are_rejected(data: bytes) -> None:
+    with pytest.raises(DecodeError, match="video format is not supported"):
+        decode_video(data, UNSCALED, 1.0, 4)
 
 
 @pytest.mark.parametrize("keep", [12, 40, 200, 1000])
-def test_a_video_that_was_cut_short_is_refused(keep: int) -> None:
+def test_a_truncated_video_is_rejected(keep: int) -> None:
     with pytest.raises(DecodeError, match=r"damaged or cut short|no frames|no video"):
-        decode_video(FOUR_SECONDS[:keep], AS_IT_IS, 1.0, 4)
+        decode_video(FOUR_SECONDS[:keep], UNSCALED, 1.0, 4)
 
 
-def test_a_codec_that_is_not_listed_is_refused() -> None:
-    with pytest.raises(DecodeError, match="codec is not taken"):
-        decode_video(clip(format="avi", codec="ffv1"), AS_IT_IS, 1.0, 4)
+def test_an_unsupported_codec_is_rejected() -> None:
+    with pytest.raises(DecodeError, match="codec is not supported"):
+        decode_video(clip(format="avi", codec="ffv1"), UNSCALED, 1.0, 4)
 
 
-def test_a_video_that_is_too_long_is_refused() -> None:
+def test_a_video_that_is_too_long_is_rejected() -> None:
     with pytest.raises(DecodeError, match="may last 3600 seconds"):
-        decode_video(clip(frames=3601, fps=1, size=(16, 16), codec="mpeg4"), AS_IT_IS, 1.0, 4)
+        decode_video(clip(frames=3601, fps=1, size=(16, 16), codec="mpeg4"), UNSCALED, 1.0, 4)
 
 
-def test_frames_may_be_as_large_as_pictures_and_no_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "MOST_PIXELS", 64 * 48 - 1)
+def test_frames_have_the_same_size_limit_as_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "MAX_PIXELS", 64 * 48 - 1)
     with pytest.raises(DecodeError, match="64 x 48"):
-        decode_video(FOUR_SECONDS, AS_IT_IS, 1.0, 4)
+        decode_video(FOUR_SECONDS, UNSCALED, 1.0, 4)
 
 
-def test_a_frame_that_is_larger_than_its_header_says_is_refused(
+def test_a_frame_larger_than_its_header_says_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the codec itself, before it takes memory for the frame."""
+    """The codec rejects it before it allocates memory for the frame."""
     monkeypatch.setattr(video, "check_size", lambda *_size: None)
-    monkeypatch.setattr(video, "MOST_PIXELS", 64 * 48 - 1)
+    monkeypatch.setattr(video, "MAX_PIXELS", 64 * 48 - 1)
     with pytest.raises(DecodeError, match="damaged"):
-        decode_video(FOUR_SECONDS, AS_IT_IS, 1.0, 4)
+        decode_video(FOUR_SECONDS, UNSCALED, 1.0, 4)
 
 
-def test_a_container_that_lies_about_its_length_changes_nothing() -> None:
+def test_the_duration_in_the_header_is_ignored() -> None:
     lying = bytearray(FOUR_SECONDS)
     place = bytes(lying).index(b"mvhd") + 20  # the duration, in thousandths of a second
     lying[place : place + 4] = (10**9).to_bytes(4, "big")
-    found = decode_video(bytes(lying), AS_IT_IS, 1.0, 16)
+    found = decode_video(bytes(lying), UNSCALED, 1.0, 16)
     assert [number for _, number in seen(found)] == [0, 10, 20, 30]
 
 
-def test_a_picture_in_a_video_says_what_it_is() -> None:
+def test_an_image_sent_as_a_video_gets_a_clear_error() -> None:
     with pytest.raises(DecodeError, match="send MP4, MOV, WebM, MKV or AVI"):
-        decode_video(png(1, 1, b""), AS_IT_IS, 1.0, 4)
+        decode_video(png(1, 1, b""), UNSCALED, 1.0, 4)

@@ -1,5 +1,7 @@
-"""Decoding outside of the front: a few processes, each ended and replaced when a file is too much
-for it, so that such a file costs its own request alone."""
+"""Decodes images and videos in separate processes.
+
+A process that crashes or hangs on a file is replaced, so a hostile file costs only its own request.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from rekindle.fair_queue import FairSlots
 from rekindle.media.errors import BadMedia
 from rekindle.media.jobs import (
     LENGTH,
-    MOST_RESULT_BYTES,
+    LIMITS,
     Frame,
     Job,
     Undecodable,
@@ -20,12 +22,10 @@ from rekindle.media.jobs import (
     framed,
     read_result,
 )
+from rekindle.protocol.media import CHANNELS
 
-PROCESSES = 2
-IMAGE_S = 15.0  # a slow machine decodes the largest picture in a fifth of it
-VIDEO_S = 45.0
-#: What a process needs of the environment to start; it gets no keys.
-NEEDED = (
+#: The environment variables of a decoder process, besides Python's. It gets no API keys.
+PASSED_VARIABLES = (
     "PATH",
     "HOME",
     "LANG",
@@ -38,18 +38,18 @@ NEEDED = (
 
 
 class DecoderDied(Exception):
-    """The process ended in the middle of a job, or does not answer as it should."""
+    """The process ended during a job, or sent an invalid result."""
 
 
 class DecoderProcess:
-    """One process; it does one job at a time."""
+    """One process, which does one job at a time."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     @classmethod
     async def spawn(cls) -> DecoderProcess:
-        """Start one; whoever gives up meanwhile leaves none behind."""
+        """Start a process. If the caller is cancelled meanwhile, the process is stopped."""
         starting = asyncio.create_task(_start())
         try:
             return cls(await asyncio.shield(starting))
@@ -66,15 +66,15 @@ class DecoderProcess:
         return self._process.returncode is None
 
     async def run(self, job: Job) -> list[Frame]:
-        """Raises BadMedia when the file is at fault, DecoderDied when the process is gone."""
+        """Raises BadMedia if the file is at fault, and DecoderDied if the process is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if self._process.stdin.is_closing():  # uvloop raises, where asyncio would only log
+        if self._process.stdin.is_closing():  # uvloop would raise; asyncio would only log
             raise DecoderDied
         try:
             self._process.stdin.writelines(framed(job))
             await self._process.stdin.drain()
-            result = read_result(await _message(self._process.stdout))
+            result = read_result(await _read_message(self._process.stdout))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             raise DecoderDied from None
         if isinstance(result, Undecodable):
@@ -89,45 +89,49 @@ class DecoderProcess:
         self._process.stdin.close()
 
 
-async def _message(stream: asyncio.StreamReader) -> bytes:
+async def _read_message(stream: asyncio.StreamReader) -> bytes:
     [length] = LENGTH.unpack(await stream.readexactly(LENGTH.size))
-    if length > MOST_RESULT_BYTES:
-        raise ValueError("longer than any result")
+    if length > LIMITS.pixels * CHANNELS + (1 << 20):
+        raise ValueError("the message is longer than any result")
     return await stream.readexactly(length)
 
 
 async def _start() -> Process:
-    kept = (name for name in os.environ if name in NEEDED or name.startswith("PYTHON"))
+    names = (name for name in os.environ if name in PASSED_VARIABLES or name.startswith("PYTHON"))
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "rekindle.media.worker",
+        "rekindle.media.decoder_main",
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
-        env={name: os.environ[name] for name in kept} | {"OPENBLAS_NUM_THREADS": "1"},
+        env={name: os.environ[name] for name in names} | {"OPENBLAS_NUM_THREADS": "1"},
     )
 
 
 class Decoder:
-    """The processes, started when they are needed."""
+    """A pool of decoder processes, which start when they are needed.
 
-    def __init__(self, *, processes: int = PROCESSES, image_s: float = IMAGE_S) -> None:
+    A slow machine decodes the largest image in a fifth of `image_s`.
+    """
+
+    def __init__(self, *, processes: int = 2, image_s: float = 15.0, video_s: float = 45.0) -> None:
         self._slots = FairSlots(processes)
-        self._videos = FairSlots(1)  # they take long, and pictures do not wait for them
+        self._video_slots = FairSlots(1)  # videos take long, and must not delay images
         self._idle: list[DecoderProcess] = []
         self._image_s = image_s
+        self._video_s = video_s
 
     async def close(self) -> None:
-        """End the processes that are idle; the others end with their jobs."""
+        """Stop the idle processes. The others stop when their requests are cancelled."""
         idle, self._idle = self._idle, []
         for process in idle:
             await process.stop()
 
     async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
-        """The pictures of a file; raises BadMedia."""
+        """Return the image, or the frames of the video. Raises BadMedia."""
         if isinstance(job, VideoJob):
-            async with self._videos.slot(tenant):
+            async with self._video_slots.slot(tenant):
                 return await self._decode(job, tenant)
         return await self._decode(job, tenant)
 
@@ -136,7 +140,7 @@ class Decoder:
             while self._idle:
                 try:
                     return await self._run(self._idle.pop(), job)
-                except DecoderDied:  # perhaps it was ended while it was idle
+                except DecoderDied:  # it may have been killed while it was idle
                     continue
             try:
                 return await self._run(await DecoderProcess.spawn(), job)
@@ -147,22 +151,22 @@ class Decoder:
                 ) from None
 
     async def _run(self, process: DecoderProcess, job: Job) -> list[Frame]:
-        limit_s = VIDEO_S if isinstance(job, VideoJob) else self._image_s
-        is_well = False
+        limit_s = self._video_s if isinstance(job, VideoJob) else self._image_s
+        is_healthy = False
         try:
             async with asyncio.timeout(limit_s):
                 frames = await process.run(job)
-            is_well = True
+            is_healthy = True
             return frames
         except BadMedia:
-            is_well = True
+            is_healthy = True
             raise
         except TimeoutError:
             raise BadMedia(
                 f"Decoding the file takes more than {limit_s:g} seconds. Send a smaller one."
             ) from None
         finally:
-            if is_well:
+            if is_healthy:
                 self._idle.append(process)
             else:
                 await process.stop()

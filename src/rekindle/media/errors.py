@@ -1,4 +1,4 @@
-"""What is wrong with a picture or a video of a request. All of it is the client's to mend."""
+"""Defines the errors of images and videos in a request. All of them are the client's to fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rekindle.errors import BadRequest
 
 
 class BadMedia(BadRequest):
-    """It cannot be fetched, is not what it should be, or is too large."""
+    """An image or video cannot be fetched or decoded, or is too large."""
 
     code = "invalid_media"
 
@@ -15,6 +15,6 @@ class BadMedia(BadRequest):
 
 
 class MediaRefused(BadMedia):
-    """It must not be fetched from there."""
+    """The server must not fetch from this address."""
 
     code = "media_refused"

@@ -10,11 +10,11 @@ from PIL import Image, UnidentifiedImageError
 
 from rekindle.media.jobs import Frame, Sizing
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # by their first bytes, whatever they are called
-MOST_PIXELS = 64 << 20  # of a file; decoded they take up to 256 MiB
-MOST_SIDE = 1 << 16
-ORIENTATION = 0x0112  # of EXIF
-TURNS = {
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # recognised by their first bytes
+MAX_PIXELS = 64 << 20  # in a file; they decode to at most 256 MiB
+MAX_SIDE = 1 << 16
+#: How to turn an image upright, by the value of its EXIF orientation tag.
+ORIENTATIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -23,54 +23,48 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-SIDEWAYS = (TURNS[5], TURNS[6], TURNS[7], TURNS[8])
 
-Image.MAX_IMAGE_PIXELS = None  # ours is checked instead, and never only warned about
+Image.MAX_IMAGE_PIXELS = None  # Pillow may only warn about large images; `check_size` raises
 
 
 class DecodeError(Exception):
-    """The bytes are no picture or video that is taken; the message is a sentence for the client."""
+    """The file cannot be used. The message is a sentence for the client."""
 
 
-def unpacked(data: bytes, *, is_base64: bool) -> bytes:
-    """The file itself, out of the text of a `data:` URL."""
-    if not is_base64:
-        return data
+def decode_base64(text: bytes) -> bytes:
     try:
-        return binascii.a2b_base64(data, strict_mode=True)
+        return binascii.a2b_base64(text, strict_mode=True)
     except binascii.Error:
         raise DecodeError("The data: URL is not valid Base64.") from None
 
 
 def decode_image(data: bytes, sizing: Sizing) -> Frame:
-    """The first frame of the file; raises DecodeError."""
+    """Decode the first frame of the file. Raises DecodeError."""
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             check_size(*image.size)
-            turn = _turn(image)
-            enough = max(sizing.exact or (sizing.longest,))
-            image.draft(None, (enough, enough))  # a large JPEG is decoded at a half, a quarter …
+            turn = _orientation(image)
+            longest = max(sizing.exact or (sizing.longest,))
+            image.draft(None, (longest, longest))  # decodes a large JPEG at a fraction of its size
             image.load()
             return as_frame(_blendable(image), sizing, turn)
     except DecodeError:
         raise
     except UnidentifiedImageError:
         raise DecodeError(
-            "It is not a picture that is taken: send PNG, JPEG, WebP, GIF or BMP."
+            "The image format is not supported: send PNG, JPEG, WebP, GIF or BMP."
         ) from None
     except MemoryError:
-        raise DecodeError("Decoding the picture takes too much memory.") from None
-    except Exception as error:  # Pillow raises whatever a damaged file leads it to
-        raise DecodeError(
-            f"The picture is damaged or cut short ({type(error).__name__})."
-        ) from None
+        raise DecodeError("Decoding the image takes too much memory.") from None
+    except Exception as error:  # a damaged file can make Pillow raise anything
+        raise DecodeError(f"The image is damaged or cut short ({type(error).__name__}).") from None
 
 
 def check_size(width: int, height: int) -> None:
-    """By what the header says, before a pixel is decoded."""
-    if width < 1 or height < 1 or max(width, height) > MOST_SIDE or width * height > MOST_PIXELS:
+    """Check the size in the header, before decoding any pixels."""
+    if width < 1 or height < 1 or max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
         raise DecodeError(
-            f"A picture may have at most {MOST_PIXELS >> 20} x 2^20 pixels; this one says it has "
+            f"An image may have at most {MAX_PIXELS >> 20} x 2^20 pixels; this one has "
             f"{width} x {height}."
         )
 
@@ -78,10 +72,10 @@ def check_size(width: int, height: int) -> None:
 def as_frame(
     image: Image.Image, sizing: Sizing, turn: Image.Transpose | None = None, at_s: float = 0.0
 ) -> Frame:
-    """Upright, resized and on white; resized first, because a picture may be large."""
-    swap = turn in SIDEWAYS
-    size = fitted(*_swapped(image.size, swap), sizing)
-    resized = _swapped(size, swap)
+    """Resize the image, turn it upright and put it on white, in this order, as it may be large."""
+    sideways = turn in [ORIENTATIONS[tag] for tag in (5, 6, 7, 8)]
+    width, height = fitted(*(image.size[::-1] if sideways else image.size), sizing)
+    resized = (height, width) if sideways else (width, height)
     if image.size != resized:
         image = image.resize(resized, Image.Resampling.BICUBIC)
     if turn is not None:
@@ -89,12 +83,8 @@ def as_frame(
     return Frame(*image.size, _on_white(image).tobytes(), at_s)
 
 
-def _swapped(size: tuple[int, int], swap: bool) -> tuple[int, int]:
-    return (size[1], size[0]) if swap else size
-
-
 def fitted(width: int, height: int, sizing: Sizing) -> tuple[int, int]:
-    """The size that a picture of this size gets; nothing is enlarged unless that is asked for."""
+    """Return the size after resizing. Images are enlarged only to an exact size."""
     if sizing.exact is not None:
         return sizing.exact
     longest = max(width, height)
@@ -104,26 +94,25 @@ def fitted(width: int, height: int, sizing: Sizing) -> tuple[int, int]:
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What EXIF says about how the camera was held; a damaged EXIF says nothing."""
+def _orientation(image: Image.Image) -> Image.Transpose | None:
+    """Return how to turn the image upright. A damaged EXIF is ignored."""
     try:
-        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+        return ORIENTATIONS.get(image.getexif().get(0x0112, 1))
     except Exception:
         return None
 
 
 def _blendable(image: Image.Image) -> Image.Image:
-    """In a mode whose values can be blended: no palette, no colour that stands for transparency,
-    no 16 bits of grey (which Pillow would cut off at 255)."""
+    """Convert modes that cannot be blended: palettes, transparent colours, 16-bit grey."""
     if image.mode.startswith("I"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))  # Pillow would clip
     if image.mode in ("1", "P", "PA") or "transparency" in image.info:
         return image.convert("RGBA" if image.has_transparency_data else "RGB")
     return image
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """As RGB; what is transparent shows white."""
+    """Convert to RGB, with white behind transparent pixels."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     seen = image.convert("RGBA")

@@ -1,8 +1,9 @@
-"""What the front asks of a decoder process, and what it answers: msgpack, each with its length."""
+"""Defines the messages between the front and a decoder process: msgpack with a length prefix."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
@@ -10,13 +11,24 @@ from msgspec import Struct
 from rekindle.protocol.media import CHANNELS
 
 LENGTH = struct.Struct(">I")
-MOST_REQUEST_PIXELS = 32 << 20  # of the decoded pictures of one request together
-MOST_RESULT_BYTES = MOST_REQUEST_PIXELS * CHANNELS + (1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Limits of one request. Video frames count as images."""
+
+    images: int = 64
+    image_bytes: int = 20 << 20  # per image file
+    video_bytes: int = 64 << 20  # per video file
+    file_bytes: int = 128 << 20  # of all files that the request makes the server read
+    pixels: int = 32 << 20  # of all decoded images, after resizing
+
+
+LIMITS = MediaLimits()
 
 
 class Sizing(Struct, frozen=True, array_like=True):
-    """The size that a picture gets: exactly `exact` (width, height), or what it has, but that
-    neither side is longer than `longest`."""
+    """How to resize an image: to exactly `exact` (width, height), or until it fits `longest`."""
 
     longest: int
     exact: tuple[int, int] | None = None
@@ -40,12 +52,12 @@ Job = ImageJob | VideoJob
 
 
 class Frame(Struct, array_like=True):
-    """RGB, 8 bits each, row by row."""
+    """An image, or a frame of a video, as 8-bit RGB rows."""
 
     width: int
     height: int
     pixels: bytes
-    at_s: float = 0.0  # in a video
+    at_s: float = 0.0  # the frame's time in its video
 
 
 class Decoded(Struct, tag=True):
@@ -53,7 +65,7 @@ class Decoded(Struct, tag=True):
 
 
 class Undecodable(Struct, tag=True):
-    """The bytes are at fault; the reason is a sentence for the client."""
+    """The file is at fault. The reason is a sentence for the client."""
 
     reason: str
 
@@ -66,7 +78,7 @@ _result_decoder: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Resul
 
 
 def framed(message: Job | Result) -> tuple[bytes, bytes]:
-    """The length and the message, to be written one after the other."""
+    """Return the length prefix and the message."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)), body
 
@@ -76,10 +88,10 @@ def read_job(body: bytes) -> Job:
 
 
 def read_result(body: bytes) -> Result:
-    """Raises ValueError: whoever has taken a decoder over may answer anything."""
+    """Raises ValueError, because a hostile file may have taken over the decoder process."""
     result = _result_decoder.decode(body)
     for frame in result.frames if isinstance(result, Decoded) else ():
         sides = (frame.width, frame.height)
         if min(sides) < 1 or len(frame.pixels) != frame.width * frame.height * CHANNELS:
-            raise ValueError("a frame of another size than it says")
+            raise ValueError("a frame's size does not match its pixels")
     return result

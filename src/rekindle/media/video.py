@@ -1,7 +1,7 @@
 """Samples frames of a video file. Runs in the decoder process.
 
-The container is read twice: its packets tell which frames there really are and when, whatever its
-header claims; then what is needed for the chosen frames is decoded, from the key frame before each.
+The container is read twice. The first pass collects the packets, whose times are reliable where the
+header may lie. The second pass decodes from the key frame before each sampled frame.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from rekindle.media.image import MOST_PIXELS, DecodeError, as_frame, check_size
-from rekindle.media.jobs import MOST_REQUEST_PIXELS, Frame, Sizing
+from rekindle.media.image import MAX_PIXELS, DecodeError, as_frame, check_size
+from rekindle.media.jobs import LIMITS, Frame, Sizing
 
-MOST_DURATION_S = 3600
-MOST_PACKETS = 500_000
+MAX_DURATION_S = 3600
+MAX_PACKETS = 500_000
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
-#: ccw, as PyAV has it.
-TURNS = {
+#: How to turn a frame upright, by PyAV's rotation (counterclockwise).
+ROTATIONS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
     -180: Image.Transpose.ROTATE_180,
@@ -34,33 +34,37 @@ TURNS = {
     270: Image.Transpose.ROTATE_270,
 }
 
-Packet = Any  # of av, with a `pts` here that is known
+Packet = Any  # PyAV's, with a known `pts`
 
 
 def decode_video(data: bytes, sizing: Sizing, fps: float, max_frames: int) -> list[Frame]:
-    """Frames at equal distances, `fps` a second but not more than `max_frames`; raises
-    DecodeError."""
+    """Decode `fps` frames per second at equal distances, at most `max_frames`.
+
+    Raises DecodeError.
+    """
+    # FFmpeg must not open other files or addresses, which playlists and references could name.
+    options = {"protocol_whitelist": "none", "enable_drefs": "0"}
     try:
-        with av.open(BytesIO(data), format=_container(data), options=_CLOSED) as container:
+        with av.open(BytesIO(data), format=_container(data), options=options) as container:
             stream = _video_stream(container)
             packets = _packets(container, stream)
-            clip = Clip(packets, stream.time_base, stream.average_rate)
-            chosen = clip.sampled(fps, max_frames)
+            timeline = Timeline(packets, stream.time_base, stream.average_rate)
+            chosen = timeline.sampled(fps, max_frames)
             decoded = _decoded(stream.codec_context, packets, chosen)
-            frames = _bounded(_frame(frame, clip, sizing) for frame in decoded)
+            frames = _limited(_frame(frame, timeline, sizing) for frame in decoded)
     except DecodeError:
         raise
     except MemoryError:
         raise DecodeError("Decoding the video takes too much memory.") from None
-    except Exception as error:  # FFmpeg reports whatever a damaged file leads it to
+    except Exception as error:  # a damaged file can make FFmpeg raise anything
         raise DecodeError(f"The video is damaged or cut short ({type(error).__name__}).") from None
     if not frames:
         raise DecodeError("No frame of the video can be decoded.")
     return frames
 
 
-class Clip:
-    """When the frames of a stream are shown, by its packets."""
+class Timeline:
+    """The times at which the frames of a stream are shown, according to its packets."""
 
     def __init__(
         self, packets: list[Packet], time_base: Fraction | None, rate: Fraction | None
@@ -70,17 +74,17 @@ class Clip:
         last = max(packets, key=lambda packet: packet.pts)
         last_s = (last.duration or 0) * self._base or 1 / (rate or Fraction(25))
         self.duration_s = self.at_s(last.pts) + float(last_s)
-        if self.duration_s > MOST_DURATION_S:
+        if self.duration_s > MAX_DURATION_S:
             raise DecodeError(
-                f"A video may last {MOST_DURATION_S} seconds; this one has {self.duration_s:.0f}."
+                f"A video may last {MAX_DURATION_S} seconds; this one has {self.duration_s:.0f}."
             )
 
     def at_s(self, pts: int) -> float:
-        """Since the first frame."""
+        """Convert a timestamp to seconds since the first frame."""
         return float((pts - self._shown[0]) * self._base)
 
     def sampled(self, fps: float, max_frames: int) -> list[int]:
-        """The frames on show at equal distances from the beginning on, each once, by their pts."""
+        """Return the timestamps of the frames shown at equal distances, without repetition."""
         count = min(max(1, math.ceil(self.duration_s * fps - 1e-6)), max_frames)
         wanted = [number * self.duration_s / count for number in range(count)]
         shown_s = [self.at_s(pts) for pts in self._shown]
@@ -88,64 +92,60 @@ class Clip:
         return [self._shown[place] for place in dict.fromkeys(places)]
 
 
-#: A container must not have FFmpeg open anything else, as playlists and references would.
-_CLOSED = {"protocol_whitelist": "none", "enable_drefs": "0"}
-
-
 def _container(data: bytes) -> str:
-    """By its first bytes. Never left to FFmpeg: its playlists name other files."""
+    """Recognise the container. FFmpeg must not guess, because it would accept playlists."""
     if data[4:8] == b"ftyp":
         return "mov"
     if data[:4] == b"\x1a\x45\xdf\xa3":
         return "matroska"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "avi"
-    raise DecodeError("It is not a video that is taken: send MP4, MOV, WebM, MKV or AVI.")
+    raise DecodeError("The video format is not supported: send MP4, MOV, WebM, MKV or AVI.")
 
 
 def _video_stream(container: Any) -> VideoStream:
     if not container.streams.video:
-        raise DecodeError("The file has no video in it.")
+        raise DecodeError("The file contains no video.")
     stream: VideoStream = container.streams.video[0]
     codec = stream.codec_context
     if codec.name not in CODECS and codec.name != "libdav1d":
-        raise DecodeError(f"The video's codec is not taken: use one of {', '.join(CODECS)}.")
+        raise DecodeError(f"The video's codec is not supported: use {', '.join(CODECS)}.")
     check_size(codec.width, codec.height)
     codec.thread_count = 1  # other requests need the other cores
-    codec.options = {"max_pixels": str(MOST_PIXELS)}  # also where a frame is larger than the header
+    codec.options = {"max_pixels": str(MAX_PIXELS)}  # a frame may be larger than the header says
     return stream
 
 
 def _packets(container: Any, stream: VideoStream) -> list[Packet]:
-    """In the order of decoding; without those that nobody knows the time of."""
+    """Return the packets in decoding order, without those whose time is unknown."""
     found: list[Packet] = []
     for packet in container.demux(stream):
         if packet.pts is None:
             packet.pts = packet.dts
         if packet.pts is not None and packet.size:
             found.append(packet)
-        if len(found) > MOST_PACKETS:
-            raise DecodeError(f"A video may have at most {MOST_PACKETS} frames.")
+        if len(found) > MAX_PACKETS:
+            raise DecodeError(f"A video may have at most {MAX_PACKETS} frames.")
     if not found:
         raise DecodeError("The video has no frames.")
     return found
 
 
 def _decoded(codec: Any, packets: list[Packet], chosen: list[int]) -> Iterator[VideoFrame]:
-    """The chosen frames, from the key frame before each; where one is missing, the next."""
-    starts = [place for place, packet in enumerate(packets) if packet.is_keyframe]
+    """Decode the chosen frames, each from its key frame. A missing frame is the next one."""
+    key_frames = [place for place, packet in enumerate(packets) if packet.is_keyframe]
 
-    def start_of(pts: int) -> int:
-        return max((place for place in starts if packets[place].pts <= pts), default=0)
+    def key_frame(pts: int) -> int:
+        return max((place for place in key_frames if packets[place].pts <= pts), default=0)
 
-    for start, wanted in groupby(chosen, start_of):
+    for start, wanted in groupby(chosen, key_frame):
         if codec.is_open:
             codec.flush_buffers()
-        yield from _run(codec, packets[start:], list(wanted))
+        yield from _decode_from(codec, packets[start:], list(wanted))
 
 
-def _run(codec: Any, packets: list[Packet], wanted: list[int]) -> Iterator[VideoFrame]:
-    for packet in (*packets, None):  # None: what the codec still holds back
+def _decode_from(codec: Any, packets: list[Packet], wanted: list[int]) -> Iterator[VideoFrame]:
+    for packet in (*packets, None):  # None makes the codec return the frames it still holds
         for frame in codec.decode(packet):
             if frame.pts is not None and frame.pts >= wanted[0]:
                 yield frame
@@ -154,24 +154,20 @@ def _run(codec: Any, packets: list[Packet], wanted: list[int]) -> Iterator[Video
                     return
 
 
-def _bounded(frames: Iterator[Frame]) -> list[Frame]:
-    """No more than a request may have anyway, before they take the memory."""
+def _limited(frames: Iterator[Frame]) -> list[Frame]:
+    """Collect the frames, and stop before they use more memory than a request may."""
     kept: list[Frame] = []
     for frame in frames:
         kept.append(frame)
-        if sum(each.width * each.height for each in kept) > MOST_REQUEST_PIXELS:
+        if sum(each.width * each.height for each in kept) > LIMITS.pixels:
             raise DecodeError(
-                f"The frames have more than {MOST_REQUEST_PIXELS >> 20} x 2^20 pixels together: "
+                f"The frames have more than {LIMITS.pixels >> 20} x 2^20 pixels together: "
                 "lower `max_frames`, or make them smaller with `resize`."
             )
     return kept
 
 
-def _frame(frame: VideoFrame, clip: Clip, sizing: Sizing) -> Frame:
+def _frame(frame: VideoFrame, timeline: Timeline, sizing: Sizing) -> Frame:
     assert frame.pts is not None
-    return as_frame(
-        Image.fromarray(frame.to_ndarray(format="rgb24")),
-        sizing,
-        TURNS.get(frame.rotation),
-        clip.at_s(frame.pts),
-    )
+    image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    return as_frame(image, sizing, ROTATIONS.get(frame.rotation), timeline.at_s(frame.pts))

@@ -10,7 +10,7 @@ import pytest
 from rekindle.media import loader
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia
-from rekindle.media.image import DecodeError, decode_image, unpacked
+from rekindle.media.image import DecodeError, decode_base64, decode_image
 from rekindle.media.jobs import Frame, Job, VideoJob
 from rekindle.media.video import decode_video
 from rekindle.protocol.admin import IndexPrompt, Validate, Validation
@@ -29,7 +29,7 @@ class InProcess(Decoder):
 
     async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
         try:
-            data = unpacked(job.data, is_base64=job.is_base64)
+            data = decode_base64(job.data) if job.is_base64 else job.data
             if isinstance(job, VideoJob):
                 return decode_video(data, job.sizing, job.fps, job.max_frames)
             return [decode_image(data, job.sizing)]

@@ -13,7 +13,7 @@ from rekindle.api.base.turns import while_connected
 from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of
-from rekindle.media.loader import Hold, MediaLoader, Shot, Source
+from rekindle.media.loader import Hold, LoadedImage, MediaLoader, MediaSource
 from rekindle.protocol.media import IMAGE, TEXT, Picture
 from rekindle.worker.client import RuntimeClient
 
@@ -64,23 +64,23 @@ async def load_pictures(
     return _expanded(rendered(list(messages)), await media.load(sources, tenant, hold))
 
 
-def _sources(messages: Sequence[Message], resize: list[int] | None) -> Iterator[Source]:
+def _sources(messages: Sequence[Message], resize: list[int] | None) -> Iterator[MediaSource]:
     for number, message in enumerate(messages):
         for place, part in message.media:
             yield part.source(f"messages.{number}.content.{place}", resize)
 
 
-def _expanded(messages: list[dict[str, Any]], loaded: list[list[Shot]]) -> Illustrated:
+def _expanded(messages: list[dict[str, Any]], loaded: list[list[LoadedImage]]) -> Illustrated:
     """A video becomes its frames, each behind the time at which it is seen."""
     rest = iter(loaded)
     for message in messages:
         if isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [each for part in parts for each in _parts(part, rest)]
-    return Illustrated(messages, [shot.picture for shots in loaded for shot in shots])
+    return Illustrated(messages, [each.image for images in loaded for each in images])
 
 
-def _parts(part: dict[str, Any], rest: Iterator[list[Shot]]) -> Iterator[dict[str, Any]]:
+def _parts(part: dict[str, Any], rest: Iterator[list[LoadedImage]]) -> Iterator[dict[str, Any]]:
     if part["type"] not in (IMAGE, VIDEO):
         yield part
         return

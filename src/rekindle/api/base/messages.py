@@ -21,8 +21,8 @@ from pydantic_core import CoreSchema
 
 from rekindle.api.base.fields import WHOLE, Id, bounded_text, fault, shallow, takes
 from rekindle.errors import Unsupported
-from rekindle.media.jobs import Sizing
-from rekindle.media.loader import MOST_PICTURES, Sampling, Source
+from rekindle.media.jobs import LIMITS, Sizing
+from rekindle.media.loader import FrameSampling, MediaSource
 from rekindle.protocol.media import IMAGE, TEXT
 
 # ----------------------------------------------------------------------
@@ -67,10 +67,10 @@ class ImagePart(BaseModel):
     def rendered(self) -> dict[str, Any]:
         return {"type": IMAGE}
 
-    def source(self, where: str, resize: list[int] | None) -> Source:
+    def source(self, where: str, resize: list[int] | None) -> MediaSource:
         given = ImageUrl(url=self.image_url) if isinstance(self.image_url, str) else self.image_url
         low = (given.detail or self.detail) == "low"
-        return Source(
+        return MediaSource(
             url=given.url, sizing=_sizing(resize, LOW_SIDE if low else MOST_SIDE), where=where
         )
 
@@ -89,15 +89,17 @@ class VideoPart(BaseModel):
     type: Literal["video", "video_url"]
     video_url: Annotated[str | VideoUrl, takes("a URL, or an object with a `url`")]
     fps: float | None = Field(None, gt=0, le=MOST_FPS)
-    max_frames: Annotated[int, Field(ge=1, le=MOST_PICTURES), WHOLE] | None = None
+    max_frames: Annotated[int, Field(ge=1, le=LIMITS.images), WHOLE] | None = None
 
     def rendered(self) -> dict[str, Any]:
         return {"type": VIDEO}
 
-    def source(self, where: str, resize: list[int] | None) -> Source:
+    def source(self, where: str, resize: list[int] | None) -> MediaSource:
         url = self.video_url if isinstance(self.video_url, str) else self.video_url.url
-        sampling = Sampling(fps=self.fps or FPS, max_frames=self.max_frames or FRAMES)
-        return Source(url=url, sizing=_sizing(resize, FRAME_SIDE), sampling=sampling, where=where)
+        sampling = FrameSampling(fps=self.fps or FPS, max_frames=self.max_frames or FRAMES)
+        return MediaSource(
+            url=url, sizing=_sizing(resize, FRAME_SIDE), sampling=sampling, where=where
+        )
 
 
 def _sizing(resize: list[int] | None, longest: int) -> Sizing:

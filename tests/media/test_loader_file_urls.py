@@ -1,3 +1,5 @@
+"""Files are read from the allowed folders only."""
+
 from __future__ import annotations
 
 import os
@@ -8,7 +10,7 @@ import pytest
 from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.loader import read_file_url
 
-MOST = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(url: str, *folders: Path) -> bytes:
-    return read_file_url(url, folders, MOST)
+    return read_file_url(url, folders, MAX_BYTES)
 
 
 def test_files_in_an_allowed_folder_are_read(folder: Path) -> None:
@@ -34,7 +36,7 @@ def test_files_in_an_allowed_folder_are_read(folder: Path) -> None:
     assert read(f"file://{folder}/sub/c.png", folder.parent / "none", folder) == b"another"
 
 
-def test_nothing_is_read_unless_a_folder_is_allowed(folder: Path) -> None:
+def test_without_an_allowed_folder_no_file_is_read(folder: Path) -> None:
     with pytest.raises(MediaRefused, match="--media-folder"):
         read(f"file://{folder}/sub/c.png")
 
@@ -46,28 +48,28 @@ def test_nothing_is_read_unless_a_folder_is_allowed(folder: Path) -> None:
         "sub", "a b.png/x", "a%00b.png", "link", "linked-folder/secret", "pipe", "%ff",
     ],
 )  # fmt: skip
-def test_nothing_else_is_and_why_is_not_told(path: str, folder: Path) -> None:
+def test_other_paths_are_rejected_without_a_reason(path: str, folder: Path) -> None:
     (folder / "link").symlink_to(folder.parent / "secret")
     (folder / "linked-folder").symlink_to(folder.parent)
     os.mkfifo(folder / "pipe")
-    with pytest.raises(MediaRefused, match=r"^There is no such file in a folder that may be read"):
+    with pytest.raises(MediaRefused, match=r"^There is no such file in an allowed folder"):
         read(f"file://{folder}/{path}", folder)
 
 
 @pytest.mark.parametrize(
     "url", ["file:///etc/passwd", "file:///dev/zero", "file://elsewhere/etc/passwd", "file:x"]
 )
-def test_no_other_path_of_the_machine_is_read(url: str, folder: Path) -> None:
+def test_paths_outside_of_the_folders_are_rejected(url: str, folder: Path) -> None:
     with pytest.raises(MediaRefused, match="no such file"):
         read(url, folder)
 
 
-def test_a_link_inside_the_folder_to_a_file_inside_it_is_followed(folder: Path) -> None:
+def test_a_link_within_the_folder_is_followed(folder: Path) -> None:
     (folder / "link.png").symlink_to(folder / "sub" / "c.png")
     assert read(f"file://{folder}/link.png", folder) == b"another"
 
 
-def test_a_link_that_is_put_there_after_the_check_is_not_followed(
+def test_a_link_created_after_the_check_is_not_followed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "late").symlink_to(folder.parent)
@@ -76,8 +78,8 @@ def test_a_link_that_is_put_there_after_the_check_is_not_followed(
         read(f"file://{folder}/late/secret", folder)
 
 
-def test_a_large_file_is_refused(folder: Path) -> None:
+def test_a_large_file_is_rejected(folder: Path) -> None:
     with (folder / "large").open("wb") as file:
-        file.truncate(MOST + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(BadMedia, match="at most 1 MiB"):
         read(f"file://{folder}/large", folder)

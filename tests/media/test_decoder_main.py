@@ -1,4 +1,4 @@
-"""Whatever bytes come, the decoder's process answers, and goes on."""
+"""A decoder process survives every damaged file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTAINERS = (("mp4", "libx264"), ("webm", "libvpx"), ("avi", "mpeg4"))
 
 
 def damaged(whole: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut off, repeated or made up."""
+    """Return the file with bytes changed, removed, repeated or replaced."""
     data = bytearray(whole)
     for _ in range(chance.choice((1, 2, 8, 40))):
         place = chance.randrange(len(data))
@@ -51,12 +51,12 @@ def jobs(count: int, seed: int) -> list[Job]:
 
 
 @pytest.mark.long
-def test_damaged_files_are_decoded_or_refused_by_one_and_the_same_process() -> None:
-    """A native crash would be seen as another process, or as the sentence about it."""
+def test_one_process_decodes_or_rejects_all_damaged_files() -> None:
+    """A native crash would show as a new process, or as its error message."""
 
     async def work() -> tuple[int, int]:
         decoder = Decoder(processes=1)
-        decoded = refused = 0
+        decoded = rejected = 0
         crashes: list[bool] = []
         pids = set()
         for job in jobs(rounds(300, 6000), seed=7):
@@ -64,14 +64,14 @@ def test_damaged_files_are_decoded_or_refused_by_one_and_the_same_process() -> N
                 await decoder.decode(job, b"")
                 decoded += 1
             except BadMedia as error:
-                refused += 1
+                rejected += 1
                 crashes += ["made its decoder fail" in str(error)]
             pids |= {process.pid for process in decoder._idle}
         await decoder.close()
         assert not any(crashes)
         assert len(pids) == 1
-        return decoded, refused
+        return decoded, rejected
 
-    decoded, refused = asyncio.run(work())
+    decoded, rejected = asyncio.run(work())
     assert decoded
-    assert refused
+    assert rejected

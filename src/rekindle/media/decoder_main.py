@@ -1,5 +1,6 @@
-"""The decoder process: takes jobs from its standard input, one after the other, and can do little
-else. Once it has started it opens no file and no connection, whatever a hostile file makes of it.
+"""Runs a decoder process: reads jobs from standard input and writes results to standard output.
+
+Once started, the process cannot open files or connections, even if a hostile file takes it over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from rekindle.media.image import FORMATS, DecodeError, decode_image, unpacked
+from rekindle.media.image import FORMATS, DecodeError, decode_base64, decode_image
 from rekindle.media.jobs import (
     LENGTH,
     Decoded,
@@ -24,19 +25,25 @@ from rekindle.media.jobs import (
     Result,
     Sizing,
     Undecodable,
-    VideoJob,
     framed,
     read_job,
 )
 from rekindle.media.video import decode_video
 
-MEMORY_BYTES = 3 << 29  # of addresses, beside what the libraries have taken
-CPU_S = 60  # of one job; the front ends the process sooner, unless it has gone itself
-STREAMS = 3  # standard input, output and error: nothing else may be open
+
+def main() -> None:
+    for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us too, but the front decides
+        signal.signal(stop, signal.SIG_IGN)
+    warnings.simplefilter("ignore")  # warnings about odd files help nobody here
+    av.logging.set_level(None)
+    _warm_up()
+    _limit_cpu()  # also imports `resource`, before files cannot be opened any more
+    _confine()
+    serve(sys.stdin.fileno(), sys.stdout.fileno())
 
 
 def serve(source: int, sink: int) -> None:
-    """Answer jobs until the front closes its end."""
+    """Answer jobs until the front closes its end of the pipe."""
     while (length := _read(source, LENGTH.size)) is not None:
         body = _read(source, LENGTH.unpack(length)[0])
         if body is None:
@@ -48,12 +55,10 @@ def serve(source: int, sink: int) -> None:
 
 def _result(job: Job) -> Result:
     try:
-        data = unpacked(job.data, is_base64=job.is_base64)
-        match job:
-            case ImageJob(sizing=sizing):
-                return Decoded([decode_image(data, sizing)])
-            case VideoJob(sizing=sizing, fps=fps, max_frames=max_frames):
-                return Decoded(decode_video(data, sizing, fps, max_frames))
+        data = decode_base64(job.data) if job.is_base64 else job.data
+        if isinstance(job, ImageJob):
+            return Decoded([decode_image(data, job.sizing)])
+        return Decoded(decode_video(data, job.sizing, job.fps, job.max_frames))
     except DecodeError as error:
         return Undecodable(str(error))
 
@@ -75,8 +80,7 @@ def _write(sink: int, data: bytes) -> None:
 
 
 def _warm_up() -> None:
-    """Decode a file of each format: modules that are imported late cannot be once files are
-    closed to us."""
+    """Decode a file of each format, because modules cannot be imported after `_confine`."""
     for format in FORMATS:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format)
@@ -95,13 +99,13 @@ def _tiny_clip() -> bytes:
 
 
 def _confine() -> None:
-    """Where the system can: bounded memory, no files, no connections, no core dumps."""
+    """Limit memory, and forbid files, connections and core dumps, where the system can."""
     try:
         import resource
     except ImportError:  # Windows
         return
-    _lower(resource.RLIMIT_AS, _mapped_bytes() + MEMORY_BYTES)
-    _lower(resource.RLIMIT_NOFILE, STREAMS)
+    _lower(resource.RLIMIT_AS, _mapped_bytes() + (3 << 29))  # room for the largest image
+    _lower(resource.RLIMIT_NOFILE, 3)  # standard input, output and error
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_CORE, 0)
 
@@ -109,43 +113,32 @@ def _confine() -> None:
 def _lower(limit: int, value: int) -> None:
     import resource
 
-    _, most = resource.getrlimit(limit)
-    wanted = value if most == resource.RLIM_INFINITY else min(value, most)
+    _, hard = resource.getrlimit(limit)
+    wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
     try:
         resource.setrlimit(limit, (wanted, wanted))
-    except (OSError, ValueError):  # macOS has no limit on addresses
+    except (OSError, ValueError):  # macOS does not limit the address space
         return
 
 
 def _mapped_bytes() -> int:
-    """The addresses that are in use: more on a machine of more cores."""
+    """The address space in use. It grows with the number of cores."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _limit_cpu() -> None:
-    """The next job may use this much, beside what the jobs before it have."""
+    """Give the next job 60 s of CPU time. Usually the front stops a slow process earlier."""
     try:
         import resource
     except ImportError:
         return
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + CPU_S, most))
-
-
-def main() -> None:
-    for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us as well: the front decides
-        signal.signal(stop, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # about odd files, which nobody here can mend
-    av.logging.set_level(None)
-    _warm_up()
-    _limit_cpu()  # and have `resource` imported
-    _confine()
-    serve(sys.stdin.fileno(), sys.stdout.fileno())
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 60, hard))
 
 
 if __name__ == "__main__":
