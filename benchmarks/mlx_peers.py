@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from servers import Setup, mlx_lm, rekindle
 
-from rekindle.bench.agent_scenarios import measure_decode, measure_sampled, measure_toolloop
+from rekindle.bench.agent_scenarios import measure_toolloop
 from rekindle.bench.client import BenchOptions
 from rekindle.bench.rig import BenchConversation, Rig, TimedTurn, open_rig
-from rekindle.bench.scenarios import least_for
+from rekindle.bench.scenarios import least_for, measure_decode, measure_sampled
 
 ROOT = Path(__file__).parents[1]
 LOGS = Path("bench-results")

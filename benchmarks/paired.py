@@ -18,8 +18,7 @@ from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
 
 from rekindle.bench import BenchOptions, Results
-from rekindle.bench.results import Round
-from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.rig import Rig, Round, open_rig
 from rekindle.bench.scenarios import Article, computed_in
 from rekindle.bench.session import SCENARIOS
 

@@ -150,7 +150,7 @@ def test_an_error_event_fails_with_the_servers_own_words() -> None:
     ],
 )
 def test_an_event_that_is_no_chunk_fails_and_is_shown(data: str) -> None:
-    with pytest.raises(BenchFailed, match="no chunk"):
+    with pytest.raises(BenchFailed, match="not a chunk"):
         parse_data(data)
 
 

@@ -19,5 +19,5 @@ def test_an_unknown_scenario_is_refused_with_the_known_ones() -> None:
 
 
 def test_agents_need_a_round_after_the_cold_one() -> None:
-    with pytest.raises(ConfigError, match="two rounds"):
+    with pytest.raises(ConfigError, match="two agent rounds"):
         BenchOptions(base_url="http://a", agent_rounds=1)

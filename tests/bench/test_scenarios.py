@@ -2,10 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.bench.agent_scenarios import Schema, tokens_per_s
+from rekindle.bench.agent_scenarios import Schema
 from rekindle.bench.client import BenchFailed, StreamedReply, Usage
 from rekindle.bench.rig import TimedTurn
-from rekindle.bench.scenarios import Agents, Article, Crowd, SharedDocument, computed_in
+from rekindle.bench.scenarios import (
+    Agents,
+    Article,
+    Crowd,
+    SharedDocument,
+    computed_in,
+    tokens_per_s,
+)
 
 COLD = TimedTurn(8.0, prompt_tokens=1500, completion_tokens=10, cached_tokens=0)
 WARM = TimedTurn(0.2, prompt_tokens=1530, completion_tokens=10, cached_tokens=1508)

@@ -136,7 +136,7 @@ def test_a_server_without_ignore_eos_is_measured_and_the_table_says_so(serve: Se
     results = measure(small(serve(fake), "document", "decode"))
     assert not results.ignores_eos
     assert ["ignore_eos" in body for body in fake.bodies].count(True) == 1
-    assert "no ignore_eos" in printed(results)
+    assert "not support ignore_eos" in printed(results)
 
 
 def test_a_server_that_reports_no_cached_tokens_is_measured(serve: Serve) -> None:

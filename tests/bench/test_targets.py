@@ -6,10 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from rekindle.bench.agent_scenarios import Decode
 from rekindle.bench.results import Results
 from rekindle.bench.rig import TimedTurn
-from rekindle.bench.scenarios import Article
+from rekindle.bench.scenarios import Article, Decode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

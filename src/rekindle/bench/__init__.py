@@ -1,4 +1,4 @@
-"""Measures any OpenAI-compatible server over HTTP: how long a turn waits, how fast it writes."""
+"""Measures any OpenAI-compatible server over HTTP: time to first token and decode speed."""
 
 from rekindle.bench.client import SCENARIO_NAMES, BenchFailed, BenchOptions
 from rekindle.bench.results import Results, plot, print_table, save_json

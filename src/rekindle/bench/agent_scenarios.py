@@ -1,11 +1,9 @@
-"""Scenarios of agents' requests: tool loops, and replies that follow a JSON schema."""
+"""Measures what agents send: JSON schemas, tool loops and pictures."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median
@@ -14,75 +12,9 @@ from typing import Any
 import orjson
 from PIL import Image, ImageDraw
 
-from rekindle.bench.client import BenchFailed, Message, StreamedReply
-from rekindle.bench.rig import BenchConversation, Rig, TimedTurn, user
-
-# ----------------------------------------------------------------------
-# Scenarios of decoding: how fast text is written, greedily and with temperature.
-
-SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """How fast text is written, by one stream alone and by several together."""
-
-    single_tokens_per_s: float
-    together_tokens_per_s: float
-    streams: int
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "decode_single_tokens_per_s": self.single_tokens_per_s,
-            "decode_together_tokens_per_s": self.together_tokens_per_s,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class SampledDecode:
-    """The same with temperature, which costs a choice among many candidates for every token."""
-
-    decode: Decode
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "sampled_single_tokens_per_s": self.decode.single_tokens_per_s,
-            "sampled_together_tokens_per_s": self.decode.together_tokens_per_s,
-        }
-
-
-async def measure_decode(rig: Rig, **sampling: float) -> Decode:
-    """Tokens a second after the first token, alone and together."""
-    options = rig.options
-    return Decode(
-        single_tokens_per_s=await _rate(rig, 1, options.single_stream_tokens, sampling),
-        together_tokens_per_s=await _rate(rig, options.streams, options.stream_tokens, sampling),
-        streams=options.streams,
-    )
-
-
-async def measure_sampled(rig: Rig) -> SampledDecode:
-    return SampledDecode(await measure_decode(rig, **SAMPLING))
-
-
-async def _rate(rig: Rig, streams: int, tokens: int, sampling: Mapping[str, float]) -> float:
-    chats = [user(f"{rig.nonce()}: tell a story about it.") for _ in range(streams)]
-    # Prompts are put in place first: otherwise one stream's prefill falls into another's decode.
-    await asyncio.gather(*(rig.full_reply(chat, 1) for chat in chats))
-    replies = (rig.full_reply(chat, tokens, **sampling) for chat in chats)
-    return tokens_per_s(await asyncio.gather(*replies))
-
-
-def tokens_per_s(replies: Sequence[StreamedReply]) -> float:
-    """All tokens but each reply's first, over the time from the earliest first to the last."""
-    tokens = sum(reply.usage.completion_tokens - 1 for reply in replies)
-    span_s = max(reply.last_s for reply in replies) - min(reply.first_s for reply in replies)
-    if tokens <= 0 or span_s <= 0:
-        raise BenchFailed("the replies are too short to measure a speed")
-    return tokens / span_s
-
-
-PAIRS = 3  # of replies, in turns: what disturbs the machine then disturbs both
+from rekindle.bench.client import Message, StreamedReply
+from rekindle.bench.rig import BenchConversation, Rig, Round, TimedTurn, user
+from rekindle.bench.scenarios import tokens_per_s
 
 _PERSON = {
     "type": "object",
@@ -95,7 +27,7 @@ _PERSON = {
     "required": ["name", "age", "mood", "likes"],
     "additionalProperties": False,
 }
-#: More people than there are tokens to write them with: no reply ends early.
+#: Asks for more people than a reply has tokens for, so that no reply ends early.
 _SCHEMA = {
     "type": "object",
     "properties": {"people": {"type": "array", "items": _PERSON, "minItems": 500}},
@@ -125,8 +57,8 @@ TOOLS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
-    """What it costs a reply to follow a JSON schema, beside the same prompt without one."""
+class Schema(Round):
+    """The decode speed of a reply that follows a JSON schema, and of one that does not."""
 
     free_tokens_per_s: float
     schema_tokens_per_s: float
@@ -139,30 +71,30 @@ class Schema:
 
 
 async def measure_schema(rig: Rig) -> Schema:
-    """Tokens a second after the first token, with a schema and without."""
+    """Measure the decode speed with and without a schema."""
     chat = user(f"{rig.nonce()}: list the people who were there, as JSON.")
     tokens = rig.options.single_stream_tokens
     free: list[StreamedReply] = []
     bound: list[StreamedReply] = []
-    # The prompt and the grammar are put in place first: neither is a token's cost.
+    # The first request caches the prompt and compiles the grammar, which are not measured.
     await rig.client.chat(chat, 2, response_format=RESPONSE_FORMAT)
-    for _ in range(PAIRS):
+    for _ in range(3):  # in turns, so that disturbances of the machine affect both
         free.append(await rig.full_reply(chat, tokens))
         bound.append(await rig.client.chat(chat, tokens, response_format=RESPONSE_FORMAT))
     return Schema(_best_rate(free), _best_rate(bound))
 
 
 def _best_rate(replies: list[StreamedReply]) -> float:
-    """The best of them: a reply is slowed down by what else the machine does, never sped up."""
+    """The highest speed. Other programs on the machine only slow a reply down."""
     return max(tokens_per_s([reply]) for reply in replies)
 
 
 @dataclass(frozen=True, slots=True)
-class ToolLoop:
-    """Agents in tool loops taking turns, more of them than a server has slots.
+class ToolLoop(Round):
+    """Agents in tool loops that take turns. There are more agents than a server has slots.
 
-    Calls and results are scripted: what a small model would call is chance, and every server is to
-    read the same histories.
+    Calls and results are scripted, so that every server reads the same histories. The calls of a
+    small model would be random.
     """
 
     rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
@@ -185,7 +117,7 @@ class ToolLoop:
 
 
 class Agent:
-    """One history that grows by a call and its result before each reply but the first."""
+    """A history that grows by a call and its result before each reply except the first."""
 
     def __init__(self, rig: Rig, number: int) -> None:
         self._rig = rig
@@ -197,7 +129,7 @@ class Agent:
 
     def use_tool(self) -> None:
         number = len(self._messages)
-        call_id = f"call{number:05}"  # nine characters, which is all that some templates take
+        call_id = f"call{number:05}"  # some templates accept only nine characters
         arguments = orjson.dumps({"place": self._rig.nonce()}).decode()
         function = {"name": "read_notes", "arguments": arguments}
         result = self._rig.prose(self._rig.options.tool_result_tokens)
@@ -211,14 +143,14 @@ class Agent:
         ]
 
     async def reply(self) -> TimedTurn:
-        """Timed, and left out of the history, which goes on with the next scripted call."""
-        most = self._rig.options.turn_reply_tokens
-        chat = self._rig.client.chat(self._messages, most, tools=TOOLS, tool_choice="none")
+        """Time a reply. The history continues with the next scripted call instead of the reply."""
+        limit = self._rig.options.turn_reply_tokens
+        chat = self._rig.client.chat(self._messages, limit, tools=TOOLS, tool_choice="none")
         return TimedTurn.of(await chat)
 
 
 async def measure_toolloop(rig: Rig) -> ToolLoop:
-    """Time to first token of each agent's turn, one agent after the other, round after round."""
+    """Measure the time to first token of each agent in turn, round after round."""
     agents = [Agent(rig, number) for number in range(1, rig.options.agents + 1)]
     rounds = [tuple([await agent.reply() for agent in agents])]
     for _ in range(1, rig.options.agent_rounds):
@@ -228,20 +160,9 @@ async def measure_toolloop(rig: Rig) -> ToolLoop:
     return ToolLoop(tuple(rounds))
 
 
-# ----------------------------------------------------------------------
-# A scenario of pictures: questions about one that the server has never seen.
-
-SIDE_PIXELS = 512
-COLOURS = ("red", "blue", "green", "yellow", "purple", "orange")
-FIRST = "What do you see?"
-SECOND = "What color is the background?"
-OTHER = "How many shapes are there?"
-
-
 @dataclass(frozen=True, slots=True)
-class Pictures:
-    """The first question about a picture, a second one in the same conversation, and one of
-    another conversation that begins with the same picture."""
+class Pictures(Round):
+    """Two questions about a new picture in one conversation, and one in another conversation."""
 
     first: TimedTurn
     second: TimedTurn
@@ -257,22 +178,23 @@ class Pictures:
 
 
 async def measure_pictures(rig: Rig) -> Pictures:
-    """Time to first token of three questions about a picture that was drawn for this round."""
+    """Measure the time to first token of questions about a picture drawn for this round."""
     picture = _picture_part(rig.chance)
     talk = BenchConversation(rig)
-    first = await talk.ask([picture, {"type": "text", "text": FIRST}])
-    second = await talk.ask(SECOND)
-    other = await BenchConversation(rig).ask([picture, {"type": "text", "text": OTHER}])
+    first = await talk.ask([picture, {"type": "text", "text": "What do you see?"}])
+    second = await talk.ask("What color is the background?")
+    count = {"type": "text", "text": "How many shapes are there?"}
+    other = await BenchConversation(rig).ask([picture, count])
     return Pictures(first, second, other)
 
 
-def _picture_part(chance: Random) -> Message:
-    """Shapes on white, nowhere the same twice, as a `data:` URL."""
-    picture = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), "white")
+def _picture_part(chance: Random, side: int = 512) -> Message:
+    """Draw random shapes on white, as a `data:` URL."""
+    picture = Image.new("RGB", (side, side), "white")
     draw = ImageDraw.Draw(picture)
-    for colour in chance.sample(COLOURS, 2):
-        left, top = (chance.randrange(SIDE_PIXELS * 2 // 3) for _ in range(2))
-        size = chance.randrange(SIDE_PIXELS // 6, SIDE_PIXELS // 3)
+    for colour in chance.sample(("red", "blue", "green", "yellow", "purple", "orange"), 2):
+        left, top = (chance.randrange(side * 2 // 3) for _ in range(2))
+        size = chance.randrange(side // 6, side // 3)
         shape = chance.choice((draw.rectangle, draw.ellipse))
         shape((left, top, left + size, top + size), fill=colour)
     file = io.BytesIO()

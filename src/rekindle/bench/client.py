@@ -1,7 +1,4 @@
-"""The HTTP client of the bench: streamed chat completions, one at a time or many at once.
-
-Parsing and timekeeping do no I/O and read no clock; `Client` does both for them.
-"""
+"""Sends streamed chat completions to the server under test and times the replies."""
 
 from __future__ import annotations
 
@@ -17,38 +14,27 @@ import orjson
 from rekindle.errors import ConfigError, RekindleError
 from rekindle.event_stream import EventReader, EventTooLarge
 
-# ----------------------------------------------------------------------
-# What to measure, where, and how much of it.
-
 DEFAULT_SCENARIOS = (
-    "article",
-    "document",
-    "agents",
-    "decode",
-    "sampled",
-    "crowd",
-    "schema",
-    "toolloop",
-)
-SCENARIO_NAMES = (
-    *DEFAULT_SCENARIOS,
-    "hybrid",
-    "pictures",
-)  # which need a hybrid model, one with a projector
+    "article", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop",
+)  # fmt: skip
+#: "hybrid" needs a hybrid model, and "pictures" a model with a projector.
+SCENARIO_NAMES = (*DEFAULT_SCENARIOS, "hybrid", "pictures")
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """One bench of one server; refuses a scenario it does not know."""
+    """The server to measure, the scenarios, and their sizes. Raises ConfigError."""
 
     base_url: str
-    label: str | None = None  # the server's name in tables and plots; its address by default
-    model: str | None = None  # the first model the server lists by default
+    label: str | None = None  # for tables and plots; None: the address
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
     scenarios: tuple[str, ...] = DEFAULT_SCENARIOS
     repeats: int = 3
     timeout_s: float = 600.0
-    seed: str | None = None  # same seed, same texts; by default no text was ever sent before
+    seed: str | None = None  # equal seeds give equal texts; None: new texts
 
     article_tokens: int = 1500
     turn_reply_tokens: int = 12
@@ -57,30 +43,30 @@ class BenchOptions:
     answer_tokens: int = 16
     agents: int = 6
     agent_tokens: int = 600
-    agent_rounds: int = 4  # the first is cold and not counted
+    agent_rounds: int = 4  # the first round is cold and not counted
     tool_result_tokens: int = 80
     turns: int = 8
     turn_tokens: int = 300
     single_stream_tokens: int = 128
     streams: int = 8
     stream_tokens: int = 64
-    kept: int = 64  # conversations that a server keeps before it is measured
-    kept_tokens: int = 40  # of each
-    kept_again: int = 8  # that go on
+    kept: int = 64  # conversations on the server before the measurement
+    kept_tokens: int = 40  # per conversation
+    kept_again: int = 8  # conversations that are continued
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.scenarios if name not in SCENARIO_NAMES]:
             raise ConfigError(
-                f"unknown scenario: {', '.join(unknown)}; there are {', '.join(SCENARIO_NAMES)}"
+                f"unknown scenario: {', '.join(unknown)}; choose from {', '.join(SCENARIO_NAMES)}"
             )
         if self.repeats < 1 or self.agent_rounds < 2:
-            raise ConfigError("a bench needs at least one repeat and two rounds of agents")
+            raise ConfigError("a bench needs at least one repeat and two agent rounds")
         if self.kept < 1 or self.kept_again < 1:
-            raise ConfigError("a crowd needs at least one conversation that goes on")
+            raise ConfigError("a crowd needs at least one conversation that is continued")
 
     @property
     def api_url(self) -> str:
-        """The address with its /v1, which may be given or left out."""
+        """The base URL with /v1, which the user may leave out."""
         address = self.base_url.rstrip("/")
         return address if address.endswith("/v1") else f"{address}/v1"
 
@@ -89,22 +75,15 @@ class BenchOptions:
         return self.label or self.base_url
 
 
-Message = dict[str, Any]
-
-# Nothing queues on our side when questions are asked at once; and every request has a connection
-# of its own: llama.cpp's server promises keep-alive after a stream and closes all the same.
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-
-
 class BenchFailed(RekindleError):
-    """The server did something a measurement cannot go on with; the message says what."""
+    """The server behaves in a way that cannot be measured. The message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int | None  # None: the server does not say
+    cached_tokens: int | None  # None: the server does not report it
     first_token_time: Mapping[str, float] = field(default_factory=dict)  # seconds by stage
 
     @classmethod
@@ -118,7 +97,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """One event of the stream: new text, reasoning or usage; often only one of them."""
+    """One event of a stream: text, reasoning or usage."""
 
     text: str = ""
     reasoning: str = ""
@@ -126,13 +105,13 @@ class StreamChunk:
 
 
 def parse_data(data: str) -> StreamChunk | None:
-    """The chunk in an event's data, None at the end; raise BenchFailed for an error."""
+    """Parse the data of an event. None is the end of the stream. Raises BenchFailed."""
     if data.strip() == "[DONE]":
         return None
     try:
         return _chunk(orjson.loads(data))
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BenchFailed(f"the server sent an event that is no chunk: {data[:200]}") from error
+        raise BenchFailed(f"the server sent an event that is not a chunk: {data[:200]}") from error
 
 
 def _chunk(event: Mapping[str, Any]) -> StreamChunk:
@@ -155,18 +134,18 @@ def _text(value: Any) -> str:
 
 
 def error_message(error: Any) -> str:
-    """The sentence inside OpenAI's error shape, or the error as it came."""
+    """The message of OpenAI's error object, or the whole error."""
     return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedReply:
-    """A reply and the moments at which it came."""
+    """A reply and the times of its tokens."""
 
     text: str
     sent_s: float
-    first_s: float  # when the first token's text arrived
-    last_s: float  # when the last token's text arrived
+    first_s: float  # arrival of the first text
+    last_s: float  # arrival of the last text
     usage: Usage
 
     @property
@@ -176,7 +155,7 @@ class StreamedReply:
 
 @dataclass(slots=True)
 class Recording:
-    """What a stream has brought so far; a chunk without text starts no clock."""
+    """Collects a stream. The clock starts with the first chunk that has text."""
 
     sent_s: float
     _text: list[str] = field(default_factory=list)
@@ -192,9 +171,9 @@ class Recording:
         self._usage = chunk.usage or self._usage
 
     def finish(self, now_s: float) -> StreamedReply:
-        """The whole reply; one without any text is timed at its end."""
+        """Return the reply. A reply without text is timed at its end."""
         if self._usage is None:
-            raise BenchFailed("the stream ended without usage, so its tokens cannot be counted")
+            raise BenchFailed("the stream ended without usage, so the tokens cannot be counted")
         first_s = now_s if self._first_s is None else self._first_s
         last_s = now_s if self._last_s is None else self._last_s
         return StreamedReply("".join(self._text), self.sent_s, first_s, last_s, self._usage)
@@ -209,7 +188,7 @@ class ErrorStatus(BenchFailed):
 
 
 class Client:
-    """Sends chats to one model of one server."""
+    """Sends chat requests to one model of one server."""
 
     def __init__(self, http: httpx.AsyncClient, model: str) -> None:
         self._http = http
@@ -218,7 +197,7 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, **extra: Any
     ) -> StreamedReply:
-        """One streamed reply, greedy by default, or BenchFailed."""
+        """Get one streamed reply, greedy by default. Raises BenchFailed."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -248,13 +227,15 @@ class Client:
 async def connect(
     options: BenchOptions, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[Client]:
-    """A client for the options' model, or for the first the server lists."""
+    """Connect to the model of the options, or to the first model that the server lists."""
     async with httpx.AsyncClient(
         base_url=options.api_url,
         headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else {},
         timeout=options.timeout_s,
-        limits=LIMITS,
-        trust_env=False,  # a proxy from the environment would be measured along with the server
+        # Concurrent questions must not queue here. Connections are not reused, because llama.cpp's
+        # server closes them after a stream although it announces keep-alive.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,  # do not measure a proxy from the environment
         transport=transport,
     ) as http:
         yield Client(http, options.model or await _first_model(http))
@@ -268,7 +249,7 @@ async def _first_model(http: httpx.AsyncClient) -> str:
     except httpx.HTTPError as error:
         raise _unreachable(http, error) from error
     except (ValueError, LookupError, TypeError) as error:
-        raise BenchFailed("the server lists no model; name one with --model") from error
+        raise BenchFailed("the server lists no models; name one with --model") from error
 
 
 async def _check(response: httpx.Response) -> None:

@@ -1,4 +1,4 @@
-"""What a bench found: every round as measured, one number for each figure, as table and chart."""
+"""Summarises the rounds of a bench as figures, and writes them as table, JSON and chart."""
 
 from __future__ import annotations
 
@@ -13,29 +13,16 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.agent_scenarios import Decode, Pictures, SampledDecode, Schema, ToolLoop
 from rekindle.bench.client import BenchFailed
-from rekindle.bench.scenarios import Agents, Article, Crowd, Hybrid, SharedDocument
+from rekindle.bench.rig import Round
 from rekindle.version import __version__
 
-Round = (
-    Article
-    | SharedDocument
-    | Agents
-    | Decode
-    | SampledDecode
-    | Crowd
-    | Schema
-    | ToolLoop
-    | Hybrid
-    | Pictures
-)
 Unit = Literal["s", "tokens/s", "tokens", "x"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a report: its name for people, its unit, how repeats become one."""
+    """A figure of the report: its label, its unit, and how repeats are reduced to one value."""
 
     label: str
     unit: Unit
@@ -64,9 +51,9 @@ FIGURES = {
     "article_turn2_over_reference": Figure("article: turn 2 / fresh short prompt", "x"),
     "article_turn2_new_tokens": Figure("article: tokens added by turn 2", "tokens"),
     "article_turn2_computed_tokens": Figure("article: tokens computed by turn 2", "tokens"),
-    "warm_front_s": Figure("  turn 2: HTTP, validation, into the runtime", "s"),
+    "warm_front_s": Figure("  turn 2: HTTP, validation, way into the runtime", "s"),
     "warm_encode_s": Figure("  turn 2: render and tokenise", "s"),
-    "warm_queue_s": Figure("  turn 2: wait for its place", "s"),
+    "warm_queue_s": Figure("  turn 2: wait for admission", "s"),
     "warm_plan_s": Figure("  turn 2: find and plan reuse", "s"),
     "warm_restore_s": Figure("  turn 2: fetch and restore state", "s"),
     "warm_compute_s": Figure("  turn 2: compute new tokens, sample one", "s"),
@@ -81,12 +68,12 @@ FIGURES = {
     "decode_together_tokens_per_s": Figure("decode: streams together", "tokens/s"),
     "sampled_single_tokens_per_s": Figure("sampled: one stream", "tokens/s"),
     "sampled_together_tokens_per_s": Figure("sampled: streams together", "tokens/s"),
-    "crowd_again_s": Figure("crowd: first token, one of many kept", "s"),
-    "crowd_worst_s": Figure("crowd: first token, one of many kept, worst", "s", max),
-    "crowd_fresh_s": Figure("crowd: first token, a new one", "s"),
-    "crowd_computed_tokens": Figure("crowd: prompt tokens computed, kept ones", "tokens"),
+    "crowd_again_s": Figure("crowd: first token, kept conversation", "s"),
+    "crowd_worst_s": Figure("crowd: first token, kept conversation, worst", "s", max),
+    "crowd_fresh_s": Figure("crowd: first token, new conversation", "s"),
+    "crowd_computed_tokens": Figure("crowd: prompt tokens computed, kept conversations", "tokens"),
     "schema_tokens_per_s": Figure("schema: one stream", "tokens/s"),
-    "schema_over_free": Figure("schema: a token with a schema / without", "x"),
+    "schema_over_free": Figure("schema: time per token, with schema / without", "x"),
     "pictures_first_s": Figure("pictures: first token, first question", "s"),
     "pictures_second_s": Figure("pictures: first token, second question", "s"),
     "pictures_other_s": Figure("pictures: first token, another conversation", "s"),
@@ -97,19 +84,18 @@ FIGURES = {
     "toolloop_prompt_tokens": Figure("tool loop: prompt tokens, warm", "tokens"),
     "toolloop_computed_tokens": Figure("tool loop: prompt tokens computed, warm", "tokens"),
     "hybrid_computed_tokens": Figure("hybrid: prompt tokens computed", "tokens"),
-    "hybrid_least_tokens": Figure("hybrid: were none computed twice", "tokens"),
-    "hybrid_agents_computed_tokens": Figure("hybrid: computed, two agents by turns", "tokens"),
+    "hybrid_least_tokens": Figure("hybrid: minimum, if none is computed twice", "tokens"),
+    "hybrid_agents_computed_tokens": Figure("hybrid: prompt tokens computed, two agents", "tokens"),
 }
 
-# What the fresh short prompt is, for whoever reads a table.
 FRESH_NOTE = (
-    "Fresh short prompt: a new prompt of which as many tokens are computed as of turn 2, with next "
-    "to no context before them; less work than turn 2 can ever be."
+    "Fresh short prompt: a new prompt that computes as many tokens as turn 2, but without a long "
+    "context. No server can answer turn 2 faster."
 )
 
 TITLES: dict[Unit, str] = {
     "s": "seconds, shorter is better (logarithmic)",
-    "tokens/s": "tokens a second, longer is better",
+    "tokens/s": "tokens per second, longer is better",
 }
 
 
@@ -118,10 +104,10 @@ class Results:
     label: str
     model: str
     ignores_eos: bool
-    rounds: Mapping[str, Sequence[Round]]  # by scenario, in the order measured
+    rounds: Mapping[str, Sequence[Round]]  # by scenario, in the order of measurement
 
     def figures(self) -> dict[str, float]:
-        """Each figure over all rounds of its scenario, in the order of FIGURES."""
+        """Reduce all rounds to one value per figure, in the order of FIGURES."""
         found: dict[str, list[float]] = {}
         for rounds in self.rounds.values():
             for measured in rounds:
@@ -138,14 +124,14 @@ class Results:
             "machine": platform.machine(),
             "figures": self.figures(),
             "rounds": {
-                name: [asdict(measured) for measured in rounds]
+                name: [asdict(measured) for measured in rounds]  # type: ignore[call-overload]
                 for name, rounds in self.rounds.items()
             },
         }
 
 
 def save_json(results: Results, path: Path) -> None:
-    """Write the results whole; parent folders are made."""
+    """Write the results. Missing parent folders are created."""
     write_json(results.as_json(), path)
 
 
@@ -155,7 +141,7 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
 
 
 def print_table(results: Results, console: Console) -> None:
-    """One row a figure, and what a reader must know to read them."""
+    """Print one row per figure, and notes that explain them."""
     table = Table(title=f"{results.label} · {results.model}", title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -165,13 +151,13 @@ def print_table(results: Results, console: Console) -> None:
     if "article" in results.rounds:
         console.print(FRESH_NOTE)
     if not results.ignores_eos:
-        console.print("This server takes no ignore_eos: replies may be shorter than asked for.")
+        console.print("The server does not support ignore_eos, so replies may be shorter.")
 
 
 def plot(results: Sequence[Results], path: Path) -> None:
-    """Draw waiting times and speeds side by side into an image file, where there are any."""
+    """Draw times and speeds of all servers into an image file."""
     try:
-        from matplotlib.figure import Figure  # not needed to serve or measure, and slow to import
+        from matplotlib.figure import Figure  # optional, and slow to import
     except ImportError as error:
         raise BenchFailed("a plot needs matplotlib: pip install matplotlib") from error
     panels = {unit: names for unit in TITLES if (names := _measured(results, unit))}
@@ -190,7 +176,7 @@ def plot(results: Sequence[Results], path: Path) -> None:
 
 
 def _measured(results: Sequence[Results], unit: Unit) -> list[str]:
-    """The figures of this unit that every server has."""
+    """The figures with this unit that all servers have."""
     found = [server.figures() for server in results]
     return [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
 
@@ -205,5 +191,5 @@ def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
         axes.bar_label(bars, shown, padding=3)
     middle = 0.4 - height / 2
     axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
-    axes.margins(x=0.2)  # room for the last bar's number
+    axes.margins(x=0.2)  # space for the number at the longest bar
     axes.invert_yaxis()

@@ -1,7 +1,8 @@
-"""What a scenario works with: a client, texts of a known length, conversations and their turns."""
+"""Provides what the scenarios share: a calibrated client, texts, conversations and timed turns."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,7 @@ from rekindle.bench.client import (
     connect,
 )
 
-SAMPLE_WORDS = 120
-
-#: The stages of a turn up to its first byte, in order.
+#: The stages of a turn until its first byte, in order.
 STAGES = ("front", "encode", "queue", "plan", "restore", "compute", "first_byte")
 
 _LINES = {
@@ -33,8 +32,6 @@ _LINES = {
 }
 WORDS = {kind: line.split() for kind, line in _LINES.items()}
 SENTENCE = "The {kind} {person} {deed} the {thing} near the {place} in the {time}."
-SENTENCES_A_PARAGRAPH = 5
-NONCE_WORDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +42,11 @@ class Rig:
     options: BenchOptions
     chance: Random
     tokens_per_word: float
-    ignores_eos: bool  # False: the server refuses the field, replies may be shorter than asked
+    ignores_eos: bool  # False: replies may be shorter than requested
 
     def prose(self, tokens: int) -> str:
-        """Text of about this many tokens of the server's own model."""
+        """A text of about this many tokens, by the tokenizer of the server's model."""
         return prose(self.chance, round(tokens / self.tokens_per_word))
-
-    def filler(self, words: int) -> str:
-        return filler(self.chance, words)
 
     def nonce(self) -> str:
         return nonce(self.chance)
@@ -60,15 +54,14 @@ class Rig:
     async def full_reply(
         self, messages: Sequence[Message], tokens: int, **sampling: float
     ) -> StreamedReply:
-        """A reply of exactly this many tokens, where the server takes ignore_eos; greedy, unless
-        other sampling is given."""
+        """Get a reply of exactly this many tokens, if the server supports ignore_eos."""
         extra = {"ignore_eos": True} if self.ignores_eos else {}
         return await self.client.chat(messages, tokens, **extra, **sampling)
 
 
 @asynccontextmanager
 async def open_rig(options: BenchOptions) -> AsyncIterator[Rig]:
-    """A rig for the options' server, warmed up and calibrated by its own token counts."""
+    """Connect to a server, warm it up and find out how many tokens a word has."""
     async with connect(options) as client:
         ignores_eos = await _accepts_ignore_eos(client)
         tokens_per_word = await _tokens_per_word(client)
@@ -86,7 +79,7 @@ async def _accepts_ignore_eos(client: Client) -> bool:
 
 
 async def _tokens_per_word(client: Client) -> float:
-    sample = prose(Random(0), SAMPLE_WORDS)
+    sample = prose(Random(0), 120)
     short = await client.chat(user("."), 1)
     long = await client.chat(user(sample), 1)
     tokens = long.usage.prompt_tokens - short.usage.prompt_tokens
@@ -99,15 +92,25 @@ def user(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
+class Round(ABC):
+    """One measurement of a scenario. Subclasses are dataclasses."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def figures(self) -> dict[str, float]:
+        """The values of this round, by the names in `results.FIGURES`."""
+
+
 @dataclass(frozen=True, slots=True)
 class TimedTurn:
-    """One reply as measured."""
+    """The measurements of one reply."""
 
     ttft_s: float
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
-    stages_s: Mapping[str, float] = field(default_factory=dict)  # of the time to the first token
+    stages_s: Mapping[str, float] = field(default_factory=dict)  # until the first token
 
     @classmethod
     def of(cls, reply: StreamedReply) -> TimedTurn:
@@ -121,8 +124,10 @@ class TimedTurn:
         )
 
     def breakdown(self) -> dict[str, float]:
-        """Where the time to the first token went, as the server reports it; what it cannot see
-        (the network, this client) is the rest. Empty where a server reports nothing."""
+        """The time to first token by stage, or nothing if the server does not report stages.
+
+        The server cannot see the time in the network and in this client, which is "rest".
+        """
         if not self.stages_s:
             return {}
         known = {stage: self.stages_s.get(stage, 0.0) for stage in STAGES}
@@ -130,12 +135,12 @@ class TimedTurn:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that were not reused; all of them where the server does not say."""
+        """Prompt tokens that were not reused. Without a report, all of them."""
         return self.prompt_tokens - (self.cached_tokens or 0)
 
 
 class BenchConversation:
-    """Its history holds the server's real replies."""
+    """A conversation whose history contains the server's own replies."""
 
     def __init__(self, rig: Rig, system: str | None = None) -> None:
         self._rig = rig
@@ -144,36 +149,29 @@ class BenchConversation:
             self._messages.append({"role": "system", "content": system})
 
     async def ask(self, question: str | list[Message]) -> TimedTurn:
-        """Send the whole history with the question, a text or parts; remember the reply."""
+        """Ask a question, as text or parts, with the whole history."""
         self._messages.append({"role": "user", "content": question})
         reply = await self._rig.client.chat(self._messages, self._rig.options.turn_reply_tokens)
         self._messages.append({"role": "assistant", "content": reply.text})
         return TimedTurn.of(reply)
 
 
-# -- text made of common words, the same for the same source of chance ---------------------------
-
-
-def prose(chance: Random, words: int) -> str:
-    """Paragraphs of whole sentences, with at least this many words."""
+def prose(chance: Random, words: int, paragraph: int = 5) -> str:
+    """Paragraphs of this many sentences each, with at least this many words in total."""
     sentences: list[str] = []
     while words > 0:
-        sentences.append(_sentence(chance))
+        sentences.append(SENTENCE.format(**{kind: chance.choice(WORDS[kind]) for kind in WORDS}))
         words -= len(sentences[-1].split())
-    starts = range(0, len(sentences), SENTENCES_A_PARAGRAPH)
-    return "\n\n".join(" ".join(sentences[n : n + SENTENCES_A_PARAGRAPH]) for n in starts)
+    starts = range(0, len(sentences), paragraph)
+    return "\n\n".join(" ".join(sentences[start : start + paragraph]) for start in starts)
 
 
 def filler(chance: Random, words: int) -> str:
-    """Exactly this many short words, each one token for nearly every tokeniser."""
+    """Exactly this many short words. Nearly every tokeniser makes one token of each."""
     return " ".join(chance.choice(WORDS["short"]) for _ in range(words))
 
 
 def nonce(chance: Random) -> str:
-    """A line nobody sent before: put first, it keeps a server from reusing an older prompt."""
+    """Random words. At the start of a prompt they prevent the reuse of earlier prompts."""
     every = [word for words in WORDS.values() for word in words]
-    return " ".join(chance.choice(every) for _ in range(NONCE_WORDS)).capitalize()
-
-
-def _sentence(chance: Random) -> str:
-    return SENTENCE.format(**{kind: chance.choice(words) for kind, words in WORDS.items()})
+    return " ".join(chance.choice(every) for _ in range(6)).capitalize()

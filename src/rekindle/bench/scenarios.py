@@ -1,29 +1,23 @@
-"""Scenarios of chats: an article, a shared document, agents, a crowd, a hybrid model."""
+"""Measures chats: an article, a shared document, agents, a crowd, hybrid models, decode speed."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rekindle.bench.client import Message
-from rekindle.bench.rig import BenchConversation, Rig, TimedTurn
-
-FIRST = "What is this article about? Answer in one line."
-SECOND = "Which of these people did the hardest work, and why?"
-THIRD = "Where was that, and at which time of the year?"
-
-REFERENCE_TRIES = 6
-
-HYBRID_AGENTS = 2
+from rekindle.bench.client import BenchFailed, Message, StreamedReply
+from rekindle.bench.rig import BenchConversation, Rig, Round, TimedTurn, filler, user
 
 
 @dataclass(frozen=True, slots=True)
-class Article:
-    """A long article, then one-line follow-ups about it: three turns, and the fresh short prompt
-    that computes as many tokens as turn two did."""
+class Article(Round):
+    """Three turns about a long article, and a fresh short prompt for comparison.
+
+    The fresh prompt computes as many tokens as turn two.
+    """
 
     first: TimedTurn
     second: TimedTurn
@@ -32,7 +26,7 @@ class Article:
 
     @property
     def new_tokens(self) -> int:
-        """What turn two added to all that turn one had already seen or written."""
+        """The tokens of turn two that were neither in the prompt nor in the reply of turn one."""
         known = self.first.prompt_tokens + self.first.completion_tokens
         return self.second.prompt_tokens - known
 
@@ -51,46 +45,47 @@ class Article:
 
 
 async def measure_article(rig: Rig) -> Article:
-    """Time to first token of three turns over an article the server has never seen."""
+    """Measure the time to first token of three turns about a new article."""
     talk = BenchConversation(rig, system=f"{rig.nonce()}. You answer questions about an article.")
-    first = await talk.ask(f"{rig.prose(rig.options.article_tokens)}\n\n{FIRST}")
-    second = await talk.ask(SECOND)
-    third = await talk.ask(THIRD)
+    article = rig.prose(rig.options.article_tokens)
+    first = await talk.ask(f"{article}\n\nWhat is this article about? Answer in one line.")
+    second = await talk.ask("Which of these people did the hardest work, and why?")
+    third = await talk.ask("Where was that, and at which time of the year?")
     return Article(first, second, third, await _reference(rig, computed_in(first, second)))
 
 
 def computed_in(first: TimedTurn, second: TimedTurn) -> int:
-    """Tokens turn two computed, as reported; without a report, those it added."""
+    """The tokens that turn two computed, or added if the server does not report this."""
     if second.cached_tokens is None:
         return second.prompt_tokens - first.prompt_tokens - first.completion_tokens
     return second.computed_tokens
 
 
 async def _reference(rig: Rig, tokens: int) -> TimedTurn:
-    """A fresh prompt of which the server computes this many tokens, with next to no context.
+    """Time a fresh prompt of which the server computes this many tokens.
 
-    The cheapest way to compute so many tokens: no long context to attend to, nothing to look up.
+    No server can compute them faster, because there is no long context and nothing to look up.
     """
     words, tries = max(1, tokens // 2), list[TimedTurn]()
-    for _ in range(REFERENCE_TRIES):
-        turn = await BenchConversation(rig).ask(f"{rig.nonce()} {rig.filler(words)}")
+    for _ in range(6):
+        turn = await BenchConversation(rig).ask(f"{rig.nonce()} {filler(rig.chance, words)}")
         tries.append(turn)
         words = max(1, words + tokens - turn.computed_tokens)
     return _middle_of_closest(tries, tokens)
 
 
 def _middle_of_closest(tries: list[TimedTurn], tokens: int) -> TimedTurn:
-    """The median in time among the tries that came closest in tokens, give or take one."""
+    """The median time of the tries whose token counts came closest, within one token."""
     closest = min(abs(turn.computed_tokens - tokens) for turn in tries)
     near = [turn for turn in tries if abs(turn.computed_tokens - tokens) <= max(1, closest)]
     return sorted(near, key=lambda turn: turn.ttft_s)[len(near) // 2]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedDocument:
-    """Many questions at once over one shared document."""
+class SharedDocument(Round):
+    """Many concurrent questions about one document."""
 
-    wall_s: float  # from the first question sent to the last answer complete
+    wall_s: float  # from sending the first question to the end of the last answer
     answers: tuple[TimedTurn, ...]
 
     def figures(self) -> dict[str, float]:
@@ -102,7 +97,7 @@ class SharedDocument:
 
 
 async def measure_document(rig: Rig) -> SharedDocument:
-    """Wall time until every question about a never seen document has its whole answer."""
+    """Measure the time until all questions about a new document are answered."""
     system = (
         f"{rig.nonce()}. Answer from this document.\n\n{rig.prose(rig.options.document_tokens)}"
     )
@@ -121,8 +116,8 @@ def _about(system: str, number: int) -> list[Message]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agents:
-    """Agents with long system prompts taking turns, more of them than a server has slots."""
+class Agents(Round):
+    """Agents with long system prompts that take turns. A server has fewer slots than agents."""
 
     rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
 
@@ -139,9 +134,11 @@ class Agents:
 
 
 async def measure_agents(rig: Rig) -> Agents:
-    """Time to first token of each agent's turn, one agent after the other, round after round."""
+    """Measure the time to first token of each agent in turn, round after round."""
+    prose_tokens = rig.options.agent_tokens
     talks = [
-        BenchConversation(rig, _system(rig, number)) for number in range(1, rig.options.agents + 1)
+        BenchConversation(rig, f"{rig.nonce()}. You are agent {number}. {rig.prose(prose_tokens)}")
+        for number in range(1, rig.options.agents + 1)
     ]
     rounds = []
     for number in range(1, rig.options.agent_rounds + 1):
@@ -150,16 +147,12 @@ async def measure_agents(rig: Rig) -> Agents:
     return Agents(tuple(rounds))
 
 
-def _system(rig: Rig, number: int) -> str:
-    return f"{rig.nonce()}. You are agent {number}. {rig.prose(rig.options.agent_tokens)}"
-
-
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """Turns on a server that keeps many conversations already, one after the other."""
+class Crowd(Round):
+    """Sequential turns on a server that already keeps many conversations."""
 
-    again: tuple[TimedTurn, ...]  # follow-ups to some of those it keeps
-    fresh: tuple[TimedTurn, ...]  # first turns of new ones
+    again: tuple[TimedTurn, ...]  # second turns of kept conversations
+    fresh: tuple[TimedTurn, ...]  # first turns of new conversations
 
     def figures(self) -> dict[str, float]:
         figures = {
@@ -173,8 +166,8 @@ class Crowd:
 
 
 async def measure_crowd(rig: Rig) -> Crowd:
-    """Fill the server with short conversations; go on with some of them, from the oldest to the
-    newest, a new one after each."""
+    """Start many short conversations. Then continue some of them, from the oldest to the newest,
+    and start a new one after each."""
     options = rig.options
     kept = [BenchConversation(rig) for _ in range(options.kept)]
     for talk in kept:
@@ -187,15 +180,15 @@ async def measure_crowd(rig: Rig) -> Crowd:
 
 
 @dataclass(frozen=True, slots=True)
-class Hybrid:
-    """What a conversation costs in tokens computed, on a model whose state cannot be truncated.
+class Hybrid(Round):
+    """How many tokens a server computes for a model whose state cannot be truncated.
 
-    Nothing is timed. Where state can be truncated, as in most models, few servers compute a token
-    twice; recurrent and hybrid models continue from a checkpoint, or from the beginning.
+    Nothing is timed. Recurrent and hybrid models resume only from a checkpoint, so many servers
+    compute their prompts again.
     """
 
     alone: tuple[TimedTurn, ...]
-    agents: tuple[tuple[TimedTurn, ...], ...]  # by agent; they took turns, under one system prompt
+    agents: tuple[tuple[TimedTurn, ...], ...]  # by agent; they take turns and share a system prompt
 
     def figures(self) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -212,23 +205,23 @@ def _computed_by(turns: Sequence[TimedTurn]) -> int:
 
 
 def least_for(turns: Sequence[TimedTurn]) -> int:
-    """Prompt tokens to compute when none is computed twice, be it as prompt or as reply.
+    """The prompt tokens to compute if none is computed twice, as prompt or as reply.
 
-    Writing a reply computes all of its tokens but the last. What the first turn found of others,
-    if only the first words of the template, was computed before.
+    Decoding a reply computes all of its tokens except the last. The tokens that the first turn
+    reuses, such as the start of the template, were computed before.
     """
     written = sum(turn.completion_tokens - 1 for turn in turns[:-1])
     return turns[-1].prompt_tokens - written - (turns[0].cached_tokens or 0)
 
 
 async def measure_hybrid(rig: Rig) -> Hybrid:
-    """A conversation by itself; then two that share a system prompt, taking turns."""
+    """Measure one conversation, then two that take turns and share a system prompt."""
     talk = BenchConversation(rig)
     alone = [
         await talk.ask(_message(rig, rig.options.turn_tokens)) for _ in range(rig.options.turns)
     ]
     system = f"{rig.nonce()}. {rig.prose(rig.options.agent_tokens)}"
-    talks = [BenchConversation(rig, system) for _ in range(HYBRID_AGENTS)]
+    talks = [BenchConversation(rig, system) for _ in range(2)]
     rounds = [
         [await talk.ask(_message(rig, rig.options.turn_tokens)) for talk in talks]
         for _ in range(rig.options.turns)
@@ -238,3 +231,52 @@ async def measure_hybrid(rig: Rig) -> Hybrid:
 
 def _message(rig: Rig, tokens: int) -> str:
     return f"{rig.nonce()}. {rig.prose(tokens)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(Round):
+    """The decode speed of a single stream and of several concurrent streams."""
+
+    single_tokens_per_s: float
+    together_tokens_per_s: float
+    streams: int
+    scenario: str = "decode"
+
+    def figures(self) -> dict[str, float]:
+        return {
+            f"{self.scenario}_single_tokens_per_s": self.single_tokens_per_s,
+            f"{self.scenario}_together_tokens_per_s": self.together_tokens_per_s,
+        }
+
+
+async def measure_decode(rig: Rig, scenario: str = "decode", **sampling: float) -> Decode:
+    """Measure greedy decoding, unless other sampling is given."""
+    options = rig.options
+    single = await _rate(rig, 1, options.single_stream_tokens, sampling)
+    together = await _rate(rig, options.streams, options.stream_tokens, sampling)
+    return Decode(single, together, options.streams, scenario)
+
+
+async def measure_sampled(rig: Rig) -> Decode:
+    """Measure decoding with a temperature, where the sampler ranks many candidates per token."""
+    return await measure_decode(rig, "sampled", temperature=0.8, top_p=0.95, seed=1)
+
+
+async def _rate(rig: Rig, streams: int, tokens: int, sampling: Mapping[str, float]) -> float:
+    chats = [user(f"{rig.nonce()}: tell a story about it.") for _ in range(streams)]
+    # Cache the prompts first. Otherwise one stream's prefill would slow down another's decode.
+    await asyncio.gather(*(rig.full_reply(chat, 1) for chat in chats))
+    replies = (rig.full_reply(chat, tokens, **sampling) for chat in chats)
+    return tokens_per_s(await asyncio.gather(*replies))
+
+
+def tokens_per_s(replies: Sequence[StreamedReply]) -> float:
+    """The decode speed of concurrent replies, without the first token of each.
+
+    The time runs from the earliest first token to the last token of all.
+    """
+    tokens = sum(reply.usage.completion_tokens - 1 for reply in replies)
+    span_s = max(reply.last_s for reply in replies) - min(reply.first_s for reply in replies)
+    if tokens <= 0 or span_s <= 0:
+        raise BenchFailed("the replies are too short to measure a speed")
+    return tokens / span_s

@@ -1,4 +1,4 @@
-"""One bench from start to end: connect, calibrate, run every scenario, collect."""
+"""Runs a bench: connect, calibrate, run every scenario and collect the results."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from collections.abc import Awaitable, Callable
 from rich.console import Console
 from rich.progress import Progress
 
-from rekindle.bench.agent_scenarios import (
-    measure_decode,
-    measure_pictures,
-    measure_sampled,
-    measure_schema,
-    measure_toolloop,
-)
+from rekindle.bench.agent_scenarios import measure_pictures, measure_schema, measure_toolloop
 from rekindle.bench.client import BenchOptions
-from rekindle.bench.results import Results, Round
-from rekindle.bench.rig import Rig, open_rig
+from rekindle.bench.results import Results
+from rekindle.bench.rig import Rig, Round, open_rig
 from rekindle.bench.scenarios import (
     measure_agents,
     measure_article,
     measure_crowd,
+    measure_decode,
     measure_document,
     measure_hybrid,
+    measure_sampled,
 )
 from rekindle.models.progress import task_bars
 
@@ -42,7 +38,7 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
 
 
 def run(options: BenchOptions, console: Console) -> Results:
-    """Measure the options' server, showing progress; raise BenchFailed if it errs."""
+    """Measure a server and show the progress. Raises BenchFailed."""
     with task_bars(console) as progress:
         return asyncio.run(_run(options, progress))
 
