@@ -19,7 +19,7 @@ from rekindle.worker.client import RuntimeClient
 from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
 from tests.support.tiny import WIDTH, write_llama
 from tests.support.tiny_projector import write_llava_projector
-from tests.worker.test_client_runtime_client import answer, ask, load, run, running, soon
+from tests.worker.test_client import answer, ask, load, run, running, soon
 
 pytestmark = pytest.mark.usefixtures("quick_restarts")
 
@@ -102,7 +102,7 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
 def test_a_process_whose_engine_is_stuck_is_replaced(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "WATCH_S", 0.05)
+    monkeypatch.setattr(supervisor, "WATCH_INTERVAL_S", 0.05)
 
     async def scene() -> None:
         async with running(model, step_timeout_s=5.0) as runtime:

@@ -1,4 +1,4 @@
-"""Places in the queue: bounded, shared among tenants, and given back."""
+"""Places in the queue are limited, shared among tenants, and freed."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ A, B, C = b"a", b"b", b"c"
 
 
 class Queue:
-    """Open turns as a runtime's client uses them; `refused` are those displaced by others."""
+    """Uses OpenTurns as the client does. `refused` lists the displaced turns."""
 
     def __init__(self, places: int) -> None:
         self.turns = OpenTurns(places)
         self.owners: dict[int, bytes] = {}
         self.refused: list[int] = []
-        self.heard: list[Event] = []
+        self.events: list[Event] = []
         self._number = 0
 
     def begin(self, tenant: bytes, count: int = 1) -> list[int]:
         for displaced in self.turns.displaced_by(tenant, count):
-            assert self.turns.give_up(displaced)
-            self.end(displaced)  # as the runtime says when it has let go
+            assert self.turns.abandon(displaced)
+            self.end(displaced)  # the runtime ends it
             self.refused.append(displaced)
         begun = []
         for _ in range(count):
             self._number += 1
             self.owners[self._number] = tenant
-            self.turns.add(self._number, tenant, self.heard.append)
+            self.turns.add(self._number, tenant, self.events.append)
             begun.append(self._number)
         return begun
 
@@ -50,20 +50,20 @@ class Queue:
 
 
 def fill(queue: Queue, tenant: bytes) -> None:
-    """Begin as many turns as there is room for."""
+    """Begin turns until all places are taken."""
     with contextlib.suppress(TooManyRequests):
         while True:
             queue.begin(tenant)
 
 
-def test_a_tenant_alone_may_have_all_places() -> None:
+def test_a_single_tenant_may_have_all_places() -> None:
     queue = Queue(10)
     fill(queue, A)
     assert queue.held() == {A: 10}
     assert queue.refused == []
 
 
-def test_another_tenant_gets_its_share_from_the_newest_that_wait() -> None:
+def test_another_tenant_displaces_the_newest_waiting_turns() -> None:
     queue = Queue(10)
     fill(queue, A)
     fill(queue, B)
@@ -73,7 +73,7 @@ def test_another_tenant_gets_its_share_from_the_newest_that_wait() -> None:
     assert queue.held() == {A: 4, B: 3, C: 3}
 
 
-def test_what_has_begun_is_never_displaced() -> None:
+def test_a_started_turn_is_never_displaced() -> None:
     queue = Queue(4)
     for number in [queue.begin(A)[0] for _ in range(4)]:
         queue.start(number)
@@ -89,7 +89,7 @@ def test_two_tenants_for_one_place_do_not_displace_each_other() -> None:
         queue.begin(B)
 
 
-def test_a_request_for_more_choices_than_a_share_is_refused_and_displaces_nobody() -> None:
+def test_a_request_with_more_choices_than_a_share_displaces_nobody() -> None:
     queue = Queue(10)
     fill(queue, A)
     with pytest.raises(TooManyRequests):
@@ -99,28 +99,28 @@ def test_a_request_for_more_choices_than_a_share_is_refused_and_displaces_nobody
     assert queue.held() == {A: 5, B: 5}
 
 
-def test_a_turn_given_up_before_it_began_keeps_its_place_until_it_has_ended() -> None:
+def test_a_turn_cancelled_before_it_started_keeps_its_place_until_it_ends() -> None:
     queue = Queue(2)
     first, second = queue.begin(A)[0], queue.begin(A)[0]
     for number in (first, second):
-        assert queue.turns.give_up(number)
-        assert not queue.turns.give_up(number)
+        assert queue.turns.abandon(number)
+        assert not queue.turns.abandon(number)
     with pytest.raises(TooManyRequests):
         queue.begin(A)
-    queue.begin(B)  # it is not B's fault
+    queue.begin(B)  # B is not affected
     queue.end(first)
     queue.end(second)
     queue.begin(A)
-    assert queue.heard == []
+    assert queue.events == []
 
 
-def test_a_turn_given_up_after_it_began_gives_its_place_back_at_once() -> None:
+def test_a_turn_cancelled_after_it_started_frees_its_place_immediately() -> None:
     queue = Queue(1)
     [number] = queue.begin(A)
     queue.start(number)
-    assert queue.turns.give_up(number)
+    assert queue.turns.abandon(number)
     queue.begin(B)
-    queue.end(number)  # comes later, and is of no turn that is open
+    queue.end(number)  # arrives late, and is ignored
     assert queue.held() == {B: 1}
 
 
@@ -129,7 +129,7 @@ def test_a_turn_given_up_after_it_began_gives_its_place_back_at_once() -> None:
     places=st.integers(1, 12),
     actions=st.lists(st.tuples(st.sampled_from("bseg"), st.integers(0, 3)), max_size=80),
 )
-def test_whatever_comes_nobody_is_refused_a_place_that_another_has_beyond_its_share(
+def test_nobody_is_refused_while_another_tenant_has_more_than_its_share(
     places: int, actions: list[tuple[str, int]]
 ) -> None:
     queue = Queue(places)
@@ -153,8 +153,8 @@ def test_whatever_comes_nobody_is_refused_a_place_that_another_has_beyond_its_sh
         elif action == "e" and ids:
             queue.end(number)
         elif ids:
-            queue.turns.give_up(number)
-        listened = sum(turn.listener is not None for turn in queue.turns._turns.values())
+            queue.turns.abandon(number)
+        listened = sum(turn.handler is not None for turn in queue.turns._turns.values())
         assert listened <= places
     for number in queue.turns.ids():
         queue.end(number)

@@ -1,4 +1,4 @@
-"""The child process that runs one model, and the socket to it."""
+"""Starts and stops the child process of one model, and talks to it over a socket."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ from rekindle.protocol.frames import (
 )
 from rekindle.protocol.requests import LoadModel, Stop
 
-ABORT_S = 5.0  # for a runtime to show where it stands
-STOP_S = 120.0  # for a runtime to write its state to disk
-
 OnLoading = Callable[[float], None]
 AfterLoading = Events | AdminReply | LogLine | Heartbeat
 OnMessage = Callable[[AfterLoading], None]
-States = asyncio.Queue[ToFront | None]  # of loading; None: the process has closed its socket
+States = asyncio.Queue[ToFront | None]  # messages about loading; None when the socket is closed
 
 
 class WorkerProcess:
-    """Lives from `spawn` to `died` or `stop`; messages about turns go to `on_message`."""
+    """A process from `spawn` to `died` or `stop`. `on_message` gets messages about turns."""
 
     def __init__(
         self, name: str, process: Process, transport: asyncio.WriteTransport, states: States
@@ -47,7 +44,7 @@ class WorkerProcess:
 
     @classmethod
     async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> WorkerProcess:
-        """Start the process and send it what to load."""
+        """Start the process, and tell it what to load."""
         states: States = asyncio.Queue()
 
         def receive(message: ToFront | None) -> None:
@@ -63,9 +60,9 @@ class WorkerProcess:
             transport, _ = await loop.create_connection(lambda: FrameReader(receive), sock=ours)
             command = [sys.executable, "-m", "rekindle.runtime.main", str(theirs.fileno())]
             process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
-        runtime = cls(name, process, transport, states)
-        runtime.send(load)
-        return runtime
+        worker = cls(name, process, transport, states)
+        worker.send(load)
+        return worker
 
     @property
     def pid(self) -> int:
@@ -73,16 +70,16 @@ class WorkerProcess:
 
     @property
     def unsent_bytes(self) -> int:
-        """What was sent and the process has not read yet."""
+        """The size of the messages that the process has not read yet."""
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def send(self, message: ToRuntime) -> None:
-        """Nothing is sent to a process that has just gone: `died` will tell."""
-        if not self._transport.is_closing():  # uvloop raises, where asyncio would only log
+        """Send a message, unless the process has just died, which `died` will report."""
+        if not self._transport.is_closing():  # uvloop would raise; asyncio would only log
             self._transport.write(frame(message))
 
     async def ready(self, on_loading: OnLoading) -> Ready:
-        """What the model is like, once it is loaded; raises ModelError when it cannot be."""
+        """Wait until the model is loaded. Raises ModelError."""
         while True:
             match await self._states.get():
                 case Loading(fraction):
@@ -99,29 +96,29 @@ class WorkerProcess:
                     )
 
     async def died(self) -> int:
-        """Wait for the end of a process that nobody stopped; returns its exit status."""
+        """Wait until the process ends by itself, and return its exit status."""
         while await self._states.get() is not None:
             pass
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process: by a message first, by force when that takes too long."""
+        """Ask the process to stop. Kill it if it has not written its state to disk in 120 s."""
         self.send(Stop())
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
+            await asyncio.wait_for(self._process.wait(), 120)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
         self.close()
 
     async def abort(self) -> None:
-        """End a process that makes no progress; where it stands is on the standard error."""
+        """End a stuck process. It gets 5 s to print its stack traces to standard error."""
         self._process.send_signal(signal.SIGABRT)
         try:
-            await asyncio.wait_for(self._process.wait(), ABORT_S)
+            await asyncio.wait_for(self._process.wait(), 5)
         except TimeoutError:
             self._process.kill()
 
     def close(self) -> None:
-        """Close the socket; a process that still runs ends by itself."""
+        """Close the socket. A process that still runs stops by itself."""
         self._transport.close()

@@ -1,4 +1,4 @@
-"""The process of a model, kept running: started again when it dies, ended when it is stuck."""
+"""Keeps the process of a model running: restarts it when it dies, and ends it when it is stuck."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import LoadModel
 from rekindle.worker.process import OnLoading, OnMessage, WorkerProcess
 
-# ----------------------------------------------------------------------
-# Whether a runtime makes progress: by what it says of itself, and by its silence.
+log = logging.getLogger("rekindle.runtime")
+
+RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
+WATCH_INTERVAL_S = 1.0
+
+OnEnd = Callable[[RuntimeDied], None]
 
 
 class Watchdog:
-    """A heartbeat says how long the engine's thread has been at its current work. What is stuck
-    while it holds the interpreter's lock sends none; that adds up to the same."""
+    """Detects a process that makes no progress.
+
+    A heartbeat says how long the main thread has been busy with its current step. A thread that is
+    stuck while it holds the interpreter lock prevents heartbeats, so their absence counts as well.
+    """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
         self._clock = clock
-        self._heard_s = clock()
-        self._working_s = 0.0  # when it was heard
+        self._heartbeat_s = clock()
+        self._working_s = 0.0  # at the time of the heartbeat
         self.fired = 0
 
-    def hear(self, working_s: float = 0.0) -> None:
-        """A sign of life, and how long the runtime has been at its current work."""
-        self._heard_s, self._working_s = self._clock(), working_s
+    def heartbeat(self, working_s: float = 0.0) -> None:
+        self._heartbeat_s, self._working_s = self._clock(), working_s
 
     @property
     def stalled_s(self) -> float:
-        """How long there may have been no progress."""
-        return self._clock() - self._heard_s + self._working_s
+        """For how long there may have been no progress."""
+        return self._clock() - self._heartbeat_s + self._working_s
 
     def fires(self) -> bool:
-        """Whether there was none for too long; counts it if so."""
+        """Whether the process is stuck. Counts it if so."""
         is_stuck = self.stalled_s > self._limit_s
         self.fired += is_stuck
         return is_stuck
 
 
-log = logging.getLogger("rekindle.runtime")
-
-RESTART_DELAYS_S = (0.1, 1.0, 5.0, 30.0)  # the last one repeats
-WATCH_S = 1.0  # between two looks at whether there is progress
-
-OnEnd = Callable[[RuntimeDied], None]
-
-
 class Supervisor:
-    """`on_message` gets what the process sends once its model is loaded, `on_end` why nobody will
-    answer what it was asked."""
+    """Runs one process at a time.
+
+    `on_message` receives its messages once the model is loaded. `on_end` is called when the process
+    has ended, with the error for its open requests.
+    """
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class Supervisor:
         self._watcher: asyncio.Task[None] | None = None
         self.watchdog = Watchdog(step_timeout_s)
         self.process: WorkerProcess | None = None
-        self.ready: Ready | None = None
-        self.down_reason = "a model is loading"  # as long as there is none that is ready
+        self.ready: Ready | None = None  # None while no model is loaded
+        self.down_reason = "a model is loading"
         self.restarts = 0
 
     @property
@@ -81,17 +82,17 @@ class Supervisor:
         return self.process.pid if self.process else None
 
     async def start(self, on_loading: OnLoading) -> None:
-        """Load the model; raises ModelError when it cannot be loaded."""
+        """Load the model. Raises ModelError."""
         self._watcher = asyncio.create_task(self._watch(await self._spawn(on_loading)))
 
-    def give_up(self) -> None:
-        """It is about to be stopped: nothing more is asked of it, nor is it started again."""
+    def disable(self) -> None:
+        """Accept no more requests and stop restarting the process."""
         self.ready = None
         if self._watcher:
             self._watcher.cancel()
 
     async def stop(self) -> None:
-        self.give_up()
+        self.disable()
         if self.process is not None:
             await self.process.stop()
 
@@ -100,13 +101,13 @@ class Supervisor:
             self.process.close()
         self.process = await WorkerProcess.spawn(self._name, self._load, self._on_message)
         self.ready = await self.process.ready(on_loading)
-        self.watchdog.hear()
+        self.watchdog.heartbeat()
         return self.process
 
     async def _watch(self, process: WorkerProcess) -> None:
-        """When the process dies, fail its turns and start it again."""
+        """When the process dies, fail its turns and start another one."""
         while True:
-            end = await self._end_of(process)
+            end = await self._wait_for_end(process)
             self._on_end(
                 RuntimeDied(
                     f"the process running model {self._name} {end} and is being restarted; "
@@ -115,12 +116,12 @@ class Supervisor:
             )
             process = await self._restart()
 
-    async def _end_of(self, process: WorkerProcess) -> str:
-        """How a process ended that nobody stopped; one that is stuck is ended."""
+    async def _wait_for_end(self, process: WorkerProcess) -> str:
+        """Return how the process ended. If it is stuck, end it."""
         died = asyncio.create_task(process.died())
         try:
             while not died.done() and not self.watchdog.fires():
-                await asyncio.wait({died}, timeout=WATCH_S)
+                await asyncio.wait({died}, timeout=WATCH_INTERVAL_S)
             is_stuck = not died.done()
             end = f"made no progress for {self.watchdog.stalled_s:.0f} s" if is_stuck else "died"
             self.down_reason = f"the process of a model {end} and is being restarted"

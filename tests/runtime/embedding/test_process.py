@@ -20,7 +20,7 @@ from rekindle.protocol.settings import RuntimeSettings
 from rekindle.worker import supervisor
 from rekindle.worker.client import RuntimeClient
 from tests.support.tiny_bert import WIDTH, write_bert
-from tests.worker.test_client_runtime_client import PATIENCE_S, run, soon
+from tests.worker.test_client import PATIENCE_S, run, soon
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A runtime as the front sees it: the real worker process, with a tiny model."""
+"""A runtime process as the front sees it: a real process with a tiny model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.events import Delta, Event, Failed, Finished, Started
 from rekindle.protocol.requests import Choice, GenerateRequest, LoadModel, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.worker import client as open_admin_requests
-from rekindle.worker import client as runtime_client
-from rekindle.worker import supervisor
-from rekindle.worker.client import RuntimeClient
+from rekindle.worker import client, supervisor
+from rekindle.worker.client import ModelFile, RuntimeClient
 from tests.support.tiny import VOCABULARY, write_llama
 
 CONTEXT = 2048
@@ -98,7 +96,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
+def test_a_turn_starts_generates_and_finishes(model: Path) -> None:
     async def scene() -> None:
         loaded: list[float] = []
         runtime = RuntimeClient("tiny", load(model), queue=0)
@@ -119,7 +117,7 @@ def test_a_turn_begins_speaks_and_finishes(model: Path) -> None:
     run(scene)
 
 
-def test_the_choices_of_a_request_are_turns_that_each_end(model: Path) -> None:
+def test_each_choice_of_a_request_is_a_turn_that_ends(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=4) as runtime:
             events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -153,7 +151,7 @@ def test_choices_that_cannot_be_encoded_all_fail(model: Path) -> None:
     run(scene)
 
 
-def test_choices_beyond_the_queue_are_all_refused(model: Path) -> None:
+def test_a_request_with_more_choices_than_places_is_refused(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=1) as runtime:
             with pytest.raises(TooManyRequests):
@@ -164,7 +162,7 @@ def test_choices_beyond_the_queue_are_all_refused(model: Path) -> None:
     run(scene)
 
 
-def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
+def test_a_cancelled_turn_frees_its_place(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=0) as runtime:
             for _ in range(3):
@@ -179,7 +177,7 @@ def test_a_turn_that_is_left_early_makes_room_for_the_next(model: Path) -> None:
 def test_a_turn_that_cannot_be_sent_takes_no_place(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=0) as runtime:
-            with pytest.raises(OverflowError):  # no frame holds such a number
+            with pytest.raises(OverflowError):  # msgpack cannot encode this number
                 runtime.submit(ask([2**64]), lambda _choice, _event: None)
             assert runtime.turns == 0
             assert isinstance((await answer(runtime, ask()))[-1], Finished)
@@ -187,7 +185,7 @@ def test_a_turn_that_cannot_be_sent_takes_no_place(model: Path) -> None:
     run(scene)
 
 
-def test_turns_beyond_the_queue_are_refused_at_once(model: Path) -> None:
+def test_turns_beyond_the_queue_are_refused_immediately(model: Path) -> None:
     async def scene() -> None:
         async with running(model, parallel=1, queue=1) as runtime:
             async with aclosing(runtime.stream(endless())) as busy:
@@ -208,11 +206,11 @@ def flood(runtime: RuntimeClient) -> None:
         runtime.cancel(turn)
 
 
-def test_requests_that_a_runtime_does_not_read_are_refused_before_they_fill_memory(
+def test_unread_requests_are_limited_in_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of clients that have left: their place is free, their bytes are not yet sent."""
-    monkeypatch.setattr(runtime_client, "MOST_UNSENT_BYTES", 1 << 20)
+    """Requests of disconnected clients count too: their place is free, but they are unsent."""
+    monkeypatch.setattr(client, "MAX_UNSENT_BYTES", 1 << 20)
 
     async def scene() -> None:
         async with running(model) as runtime:
@@ -241,7 +239,7 @@ def test_a_tenant_that_fills_the_queue_makes_room_for_another(model: Path) -> No
                     assert isinstance(failed, Failed)
                     assert (failed.error.status, failed.error.code) == (429, "queue_full")
                 with pytest.raises(TooManyRequests):
-                    await answer(runtime, ask(salt=b"other"))  # it has its share
+                    await answer(runtime, ask(salt=b"other"))  # this tenant has its share
             for task in (waiting[0], *other):
                 assert isinstance((await task)[-1], Finished)
             await soon(lambda: runtime.turns == 0)
@@ -249,15 +247,15 @@ def test_a_tenant_that_fills_the_queue_makes_room_for_another(model: Path) -> No
     run(scene)
 
 
-def test_unanswered_admin_requests_of_a_tenant_are_bounded(
+def test_unanswered_admin_requests_per_tenant_are_limited(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_admin_requests, "MOST_OPEN", 2)
+    monkeypatch.setattr(client, "MAX_ADMIN_REQUESTS", 2)
 
     async def scene() -> None:
         async with running(model) as runtime:
             asked = [asyncio.create_task(runtime.admin(GetStats(), salt=b"")) for _ in range(2)]
-            await asyncio.sleep(0)  # they are sent, and no reply can have been read
+            await asyncio.sleep(0)  # they are sent, but no reply has been read
             asked[0].cancel()
             with pytest.raises(TooManyRequests, match="2 requests about cache or tokens"):
                 await runtime.admin(GetStats(), salt=b"")
@@ -268,10 +266,10 @@ def test_unanswered_admin_requests_of_a_tenant_are_bounded(
     run(scene)
 
 
-def test_a_request_to_a_runtime_that_has_just_gone_fails_as_one_that_was_there(
+def test_a_request_to_a_process_that_has_just_died_fails(
     model: Path,
 ) -> None:
-    """On the server's own kind of event loop, whose transports raise when they are closed."""
+    """Run on uvloop, whose closed transports raise."""
 
     async def scene() -> None:
         async with running(model) as runtime:
@@ -299,7 +297,7 @@ def test_a_request_to_a_runtime_that_has_just_gone_fails_as_one_that_was_there(
     ],
     ids=["too long", "no such token", "huge token", "bias"],
 )
-def test_a_refused_turn_ends_in_one_failure(
+def test_an_invalid_turn_ends_with_one_failure(
     model: Path, request_: GenerateRequest, code: str, param: str
 ) -> None:
     async def scene() -> None:
@@ -316,7 +314,7 @@ def test_a_refused_turn_ends_in_one_failure(
     run(scene)
 
 
-def test_a_killed_process_fails_its_turns_and_comes_back(
+def test_a_killed_process_fails_its_turns_and_is_restarted(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
@@ -345,7 +343,7 @@ def test_a_killed_process_fails_its_turns_and_comes_back(
     run(scene)
 
 
-def test_a_process_killed_again_and_again_comes_back(
+def test_a_process_killed_repeatedly_is_restarted_each_time(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.01,))
@@ -361,7 +359,7 @@ def test_a_process_killed_again_and_again_comes_back(
     run(scene)
 
 
-def test_an_interrupt_at_the_terminal_is_left_to_the_front(model: Path) -> None:
+def test_a_runtime_process_ignores_ctrl_c(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
             assert runtime.supervisor.pid is not None
@@ -371,7 +369,7 @@ def test_an_interrupt_at_the_terminal_is_left_to_the_front(model: Path) -> None:
     run(scene)
 
 
-def test_stopping_ends_the_process_in_mid_turn_too(model: Path) -> None:
+def test_stopping_ends_the_process_even_during_a_turn(model: Path) -> None:
     async def scene() -> None:
         async with running(model) as runtime:
             pid = runtime.supervisor.pid
@@ -397,7 +395,7 @@ def damage(whole: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", damage(b""))
-def test_a_damaged_file_is_an_error_that_says_so(model: Path, kind: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_model_error(model: Path, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.gguf"
     path.write_bytes(damage(model.read_bytes())[kind])
 
@@ -416,10 +414,10 @@ def test_a_damaged_file_is_an_error_that_says_so(model: Path, kind: str, tmp_pat
         ({"reasoning_format": "thinks"}, "'thinks': use auto, or one of think, .*, none$"),
     ],
 )
-def test_an_unknown_format_is_refused_before_a_model_is_loaded(
+def test_an_unknown_format_is_rejected_before_the_model_is_loaded(
     formats: dict[str, Any], refusal: str, tmp_path: Path
 ) -> None:
-    """The model's file does not exist, which loading it would complain about."""
+    """The model file does not exist, so loading would fail with another error."""
     order = load(tmp_path / "missing.gguf")
     order = structs.replace(order, settings=replace(order.settings, **formats))
 
@@ -432,7 +430,7 @@ def test_an_unknown_format_is_refused_before_a_model_is_loaded(
     run(scene)
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_model_error(tmp_path: Path) -> None:
     async def scene() -> None:
         with pytest.raises(ModelError):
             async with running(tmp_path / "missing.gguf"):
@@ -441,7 +439,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     run(scene)
 
 
-def test_a_process_does_not_outlive_a_front_that_was_killed(model: Path) -> None:
+def test_the_process_ends_when_the_front_is_killed(model: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
@@ -473,7 +471,7 @@ async def _stopped_in_mid_turn(model: Path) -> Event:
         return [event async for event in events][-1]
 
 
-def test_turns_in_flight_are_told_when_the_runtime_is_stopped(model: Path) -> None:
+def test_turns_in_flight_fail_when_the_runtime_stops(model: Path) -> None:
     last = asyncio.run(asyncio.wait_for(_stopped_in_mid_turn(model), PATIENCE_S))
     assert isinstance(last, Failed)
     assert last.error.status == 503
@@ -485,16 +483,36 @@ async def _last_event(model: Path, question: GenerateRequest) -> Event:
         return [event async for event in runtime.stream(question)][-1]
 
 
-def test_an_empty_prompt_begins_with_the_models_own_beginning(model: Path) -> None:
+def test_an_empty_prompt_consists_of_the_bos_token(model: Path) -> None:
     last = asyncio.run(asyncio.wait_for(_last_event(model, ask("")), PATIENCE_S))
     assert isinstance(last, Finished)
     assert last.prompt_tokens == 1
 
 
-def test_a_text_that_can_only_be_too_long_is_refused_before_it_is_tokenised(model: Path) -> None:
+def test_a_text_that_must_be_too_long_is_rejected_before_tokenising(model: Path) -> None:
     question = ask("x" * (CONTEXT * 1000))
     last = asyncio.run(asyncio.wait_for(_last_event(model, question), PATIENCE_S))
     assert isinstance(last, Failed)
     assert last.error.code == "context_length_exceeded"
     assert last.error.param == "prompt"
     assert "at least" in last.error.message
+
+
+def test_a_model_file_has_a_format_and_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"12345")
+    found = ModelFile.at(path)
+    assert (found.format, found.size_bytes) == ("gguf", 5)
+    assert found.modified_s == path.stat().st_mtime
+
+
+def test_a_model_folder_has_the_format_of_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    found = ModelFile.at(tmp_path)
+    assert (found.format, found.size_bytes) == ("safetensors", 7)
+
+
+def test_a_deleted_model_file_has_size_zero(tmp_path: Path) -> None:
+    found = ModelFile.at(tmp_path / "model.gguf")
+    assert (found.format, found.size_bytes, found.modified_s) == ("gguf", 0, 0.0)

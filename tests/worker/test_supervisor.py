@@ -1,4 +1,4 @@
-"""Progress, by heartbeats and by their absence."""
+"""The watchdog detects a process that makes no progress."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class Clock:
     [(0, 59, False), (59, 0, False), (61, 0, True), (0, 61, True), (40, 30, True)],
     ids=["heard", "a long step", "a stuck step", "silence", "a long step, then silence"],
 )
-def test_it_fires_after_too_long_without_progress(
+def test_the_watchdog_fires_after_too_long_without_progress(
     working_s: float, silent_s: float, fires: bool
 ) -> None:
     clock = Clock()
     watchdog = Watchdog(60, clock)
     clock.now_s += 1000
-    watchdog.hear(working_s)
+    watchdog.heartbeat(working_s)
     clock.now_s += silent_s
     assert watchdog.fires() == fires
     assert watchdog.fired == fires
 
 
-def test_progress_begins_the_time_again() -> None:
+def test_progress_resets_the_watchdog() -> None:
     clock = Clock()
     watchdog = Watchdog(60, clock)
     for _ in range(10):
         clock.now_s += 50
         assert not watchdog.fires()
-        watchdog.hear(working_s=1.0)
+        watchdog.heartbeat(working_s=1.0)
     clock.now_s += 60
     assert watchdog.fires()
