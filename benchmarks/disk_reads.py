@@ -34,7 +34,7 @@ from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.settings import usable_cores
-from rekindle.runtime.device.offload import Allowance, Counts
+from rekindle.runtime.device.offload import StepBudget, Counts
 from rekindle.runtime.reuse.restorer import CostGate, Restorer
 from rekindle.tokens import Tokens
 
@@ -128,12 +128,12 @@ class Shelf:
         self, store: Store, blocks: tuple[Block, ...], events: SimpleQueue[TierEvent]
     ) -> Round:
         bus, counts, self._memory.at = Bus(), Counts(), 0
-        allowance = Allowance(counts, STEP_BYTES)
+        budget = StepBudget(counts, STEP_BYTES)
         restorer = Restorer(
             cast("Engine", bus),
             store,
             counts,
-            allowance,
+            budget,
             CostGate(store.tiers),
             time.monotonic,
         )
@@ -142,9 +142,9 @@ class Shelf:
         plan = replace(nothing, blocks=blocks, reused_tokens=blocks[-1].stop)
         restoration = restorer.begin(plan)
         while not restorer.advance(restoration, cast("Sequence", None)):
-            if not allowance.is_spent:
+            if not budget.is_spent:
                 store.on_event(events.get())
-            allowance.renew(is_shared=False)
+            budget.renew(is_shared=False)
         assert restoration.restored == len(blocks), "not all could be read"
         all_s = time.perf_counter() - began_s
         return Round(bus.first_s - began_s, all_s, time.process_time() - busy_s)

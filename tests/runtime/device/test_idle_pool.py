@@ -12,7 +12,7 @@ from rekindle.kvcache.block import PrefixHandle
 from rekindle.protocol.admin import EntryInfo, Flush
 from rekindle.protocol.requests import Names
 from rekindle.runtime.device import idle_pool
-from rekindle.runtime.device.offload import ALONE_STEPS
+from rekindle.runtime.device.offload import ALONE_FACTOR
 from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, FakeEngine, FakePending
 from tests.support.harness import RuntimeHarness
@@ -41,7 +41,7 @@ def test_a_flush_is_answered_though_it_takes_many_steps() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     key = key_of(harness, [1] * 400)
-    harness.kv.allowance.step_bytes = BLOCK_BYTES
+    harness.kv.budget.step_bytes = BLOCK_BYTES
     info = harness.administer(Flush(key))
     assert isinstance(info, EntryInfo)
     assert info.held_tokens == engine.counts.exported_tokens == 400
@@ -65,7 +65,7 @@ def test_nothing_is_evicted_for_a_turn_that_finds_no_room_anyway() -> None:
 def test_a_reply_goes_on_while_a_long_conversation_is_exported() -> None:
     engine = FakeEngine(context_tokens=2048, pool_tokens=8192)
     harness = RuntimeHarness(engine, idle_tokens=0)
-    harness.kv.allowance.step_bytes = 4 * BLOCK_BYTES
+    harness.kv.budget.step_bytes = 4 * BLOCK_BYTES
     talker = harness.submit([2, 3, 4], max_tokens=100)
     long = harness.submit([1] * 800, max_tokens=1)
     harness.run(long)
@@ -84,11 +84,11 @@ def test_a_turn_waits_for_room_that_takes_many_steps_to_make() -> None:
     engine = FakeEngine(pool_tokens=512)
     harness = RuntimeHarness(engine)
     harness.ask([1] * 400, max_tokens=1)
-    harness.kv.allowance.step_bytes = BLOCK_BYTES
+    harness.kv.budget.step_bytes = BLOCK_BYTES
     reply = harness.submit([2] * 300, max_tokens=1)
     harness.scheduler.step()
     assert not reply.started
-    assert engine.counts.exported_tokens == ALONE_STEPS * 8
+    assert engine.counts.exported_tokens == ALONE_FACTOR * 8
     harness.run(reply)
     assert harness.ask([1] * 401, max_tokens=1).reused == 400
 
@@ -96,7 +96,7 @@ def test_a_turn_waits_for_room_that_takes_many_steps_to_make() -> None:
 def test_a_sequence_is_of_use_while_it_is_exported() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, idle_tokens=0)
-    harness.kv.allowance.step_bytes = BLOCK_BYTES
+    harness.kv.budget.step_bytes = BLOCK_BYTES
     harness.ask([1] * 400, max_tokens=1)
     again = harness.ask([*[1] * 400, 2], max_tokens=1)
     assert (again.reused, again.finished.cache.tier) == (400, "device")
@@ -561,7 +561,7 @@ def test_an_export_that_was_asked_for_finds_room_in_a_full_pool() -> None:
     harness = RuntimeHarness(engine, parallel=2)
     harness.ask([11, *range(20, 370)], max_tokens=8)
     [parked] = harness.kv.idle
-    harness.kv.idle.usual._exports.gather(parked)
+    harness.kv.idle.default._exports.drop_or_recompute(parked)
     assert engine.sequences.parking
     assert engine.sequences.parking.park(parked.sequence)
     harness.ask([12, *range(20, 420)], max_tokens=8)

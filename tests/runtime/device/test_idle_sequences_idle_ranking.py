@@ -42,14 +42,14 @@ class Memory:
         self.held.remove(sequence)
         self.ranking.remove(sequence, may_return=may_return)
 
-    def in_order(self) -> list[IdleSequence]:
-        return list(self.ranking.in_order(self.held))
+    def eviction_order(self) -> list[IdleSequence]:
+        return list(self.ranking.eviction_order(self.held))
 
 
 def test_before_anything_is_known_the_least_recently_used_leaves_first() -> None:
     memory = Memory()
     sequences = [memory.add([number] * 80) for number in range(5)]
-    assert memory.in_order() == sequences
+    assert memory.eviction_order() == sequences
 
 
 @pytest.mark.parametrize("turns", [2, 4])
@@ -61,39 +61,39 @@ def test_a_conversation_that_has_gone_on_outlives_one_that_was_begun_later(turns
         conversation = memory.add([1] * (80 + 10 * turn))
     other = memory.add([2] * 80)
     memory.add([3] * 80)
-    assert memory.in_order()[0] is other
-    assert conversation in memory.in_order()
+    assert memory.eviction_order()[0] is other
+    assert conversation in memory.eviction_order()
 
 
 def test_what_all_begin_with_keeps_none_of_them() -> None:
     memory = Memory()
     prompt = [7] * 400
     first, second = (memory.add([*prompt, *[number] * 40]) for number in (1, 2))
-    assert memory.in_order() == [first, second]
+    assert memory.eviction_order() == [first, second]
 
 
 def test_room_is_made_by_the_tenant_that_holds_most() -> None:
     memory = Memory()
     oldest = memory.add([1] * 88, b"one")
     greedy = [memory.add([number] * 80, b"another") for number in range(3)]
-    assert memory.in_order()[0] is greedy[0]
+    assert memory.eviction_order()[0] is greedy[0]
     memory.remove(greedy[0])
     memory.remove(greedy[1])
-    assert memory.in_order()[0] is oldest
+    assert memory.eviction_order()[0] is oldest
 
 
 def test_one_that_has_begun_to_leave_goes_on() -> None:
     memory = Memory()
     sequences = [memory.add([number] * 80) for number in range(3)]
-    sequences[2].is_leaving = True
-    assert memory.in_order() == [sequences[2], sequences[0], sequences[1]]
+    sequences[2].is_evicting = True
+    assert memory.eviction_order() == [sequences[2], sequences[0], sequences[1]]
 
 
 def test_the_beginning_of_another_and_the_same_twice_can_leave_too() -> None:
     memory = Memory()
     same = [memory.add([1] * 80) for _ in range(2)]
     beginning = memory.add([1] * 40)
-    assert set(memory.in_order()) == {*same, beginning}
+    assert set(memory.eviction_order()) == {*same, beginning}
 
 
 @pytest.mark.parametrize("may_return", [True, False])
@@ -105,4 +105,4 @@ def test_when_all_have_left_nothing_is_held(*, may_return: bool) -> None:
         memory.remove(memory.held[0], may_return=may_return)
     assert memory.evictor.held_bytes(b"tenant") == 0
     assert memory.evictor.next_victim(()) is None
-    assert memory.in_order() == []
+    assert memory.eviction_order() == []

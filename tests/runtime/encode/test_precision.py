@@ -210,7 +210,7 @@ def test_turns_of_one_precision_follow_each_other_across_the_start() -> None:
 def test_a_crossing_takes_its_steps_and_others_go_on_meanwhile() -> None:
     engine = FakeEngine(context_tokens=2048, pool_tokens=4096)
     harness = RuntimeHarness(engine)
-    harness.kv.allowance.step_bytes = 2 * 8 * CELL_BYTES
+    harness.kv.budget.step_bytes = 2 * 8 * CELL_BYTES
     other = harness.submit([1, 2, 3], max_tokens=200)
     long = harness.submit([5] * 900, **{**LATER, "kv_quantization_start": 800})
     while long.turn.requantisation is None:
@@ -234,7 +234,7 @@ def fresh_long(start: int) -> list[int]:
 def test_a_turn_cancelled_while_it_crosses_leaves_nothing_open() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
-    harness.kv.allowance.step_bytes = 1
+    harness.kv.budget.step_bytes = 1
     reply = harness.submit(PROMPT, **LATER)
     while reply.turn.requantisation is None or reply.turn.requantisation.into is None:
         harness.scheduler.step()
@@ -451,7 +451,7 @@ def crowd(seed: int) -> None:
         idle_tokens=choose.choice([None, 0, 1 << 20]),
         ram_bytes=choose.choice([1 << 30, 20_000, 0]),
     )
-    harness.kv.allowance.step_bytes = choose.choice([64 << 20, 300, 1])
+    harness.kv.budget.step_bytes = choose.choice([64 << 20, 300, 1])
     texts = [[choose.randrange(900) for _ in range(200)] for _ in range(3)]
     asked: list[tuple[Reply, list[int], dict[str, Any]]] = []
     for _ in range(30):
@@ -472,8 +472,8 @@ def crowd(seed: int) -> None:
             list(harness.runtime.upkeep())
     harness.run()
     copies = sum(idle.copy is not None for idle in harness.kv.idle)
-    superseded = len(harness.kv.idle.usual.sequences.superseded)
-    assert engine.open_sequences == len(harness.kv.idle) + copies + superseded
+    deferred = len(harness.kv.idle.default.sequences.deferred)
+    assert engine.open_sequences == len(harness.kv.idle) + copies + deferred
     for reply, tokens, request in asked:
         is_one_type = request["kv_bits"] is None
         if (request["exact"] or is_one_type) and not isinstance(reply.events[-1], Cancelled):

@@ -333,7 +333,7 @@ def test_a_reply_goes_on_while_a_long_conversation_is_restored() -> None:
     harness = RuntimeHarness(engine, idle_tokens=0)
     long = [1] * 800  # a hundred blocks
     harness.ask(long, max_tokens=1)
-    harness.kv.allowance.step_bytes = 4 * BLOCK_BYTES
+    harness.kv.budget.step_bytes = 4 * BLOCK_BYTES
     talker = harness.submit([2, 3, 4], max_tokens=100)
     harness.scheduler.step()
     resumed = harness.submit([*long, 5], max_tokens=1)
@@ -413,7 +413,7 @@ def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
         fetch_bytes=fetch_bytes,
     )  # fmt: skip
     assert harness.memory is not None
-    harness.kv.allowance.step_bytes = step_bytes
+    harness.kv.budget.step_bytes = step_bytes
     replies = []
     for length, branch, exact, event, steps in turns:
         tokens = (*range(100, 100 + length), *[branch] * 5)
@@ -435,8 +435,8 @@ def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
     harness.offload()
     assert harness.store.fetches.used_bytes == 0
     assert harness.scheduler.turns == 0
-    for _ in range(100):  # within the allowance of each
-        harness.kv.allowance.renew(is_shared=False)
+    for _ in range(100):  # within the budget of each
+        harness.kv.budget.renew(is_shared=False)
         harness.kv.make_room(pool)
     assert engine.open_sequences == 0
 
@@ -455,7 +455,7 @@ def test_no_turn_waits_for_room_that_its_own_reads_take(fetch_blocks: float) -> 
             parallel=chance.choice([1, 1, 2, 3]),
         )
         harness = resumed.harness
-        harness.kv.allowance.step_bytes = chance.choice([1, BLOCK_BYTES, 3 * BLOCK_BYTES])
+        harness.kv.budget.step_bytes = chance.choice([1, BLOCK_BYTES, 3 * BLOCK_BYTES])
         for _ in range(12):
             chat = chance.choice(chats)
             harness.submit([*chat[: chance.randrange(10, len(chat))], 9], max_tokens=2)

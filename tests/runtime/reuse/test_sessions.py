@@ -154,7 +154,7 @@ def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
 def test_collecting_frees_the_state_that_is_no_other_entrys(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
-    harness.kv.idle.usual.most_tokens = 0
+    harness.kv.idle.default.max_tokens = 0
     first = harness.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
     harness.ask([*PROMPT[:16], 1, 2, 3], names=Names(session_id="keeps the first blocks"))
     clock.pass_by(11)
@@ -284,7 +284,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
     harness: RuntimeHarness,
 ) -> None:
     """A reply that was made again, tokens that the client never saw: nobody could delete them."""
-    harness.kv.idle.usual.most_tokens = 0
+    harness.kv.idle.default.max_tokens = 0
     for branch in (1, 2, 3):
         harness.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
     removed = harness.administer(RemoveSession("s"))
@@ -295,7 +295,7 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
 
 
 def test_removing_a_conversation_leaves_what_another_stands_on(harness: RuntimeHarness) -> None:
-    harness.kv.idle.usual.most_tokens = 0
+    harness.kv.idle.default.max_tokens = 0
     harness.ask([*PROMPT, 1], names=Names(session_id="one"))
     other = harness.ask([*PROMPT, 2], names=Names(session_id="two"))
     harness.administer(RemoveSession("one"))
@@ -349,7 +349,7 @@ def test_old_sessions_are_removed_and_younger_ones_stay(
 
 
 def test_stats_count_what_a_tenant_did_and_what_sharing_saves(harness: RuntimeHarness) -> None:
-    harness.kv.idle.usual.most_tokens = 0
+    harness.kv.idle.default.max_tokens = 0
     for token in range(10):
         harness.ask([*PROMPT, token], names=Names(session_id=str(token)))
     harness.ask(PROMPT, salt=b"other")

@@ -1,4 +1,4 @@
-"""The finished sequences of one pool: which there are, and how they are gone on from and closed."""
+"""Keeps the finished sequences of one KV pool and ranks them for eviction."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import NamedTuple
 from rekindle.engine.base import Engine, Sequence
 from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.eviction.policy import Evictor
-from rekindle.runtime.device.offload import IdleExports, IdleSequence
-
-# ----------------------------------------------------------------------
-# Which idle sequence leaves the engine's memory first: by the store's policy, and fairly.
+from rekindle.runtime.device.offload import IdleSequence, OffloadQueue
 
 
 class _Part(NamedTuple):
-    """A block of a sequence, or what is left of it after the last whole one."""
+    """A block of a sequence. The last one may be short."""
 
     key: bytes
     tokens: int
 
 
 class IdleRanking:
-    """Sequences are ranked by their blocks, which the policy counts as those of any tier: so a
-    conversation that goes on or comes back is known. A sequence is worth what the middle one of the
-    blocks is that no other has: its end is new after every turn, its beginning many have.
+    """Ranks idle sequences with the eviction policy of the store.
 
-    Pins keep state in the store, not here: as in any tier, what is surely below may go.
+    The policy counts the blocks of sequences like the blocks of any tier, so it recognises a
+    conversation that continues or returns. A sequence is ranked by the middle one of the blocks
+    that no other sequence has. Its last block is new after every turn, and its first blocks are
+    shared with many conversations.
+
+    Pins do not matter here. They keep state in the store, and whatever is there may leave the
+    engine.
     """
 
     def __init__(self, evictor: Evictor, block_tokens: int) -> None:
-        self._evictor = evictor  # in tokens
+        self._evictor = evictor  # counts tokens
         self._block_tokens = block_tokens
         self._parts: dict[IdleSequence, list[_Part]] = {}
-        self._users: Counter[bytes] = Counter()  # sequences that a block is part of
+        self._users: Counter[bytes] = Counter()  # number of sequences that have a block
 
     def add(self, idle: IdleSequence) -> None:
         parts = self._parts[idle] = list(self._cut(idle))
@@ -64,19 +65,19 @@ class IdleRanking:
         for idle in list(self._parts):
             self.remove(idle)
 
-    def in_order(self, candidates: Iterable[IdleSequence]) -> Iterator[IdleSequence]:
-        """Those that are to leave first first: what has begun to leave, then by the policy."""
+    def eviction_order(self, candidates: Iterable[IdleSequence]) -> Iterator[IdleSequence]:
+        """Yield the next victims: sequences whose eviction has begun, then by the policy."""
         left = list(candidates)
         while left:
             marks = {self._mark(idle): idle for idle in reversed(left)}
-            leaving = next((idle for idle in left if idle.is_leaving), None)
+            leaving = next((idle for idle in left if idle.is_evicting), None)
             key = None if leaving else self._evictor.next_victim(_AllBut(marks.keys()))
             idle = leaving or (left[0] if key is None else marks[key])
             left.remove(idle)
             yield idle
 
     def _mark(self, idle: IdleSequence) -> bytes:
-        """The block that a sequence is ranked by."""
+        """Return the block that a sequence is ranked by."""
         keys = [key for key, _ in self._parts[idle]]
         own = [key for key in keys if self._users[key] == 1] or keys[-1:]
         return own[len(own) // 2]
@@ -90,13 +91,12 @@ class _AllBut:
         return key not in self._keys
 
 
-# ----------------------------------------------------------------------
-# Parked sequences that a turn has gone on from elsewhere, until they are closed.
+class DeferredFrees:
+    """Parked sequences that a turn has resumed in the pool and that nobody needs any more.
 
-
-class Superseded:
-    """Freeing a device's memory takes milliseconds, for which no first token need wait: they are
-    closed in an idle moment, or when somebody wants their place."""
+    Freeing device memory takes milliseconds. To keep them out of the time to first token, these
+    sequences are closed in an idle moment or when their memory is needed.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -109,22 +109,22 @@ class Superseded:
         self._sequences.append(sequence)
 
     def close(self) -> bool:
-        """Close all of them; False: there were none."""
+        """Close all of them. Returns False if there were none."""
         sequences, self._sequences = self._sequences, []
         for sequence in sequences:
             self._engine.sequences.close(sequence)
         return bool(sequences)
 
     def clear(self) -> None:
-        """The engine has lost them."""
+        """Drop all handles after the engine has lost its sequences."""
         self._sequences.clear()
 
 
 class IdleSequences:
-    """Least recently used first; each is ranked as long as it is here."""
+    """The idle sequences of one pool in LRU order. Each is ranked while it is here."""
 
-    def __init__(self, engine: Engine, exports: IdleExports, ranking: IdleRanking) -> None:
-        self.superseded = Superseded(engine)
+    def __init__(self, engine: Engine, exports: OffloadQueue, ranking: IdleRanking) -> None:
+        self.deferred = DeferredFrees(engine)
         self._engine = engine
         self._exports = exports
         self._ranking = ranking
@@ -144,7 +144,7 @@ class IdleSequences:
 
     @property
     def in_pool(self) -> Iterator[IdleSequence]:
-        """Those that hold cells."""
+        """Sequences that are not parked, so they hold cells of the pool."""
         return (idle for idle in self._items if not idle.sequence.is_parked)
 
     def add(self, idle: IdleSequence) -> None:
@@ -158,8 +158,8 @@ class IdleSequences:
         self._engine.sequences.close(idle.sequence)
 
     def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """Whether a sequence that shares so many tokens takes the place of its source: that lives
-        on in the new one if it was shared to its end, and by the same tenant."""
+        """Whether a turn that shares this prefix makes its source useless. It does if it shares all
+        of the source, and belongs to the same tenant."""
         return any(
             idle.sequence is source
             and shared_tokens >= len(idle.tokens)
@@ -168,32 +168,34 @@ class IdleSequences:
         )
 
     def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """A turn is about to go on from a source. True: in the source itself, which has no other
-        use and is the turn's from now on: marking its cells for another sequence and unmarking them
-        for this one takes milliseconds. One that is parked has to be copied."""
+        """Resume a turn from an idle sequence. Returns True if the turn takes the sequence itself.
+
+        It takes a source that is of no other use, because tagging its cells for another sequence
+        and untagging them takes milliseconds. A parked source has to be copied.
+        """
         is_over = self.supersedes(source, shared_tokens, namespace)
         for idle in self._items:
             if idle.sequence is source:
                 self._items.remove(idle)
                 if not is_over:
-                    idle.is_leaving = False
+                    idle.is_evicting = False
                     self._items.append(idle)
                     return False
                 self._ranking.remove(idle)
                 self._exports.close_copy(idle)
                 if source.is_parked:
-                    self.superseded.add(source)
+                    self.deferred.add(source)
                 return not source.is_parked
         return False
 
     def clear(self) -> None:
-        """The engine has lost them."""
+        """Drop all handles after the engine has lost its sequences."""
         self._items.clear()
-        self.superseded.clear()
+        self.deferred.clear()
         self._ranking.clear()
         self._exports.copied = None
 
     def count_rows(self, rows: int) -> None:
-        """Other turns have computed so many rows beside these sequences."""
+        """Count rows that other turns computed while these sequences were idle."""
         for idle in self._items:
-            idle.rows_meanwhile += rows
+            idle.rows_since_idle += rows

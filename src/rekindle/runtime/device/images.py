@@ -1,4 +1,4 @@
-"""Vectors for the turns that have come to a picture: those that are kept, or new ones."""
+"""Supplies image vectors to turns: kept ones from memory or disk, or newly encoded ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from rekindle.kvcache.disk.image_files import EncodedPicture, PictureFiles, Pict
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Media
 
-# ----------------------------------------------------------------------
-# Encoded pictures: the vectors that a projector made, kept so that it makes them once.
-
-READ_TIMEOUT_S = 10.0  # then a picture is encoded again
+# An image is encoded again if its vectors cannot be read from disk within this time.
+READ_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)

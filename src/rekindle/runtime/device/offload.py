@@ -1,4 +1,4 @@
-"""Sequences into blocks: what a turn computed, exported to the store block by block."""
+"""Exports the state of finished sequences to the store, block by block, within a step budget."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from rekindle.kvcache.store import Store
 from rekindle.runtime.schedule.turn import Offloaded, Turn
 from rekindle.tokens import Tokens
 
-ALONE_STEPS = 16  # that a step's allowance is worth while no reply waits
-TRANSCODING_WORTH = 8  # copies that take as long as writing state again in other cells
-MOST_RESTARTS = 3  # of one sequence's export
+# The budget of a step is this many times larger while no reply is being decoded.
+ALONE_FACTOR = 16
+# Requantising a byte takes as long as copying this many.
+REQUANTISATION_COST = 8
+# An export starts again when its blocks have left the store, at most this often.
+MAX_EXPORT_RESTARTS = 3
 
 
 @dataclass(slots=True)
 class Counts:
-    """What reuse has saved and cost, in tokens and bytes."""
+    """What reuse saved and what it cost, in tokens and bytes, since the start."""
 
     computed_tokens: int = 0
     reused_tokens: int = 0
@@ -32,23 +35,26 @@ class Counts:
 
     @property
     def moved_bytes(self) -> int:
-        """As the time goes: writing state again takes longer than copying it."""
-        transcoded_bytes = TRANSCODING_WORTH * self.transcoded_bytes
+        """Bytes copied between engine and store, weighted by how long each takes."""
+        transcoded_bytes = REQUANTISATION_COST * self.transcoded_bytes
         return self.restored_bytes + self.exported_bytes + transcoded_bytes
 
 
-class Allowance:
-    """How much state a step may move between engine and store: replies wait meanwhile. More while
-    none is being written, for steps are long then, and a turn that is restored waits for them."""
+class StepBudget:
+    """Limits how much state one step may restore, export, requantise or encode.
+
+    Replies wait while state is moved. The budget is larger while no reply is being decoded, because
+    then only the turn that is being restored waits.
+    """
 
     def __init__(self, counts: Counts, step_bytes: int) -> None:
         self.step_bytes = step_bytes
         self._counts = counts
-        self._stop_bytes = ALONE_STEPS * step_bytes
+        self._stop_bytes = ALONE_FACTOR * step_bytes
 
     def renew(self, *, is_shared: bool) -> None:
-        """A step begins; `is_shared` with replies."""
-        steps = 1 if is_shared else ALONE_STEPS
+        """Start a step. `is_shared` means that replies are being decoded."""
+        steps = 1 if is_shared else ALONE_FACTOR
         self._stop_bytes = self._counts.moved_bytes + steps * self.step_bytes
 
     @property
@@ -58,25 +64,25 @@ class Allowance:
 
 @dataclass(slots=True, eq=False)
 class IdleSequence:
-    """A finished sequence that stays in the pool until room is needed."""
+    """A finished sequence that stays in the engine until its memory is needed."""
 
     sequence: Sequence
     tokens: Tokens
-    namespace: bytes  # of its state
+    namespace: bytes
     tenant: bytes
-    exact_tokens: int  # up to here it was computed in canonical steps
-    write_back: WriteBack  # when its blocks are to be written to disk
-    offloaded: Offloaded  # up to here its blocks are in the store
-    restarts: int = 0  # how often they had left it, and were exported again
-    rows_meanwhile: int = 0  # that other turns have computed beside it
-    is_unused: bool = False  # for some time
-    is_leaving: bool = False  # its export was begun to make room
-    copy: Sequence | None = None  # in the pool, of one that is parked: it is exported from there
-    uncut: Tokens | None = None  # all its tokens, while those whose cells lay apart are cut off
+    exact_tokens: int  # the first tokens, which were computed in canonical steps
+    write_back: WriteBack
+    offloaded: Offloaded
+    restarts: int = 0  # exports begun again because blocks had left the store
+    rows_since_idle: int = 0  # computed by other turns
+    is_unused: bool = False  # since the last upkeep
+    is_evicting: bool = False  # its export has begun, to make room
+    copy: Sequence | None = None  # a parked sequence is exported from a copy in the pool
+    dropped: Tokens | None = None  # all its tokens, after its scattered cells were freed
 
 
 class Offloader:
-    """Exports each block once."""
+    """Exports blocks that the store does not have."""
 
     def __init__(self, engine: Engine, store: Store, counts: Counts) -> None:
         self._engine = engine
@@ -85,7 +91,8 @@ class Offloader:
         self._counts = counts
 
     def idle(self, turn: Turn, sequence: Sequence) -> IdleSequence:
-        """What a turn has computed; all of it is to be exported again if a block left since."""
+        """Describe the sequence that a turn leaves. If a block has left the store since it was
+        exported, the export starts again from the first one."""
         known = self._store.knows(turn.offloaded.key)
         return IdleSequence(
             sequence,
@@ -98,23 +105,23 @@ class Offloader:
         )
 
     def offload(self, idle: IdleSequence) -> bool:
-        """Export all that is not in the store; False: there was no room for all of it."""
+        """Export every block that the store lacks. Returns False if the store was full."""
         has_room = True
         while not self.is_offloaded(idle):
             has_room = self.offload_next(idle)
         return has_room
 
     def is_offloaded(self, idle: IdleSequence) -> bool:
-        """Whether there is nothing left to export; blocks that have left the store since they were
-        exported are exported again, if that has not happened too often."""
+        """Whether every block is in the store. If blocks have left it, the export starts again,
+        unless that happened too often."""
         key_is_known = not idle.offloaded.tokens or self._store.knows(idle.offloaded.key)
-        if not key_is_known and idle.restarts < MOST_RESTARTS:
+        if not key_is_known and idle.restarts < MAX_EXPORT_RESTARTS:
             idle.restarts += 1
             idle.offloaded = Offloaded(0, idle.namespace)
         return idle.offloaded.tokens >= len(idle.tokens)
 
     def offload_next(self, idle: IdleSequence) -> bool:
-        """Export one block, unless the store has it; False: there was no room for it."""
+        """Export one block if the store lacks it. Returns False if the store was full."""
         start = idle.offloaded.tokens
         stop = min(start + self._capabilities.block_tokens, len(idle.tokens))
         tokens = idle.tokens[start:stop]
@@ -136,9 +143,9 @@ class Offloader:
                 tenant=idle.tenant,
             )
         idle.offloaded = idle.offloaded.after(tokens)
-        # The block may have been another conversation's before, which is written later or never.
+        # Another conversation may have stored the block before, to be written later or never.
         self._store.set_write_back(idle.offloaded.key, idle.write_back)
-        if not has_room:  # then nothing more fits
+        if not has_room:  # later blocks do not fit either
             idle.offloaded = Offloaded(len(idle.tokens), idle.offloaded.key)
         return has_room
 
@@ -148,29 +155,29 @@ class Offloader:
         return stop - start == self._capabilities.block_tokens and stop <= canonical
 
 
-# ----------------------------------------------------------------------
-# State of idle sequences on its way to the store, within the step's allowance.
+class OffloadQueue:
+    """Exports idle sequences within the step budget.
 
-
-class IdleExports:
-    """Exports are made from the pool, those of a parked sequence from a copy, of which there is one
-    at a time. What lies apart in the pool is not exported at all."""
+    A parked sequence is exported from a copy in the pool, one at a time. Scattered cells are not
+    exported: copying them takes longer than computing them again.
+    """
 
     def __init__(
-        self, engine: Engine, offloader: Offloader, allowance: Allowance, kv_type: KvType
+        self, engine: Engine, offloader: Offloader, budget: StepBudget, kv_type: KvType
     ) -> None:
         self._engine = engine
         self._offloader = offloader
-        self._allowance = allowance
+        self._budget = budget
         self._kv_type = kv_type
-        self.copied: IdleSequence | None = None  # the one that has a copy
+        self.copied: IdleSequence | None = None  # the sequence that has a copy
 
     def export(self, idle: IdleSequence, tokens: int | None = None) -> bool:
-        """Export a sequence, or so many tokens of it at least; False: the next step goes on."""
+        """Export a sequence, or at least its first `tokens`. Returns False if the budget is spent
+        and the next step has to continue."""
         while not self._is_exported(idle, tokens):
-            if self._allowance.is_spent or not self.is_ready(idle):
+            if self._budget.is_spent or not self.is_ready(idle):
                 return False
-            if idle.offloaded.tokens < len(idle.tokens):  # it may have been cut just now
+            if idle.offloaded.tokens < len(idle.tokens):  # scattered cells may be gone by now
                 self._offloader.offload_next(idle)
         return True
 
@@ -178,15 +185,14 @@ class IdleExports:
         is_whole = self._offloader.is_offloaded(idle)
         return is_whole or (tokens is not None and idle.offloaded.tokens >= tokens)
 
-    def export_at_once(self, idle: IdleSequence) -> None:
-        """All of it, whatever the allowance; as far as there is room for a copy."""
+    def export_all_of(self, idle: IdleSequence) -> None:
+        """Export a sequence whatever the budget, unless a copy does not fit into the pool."""
         if self.is_ready(idle):
             self._offloader.offload(idle)
 
     def export_block(self, idle: IdleSequence) -> bool:
-        """One block more, for idle moments; False: all of them are there, or there is no room for a
-        copy."""
-        self.gather(idle, computes=True)
+        """Export one more block. Returns False if nothing is left or a copy does not fit."""
+        self.drop_or_recompute(idle, computes=True)
         if idle.offloaded.tokens >= len(idle.tokens) or not self.is_ready(idle):
             return False
         if not self._offloader.is_offloaded(idle):
@@ -196,13 +202,13 @@ class IdleExports:
         return True
 
     def can_leave(self, idle: IdleSequence) -> bool:
-        """Whether nothing is left to export, or it can be."""
+        """Whether the sequence is exported, or can be."""
         return self._offloader.is_offloaded(idle) or self.is_ready(idle)
 
     def is_ready(self, idle: IdleSequence) -> bool:
-        """Whether it can be exported; False: there is no room for a copy of it."""
+        """Prepare a sequence for export. Returns False if a copy does not fit into the pool."""
         if not idle.sequence.is_parked:
-            self.gather(idle)
+            self.drop_or_recompute(idle)
             return True
         if idle.copy is not None:
             return True
@@ -215,7 +221,7 @@ class IdleExports:
         return True
 
     def close_copy(self, idle: IdleSequence | None = None) -> None:
-        """Let the copy go; if it is of this sequence."""
+        """Close the copy, if it is of this sequence."""
         copied = self.copied
         if copied is None or (idle is not None and idle is not copied):
             return
@@ -225,23 +231,23 @@ class IdleExports:
             copied.copy = None
 
     def close_spare_copy(self) -> None:
-        """Let the copy go, unless it is of a sequence that is on its way out."""
-        if self.copied is not None and not self.copied.is_leaving:
+        """Close the copy, unless it belongs to a sequence that is being evicted."""
+        if self.copied is not None and not self.copied.is_evicting:
             self.close_copy()
 
-    def cut(self, idle: IdleSequence) -> None:
-        """Free the cells that lie apart. What is placed next fills them, and copying it takes as
-        many calls as they were runs: so all that lie between one another are freed before that."""
+    def drop_scattered(self, idle: IdleSequence) -> None:
+        """Free scattered cells. A sequence restored into scattered cells needs one copy per
+        contiguous run, so every fragmented sequence frees its cells before the next restore."""
         start = idle.sequence.scattered_from
         if start is not None and self._engine.capabilities.can_truncate:
             self._engine.sequences.truncate(idle.sequence, start)
-            idle.uncut, idle.tokens = idle.tokens, idle.tokens[:start]
+            idle.dropped, idle.tokens = idle.tokens, idle.tokens[:start]
 
-    def gather(self, idle: IdleSequence, *, computes: bool = False) -> None:
-        """Do without state whose cells lie apart, or compute it again, side by side: both are
-        faster than to move it."""
-        self.cut(idle)
-        tokens, idle.uncut = idle.uncut, None
+    def drop_or_recompute(self, idle: IdleSequence, *, computes: bool = False) -> None:
+        """Free scattered cells and, with `computes`, compute their tokens again in contiguous
+        ones. Both are faster than moving them."""
+        self.drop_scattered(idle)
+        tokens, idle.dropped = idle.dropped, None
         if tokens is None or not computes:
             return
         rest = tokens[len(idle.tokens) :]
@@ -252,35 +258,31 @@ class IdleExports:
             idle.tokens = tokens
 
 
-# ----------------------------------------------------------------------
-# Exports of idle sequences that somebody waits for.
-
-
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _FlushRequest:
     idle: IdleSequence
-    tokens: int  # so many of it at least
+    tokens: int  # at least this many have to be exported
     then: Callable[[], None]
 
 
-class AskedExports:
-    """Made in the order in which they were asked for, as the allowance of each step goes."""
+class FlushRequests:
+    """Exports that somebody waits for, in the order of the requests."""
 
-    def __init__(self, exports: IdleExports) -> None:
+    def __init__(self, exports: OffloadQueue) -> None:
         self._exports = exports
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[_FlushRequest] = deque()
 
     def ask(self, idle: IdleSequence, tokens: int, then: Callable[[], None]) -> None:
-        self._asked.append(_Asked(idle, tokens, then))
+        self._asked.append(_FlushRequest(idle, tokens, then))
 
     @property
     def first(self) -> IdleSequence:
-        """The one that is to be gone on with."""
+        """The sequence of the oldest request."""
         return self._asked[0].idle
 
-    def go_on(self, here: Container[IdleSequence]) -> bool:
-        """Call back for those that are done, or whose sequence is not here any more; False: the
-        next step goes on."""
+    def advance(self, here: Container[IdleSequence]) -> bool:
+        """Continue the exports and call back for each that is done. A sequence that is no longer
+        in `here` counts as done. Returns False if the next step has to continue."""
         while self._asked:
             asked = self._asked[0]
             if asked.idle in here and not self._exports.export(asked.idle, asked.tokens):

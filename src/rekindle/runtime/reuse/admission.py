@@ -11,7 +11,7 @@ from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import DEVICE
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.device.offload import Allowance, Counts
+from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.encode.precision import KvFormat
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisation, Turn
@@ -24,12 +24,12 @@ from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisatio
 
 
 class Requantiser:
-    """Carries requantisations on, within the step's allowance."""
+    """Carries requantisations on, within the step's budget."""
 
-    def __init__(self, engine: Engine, counts: Counts, allowance: Allowance) -> None:
+    def __init__(self, engine: Engine, counts: Counts, budget: StepBudget) -> None:
         self._engine = engine
         self._counts = counts
-        self._allowance = allowance
+        self._budget = budget
         self._block_tokens = engine.capabilities.block_tokens
         self._can_truncate = engine.capabilities.can_truncate
 
@@ -42,7 +42,7 @@ class Requantiser:
                     exact=source.exact, kv_type=kv_type
                 )
             while requantisation.into.length < source.length:
-                if self._allowance.is_spent:
+                if self._budget.is_spent:
                     return False
                 self._move_block(source, requantisation.into)
         except PoolFull:
@@ -86,7 +86,7 @@ class Admission:
         self._planner = planner
         self._kv = kv
         self._idle = kv.idle
-        self._requantiser = Requantiser(engine, kv.counts, kv.allowance)
+        self._requantiser = Requantiser(engine, kv.counts, kv.budget)
 
     def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
         """The longest prefix that can be reused, of what is stored and of what is here, be it
@@ -130,11 +130,11 @@ class Admission:
             tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
         needed = tokens - self._free_of_charge(turn, plan) + headroom
         needed += _wanted_tokens(shared, kv_type)
-        most_idle = self._kv.most_sequences - len(shared) - 1
+        max_idle = self._kv.max_sequences - len(shared) - 1
         if not shared and (plan.blocks or is_parked):
-            idle.park_few(plan.share)
-        if idle.could_make_room(needed, most_idle, plan.share):
-            return plan if idle.make_room(needed, most_idle, plan.share) else None
+            idle.park_fragments(plan.share)
+        if idle.could_make_room(needed, max_idle, plan.share):
+            return plan if idle.make_room(needed, max_idle, plan.share) else None
         if is_parked:  # all of it takes room
             running = [
                 other for other in others if not other.restoration and not other.requantisation
@@ -142,7 +142,7 @@ class Admission:
             return self.reserve(turn, self.plan(turn, running, parked=False), others)
         if others:
             return None
-        has_room = idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, most_idle)
+        has_room = idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, max_idle)
         if not has_room and len(idle):
             return None  # the next step goes on
         return self.plan(turn, others, parked=False)  # nor with what it had counted on
@@ -214,8 +214,8 @@ class Admission:
             idle, kv_type = self._idle.of(target.kv_type), target.kv_type
             shared = [other for other in others if other.cells_in(kv_type)]
             needed = turn.wanted_tokens(kv_type, HEADROOM_TOKENS) + _wanted_tokens(shared, kv_type)
-            most_idle = self._kv.most_sequences - len(shared) - 1
-            if not idle.make_room(needed, most_idle) and (shared or len(idle)):
+            max_idle = self._kv.max_sequences - len(shared) - 1
+            if not idle.make_room(needed, max_idle) and (shared or len(idle)):
                 return False
         if not self._requantiser.advance(requantisation, target.kv_type):
             return False

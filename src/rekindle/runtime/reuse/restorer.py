@@ -1,7 +1,7 @@
 """Stored state into the engine: blocks fetched from lower tiers a window at a time, then restored.
 
 A turn restores one window while the next ones are read. What waits in memory is bounded by the
-store, how long a turn waits by a deadline, and how much one step restores by its allowance.
+store, how long a turn waits by a deadline, and how much one step restores by its budget.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiered import Tiers
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import Reason
-from rekindle.runtime.device.offload import Allowance, Counts
+from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.schedule.turn import Restoration
 
 # ----------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Restorer:
         engine: Engine,
         store: Store,
         counts: Counts,
-        allowance: Allowance,
+        budget: StepBudget,
         cost_gate: CostGate,
         now_s: NowS,
     ) -> None:
@@ -144,7 +144,7 @@ class Restorer:
         self._store = store
         self._fetches = store.fetches
         self._counts = counts
-        self._allowance = allowance
+        self._budget = budget
         self._cost_gate = cost_gate
         self._now_s = now_s
         self._can_truncate = engine.capabilities.can_truncate
@@ -160,10 +160,10 @@ class Restorer:
         return None if since_s is None else max(since_s + FETCH_TIMEOUT_S - self._now_s(), 0.0)
 
     def advance(self, restoration: Restoration, sequence: Sequence) -> bool:
-        """Append blocks that are at hand, within the step's allowance; True when it is over: all
+        """Append blocks that are at hand, within the step's budget; True when it is over: all
         are restored, or the next cannot be."""
         while rest := restoration.rest:
-            if self._allowance.is_spent:
+            if self._budget.is_spent:
                 return False
             block, is_last = rest[0], len(rest) == 1
             blob = self._blob(block, restoration)

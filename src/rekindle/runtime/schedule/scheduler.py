@@ -73,9 +73,7 @@ class Scheduler:
         try:
             if self._kv.broken is not None:  # since the last step
                 raise self._kv.broken
-            self._kv.allowance.renew(
-                is_shared=any(turn.pending_tokens == 1 for turn in self._running)
-            )
+            self._kv.budget.renew(is_shared=any(turn.pending_tokens == 1 for turn in self._running))
             self._restore()
             self._admit()
             self._requantise()
@@ -88,7 +86,7 @@ class Scheduler:
             if self._outbox:
                 self._flush()
                 return True
-            return has_encoded or self._kv.allowance.is_spent or self._kv.offload_one()
+            return has_encoded or self._kv.budget.is_spent or self._kv.offload_one()
         except EngineBroken as error:
             self._restart_all(error)
             return True
@@ -311,7 +309,7 @@ class Scheduler:
             raise EngineBroken("the engine reported a full KV pool, but the pool has free cells")
         if all(self._kv.make_room(rows[kv_type], kv_type) for kv_type in full):
             return
-        if self._kv.allowance.is_spent:
+        if self._kv.budget.is_spent:
             return  # the next step continues
         shared = (turn for turn in (*self._restoring, *self._running) if not turn.request.exact)
         holding = [turn for turn in shared if turn.kv_format.kv_type in full]
