@@ -34,7 +34,7 @@ from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.settings import usable_cores
-from rekindle.runtime.device.offload import StepBudget, Counts
+from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.reuse.restorer import CostGate, Restorer
 from rekindle.tokens import Tokens
 

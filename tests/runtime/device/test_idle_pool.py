@@ -545,7 +545,7 @@ def full_engine(**sizes: Any) -> FakeEngine:
 def test_a_parked_conversation_is_used_while_a_copy_of_it_is_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(idle_pool, "FEW_TOKENS", 20)  # of more than that there is no parking first
+    monkeypatch.setattr(idle_pool, "MAX_FRAGMENT_TOKENS", 20)
     engine = full_engine(park_tokens=1000, pool_tokens=1000, context_tokens=900)
     harness = RuntimeHarness(engine)
     long = harness.ask([11, *range(20, 620)], max_tokens=8)

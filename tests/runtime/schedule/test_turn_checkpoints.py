@@ -13,7 +13,7 @@ from rekindle.kvcache.block import chain
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, Flush, Validate, Validation
 from rekindle.protocol.requests import Names, Prepare
-from rekindle.runtime.schedule.turn import LEAST_INTERVAL_TOKENS, Checkpoints, interval_tokens
+from rekindle.runtime.schedule.turn import MIN_INTERVAL_TOKENS, Checkpoints, interval_tokens
 from rekindle.tokens import Tokens
 from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
@@ -181,7 +181,7 @@ def test_one_just_behind_another_is_not_worth_it() -> None:
 
 def test_a_long_prompt_has_them_at_intervals() -> None:
     interval = interval_tokens(engine().capabilities)
-    assert interval == LEAST_INTERVAL_TOKENS
+    assert interval == MIN_INTERVAL_TOKENS
     long = said([5] * 2000, ("user", 0, 1998))
     assert places(long) == [512, 1024, 1536, 1998]
 

@@ -1,4 +1,4 @@
-"""A reply on its way out: sampled tokens in, parts of the assistant's message out."""
+"""Turns the sampled tokens of a reply into the parts of an assistant message."""
 
 from __future__ import annotations
 
@@ -24,61 +24,66 @@ from rekindle.tokens import Tokenizer
 
 
 class ReplyOutput:
-    """Follows one reply to its end, which is an end token, a stop string or a limit."""
+    """Follows one reply until an end token, a stop string or its token limit ends it."""
 
     def __init__(
-        self, request: GenerateRequest, decoding: ReplyDecoding, tokenizer: Tokenizer, *, most: int
+        self,
+        request: GenerateRequest,
+        decoding: ReplyDecoding,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
     ) -> None:
         self.message = AssistantMessage(keeps_logprobs=False)
-        self.finish_reason: FinishReason | None = None  # None: it goes on
+        self.finish_reason: FinishReason | None = None  # None until the reply ends
         self.tokens = 0
         self.reasoning_tokens = 0
-        self.is_broken_off = False  # inside reasoning or a call, or after the one call
-        self.most_tokens = most
+        self.is_broken_off = False  # ended inside reasoning or a call, or after the only call
+        self.max_tokens = max_tokens
         self._takes_calls = request.tool_use.parallel
         self._parser = decoding.parser
         self._shown = decoding.shown
         self._tokenizer = tokenizer
-        # A constrained reply ends when it is whole, whatever the request says.
+        # A constrained reply ends when it is complete, even with `ignore_eos`.
         ends = decoding.token_mask is not None or not request.ignore_eos
         self._end_tokens = decoding.end_tokens if ends else frozenset()
-        #: Whether nothing that its text says ends it.
+        #: Whether only tokens and the limit end the reply, not its text.
         self.ends_by_token = not request.stop and (self._parser is None or self._takes_calls)
         self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
-        self._raw: list[str] = []  # all that the model wrote, markers included
+        self._raw: list[str] = []  # everything the model wrote, markers included
         self._logprobs = LogprobBuffer()
         self._is_call_cut = False  # by a stop string
-        self._is_enough = False  # a client that takes one call at a time has it
+        self._is_enough = False  # the client takes one call and has it
 
     @property
     def raw(self) -> str:
-        """All the text the model wrote, markers of calls and reasoning included."""
+        """Everything the model wrote, including the markers of calls and reasoning."""
         return "".join(self._raw)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model wrote nothing but what the client was given as text."""
+        """Whether the client got everything the model wrote as text."""
         return self.raw == self.message.text
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the reply."""
         return self._text.matched
 
     @property
     def remaining_tokens(self) -> int:
-        return self.most_tokens - self.tokens
+        return self.max_tokens - self.tokens
 
     def ends_with(self, token: int) -> bool:
-        """Whether the model ends its reply with this token, which is no part of it."""
+        """Whether this is an end token, which is not part of the reply."""
         return token in self._end_tokens
 
     def is_last(self, token: int, before: int) -> bool:
-        """Whether a token ends the reply, after so many others, or would be one too many."""
-        return before + 1 >= self.most_tokens or token in self._end_tokens
+        """Whether a token ends the reply, or reaches its limit after `before` others."""
+        return before + 1 >= self.max_tokens or token in self._end_tokens
 
     def accept(self, sampled: Sampled) -> list[Part]:
-        """The parts that became certain with this token; the last ones when it is the end."""
+        """Return the parts that this token completes. At the end of the reply, return the rest."""
         if self.ends_with(sampled.token):
             return self.finish("stop")
         self.tokens += 1
@@ -98,7 +103,7 @@ class ReplyOutput:
         return parts
 
     def finish(self, reason: FinishReason, *, cut: bool = False) -> list[Part]:
-        """The rest of what was held back; `cut`: the model has not ended its reply itself."""
+        """Return text that was held back. `cut` means that the model did not end the reply."""
         parts = self._parts(self._text.finish())
         if self._parser is not None:
             parts += self._delivered(self._parser.finish(cut=cut))
@@ -120,7 +125,7 @@ class ReplyOutput:
         return self._parser is not None and self._parser.in_reasoning
 
     def _note(self, sampled: Sampled, logprob: float) -> None:
-        """Hold the token's log probability until it is known whether it is part of the text."""
+        """Keep the log probability until it is clear whether the token is part of the text."""
         piece = self._tokenizer.piece
         top = [(piece(token, special=True), score) for token, score in sampled.top]
         own = TokenLogprob(piece(sampled.token, special=True), logprob, top)
@@ -135,7 +140,7 @@ class ReplyOutput:
         return [delta] if text or delta.logprobs else []
 
     def _delivered(self, parts: Iterable[Part]) -> list[Part]:
-        """Those of the parts that the client is given."""
+        """Return the parts that are sent to the client."""
         return [part for part in parts if self._deliver(part)]
 
     def _deliver(self, part: Part) -> bool:
@@ -160,12 +165,11 @@ class ReplyOutput:
 
 
 class LogprobBuffer:
-    """Log probabilities of sampled tokens, until it is known which of them are part of the text: a
-    token may turn out to be reasoning, part of a call, or a marker."""
+    """Log probabilities of tokens that may turn out to be text, reasoning, a call or a marker."""
 
     def __init__(self) -> None:
         self._waiting: list[TokenLogprob] = []
-        self._after_marker = 0  # of those that wait, the first after a marker
+        self._after_marker = 0  # index of the first waiting token after a marker
 
     def add(self, log: TokenLogprob, *, marker: bool) -> None:
         self._waiting.append(log)
@@ -173,7 +177,7 @@ class LogprobBuffer:
             self._after_marker = len(self._waiting)
 
     def drop(self) -> None:
-        """None of them is part of the text."""
+        """Drop all of them, because none is part of the text."""
         self._take(len(self._waiting))
 
     def all(self) -> list[TokenLogprob]:
@@ -182,7 +186,7 @@ class LogprobBuffer:
         return self._take(len(self._waiting))
 
     def of(self, text: str) -> list[TokenLogprob]:
-        """Those that wrote this text; those before it are dropped, those after it wait."""
+        """Take the tokens that wrote this text. Earlier ones are dropped, later ones wait."""
         first = self._first(text)
         pieces = [log.piece for log in self._waiting[first:]]
         written = text.encode(errors="replace")
@@ -195,7 +199,7 @@ class LogprobBuffer:
         return self._take(first + reached)[first + before :]
 
     def _first(self, text: str) -> int:
-        """A marker that is text after all is as good as any other text."""
+        """A marker may turn out to be ordinary text."""
         at = self._after_marker
         is_text = at > 0 and self._waiting[at - 1].piece in text.encode(errors="replace")
         return 0 if is_text else at

@@ -1,16 +1,14 @@
-"""One turn, from request to terminal event, in the order it happens.
+"""The stages of one turn, from request to terminal event. The scheduler calls them in this order.
 
-    encode    messages to tokens                  an encoder thread
-    find      the entry that a name stands for     from here on the engine's thread
-    plan      the longest prefix to reuse
-    place     a sequence in the engine, with what is shared in it
-    restore   the plan's blocks, a slice a step    lower tiers are read beside the engine
-    report    what was reused
-    run       prefill and decode, a step at a time (the scheduler's part)
-    remember  the conversation's end, with its names
-    retire    keep the computed state, free the sequence
-
-Each step's result is a type: EncodedRequest, Lookup, Plan, Placed, CacheReport, Finished.
+encode    messages to tokens                       on an encoder thread
+find      the entry that a name stands for         from here on the engine's thread
+plan      the longest prefix to reuse
+place     a sequence in the engine, with shared state
+restore   stored blocks, within the step budget    lower tiers are read by other threads
+report    what was reused, and why not more
+run       prefill and decode (Scheduler.step)
+finish    remember the conversation under its names
+retire    keep the computed state, free the sequence
 """
 
 from __future__ import annotations
@@ -40,12 +38,9 @@ from rekindle.runtime.reuse.sessions import Sessions
 from rekindle.runtime.schedule.output import ReplyOutput
 from rekindle.runtime.schedule.turn import Turn
 
-# ----------------------------------------------------------------------
-# The terminal event of a turn that has run to its end.
-
 
 def end_of(turn: Turn, layout: KvLayout) -> Finished | Failed:
-    """What the turn was like; `layout` is that of the cells it ended in."""
+    """Build the terminal event of a turn. `layout` is the KV layout that it ended with."""
     token_mask = turn.encoded.decoding.token_mask
     if token_mask is not None and token_mask.trouble:
         return Failed(turn.id, _too_costly(turn, token_mask.trouble).info)
@@ -71,7 +66,7 @@ def end_of(turn: Turn, layout: KvLayout) -> Finished | Failed:
 
 
 def _too_costly(turn: Turn, trouble: str) -> BadRequest:
-    """What some grammars cost shows only while a reply follows them."""
+    """Some grammars turn out to be too expensive only while a reply follows them."""
     output = turn.request.structured_output
     return BadRequest(
         f"Holding the reply to what was asked for costs too much: {trouble}. Make it simpler.",
@@ -82,12 +77,12 @@ def _too_costly(turn: Turn, trouble: str) -> BadRequest:
 class Start(Enum):
     STARTED = "started"
     NO_ROOM = "no room"
-    RESTORING = "restoring"  # what it reuses is on its way into its sequence
-    GONE = "gone"  # what it was to resume from left meanwhile: it plans again
+    RESTORING = "restoring"
+    GONE = "gone"  # the planned state has left the store, so the turn plans again
 
 
 class Pipeline:
-    """The steps of a turn; the scheduler decides when each is taken."""
+    """The stages of a turn. The scheduler decides when each one runs."""
 
     def __init__(
         self,
@@ -102,17 +97,17 @@ class Pipeline:
         self._sessions = sessions
         self._admission = admission
         self._kv = kv
-        #: Turns by what they found, by namespace; None: in all of them.
+        #: Number of turns by reuse status, for each namespace and (None) in total.
         self.statuses: defaultdict[bytes | None, Counter[Status]] = defaultdict(Counter)
 
     def encode(self, request: GenerateRequest, stopwatch: Stopwatch | None = None) -> Turn:
-        """The turn of a request for a single choice."""
+        """Encode a request for a single choice."""
         [turn] = self.encode_choices(request, stopwatch or Stopwatch())
         return turn
 
     def encode_choices(self, request: GenerateRequest, stopwatch: Stopwatch) -> list[Turn]:
-        """Messages to tokens, once, and a turn for each choice. Any thread; raises a ServerError
-        for a request that cannot be."""
+        """Encode a request once and build a turn for each choice. Callable from any thread. Raises
+        ServerError for an invalid request."""
         stopwatch.lap("front")
         choices = self._input_processor.encode(request)
         stopwatch.lap("encode")
@@ -122,8 +117,10 @@ class Pipeline:
         """Make the turn of an encoded request. Any thread may call it."""
         request, context_tokens = encoded.request, self._engine.capabilities.context_tokens
         room = context_tokens - len(encoded.prompt.tokens)
-        most = room if request.max_tokens is None else min(request.max_tokens, room)
-        output = ReplyOutput(request, encoded.decoding, self._engine.tokenizer, most=most)
+        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        output = ReplyOutput(
+            request, encoded.decoding, self._engine.tokenizer, max_tokens=max_tokens
+        )
         return Turn(encoded, output, stopwatch)
 
     def find(self, turn: Turn) -> None:
@@ -131,7 +128,7 @@ class Pipeline:
         turn.lookup = self._sessions.find(turn.encoded)
 
     def start(self, turn: Turn, running: list[Turn], restoring: list[Turn]) -> Start:
-        """Plan as late as possible and place. What is computed is then up to the scheduler."""
+        """Plan a turn, make room for it, open its sequence and start restoring."""
         turn.stopwatch.lap("queue")
         planned = self._admission.plan(turn, running)
         plan = self._admission.reserve(turn, planned, [*running, *restoring])
@@ -142,7 +139,7 @@ class Pipeline:
         return self.restore(turn)
 
     def restore(self, turn: Turn) -> Start:
-        """Restore what a step may; then report what was reused."""
+        """Restore within the step budget. Report what was reused when that is done."""
         is_over = self._admission.restore(turn)
         turn.stopwatch.lap("restore")
         if not is_over:
@@ -156,7 +153,7 @@ class Pipeline:
         return Start.STARTED
 
     def wait_s(self, turn: Turn) -> float | None:
-        """How long a tier still has to answer the turn; None: it waits for none."""
+        """Time left for a tier to answer. None if the turn waits for no tier."""
         return self._admission.wait_s(turn)
 
     def requantise(self, turn: Turn, others: list[Turn]) -> Start:
@@ -171,11 +168,11 @@ class Pipeline:
         return end
 
     def retire(self, turn: Turn) -> None:
-        """Keep what a turn computed, however it ended, and free what it holds."""
+        """Keep the state that a turn computed, and free what it holds."""
         self._kv.retire(turn)
 
     def _report(self, turn: Turn, placed: Placed) -> CacheReport:
-        """What was really reused, and why not more."""
+        """Report what was reused, and why not more."""
         plan = placed.plan
         entry = None if turn.lookup.problem else turn.lookup.entry  # a wrong key is the answer
         prompt = turn.encoded.prompt

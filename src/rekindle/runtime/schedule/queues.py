@@ -1,4 +1,4 @@
-"""The turns of a scheduler by how far they are, and which of those that wait may start."""
+"""Queues of waiting, restoring and running turns, and the rule which waiting turn starts next."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 from rekindle.runtime.schedule.turn import Turn
 
-FOLLOW_TOKENS = 32  # a prefix worth waiting for while another turn computes it
-OVERTAKEN_TURNS = 8  # turns that a turn may overtake for each point of its priority
+# A turn waits for another one that is computing a shared prefix of at least this length.
+MIN_SHARED_TOKENS = 32
+# Number of turns that a turn overtakes for each point of its priority.
+OVERTAKEN_TURNS = 8
 
 
 class TurnQueues:
-    """Each in the order of the turns' places."""
+    """Each queue is ordered by the turns' places."""
 
     def __init__(self) -> None:
         self.waiting: list[Turn] = []
-        self.restoring: list[Turn] = []  # what they reuse is on its way into their sequences
+        self.restoring: list[Turn] = []  # or being requantised
         self.running: list[Turn] = []
-        self.ended: list[Turn] = []  # that still have their sequences
+        self.ended: list[Turn] = []  # which still hold their sequences
         self._tickets = 0
 
     def __len__(self) -> int:
@@ -27,8 +29,8 @@ class TurnQueues:
         return iter([*self.waiting, *self.restoring, *self.running])
 
     def submit(self, turn: Turn) -> None:
-        """Its priority moves a turn ahead of so many that came before, or lets so many that come
-        after pass: nobody waits for ever."""
+        """Add a turn. Its priority moves it ahead of a limited number of turns, so no turn waits
+        forever."""
         self._tickets += 1
         turn.place = self._tickets - OVERTAKEN_TURNS * turn.request.priority
         insert(self.waiting, turn)
@@ -45,23 +47,23 @@ class TurnQueues:
 
     @property
     def started(self) -> int:
-        """Turns that count as running: those that are being restored take memory, too."""
+        """Turns that hold memory: running and restoring ones."""
         return len(self.running) + len(self.restoring)
 
     def are_all(self, turns: int, parallel: int) -> bool:
-        """Whether so many are all that have been started, and no other can be now."""
+        """Whether this many turns are all that have started, and no other one can start now."""
         is_full = not self.waiting or self.started >= parallel
         return is_full and self.started == turns
 
     def take_started(self) -> list[Turn]:
-        """All that have a sequence, or are getting one; they are in no queue then."""
+        """Remove and return all turns that hold memory."""
         started = [*self.running, *self.restoring]
         self.running.clear()
         self.restoring.clear()
         return started
 
     def next_to_start(self, exact_sequences: int) -> Turn | None:
-        """The first that may start, of exact ones so many at a time."""
+        """The first waiting turn that may start. `exact_sequences` limits exact turns."""
         return next((turn for turn in self.waiting if self._may_start(turn, exact_sequences)), None)
 
     def _may_start(self, turn: Turn, exact_sequences: int) -> bool:
@@ -77,14 +79,14 @@ class TurnQueues:
         return len(exact) + max(requantising - 1, 0)
 
     def _follows(self, turn: Turn) -> bool:
-        """Whether a prefix this turn needs is just being computed or restored for another: then it
-        waits, and that is done once."""
+        """Whether another turn is computing or restoring a prefix that this turn needs. Then this
+        turn waits, so that the prefix is computed once."""
         reading = (leader for leader in self.running if leader.is_prefilling)
         return any(_leads(leader, turn) for leader in (*reading, *self.restoring))
 
 
 def _leads(leader: Turn, turn: Turn) -> bool:
-    """Whether one turn is on its way to a prefix that another needs."""
+    """Whether `leader` is about to have a prefix that `turn` needs."""
     ahead_of, behind = leader.request, turn.request
     together = ahead_of.reuse and behind.reuse and ahead_of.exact == behind.exact
     precision = turn.precision
@@ -94,10 +96,10 @@ def _leads(leader: Turn, turn: Turn) -> bool:
     if leader.precision != precision and precision.start_tokens:
         common = min(common, precision.start_tokens)  # then it goes on in cells of its own
     is_on_its_way = leader.restoration or leader.requantisation
-    held_tokens = 0 if is_on_its_way else leader.held_tokens  # that can be shared
-    # An exact prefix can be had when the leader's whole prompt is in the store, not before.
+    held_tokens = 0 if is_on_its_way else leader.held_tokens  # which can be shared
+    # An exact turn reuses state from the store, which has it once the leader's prompt is done.
     ahead = turn.request.exact or common > held_tokens
-    if common < FOLLOW_TOKENS or not ahead:
+    if common < MIN_SHARED_TOKENS or not ahead:
         return False
     if leader.checkpoints and common > leader.held_tokens:
         leader.checkpoints.add(common)
@@ -105,6 +107,6 @@ def _leads(leader: Turn, turn: Turn) -> bool:
 
 
 def insert(turns: list[Turn], turn: Turn) -> None:
-    """Put a turn behind those whose place is before its own."""
+    """Insert a turn by its place."""
     behind = (at for at, other in enumerate(turns) if other.place > turn.place)
     turns.insert(next(behind, len(turns)), turn)

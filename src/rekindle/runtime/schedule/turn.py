@@ -1,4 +1,4 @@
-"""One turn as the scheduler sees it: its tokens, and how far the engine has got with them."""
+"""The state of one turn while it runs: tokens, sequence, progress, and where it is checkpointed."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from rekindle.runtime.encode.request import EncodedRequest, Lookup, Stopwatch
 from rekindle.runtime.schedule.output import ReplyOutput
 from rekindle.tokens import Media, TokenBuffer, Tokens
 
-# ----------------------------------------------------------------------
-# Where checkpoints are taken: the places in a prompt where a later turn will want to go on.
-#
-# A model whose state cannot be cut goes on from a checkpoint or from the beginning, so they are
-# laid where conversations part: after what all of them share, before the last user message, where
-# the prompt ends and the template's own words begin, and at intervals of a long prompt. The end of
-# a reply is one by itself: the sequence stands there when its turn ends.
-
-LEAST_INTERVAL_TOKENS, MOST_INTERVAL_TOKENS = 512, 4096
+# Distance between the regular checkpoints of a long prompt.
+MIN_INTERVAL_TOKENS, MAX_INTERVAL_TOKENS = 512, 4096
 
 
 class Checkpoints:
-    """The positions still to come at which one turn's state is to be kept."""
+    """The positions ahead at which the state of a turn is kept.
+
+    A model whose state cannot be truncated resumes at a checkpoint or at the beginning. Checkpoints
+    are placed where later turns will resume: after the system prompt, before the last user
+    message, at the end of the last message, and at intervals of a long prompt. The end of a reply
+    needs none, because the sequence itself ends there.
+    """
 
     def __init__(
         self, prompt: Prompt, capabilities: Capabilities, *, exact: bool, held: int
     ) -> None:
-        self._grain = capabilities.step_tokens if exact else 1  # canonical steps are not cut short
+        self._grain = capabilities.step_tokens if exact else 1  # canonical steps stay whole
         self._tokens = prompt.tokens
         self._places: set[int] = set()
         before = held
         for place in sorted({self._rounded(place) for place in _places(prompt, capabilities)}):
-            # One just behind another saves next to nothing, and each costs as much.
+            # A checkpoint shortly after another one saves little and costs as much.
             if place - before >= capabilities.block_tokens or (place > held and not before):
                 self._places.add(place)
                 before = place
 
     def add(self, place: int) -> None:
-        """Take one more, where another conversation is seen to part from this one."""
+        """Add a checkpoint where another conversation diverges from this one."""
         if (rounded := self._rounded(place)) > 0:
             self._places.add(rounded)
 
@@ -55,13 +54,13 @@ class Checkpoints:
         return min((place for place in self._places if place > tokens), default=None)
 
     def reach(self, tokens: int) -> bool:
-        """Whether a checkpoint is due now."""
+        """Whether a checkpoint is due at this position. It is removed."""
         due = tokens in self._places
         self._places.discard(tokens)
         return due
 
     def _rounded(self, place: int) -> int:
-        """Where a later turn computes one token at least, and all of a picture."""
+        """Round down, so that a later turn computes at least one token and no part of an image."""
         place = self._tokens.whole_media(min(place, len(self._tokens) - 1))
         return place - place % self._grain
 
@@ -78,19 +77,15 @@ def _places(prompt: Prompt, capabilities: Capabilities) -> Iterator[int]:
 
 
 def interval_tokens(capabilities: Capabilities) -> int:
-    """As many tokens as take as much as a checkpoint does, within bounds."""
+    """Interval at which a checkpoint takes as much memory as its tokens, within bounds."""
     layout = capabilities.kv_layout
     equal = math.ceil(layout.checkpoint_bytes / max(layout.token_bytes, 1))
-    bounded = min(max(equal, LEAST_INTERVAL_TOKENS), MOST_INTERVAL_TOKENS)
+    bounded = min(max(equal, MIN_INTERVAL_TOKENS), MAX_INTERVAL_TOKENS)
     return -(-bounded // capabilities.step_tokens) * capabilities.step_tokens
 
 
-# ----------------------------------------------------------------------
-# How far a turn's stored state has got on its way into the engine.
-
-
 class Restoration:
-    """The blocks of a plan: those in the sequence, those being read, and the rest."""
+    """Progress of restoring the blocks of a plan into a sequence."""
 
     __slots__ = (
         "blocks",
@@ -107,13 +102,13 @@ class Restoration:
     def __init__(self, plan: Plan[Sequence]) -> None:
         self.plan = plan
         self.blocks = plan.blocks
-        self.restored = 0  # of the blocks, the first so many
-        self.fetches: list[Fetch] = []  # windows that hold what comes next
-        self.tiers: set[str] = set()  # that gave something
-        self.waits_since_s: float | None = None  # for a tier
-        self.reads_since_s = 0.0  # without a break
-        self.read_bytes = 0  # that have come since then
-        self.problem: Reason | None = None  # why it ended early
+        self.restored = 0  # number of blocks that are in the sequence
+        self.fetches: list[Fetch] = []  # reads of the next blocks, in order
+        self.tiers: set[str] = set()  # where restored blocks came from
+        self.waits_since_s: float | None = None  # for a tier to answer
+        self.reads_since_s = 0.0  # start of the current series of reads
+        self.read_bytes = 0  # read in that series
+        self.problem: Reason | None = None  # why not everything was restored
 
     @property
     def rest(self) -> tuple[Block, ...]:
@@ -121,12 +116,12 @@ class Restoration:
 
     @property
     def unclaimed(self) -> tuple[Block, ...]:
-        """What comes before the first window."""
+        """Blocks before the first read."""
         return tuple(takewhile(lambda block: self.window_of(block) is None, self.rest))
 
     @property
     def unread(self) -> tuple[Block, ...]:
-        """What comes after all windows."""
+        """Blocks after the last read."""
         if not self.fetches:
             return self.rest
         last = next(reversed(self.fetches[-1].blocks))
@@ -137,10 +132,6 @@ class Restoration:
         return next((fetch for fetch in self.fetches if block.key in fetch.blocks), None)
 
 
-# ----------------------------------------------------------------------
-# How far a turn's state has got on its way into cells of another type.
-
-
 class Requantisation:
     """The sequence that holds it, and the one that it is written into again."""
 
@@ -148,37 +139,39 @@ class Requantisation:
 
     def __init__(self, source: Sequence) -> None:
         self.source = source
-        self.into: Sequence | None = None  # None: there was no room for it yet
+        self.into: Sequence | None = None  # None until there is room for it
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """How much of a sequence is in the store: so many tokens, and the key of their last block."""
+    """How much of a sequence is in the store, and the chain key of its last block there."""
 
     tokens: int
     key: bytes
     before: Offloaded | None = None
 
     def after(self, block: Tokens) -> Offloaded:
-        """One block further."""
+        """The position after one more block."""
         tokens = self.tokens + len(block)
         return Offloaded(tokens, chain_key(self.key, block), Offloaded(self.tokens, self.key))
 
     def full_blocks(self, block_tokens: int) -> Offloaded:
-        """Without the tail: what comes next makes a longer block of it."""
+        """The position before a tail block, which a longer block will replace."""
         tail = self.tokens % block_tokens
         return self.before if tail and self.before else self
 
 
 class Turn:
-    """`tokens` are the prompt and everything sampled. What the sequence does not hold yet is
-    pending: one pending token is a decode step, more are prefill. A turn that loses its sequence
-    has everything pending again.
+    """A request from its arrival to its terminal event.
+
+    `tokens` holds the prompt and everything that was sampled. Tokens that the sequence does not
+    hold yet are pending. One pending token is a decode step, more are prefill. A turn that loses
+    its sequence has all its tokens pending again.
     """
 
     def __init__(self, encoded: EncodedRequest, output: ReplyOutput, stopwatch: Stopwatch) -> None:
         self.encoded = encoded
-        self.lookup = Lookup(write_back=WriteBack.NEVER)  # before its names are looked up
+        self.lookup = Lookup(write_back=WriteBack.NEVER)  # until its names are looked up
         self.output = output
         self.stopwatch = stopwatch
         self.id = encoded.request.turn
@@ -187,29 +180,29 @@ class Turn:
         self.precision = encoded.precision
         self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
-        self.report: CacheReport | None = None  # from its first start on
-        self.problem: Reason | None = None  # why state that it wanted to reuse could not be had
+        self.report: CacheReport | None = None  # set when it first starts
+        self.problem: Reason | None = None  # why planned state was not reused
         # In the engine.
         self.sequence: Sequence | None = None
         self.sampler: Sampler | None = None
-        self.restoration: Restoration | None = None  # its blocks on their way into the sequence
-        self.plans = 0  # made since it last held nothing
+        self.restoration: Restoration | None = None  # in progress
+        self.plans = 0  # made since it last lost its sequence
         self.kv_format = encoded.precision.initial  # of its state, or of the state it will have
         self.requantise_at: int | None = None  # position at which its state is requantised
         self.requantisation: Requantisation | None = None  # in progress
         self.offloaded = Offloaded(0, self.kv_format.namespace)
         self.checkpoints: Checkpoints | None = None  # where state cannot be truncated
-        self.shown: tuple[Media, Matrix] | None = None  # a picture and its vectors
-        self.waits_for_vectors = False  # that are being read
+        self.shown: tuple[Media, Matrix] | None = None  # the next image and its vectors
+        self.waits_for_vectors = False  # until they are read from disk
         # In the queue.
-        self.place = 0  # lower goes first
+        self.place = 0  # in the queue, the lowest first
         self.chunk_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.is_started = False
-        self.is_over = False  # its last token is taken
+        self.is_over = False  # its last token was sampled
         # Its progress.
         self.prompt_eval_s = 0.0
-        self.unreported_s = 0.0  # of that, since its progress was last reported
+        self.unreported_s = 0.0  # prefill time since the last progress report
         self.first_token_at_s: float | None = None
 
     @property
@@ -226,7 +219,7 @@ class Turn:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next step is of one token of text."""
+        """Whether its next step computes one token of text."""
         has_media = self.tokens.media and self.next_picture
         return self.pending_tokens == 1 and not has_media and not self.is_over
 
@@ -237,7 +230,7 @@ class Turn:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether its next tokens change nothing but its reply."""
+        """Whether its next tokens only extend the reply, without checkpoint or requantisation."""
         is_watched = self.request.exact or self.checkpoints or self.requantise_at is not None
         return self.generated_tokens > 0 and not is_watched
 
@@ -248,13 +241,13 @@ class Turn:
         return at is not None and self.held_tokens >= at and self.pending_tokens > 0
 
     def cells_in(self, kv_type: KvType) -> bool:
-        """Whether it has, or is getting, cells of a type's pool."""
+        """Whether it holds or is about to hold cells of this KV type."""
         into = self.requantisation.into if self.requantisation else None
         here = self.kv_format.kv_type == kv_type or (into is not None and into.kv_type == kv_type)
         return here and not self.request.exact
 
     def wanted_tokens(self, kv_type: KvType, headroom: int) -> int:
-        """Cells of a type that it still needs for its prompt, and some for its reply."""
+        """Cells that it still needs for its prompt and the start of its reply."""
         headroom = min(self.output.remaining_tokens, headroom)
         if self.requantisation is None or self.kv_format.kv_type == kv_type:
             return self.pending_tokens + headroom
@@ -268,23 +261,23 @@ class Turn:
 
     @property
     def next_picture(self) -> Media | None:
-        """The picture that its next step is of."""
+        """The image that its next step computes."""
         span = self.tokens.media_from(self.held_tokens) if self.tokens.media else None
         return span if span and span.start <= self.held_tokens else None
 
     @property
     def wants_vectors(self) -> bool:
-        """Whether it has come to a picture whose vectors it does not have."""
+        """Whether prefill has reached an image whose vectors are missing."""
         span = self.next_picture
         return span is not None and (self.shown is None or self.shown[0] != span)
 
     def next_work(self, most: int, step_tokens: int, *, whole_pictures: bool = False) -> Work:
-        """The next step: at most `most` tokens, or one canonical step when exact; of a picture all,
-        where it has to be computed whole."""
+        """Return the work of the next step: at most `most` tokens, one canonical step if the turn
+        is exact, and a whole image if images cannot be divided."""
         start = self.held_tokens
         stop = start + most
         if self.request.exact:
-            # Sampled tokens were computed one by one; so they are again, or bits would differ.
+            # Sampled tokens were computed one by one. Computing them together changes bits.
             boundary = start - start % step_tokens + step_tokens
             stop = min(boundary, self.prompt_tokens) if start < self.prompt_tokens else start + 1
         elif self.checkpoints and (place := self.checkpoints.next_after(start)):
@@ -295,12 +288,12 @@ class Turn:
         return self._work(start, min(stop, len(self.tokens)))
 
     def last_work(self) -> Work:
-        """The step of one pending token of text."""
+        """Return the work of a decode step."""
         assert self.sequence is not None
         return Work(self.sequence, [self.tokens.last], self.sampler)
 
     def _edge(self, start: int, stop: int, *, whole_pictures: bool) -> int:
-        """Where a step ends that is of text alone, or of one picture."""
+        """End of a step that contains either text or one image."""
         span = self.tokens.media_from(start) if self.tokens.media else None
         if span is None:
             return stop
@@ -317,20 +310,20 @@ class Turn:
         return Work(self.sequence, tokens, sampler, vectors)
 
     def take(self, sampled: Sampled) -> None:
-        """A sampled token belongs to the turn; `accept` follows."""
+        """Append a sampled token. Its text follows with `accept`."""
         self.is_over = self.output.is_last(sampled.token, self.generated_tokens)
         if not self.output.ends_with(sampled.token):
             self.tokens.append(sampled.token)
 
     def accept(self, sampled: Sampled) -> list[Event]:
-        """The text of a token that was taken."""
+        """Return the text of a token that was appended before."""
         if self.first_token_at_s is None:
             self.first_token_at_s = time.monotonic()
             self.stopwatch.lap("compute")
         return [Delta(self.id, part) for part in self.output.accept(sampled)]
 
     def finish_prepared(self) -> None:
-        """A turn that generates nothing is over when its prompt is computed."""
+        """End a turn that only computes its prompt, when that is done."""
         if not self.pending_tokens:
             self.stopwatch.lap("compute")
             self.output.finish("stop")
