@@ -1,4 +1,4 @@
-"""A file of weights is known by its header, of which nothing is believed."""
+"""The header of a safetensors file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(path: Path, header: Any, data_bytes: int = 24) -> Path:
     return path
 
 
-def test_the_tensors_of_a_whole_file_are_named(tmp_path: Path) -> None:
+def test_the_tensors_of_a_valid_file_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors: dict[str, np.ndarray[Any, Any]] = {
         "a": np.zeros((2, 3), np.float32),
@@ -39,9 +39,9 @@ def test_the_tensors_of_a_whole_file_are_named(tmp_path: Path) -> None:
     [
         ({"a": WHOLE | {"data_offsets": [0, 28]}}, "beyond its end"),
         ({"a": WHOLE | {"data_offsets": [24, 0]}}, "beyond its end"),
-        ({"a": WHOLE | {"data_offsets": [-24, 0]}}, "no place"),
-        ({"a": WHOLE | {"data_offsets": [0]}}, "no place"),
-        ({"a": WHOLE | {"data_offsets": None}}, "no place"),
+        ({"a": WHOLE | {"data_offsets": [-24, 0]}}, "no offsets"),
+        ({"a": WHOLE | {"data_offsets": [0]}}, "no offsets"),
+        ({"a": WHOLE | {"data_offsets": None}}, "no offsets"),
         ({"a": WHOLE | {"shape": [2, 4]}}, "as large as its shape"),
         ({"a": WHOLE | {"shape": [1 << 62, 1 << 62]}}, "as large as its shape"),
         ({"a": WHOLE | {"shape": [1 << 64, 0]}}, "no shape"),
@@ -50,13 +50,15 @@ def test_the_tensors_of_a_whole_file_are_named(tmp_path: Path) -> None:
         ({"a": WHOLE | {"dtype": "F33"}}, "unknown type"),
         ({"a": WHOLE | {"dtype": {}}}, "unknown type"),
         ({"a": []}, "not described"),
-        ([], "no list of tensors"),
+        ({"a": WHOLE, "b": WHOLE}, "overlap"),
+        ({"a": WHOLE, "__metadata__": {"format": 1}}, "metadata"),
+        ([], "not a JSON object"),
         (b"{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"\xff\xfe", "not JSON"),
     ],
 )
-def test_a_header_that_lies_is_refused_with_the_reason(
+def test_an_inconsistent_header_is_refused_with_the_reason(
     tmp_path: Path, header: Any, reason: str
 ) -> None:
     with pytest.raises(ModelError, match=f"{reason}.*fetch it again"):
@@ -64,27 +66,27 @@ def test_a_header_that_lies_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("start", [b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little") + b"{}"])
-def test_a_length_that_the_file_does_not_have_is_refused(tmp_path: Path, start: bytes) -> None:
+def test_a_header_beyond_the_end_of_the_file_is_refused(tmp_path: Path, start: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(start)
     with pytest.raises(ModelError, match="header is longer"):
         tensor_names(path)
 
 
-def test_a_pointer_of_git_lfs_is_told_from_a_damaged_file(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(ModelError, match="git lfs pull"):
         tensor_names(path)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model file"):
         tensor_names(tmp_path)
 
 
 @pytest.mark.long
-def test_whatever_is_changed_in_a_file_is_read_or_refused(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_or_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", {"a": WHOLE, "__metadata__": {"format": "mlx"}})
     whole = path.read_bytes()
     random = np.random.default_rng(0)

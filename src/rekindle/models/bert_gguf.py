@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rekindle.models.gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, STRING, UINT32
+from rekindle.models.safetensors import read_header
 
 # ----------------------------------------------------------------------
 # Writes GGUF files: fields of a few types, and tensors of f32 and f16.
@@ -173,15 +174,8 @@ def _tensors(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    """The f32 tensors of a file: a header in JSON, then one tensor after the other."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header.pop("__metadata__", None)
-    found = {}
-    for name, about in header.items():
-        if about["dtype"] == "F32":
-            first, last = (start + offset for offset in about["data_offsets"])
-            tensor = np.frombuffer(content[first:last], np.float32)
-            found[name] = tensor.reshape(about["shape"])
-    return found
+    return {
+        name: np.memmap(path, np.float32, "r", tensor.start, tensor.shape)
+        for name, tensor in read_header(path).tensors.items()
+        if tensor.dtype == "F32"
+    }

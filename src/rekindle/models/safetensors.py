@@ -1,4 +1,4 @@
-"""Validates a safetensors file by its header alone: whole, or foreign, damaged or truncated.
+"""Reads and checks the header of a safetensors file.
 
 Nothing in the file is trusted: every count and length is bounded before it is used.
 """
@@ -6,17 +6,16 @@ Nothing in the file is trusted: every count and length is bounded before it is u
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rekindle.errors import ModelError
 
+MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100 << 20  # what the format's own library takes
-MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
-LFS_POINTER = b"version https://git-lfs"
 
 #: Bits of an element, by the name of its type.
 ELEMENT_BITS = {
@@ -26,13 +25,31 @@ ELEMENT_BITS = {
 }  # fmt: skip
 
 
+class InvalidSafetensors(Exception):
+    """The file is damaged, truncated or of another format. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    dtype: str  # a key of ELEMENT_BITS
+    shape: tuple[int, ...]
+    start: int  # offset of the first byte in the file
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    tensors: dict[str, TensorInfo]  # they do not overlap, and are inside the file
+    metadata: dict[str, str]
+
+
 def tensor_names(path: Path) -> list[str]:
-    """The tensors of a whole file; raises ModelError for anything else."""
+    """Return the names of the tensors in a model file; raises ModelError if it is not whole."""
     try:
         if not path.is_file():  # also keeps a pipe from blocking the open
             raise ModelError(f"There is no model file at {path}. Pull the model again.")
-        return _read_names(path)
-    except _Broken as error:
+        return list(read_header(path).tensors)
+    except InvalidSafetensors as error:
         raise ModelError(
             f"{path} is not a usable safetensors file: {error}. If it was pulled or downloaded, "
             "delete it and fetch it again; otherwise give another model."
@@ -41,56 +58,61 @@ def tensor_names(path: Path) -> list[str]:
         raise ModelError(f"Cannot read {path}: {error.strerror}. Check its permissions.") from error
 
 
-def _read_names(path: Path) -> list[str]:
+def read_header(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
+    """Read the header of a file; raises InvalidSafetensors."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(LENGTH_BYTES)
-        if LFS_POINTER.startswith(start[:LENGTH_BYTES]) and start:
-            raise _Broken("it is a pointer of Git LFS, not the file itself (git lfs pull)")
+        if start and b"version https://git-lfs".startswith(start):
+            raise InvalidSafetensors("it is a Git LFS pointer, not the file itself (git lfs pull)")
         header_bytes = int.from_bytes(start, "little")
-        if len(start) < LENGTH_BYTES or header_bytes > min(MAX_HEADER_BYTES, file_bytes):
-            raise _Broken("its header is longer than the file or than any known one")
+        if len(start) < LENGTH_BYTES or header_bytes > min(max_header_bytes, file_bytes):
+            raise InvalidSafetensors("its header is longer than the file or than the limit")
         header = _parse(file.read(header_bytes))
-    data_bytes = file_bytes - LENGTH_BYTES - header_bytes
-    for name, about in header.items():
-        if name != METADATA:
-            _check_tensor(about, data_bytes)
-    return [name for name in header if name != METADATA]
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InvalidSafetensors("its metadata are not texts")
+    data_start = LENGTH_BYTES + header_bytes
+    tensors = {name: _tensor(each, data_start, file_bytes) for name, each in header.items()}
+    stop = 0
+    for tensor in sorted(tensors.values(), key=lambda each: (each.start, each.size_bytes)):
+        if tensor.start < stop:
+            raise InvalidSafetensors("its tensors overlap")
+        stop = tensor.start + tensor.size_bytes
+    return SafetensorsHeader(tensors, metadata)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError):
-        raise _Broken("its header is not JSON") from None
+        raise InvalidSafetensors("its header is not JSON") from None
     if not isinstance(header, dict):
-        raise _Broken("its header is no list of tensors")
+        raise InvalidSafetensors("its header is not a JSON object")
     return header
 
 
-def _check_tensor(about: Any, data_bytes: int) -> None:
-    if not isinstance(about, dict):
-        raise _Broken("one of its tensors is not described")
+def _tensor(entry: Any, data_start: int, file_bytes: int) -> TensorInfo:
+    if not isinstance(entry, dict):
+        raise InvalidSafetensors("one of its tensors is not described")
     shape: Any
-    place: Any
-    shape, place = about.get("shape"), about.get("data_offsets")
-    if not _are_counts(shape) or not _are_counts(place) or len(place) != 2:
-        raise _Broken("one of its tensors has no shape or no place")
-    start, stop = place
-    if not start <= stop <= data_bytes or len(shape) > MAX_DIMENSIONS:
-        raise _Broken("its tensors reach beyond its end, so it was cut short or damaged")
-    bits = ELEMENT_BITS.get(str(about.get("dtype")))
+    offsets: Any
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise InvalidSafetensors("one of its tensors has no shape or no offsets")
+    start, stop = offsets
+    if not start <= stop <= file_bytes - data_start or len(shape) > 8:
+        raise InvalidSafetensors("its tensors reach beyond its end: it is truncated or damaged")
+    dtype = str(entry.get("dtype"))
+    bits = ELEMENT_BITS.get(dtype)
     if bits is None:
-        raise _Broken("one of its tensors has an unknown type")
+        raise InvalidSafetensors("one of its tensors has an unknown type")
     if prod(shape) * bits != (stop - start) * 8:
-        raise _Broken("one of its tensors is not as large as its shape says")
+        raise InvalidSafetensors("one of its tensors is not as large as its shape says")
+    return TensorInfo(dtype, tuple(shape), data_start + start, stop - start)
 
 
 def _are_counts(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(
         type(number) is int and 0 <= number < 1 << 63 for number in numbers
     )
-
-
-class _Broken(Exception):
-    """The bytes are no safetensors file; the message says why."""

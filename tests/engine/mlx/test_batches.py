@@ -7,8 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from rekindle.engine.base import EngineOptions, KvType, Work, run_step
-from rekindle.engine.mlx.batches import SPARE_TOKENS, by_length
+from rekindle.engine.mlx.batches import by_length
 from rekindle.engine.mlx.engine import MlxEngine
+from rekindle.engine.mlx.layers import STEP
 from tests.contract.actions import GREEDY, prefill
 from tests.support.tiny_mlx import write_tiny_mlx
 
@@ -20,12 +21,12 @@ def test_no_group_holds_more_padding_than_tokens_and_the_spare_of_its_rows() -> 
     for _ in range(500):
         longest = chosen.choice([10, 1000, 100_000])
         lengths = {row: chosen.randint(1, longest) for row in range(chosen.randint(1, 16))}
-        groups = by_length(lengths, SPARE_TOKENS)
+        groups = by_length(lengths, STEP)
         assert sorted(row for group in groups for row in group) == list(lengths)
         for group in groups:
             cells = len(group) * max(lengths[row] for row in group)
             tokens = sum(lengths[row] for row in group)
-            assert cells - tokens <= tokens + len(group) * SPARE_TOKENS
+            assert cells - tokens <= tokens + len(group) * STEP
 
 
 def test_rows_of_similar_length_stay_together() -> None:
@@ -40,7 +41,7 @@ def test_rows_that_grow_together_are_seldom_arranged_anew() -> None:
     for _ in range(50):
         lengths = {row: chosen.randint(1, 3000) for row in range(8)}
         arranged = [
-            by_length({row: each + more for row, each in lengths.items()}, SPARE_TOKENS)
+            by_length({row: each + more for row, each in lengths.items()}, STEP)
             for more in range(0, 3000, 10)
         ]
         assert sum(one != two for one, two in pairwise(arranged)) <= 8
@@ -63,7 +64,7 @@ def test_one_long_row_does_not_make_the_others_as_wide(tmp_path: Path) -> None:
         for _ in range(3):
             run_step(engine, [Work(each, [5], engine.sampler(GREEDY, [])) for each in sequences])
         tokens = sum(each.length for each in sequences)
-        cells = 2 * tokens + 2 * ROWS * SPARE_TOKENS  # and buffers grow by as much
+        cells = 2 * tokens + 2 * ROWS * STEP  # and buffers grow by as much
         token_bytes = engine.capabilities.kv[kv_type].token_bytes
         assert 0 < held_bytes(engine, kv_type) <= cells * token_bytes < ROWS * LONG * token_bytes
         for each in sequences:

@@ -27,7 +27,7 @@ def used(layouts: Layouts, model: Any, kv_type: str, tokens: int) -> list[Any]:
 def test_a_model_has_the_types_that_its_heads_allow(family: str) -> None:
     layouts = Layouts(tiny_model(family), b"weights")
     assert list(layouts.kv) == ["f32", *ALL]
-    assert layouts.usual == "f32"
+    assert layouts.default == "f32"
     known = layouts.kv["q8_g64"]
     assert (known.bits, known.group_size) == (8, 64)
     assert known.token_bytes < layouts.kv["q8_g32"].token_bytes < layouts.kv["f32"].token_bytes
@@ -44,7 +44,7 @@ def test_narrow_heads_recurrent_state_and_sinks_have_the_usual_type_alone(family
 def test_the_usual_type_is_that_of_keys_and_values() -> None:
     for dtype, name in ((mx.bfloat16, "bf16"), (mx.float16, "f16")):
         layouts = Layouts(tiny_model("llama", dtype), b"weights")
-        assert layouts.usual == name
+        assert layouts.default == name
         assert layouts.kv[name].bits == 16
 
 
@@ -91,7 +91,7 @@ def test_a_transcoded_block_is_what_mlx_lm_makes_of_the_whole_cache(
 ) -> None:
     model = tiny_model(family, mx.bfloat16 if family == "llama" else mx.float32)
     layouts = Layouts(model, b"weights")
-    usual = layouts.usual
+    usual = layouts.default
     caches = used(layouts, model, usual, 45)
     bits, group_size = layouts.kv[kv_type].bits, layouts.kv[kv_type].group_size
     quantised = [

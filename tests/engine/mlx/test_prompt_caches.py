@@ -39,7 +39,7 @@ def used(family: str, tokens: int) -> tuple[Any, Layouts, list[Any]]:
 
 
 def files_of(layouts: Layouts, free_bytes: int = 1 << 40) -> PromptCaches:
-    return PromptCaches(layouts, layouts.usual, lambda: free_bytes)
+    return PromptCaches(layouts, layouts.default, lambda: free_bytes)
 
 
 def saved_by_mlx_lm(path: Path, caches: list[Any], tokens: list[int] | None) -> Path:
@@ -51,12 +51,12 @@ def saved_by_mlx_lm(path: Path, caches: list[Any], tokens: list[int] | None) -> 
 def restored(layouts: Layouts, files: PromptCaches, path: Path) -> tuple[list[Any], list[int]]:
     """What a file holds, block by block in caches of ours."""
     found = files.read(path)
-    caches = layouts.make_caches(layouts.usual)
+    caches = layouts.make_caches(layouts.default)
     count = len(found.tokens)
     for start in range(0, count, BLOCK):
         stop = min(start + BLOCK, count)
         blob = found.export(start, stop, resumable=stop == count)
-        layouts[layouts.usual].restore_block(caches, blob, start, stop, resumable=stop == count)
+        layouts[layouts.default].restore_block(caches, blob, start, stop, resumable=stop == count)
     return caches, found.tokens
 
 
@@ -66,7 +66,7 @@ def test_mlx_lm_goes_on_from_a_file_of_ours(family: str, tokens: int, tmp_path: 
     model, layouts, caches = used(family, tokens)
     files = files_of(layouts)
     writer = files.writer()
-    layout = layouts[layouts.usual]
+    layout = layouts[layouts.default]
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
         blob = layout.export_block(caches, start, stop, resumable=stop == tokens)
@@ -109,7 +109,7 @@ def test_a_file_that_names_fewer_or_more_tokens_than_it_holds_is_refused(
 def test_a_file_of_ours_may_end_within_the_last_block(tmp_path: Path) -> None:
     model, layouts, caches = used("llama", 50)
     writer = files_of(layouts).writer()
-    writer.append(layouts[layouts.usual].export_block(caches, 0, 50), 50)
+    writer.append(layouts[layouts.default].export_block(caches, 0, 50), 50)
     writer.save(tmp_path / "ours.safetensors", PROMPT[:30])
     loaded = load_prompt_cache(str(tmp_path / "ours.safetensors"))
     _, _, shorter = used("llama", 30)
@@ -130,7 +130,7 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     _, layouts, caches = used("llama", 20)
     files = files_of(layouts)
     writer = files.writer()
-    writer.append(layouts[layouts.usual].export_block(caches, 0, 20), 20)
+    writer.append(layouts[layouts.default].export_block(caches, 0, 20), 20)
     writer.save(tmp_path / "ours.safetensors", PROMPT[:20])
     other = Layouts(tiny_model("llama"), b"other weights")
     with pytest.raises(BadRequest, match="another model"):
@@ -239,9 +239,9 @@ def test_a_damaged_file_is_refused_or_has_other_values(family: str, tmp_path: Pa
         (40).to_bytes(8, "little") + b'{"__metadata__":{"0.rekindle_tokens":7}}',
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
     layouts = Layouts(tiny_model("llama"), b"weights")
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
-    with pytest.raises(BadRequest, match="no safetensors file"):
+    with pytest.raises(BadRequest, match="not a prompt cache in safetensors format"):
         files_of(layouts).read(path)

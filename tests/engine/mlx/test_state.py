@@ -26,7 +26,7 @@ def used(family: str, tokens: int, dtype: mx.Dtype = mx.float32) -> tuple[Any, L
     """A model, its layouts, and caches that hold the beginning of the prompt."""
     model = tiny_model(family, dtype)
     layouts = Layouts(model, b"weights")
-    caches = layouts.make_caches(layouts.usual)
+    caches = layouts.make_caches(layouts.default)
     for start in range(0, tokens, 20):
         step(model, caches, PROMPT[start : min(start + 20, tokens)])
     return model, layouts, caches
@@ -62,9 +62,9 @@ def test_restored_state_goes_on_bit_by_bit_as_that_which_was_exported(
 ) -> None:
     for tokens in (1, WINDOW, 70):
         model, layouts, caches = used(family, tokens, dtype)
-        layout = layouts[layouts.usual]
+        layout = layouts[layouts.default]
         blobs = exported(layout, caches, tokens)
-        again = restored(layout, layouts.make_caches(layouts.usual), blobs, tokens)
+        again = restored(layout, layouts.make_caches(layouts.default), blobs, tokens)
         assert answer(model, again, MORE) == answer(model, caches, MORE)
 
 
@@ -73,16 +73,16 @@ def test_a_reply_that_is_exported_in_its_middle_goes_on_bit_by_bit(family: str) 
     """A window that has begun again from its beginning is not in the order of its positions."""
     model, layouts, caches = used(family, 60)
     answer(model, caches, MORE, 7)  # 72 positions
-    layout = layouts[layouts.usual]
-    again = restored(layout, layouts.make_caches(layouts.usual), exported(layout, caches, 72), 72)
+    layout = layouts[layouts.default]
+    again = restored(layout, layouts.make_caches(layouts.default), exported(layout, caches, 72), 72)
     assert answer(model, again, [5], 4) == answer(model, caches, [5], 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_are_as_told_and_positions_are_the_same_whenever_they_are_read(family: str) -> None:
     model, layouts, caches = used(family, 40)
-    layout = layouts[layouts.usual]
-    told = layouts.kv[layouts.usual]
+    layout = layouts[layouts.default]
+    told = layouts.kv[layouts.default]
     before = layout.export_block(caches, 16, 32)
     assert len(before) == told.cells_bytes(16)
     resumable = layout.export_block(caches, 32, 40, resumable=True)
@@ -95,9 +95,9 @@ def test_sizes_are_as_told_and_positions_are_the_same_whenever_they_are_read(fam
 
 def test_a_window_that_is_not_full_takes_less() -> None:
     _, layouts, caches = used("gemma3", 3)
-    layout = layouts[layouts.usual]
+    layout = layouts[layouts.default]
     blob = layout.export_block(caches, 0, 3, resumable=True)
-    told = layouts.kv[layouts.usual]
+    told = layouts.kv[layouts.default]
     assert len(blob) - told.cells_bytes(3) < told.checkpoint_bytes / 4
 
 
@@ -123,17 +123,17 @@ def test_a_checkpoint_is_of_the_end_alone() -> None:
     for family in ("gemma3", "llama4"):
         _, layouts, caches = used(family, 30)
         with pytest.raises(ValueError, match="end"):
-            layouts[layouts.usual].export_block(caches, 0, 29, resumable=True)
+            layouts[layouts.default].export_block(caches, 0, 29, resumable=True)
 
 
 def test_no_position_is_read_that_is_not_there_nor_left_out() -> None:
     _, layouts, caches = used("llama", 30)
-    layout = layouts[layouts.usual]
+    layout = layouts[layouts.default]
     with pytest.raises(ValueError, match="holds 30"):
         layout.export_block(caches, 16, 31)
     blob = layout.export_block(caches, 16, 30)
     with pytest.raises(ValueError, match="behind 0"):
-        layout.restore_block(layouts.make_caches(layouts.usual), blob, 16, 30)
+        layout.restore_block(layouts.make_caches(layouts.default), blob, 16, 30)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,17 +165,17 @@ def test_everything_can_be_forgotten(family: str) -> None:
         with pytest.raises(ValueError, match="truncated"):
             truncate(caches, 20)
     truncate(caches, 0)
-    assert answer(model, caches, MORE) == answer(model, layouts.make_caches(layouts.usual), MORE)
+    assert answer(model, caches, MORE) == answer(model, layouts.make_caches(layouts.default), MORE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_blob_that_is_not_ours_is_refused_and_changes_nothing(family: str) -> None:
     model, layouts, caches = used(family, 40)
-    layout = layouts[layouts.usual]
+    layout = layouts[layouts.default]
     rest = layout.export_block(caches, 16, 40, resumable=True)
-    into = layouts.make_caches(layouts.usual)
+    into = layouts.make_caches(layouts.default)
     layout.restore_block(into, layout.export_block(caches, 0, 16), 0, 16)
-    cells = layouts.kv[layouts.usual].cells_bytes(24)
+    cells = layouts.kv[layouts.default].cells_bytes(24)
     bad = [b"", rest[:-1], rest + b"\0", b"\0" + rest[1:], rest[:7], rest[: cells // 2], bytes(64)]
     if family in WHOLE:
         bad += [rest[:cells], rest[:cells] + b"\xff" * (len(rest) - cells)]
@@ -193,17 +193,17 @@ def test_a_blob_that_is_not_ours_is_refused_and_changes_nothing(family: str) -> 
 def test_damaged_blobs_are_refused_or_have_other_values_and_the_same_shapes(family: str) -> None:
     chance = random.Random(7)
     model, layouts, caches = used(family, 40)
-    layout = layouts[layouts.usual]
+    layout = layouts[layouts.default]
     whole = layout.export_block(caches, 0, 40, resumable=True)
     shapes = [[each.shape for each in arrays] for arrays in parsed(layout, caches)]
-    header = [*range(8), *range(layouts.kv[layouts.usual].cells_bytes(40), len(whole))]
+    header = [*range(8), *range(layouts.kv[layouts.default].cells_bytes(40), len(whole))]
     for _ in range(rounds(60, 3000)):
         blob = bytearray(whole)
         for _ in range(chance.randrange(1, 4)):
             place = chance.choice((chance.randrange(len(blob)), chance.choice(header)))
             blob[place] = chance.randrange(256)
         blob = blob[: chance.choice((len(blob), len(blob), chance.randrange(len(blob))))]
-        into = layouts.make_caches(layouts.usual)
+        into = layouts.make_caches(layouts.default)
         try:
             layout.restore_block(into, blob, 0, 40, resumable=True)
         except CorruptBlock:

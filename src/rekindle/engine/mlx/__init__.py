@@ -1,8 +1,8 @@
-"""Models in MLX's format, computed with MLX; imported when such a model is loaded.
+"""Runs models in MLX's format. Imported when such a model is loaded.
 
-Importing mlx_lm sets the process's limits on open files to 2,048 and 4,096, the second of which
-cannot be raised again: a server with many connections or block files would fail. So it is imported
-here, before any module of this package can, and leaves the limits as they are.
+Importing mlx_lm lowers the limits on open files to 2,048 and 4,096, and the second one cannot be
+raised again. A server with many connections or block files would fail. So mlx_lm is imported here
+first, without letting it change the limits.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ def _limits_kept() -> Iterator[None]:
 
 
 with _limits_kept():
-    import mlx_lm  # noqa: F401  # for its side effects, while they are harmless
+    import mlx_lm  # noqa: F401  # first import, while it cannot change the limits

@@ -1,7 +1,8 @@
-"""The batches in which sequences of one KV type decode, each of sequences of similar length.
+"""Decodes sequences in batches of similar length, and runs the work of a step.
 
-A batch is as wide as its longest row. One long row among many short ones would take the memory of
-as many long ones, so those that would be mostly padding have a batch of their own.
+A batch stays between steps. A joining row is padded on the left to the longest. A leaving row takes
+its state along. Neither changes what other rows attend to. A batch is as wide as its longest row,
+so rows that would be mostly padding get another batch.
 """
 
 from __future__ import annotations
@@ -15,22 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 from rekindle.engine.base import KvType, Row, Work
+from rekindle.engine.mlx.layers import STEP
 from rekindle.engine.mlx.sequences import Caches, MlxSequence
-
-# ----------------------------------------------------------------------
-# Sequences that decode together: one row each of mlx_lm's batch caches.
-#
-# The batch stays between steps. Who joins is padded on the left to the longest, who leaves takes
-# its row along into caches of its own; neither changes what the others attend to.
 
 
 def can_batch(caches: Caches) -> bool:
-    """Whether mlx_lm has a batch form of every layer's cache."""
+    """Return whether mlx_lm has a batch form of the cache of every layer."""
     return all(hasattr(cache, "merge") and can_batch(_parts(cache)) for cache in caches)
 
 
 def states(caches: Caches) -> list[Any]:
-    """The arrays in caches, to be computed."""
+    """Return the arrays in caches, to be computed."""
     return [cache.state for cache in caches]
 
 
@@ -39,16 +35,16 @@ def _parts(cache: Any) -> Caches:
 
 
 class DecodingBatch:
-    """Rows of sequences of one KV type."""
+    """A batch of sequences of one KV type, one row each."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._rows: list[MlxSequence | None] = []  # None: it has left, its row is still there
+        self._rows: list[MlxSequence | None] = []  # None: unused
         self._caches: Caches = []
 
     def step(self, tokens: dict[MlxSequence, int]) -> tuple[list[MlxSequence], mx.array]:
-        """Append a token to each of these sequences, and to no others; the rows of the logits, not
-        yet computed, belong to the sequences that are returned."""
+        """Append a token to each of these sequences. Returns the sequences of the rows, and the
+        lazy logits."""
         self._arrange(list(tokens))
         rows = [row for row in self._rows if row is not None]
         inputs = mx.array([[tokens[row]] for row in rows])
@@ -58,31 +54,31 @@ class DecodingBatch:
         return rows, logits
 
     def states(self) -> list[Any]:
-        """What has to be computed for the next step to begin from here."""
+        """Return the arrays that the next step starts from."""
         return states(self._caches)
 
     def extract(self, sequence: MlxSequence) -> Caches:
-        """The state of one row, copied."""
+        """Copy the state of one row."""
         index = self._rows.index(sequence)
         caches = [cache.extract(index) for cache in self._caches]
-        mx.eval(states(caches))  # else the whole batch stays in memory with it
+        mx.eval(states(caches))  # otherwise the whole batch stays in memory
         return caches
 
     def discard(self, sequence: MlxSequence) -> None:
-        """Its row is of no use any more; it is removed with the next step."""
+        """Mark a row as unused. The next step removes it."""
         self._rows[self._rows.index(sequence)] = None
 
     def dissolve(self) -> None:
-        """Give every row its own caches back."""
+        """Move every row back to its own caches."""
         self._arrange([])
 
     def shrink(self) -> None:
-        """Remove the rows of sequences that have left."""
+        """Remove unused rows."""
         self._arrange([row for row in self._rows if row is not None])
         mx.eval(self.states())
 
     def _arrange(self, wanted: Seq[MlxSequence]) -> None:
-        """Make these the rows."""
+        """Make these sequences the rows."""
         staying = set(wanted)
         for row in self._rows:
             if row is not None and row not in staying:
@@ -113,16 +109,13 @@ class DecodingBatch:
             sequence.batch = self
 
 
-#: Padding of each row that is worth no other batch: what mlx_lm's buffers grow by.
-SPARE_TOKENS = 256
-
 T = TypeVar("T")
 
 
 def by_length(lengths: Mapping[T, int], spare: int) -> list[list[T]]:
-    """Groups, the longest first, in each of which padding is at most what its rows hold and
-    `spare` tokens a row. As all of them grow, the first group only gains: there is no going to
-    and fro."""
+    """Group by length, longest first, so that the padding of a group is at most its content plus
+    `spare` tokens per row. As all rows grow, the first group only gains members, so rows do not
+    move back and forth."""
     groups: list[list[T]] = []
     width = held = 0
     for each in sorted(lengths, key=lengths.__getitem__, reverse=True):
@@ -137,8 +130,10 @@ def by_length(lengths: Mapping[T, int], spare: int) -> list[list[T]]:
 
 
 class DecodingBatches:
+    """The batches of one KV type."""
+
     def __init__(self, model: Any, *, pads: bool) -> None:
-        """`pads`: state grows with the length of a sequence, and shorter rows are padded."""
+        """`pads` tells that state grows with the sequence, so shorter rows are padded."""
         self._model = model
         self._pads = pads
         self._batches: list[DecodingBatch] = []
@@ -146,9 +141,9 @@ class DecodingBatches:
     def arrange(
         self, lengths: Mapping[MlxSequence, int]
     ) -> list[tuple[DecodingBatch | None, list[MlxSequence]]]:
-        """Who decodes with whom in a step that makes sequences so long, and in which batch; one
-        alone needs none. All others have their own caches again."""
-        groups = by_length(lengths, SPARE_TOKENS) if self._pads else [list(lengths)]
+        """Assign the sequences of a step to batches, by their lengths after it. A single sequence
+        needs none. All other sequences get their own caches back."""
+        groups = by_length(lengths, spare=STEP) if self._pads else [list(lengths)]
         free = self._batches
         self._batches = []
         arranged: list[tuple[DecodingBatch | None, list[MlxSequence]]] = []
@@ -164,7 +159,7 @@ class DecodingBatches:
         return arranged
 
     def shrink(self) -> None:
-        """Remove the rows of sequences that have left."""
+        """Remove unused rows."""
         for batch in self._batches:
             batch.shrink()
 
@@ -174,26 +169,25 @@ class DecodingBatches:
 
 
 def _with_most_of(group: Seq[MlxSequence], batches: Seq[DecodingBatch]) -> DecodingBatch | None:
-    """Where the fewest of them have to move to."""
+    """Return the batch into which the fewest sequences have to move."""
     rows = Counter(id(each.batch) for each in group)
     found = max(batches, key=lambda batch: rows[id(batch)], default=None)
     return found if found is not None and rows[id(found)] else None
 
 
-# ----------------------------------------------------------------------
-# One step's work as one computation: MLX is told everything first and computes it at once.
-
-
 class Computation:
-    """Prompts are read a sequence at a time; the sequences that decode do so together. An exact
-    sequence has every step to itself, and whole."""
+    """Collects the work of a step, and computes it in one evaluation.
+
+    Prefill runs one sequence at a time, and decoding in batches. An exact sequence always computes
+    alone.
+    """
 
     def __init__(self, model: Any, batches: Mapping[KvType, DecodingBatches]) -> None:
         self._model = model
         self._batches = batches
         self._decoding: dict[KvType, dict[MlxSequence, Work]] = {}
-        self._logits: list[tuple[list[Work], mx.array]] = []  # a row for each piece of work
-        self._states: list[Any] = []  # what the next step begins from
+        self._logits: list[tuple[list[Work], mx.array]] = []
+        self._states: list[Any] = []  # arrays that the next step starts from
 
     def add(self, work: Seq[Work]) -> None:
         for item in work:
@@ -204,8 +198,8 @@ class Computation:
             elif sequence.exact:
                 self._choose([item], self._append(sequence, item.tokens))
             else:
-                # Logits of every token of a prompt are a large part of what it costs: here they
-                # are of the last one alone, which is the first row that the reply decodes.
+                # Logits of every prompt token would be a large part of prefill. So the last
+                # token is left out, and decoded as the first row of the reply.
                 if len(item.tokens) > 1:
                     self._append(sequence, item.tokens[:-1])
                 self._decoding.setdefault(sequence.kv_type, {})[sequence] = item
@@ -231,7 +225,7 @@ class Computation:
         self._choose([item], self._append(item.sequence, item.tokens[-1:]))
 
     def _append(self, sequence: MlxSequence, tokens: Seq[int]) -> mx.array:
-        """Tokens of one sequence alone; the logits of the last, which nobody has to want."""
+        """Append tokens to one sequence, and return the logits of the last one."""
         caches = sequence.take()
         logits: mx.array = self._model(mx.array([list(tokens)]), cache=caches)[:, -1, :]
         self._states += states(caches)

@@ -88,7 +88,7 @@ class MlxEngine:
         #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
-    def _describe(self, sizes: memory.Sizes, loaded: LoadedModel) -> Capabilities:
+    def _describe(self, sizes: memory.MlxSizes, loaded: LoadedModel) -> Capabilities:
         return Capabilities(
             block_tokens=sizes.block_tokens,
             step_tokens=sizes.step_tokens,

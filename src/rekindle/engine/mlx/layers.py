@@ -1,7 +1,10 @@
-"""How the state of one layer is read from a cache of mlx_lm and written into one.
+"""Reads and writes the state of one layer in a cache of mlx_lm.
 
-The state of a `Positions` layer is made of its positions: any range of them can be read, and
-written behind those before it. That of other layers is of the sequence's end alone.
+A `Positions` layer stores every position, so any range of it can be read and appended. The state of
+other layers belongs to the end of the sequence.
+
+The names and fields of these dataclasses are part of the fingerprint of stored state, which hashes
+their `repr`.
 """
 
 from __future__ import annotations
@@ -27,17 +30,14 @@ from mlx_lm.models.cache import (
 from rekindle.engine.base import Blob
 from rekindle.errors import CorruptBlock, ModelError
 
-# ----------------------------------------------------------------------
-# Arrays as bytes and back: in their own type, row by row, without a header.
-
 
 def size_bytes(shape: Seq[int], dtype: mx.Dtype) -> int:
     return math.prod(shape) * int(dtype.size)
 
 
 def joined(parts: Seq[bytes | mx.array]) -> bytes:
-    """Bytes as they are and arrays, which are computed together and copied once."""
-    # By way of uint8, because a buffer has no bfloat16.
+    """Concatenate bytes and arrays. The arrays are computed together and copied once."""
+    # Viewed as uint8, because Python buffers have no bfloat16.
     raw: list[Any] = [
         each if isinstance(each, bytes) else mx.contiguous(each).reshape(-1).view(mx.uint8)
         for each in parts
@@ -48,7 +48,7 @@ def joined(parts: Seq[bytes | mx.array]) -> bytes:
 
 
 class Reader:
-    """Takes a blob apart from its beginning. Nothing is allocated for bytes that are not there."""
+    """Parses a blob from its beginning. Allocates nothing for bytes that are missing."""
 
     def __init__(self, blob: Blob) -> None:
         self._view = memoryview(blob).cast("B")
@@ -69,7 +69,7 @@ class Reader:
     def end(self) -> None:
         """Raise CorruptBlock if anything is left."""
         if self._at != len(self._view):
-            raise CorruptBlock(f"{len(self._view) - self._at} bytes behind the end of a block")
+            raise CorruptBlock(f"a block has {len(self._view) - self._at} bytes too many")
 
     def _take(self, count: int) -> memoryview:
         start, self._at = self._at, self._at + count
@@ -79,18 +79,17 @@ class Reader:
 
 
 _POSITIONS_AXIS = 2
-STEP = 256  # positions that a buffer grows by at least, as in mlx_lm
-_INDEX = struct.Struct("<I")
-_DIMENSION = struct.Struct("<I")
+STEP = 256  # buffers grow by a multiple of this many positions, as in mlx_lm
+_INDEX = _DIMENSION = struct.Struct("<I")
 _PRESENT = struct.Struct("<?")
-_KINDS = {KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}  # that models make
+_KINDS = {KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}
 
 Part = bytes | mx.array  # of a blob
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """An array of (1, heads, positions, width)."""
+    """The shape of an array of (1, heads, positions, width)."""
 
     heads: int
     width: int
@@ -108,7 +107,7 @@ class Rows:
 
 
 def leaves(caches: Seq[Any]) -> Iterator[Any]:
-    """The caches in the order of their layers, those of lists of caches one by one."""
+    """Yield the caches in the order of their layers, with lists of caches flattened."""
     for cache in caches:
         if isinstance(cache, CacheList):
             yield from leaves(cache.caches)
@@ -117,7 +116,7 @@ def leaves(caches: Seq[Any]) -> Iterator[Any]:
 
 
 def buffers(cache: Any) -> list[mx.array]:
-    """The arrays of keys, then those of values; quantised ones have three each."""
+    """Return the arrays of keys, then those of values. Quantised ones have three each."""
     if cache.keys is None:
         return []
     if isinstance(cache, QuantizedKVCache):
@@ -137,7 +136,7 @@ def set_buffers(cache: Any, arrays: Seq[mx.array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Keys and values of every position, as they are or quantised."""
+    """Keys and values of every position, plain or quantised."""
 
     rows: tuple[Rows, ...]
 
@@ -147,19 +146,19 @@ class Positions:
 
     def read(self, cache: Any, start: int, stop: int) -> list[Part]:
         if self.rows and not 0 <= start <= stop <= cache.offset:
-            raise ValueError(f"positions {start} to {stop} of a cache that holds {cache.offset}")
+            raise ValueError(f"a cache of {cache.offset} positions has no range {start} to {stop}")
         return [each[..., start:stop, :] for each in buffers(cache)]
 
     def parse(self, reader: Reader, positions: int) -> list[mx.array]:
         return [reader.array(each.shape(positions), each.dtype) for each in self.rows]
 
     def append(self, cache: Any, arrays: Seq[mx.array], start: int, stop: int) -> None:
-        """Buffers are written in place, and grow by a quarter: what it takes to append blocks one
-        by one is in proportion to their number. Lazy, as all of MLX."""
+        """Write into the buffers in place. They grow by a quarter, so that the cost of appending
+        blocks is proportional to their number. Lazy."""
         if not arrays:
             return
         if cache.offset != start:
-            raise ValueError(f"positions from {start} on behind {cache.offset} of them")
+            raise ValueError(f"cannot append position {start} to a cache of {cache.offset}")
         held = buffers(cache) or [mx.zeros(each.shape(0), each.dtype) for each in self.rows]
         capacity = held[0].shape[_POSITIONS_AXIS]
         if capacity < stop:
@@ -179,20 +178,22 @@ def _grown(array: mx.array, capacity: int) -> mx.array:
 
 def _check_end(cache: Any, position: int) -> None:
     if cache.offset != position:
-        raise ValueError(f"a checkpoint is of the sequence's end, {cache.offset}, not {position}")
+        raise ValueError(f"a checkpoint belongs to the end, {cache.offset}, not to {position}")
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The last positions of a RotatingKVCache, and the first few that it always keeps, in the order
-    in which they lie: a sum's last bits depend on it."""
+    """The last positions of a RotatingKVCache, and the first few that it always keeps.
+
+    They stay in the order of the buffer, because the last bits of a sum depend on it.
+    """
 
     rows: tuple[Rows, ...]
     most: int
     keep: int
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         return _INDEX.size + sum(each.size_bytes(self.most) for each in self.rows)
 
     def read(self, cache: Any, position: int) -> list[Part]:
@@ -202,7 +203,7 @@ class Window:
         count = min(position, self.most)
         index, arrays = cache._idx, buffers(cache)
         length = arrays[0].shape[_POSITIONS_AXIS]
-        if index == length:  # in order; the next step drops what is behind the window
+        if index == length:  # in order; the next step drops positions behind the window
             index = count
             if excess := length - count:
                 arrays = [cache._trim(excess, each) for each in arrays]
@@ -211,7 +212,7 @@ class Window:
     def parse(self, reader: Reader, position: int) -> tuple[int, list[mx.array]]:
         (index,) = reader.unpack(_INDEX)
         count = min(position, self.most)
-        # Only a full window has begun again from its beginning.
+        # Only a full window wraps around.
         if self.rows and index != count and not (count == self.most and self.keep < index < count):
             raise CorruptBlock(f"the window of {position} positions cannot end at {index}")
         return index, [reader.array(each.shape(count), each.dtype) for each in self.rows]
@@ -230,14 +231,14 @@ class Chunk:
     most: int
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         return sum(each.size_bytes(self.most) for each in self.rows)
 
     def read(self, cache: Any, position: int) -> list[Part]:
         if self.rows:
             _check_end(cache, position)
         stop = cache.offset - cache.start_position
-        start = max(0, stop - self.most)  # what is before it, the next step drops
+        start = max(0, stop - self.most)  # the next step drops earlier positions
         return [each[..., start:stop, :] for each in buffers(cache)]
 
     def parse(self, reader: Reader, position: int) -> list[mx.array]:
@@ -252,15 +253,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One array of a recurrent layer. `least` and `most` are its shapes after a short sequence and
-    after a longer one."""
+    """One array of a recurrent layer. `least` and `most` are its shapes after a short and a longer
+    sequence."""
 
     least: tuple[int, ...]
     most: tuple[int, ...]
     dtype: mx.Dtype
 
     def takes(self, shape: Seq[int]) -> bool:
-        """Whether an array of the shape could be in it."""
+        """Return whether an array of this shape fits."""
         return len(shape) == len(self.most) and all(
             least <= size <= most
             for least, size, most in zip(self.least, shape, self.most, strict=True)
@@ -269,12 +270,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """The arrays of an ArraysCache; None for one that the model leaves out."""
+    """The arrays of an ArraysCache; None for one that the model does not use."""
 
     slots: tuple[Slot | None, ...]
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         return sum(
             _PRESENT.size
             + (len(slot.most) * _DIMENSION.size + size_bytes(slot.most, slot.dtype) if slot else 0)
@@ -298,7 +299,7 @@ class Recurrent:
         if not present:
             return None
         if slot is None:
-            raise CorruptBlock("a checkpoint has an array that the model has not")
+            raise CorruptBlock("a checkpoint has an array that the model does not have")
         shape = tuple(reader.unpack(_DIMENSION)[0] for _ in slot.most)
         if not slot.takes(shape):
             raise CorruptBlock(f"a checkpoint has an array of {shape}, the model of {slot.most}")
@@ -312,17 +313,17 @@ Layer = Positions | Window | Chunk | Recurrent
 
 
 def check_kinds(caches: Seq[Any]) -> None:
-    """Raise ModelError for a cache that is not known; one of a derived kind may hold more."""
+    """Raise ModelError for an unknown cache. A derived class may hold more state, so it is
+    unknown."""
     if unknown := sorted({type(cache) for cache in leaves(caches)} - _KINDS, key=str):
         raise ModelError(
-            f"the state of this model is in a {unknown[0].__name__}, which cannot be kept: "
-            "only the caches of mlx_lm.models.cache can"
+            f"this model keeps its state in a {unknown[0].__name__}, which is not supported: "
+            "only the caches of mlx_lm.models.cache are"
         )
 
 
 def layer_of(cache: Any, earlier: Any) -> Layer:
-    """What the state of a cache that has been used is like; `earlier` is its copy from before its
-    last step."""
+    """Describe the state of a used cache. `earlier` is its copy before the last step."""
     if isinstance(cache, ArraysCache):
         pairs = zip(earlier.cache, cache.cache, strict=True)
         return Recurrent(tuple(_slot(before, after) for before, after in pairs))

@@ -1,9 +1,8 @@
-"""The KV types that a model's state may have, what blocks of each look like, and blocks of one type
-as blocks of another.
+"""Defines the KV types of a model, and converts blocks from one type to another.
 
-Only keys and values of layers that have them for every position are quantised: windows and
-recurrent state stay as they are. Groups lie within one position of one head, so quantising a block
-gives the bytes that quantising the whole cache would.
+Only keys and values of layers that store every position are quantised. Windows and recurrent state
+stay as they are. Groups lie within one position of one head, so quantising a block gives the same
+bytes as quantising the whole cache.
 """
 
 from __future__ import annotations
@@ -36,14 +35,12 @@ _FLOAT_NAMES: dict[mx.Dtype, KvType] = {
     mx.bfloat16: "bf16",
     mx.float16: "f16",
 }
-DEFAULT_GROUP_SIZE = 64  # as in mlx_lm
-_PROBE = [0] * 16  # tokens of a step that is described and never computed
-_PACKED_BITS = 32  # of the integers that quantised values are packed into
+_PROBE = [0] * 16  # tokens of a step that is never computed
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Values of so many bits, of which so many share a scale and a bias."""
+    """Values of `bits` bits. `group_size` values share a scale and a bias."""
 
     bits: int
     group_size: int
@@ -56,9 +53,9 @@ class Quantisation:
         return all(rows.width and rows.width % self.group_size == 0 for rows in layer.rows)
 
     def _rows(self, rows: Rows) -> tuple[Rows, Rows, Rows]:
-        """What an array of keys or values becomes: packed values, scales, biases."""
+        """Return the shapes of packed values, scales and biases of an array of keys or values."""
         groups = Rows(rows.heads, rows.width // self.group_size, rows.dtype)
-        packed = Rows(rows.heads, rows.width * self.bits // _PACKED_BITS, mx.uint32)
+        packed = Rows(rows.heads, rows.width * self.bits // 32, mx.uint32)
         return packed, groups, groups
 
     def layer(self, layer: Layer) -> Layer:
@@ -67,7 +64,7 @@ class Quantisation:
         return Positions(tuple(each for rows in layer.rows for each in self._rows(rows)))
 
     def cache(self, cache: Any) -> Any:
-        """An empty cache in the place of another."""
+        """Return an empty quantised cache in place of another cache."""
         if isinstance(cache, CacheList):
             return CacheList(*map(self.cache, cache.caches))
         if isinstance(cache, KVCache):
@@ -78,7 +75,7 @@ class Quantisation:
         return list(mx.quantize(array, group_size=self.group_size, bits=self.bits))
 
     def floats(self, arrays: list[mx.array]) -> list[mx.array]:
-        """The arrays of keys and of values, from three each."""
+        """Restore the arrays of keys and values, from three arrays each."""
         triples = zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)
         return [
             mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
@@ -86,56 +83,56 @@ class Quantisation:
         ]
 
 
-#: Of equal bits, those that take less come first.
+#: For equal bits, the smaller layout comes first.
 QUANTISATIONS = tuple(Quantisation(bits, group) for bits in (8, 4) for group in (128, 64, 32))
 
 
 class Layouts:
-    """Every KV type of a loaded model."""
+    """The layouts of all KV types of a loaded model."""
 
     def __init__(self, model: Any, fingerprint: bytes) -> None:
         self._model = model
-        usual = _measured(model, make_prompt_cache(model))
-        self.usual = _FLOAT_NAMES[_dtype(usual)]
-        self._quantisations = {each.name: each for each in _fitting(model, usual)}
-        self._layouts = {self.usual: usual}
+        default = _measured(model, make_prompt_cache(model))
+        self.default = _FLOAT_NAMES[_dtype(default)]
+        self._quantisations = {each.name: each for each in _fitting(model, default)}
+        self._layouts = {self.default: default}
         for name, quantisation in self._quantisations.items():
-            self._layouts[name] = StateLayout(tuple(map(quantisation.layer, usual.layers)))
-        self.can_truncate = usual.can_truncate
+            self._layouts[name] = StateLayout(tuple(map(quantisation.layer, default.layers)))
+        self.can_truncate = default.can_truncate
         self.kv = {name: self._kv_layout(name, fingerprint) for name in self._layouts}
 
     def __getitem__(self, kv_type: KvType) -> StateLayout:
         return self._layouts[kv_type]
 
     def named(self, setting: KvType) -> KvType:
-        """The type that a setting asks for: one of ours, or as GGUF names them, "f16" for the usual
-        one and "q8_0" for 8 bits. Raises ModelError."""
+        """Return the KV type for a setting: one of ours, or a GGUF name such as "f16" for the
+        default and "q8_0" for 8 bits. Raises ModelError."""
         if setting in self._layouts or setting.startswith("f"):
-            return setting if setting in self._layouts else self.usual
+            return setting if setting in self._layouts else self.default
         bits = setting[:2]
         fitting = [name for name in self._layouts if name.startswith(bits)]
-        preferred = f"{bits}_g{DEFAULT_GROUP_SIZE}"
+        preferred = f"{bits}_g64"  # the default of mlx_lm
         if not fitting:
             raise ModelError(
-                f"this model's KV cells cannot be {preferred}: its heads are too narrow for groups "
-                "of values, or its attention does not take them; leave --fp8-kvcache and --kv-bits "
-                "out"
+                f"this model does not support {preferred} KV cells: its heads are too narrow for "
+                "groups of values, or its attention cannot read them; omit --fp8-kvcache and "
+                "--kv-bits"
             )
         return preferred if preferred in fitting else fitting[-1]
 
     def make_caches(self, kv_type: KvType) -> list[Any]:
-        """Empty caches of one sequence."""
+        """Return the empty caches of one sequence."""
         caches: list[Any] = make_prompt_cache(self._model)
-        if kv_type != self.usual:
+        if kv_type != self.default:
             caches = list(map(self._quantisations[kv_type].cache, caches))
         return caches
 
     def transcode(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
-        """A block in the target's type; its checkpoint stays as it is. Raises CorruptBlock."""
+        """Convert a block to another type. Its checkpoint stays as it is. Raises CorruptBlock."""
         if self.kv[target].bits >= self.kv[source].bits:
-            raise ValueError(f"{target} cells hold no less than {source} cells")
+            raise ValueError(f"{target} cells do not have fewer bits than {source} cells")
         reader = Reader(blob)
         parts: list[Part] = [block_header(tokens)]
         for arrays in self._layouts[source].parse_positions(reader, tokens):
@@ -145,7 +142,7 @@ class Layouts:
                 parts += self._quantisations[target].quantised(array)
         checkpoint = bytes(reader.rest())
         if bool(checkpoint) != (resumable and not self.can_truncate):
-            raise CorruptBlock("a block has a checkpoint that it should not have, or the reverse")
+            raise CorruptBlock("a block has an unexpected checkpoint, or lacks one")
         return joined([*parts, checkpoint])
 
     def _kv_layout(self, kv_type: KvType, fingerprint: bytes) -> KvLayout:
@@ -162,8 +159,8 @@ class Layouts:
 
 
 def _measured(model: Any, caches: list[Any]) -> StateLayout:
-    """Shapes and types are known of arrays that are never computed: this costs no more than it
-    takes to describe two steps. Raises ModelError."""
+    """Describe two steps lazily: shapes and types are known without computing. Raises
+    ModelError."""
     check_kinds(caches)
     model(mx.array([_PROBE[:1]]), cache=caches)
     earlier = share(caches, 1)
@@ -171,17 +168,17 @@ def _measured(model: Any, caches: list[Any]) -> StateLayout:
     return StateLayout.of(caches, earlier)
 
 
-def _fitting(model: Any, usual: StateLayout) -> Iterator[Quantisation]:
-    """The quantisations that all layers with positions can have, and the model's attention."""
-    layers = [layer for layer in usual.positions if layer.rows]
+def _fitting(model: Any, default: StateLayout) -> Iterator[Quantisation]:
+    """Yield the quantisations that all layers and the model's attention support."""
+    layers = [layer for layer in default.positions if layer.rows]
     fitting = [each for each in QUANTISATIONS if all(map(each.fits, layers))]
     if layers and fitting and _attends_to_quantised(model, fitting[0]):
         yield from fitting
 
 
 def _attends_to_quantised(model: Any, quantisation: Quantisation) -> bool:
-    """Whether the model's own code takes quantised keys: attention with sinks, or one that computes
-    with a compressed key, does not, and says so in all kinds of ways."""
+    """Return whether the code of the model accepts quantised keys. Attention with sinks, or with
+    compressed keys, fails in various ways."""
     caches = [quantisation.cache(each) for each in make_prompt_cache(model)]
     try:
         model(mx.array([_PROBE]), cache=caches)
@@ -192,7 +189,7 @@ def _attends_to_quantised(model: Any, quantisation: Quantisation) -> bool:
 
 
 def _dtype(layout: StateLayout) -> mx.Dtype:
-    """The type of most of the state: that of keys, or of a recurrent layer's first array."""
+    """Return the type of keys, or of the first array of a recurrent layer."""
     for layer in (*layout.positions, *layout.layers):
         if isinstance(layer, Recurrent):
             found = [slot.dtype for slot in layer.slots if slot and slot.dtype in _FLOAT_NAMES]
@@ -200,4 +197,4 @@ def _dtype(layout: StateLayout) -> mx.Dtype:
             found = [rows.dtype for rows in layer.rows]
         if found:
             return found[0]
-    raise ModelError("this model keeps no state of what it has read")
+    raise ModelError("this model keeps no state")

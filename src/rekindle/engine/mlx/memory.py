@@ -1,4 +1,4 @@
-"""Memory of the device that MLX computes on, and what of it KV state may take."""
+"""Chooses the device, and how much of its memory KV state may take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from rekindle.engine.base import EngineOptions, KvLayout, KvType
 from rekindle.engine.mlx.sequences import PoolSize
 from rekindle.memory import host_free_bytes
 
-LEAST_CONTEXT_TOKENS = 512
-IDLE_SEQUENCES = 32  # idle conversations that may stay on the device beside the active ones
-SPARE_BUFFERS_SHARE = 16  # one in so many bytes of the KV budget is for buffers to be used again
+IDLE_SEQUENCES = 32  # idle conversations that may stay on the device
 
 Device = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class MlxSizes:
     block_tokens: int
     step_tokens: int
     batch_tokens: int
@@ -33,14 +31,14 @@ class Sizes:
 
 
 def choose_device(gpu_layers: int | None) -> Device:
-    """The one that MLX would take; the CPU if no layer is to be on a GPU."""
+    """Return the default device of MLX, or the CPU if no layer may be on a GPU."""
     if gpu_layers == 0:
         mx.set_default_device(mx.Device(mx.cpu))
     return "gpu" if mx.default_device().type == mx.gpu else "cpu"
 
 
 def free_bytes(device: Device) -> int:
-    """Memory that is left where KV state goes."""
+    """Return the free memory of the device that holds KV state."""
     if device == "gpu":
         limit = working_set_bytes()
         if limit is not None:
@@ -49,14 +47,14 @@ def free_bytes(device: Device) -> int:
 
 
 def working_set_bytes() -> int | None:
-    """What a GPU takes without slowing down; None where the device does not say."""
+    """Return the memory that a GPU uses without slowing down, or None if unknown."""
     known = mx.device_info()
     found = known.get("max_recommended_working_set_size") or known.get("total_memory")
     return int(found) if found else None
 
 
 def gpus(device: Device) -> tuple[Gpu, ...]:
-    """The one that MLX computes on, as far as it says what it is."""
+    """Describe the GPU that MLX computes on."""
     known = mx.device_info()
     size = known.get("memory_size") or known.get("total_memory") or 0
     found = Gpu(str(known.get("device_name", "a GPU")), int(size))
@@ -64,7 +62,7 @@ def gpus(device: Device) -> tuple[Gpu, ...]:
 
 
 def wire(device: Device) -> None:
-    """Keep weights and state resident up to the recommended size, as mlx_lm does; only Metal has
+    """Keep weights and state resident up to the recommended size, as mlx_lm does. Only Metal has
     such a limit."""
     limit = mx.device_info().get("max_recommended_working_set_size")
     if device == "gpu" and limit:
@@ -74,36 +72,37 @@ def wire(device: Device) -> None:
 def choose_sizes(
     options: EngineOptions,
     layouts: Mapping[KvType, KvLayout],
-    usual: KvType,
+    default: KvType,
     *,
     trained_tokens: int,
     device: Device,
-) -> Sizes:
-    """Cells of the usual type within the budget; of another, as many as a context at least."""
+) -> MlxSizes:
+    """Spend the budget on cells of the default type. Pools of other types hold at least one
+    context."""
     free = free_bytes(device)
     budget = int(options.kv_fraction * free)
-    layout = layouts[usual]
+    layout = layouts[default]
     sequences = _sequences(options.parallel, layout.checkpoint_bytes, budget)
     fixed_bytes = layout.checkpoint_bytes * (sequences + 1)
     affordable = max(budget - fixed_bytes, 0) // max(layout.token_bytes, 1)
-    context = options.context_tokens or min(trained_tokens, max(affordable, LEAST_CONTEXT_TOKENS))
-    # More than those that run, and as many idle ones, cannot fill.
+    context = options.context_tokens or min(trained_tokens, max(affordable, 512))
+    # Running sequences and the same number of idle ones cannot fill more.
     cells = max(context, min(affordable, 2 * options.parallel * context))
 
     def pool(name: KvType) -> PoolSize:
         token_bytes = max(layouts[name].token_bytes, 1)
-        own = cells if name == usual else max(context, min(cells, affordable // 4))
+        own = cells if name == default else max(context, min(cells, affordable // 4))
         return PoolSize(
             cells=own, context_bytes=context * token_bytes + layouts[name].checkpoint_bytes
         )
 
     pools = {name: pool(name) for name in layouts}
-    exact = min(max((free - budget) // pools[usual].context_bytes, 1), options.parallel)
-    block_tokens, step_tokens, slice_tokens = (256, 512, 2048) if device == "gpu" else (64, 64, 512)
-    return Sizes(
+    exact = min(max((free - budget) // pools[default].context_bytes, 1), options.parallel)
+    block_tokens, step_tokens, chunk_tokens = (256, 512, 2048) if device == "gpu" else (64, 64, 512)
+    return MlxSizes(
         block_tokens=block_tokens,
         step_tokens=step_tokens,
-        batch_tokens=slice_tokens + options.parallel,
+        batch_tokens=chunk_tokens + options.parallel,
         context_tokens=context,
         sequences=sequences,
         exact_sequences=exact,
@@ -113,13 +112,14 @@ def choose_sizes(
 
 
 def _sequences(parallel: int, checkpoint_bytes: int, budget_bytes: int) -> int:
-    """Those that run, and as many idle ones as half of the budget holds the fixed parts of."""
+    """Return the running sequences, and the idle ones whose checkpoints fit in half of the
+    budget."""
     if not checkpoint_bytes:
         return parallel + IDLE_SEQUENCES
     return parallel + min(IDLE_SEQUENCES, budget_bytes // 2 // checkpoint_bytes)
 
 
-def limit_spare_buffers(sizes: Sizes) -> None:
-    """MLX keeps buffers that were freed, to use them again; no more than a share of the budget, or
-    they would become as large as whatever was once held."""
-    mx.set_cache_limit(sizes.budget_bytes // SPARE_BUFFERS_SHARE)
+def limit_spare_buffers(sizes: MlxSizes) -> None:
+    """Limit the freed buffers that MLX keeps for reuse. Otherwise they grow to the peak of memory
+    use."""
+    mx.set_cache_limit(sizes.budget_bytes // 16)

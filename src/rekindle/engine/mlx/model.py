@@ -1,4 +1,4 @@
-"""A model folder in MLX's memory: its weights, and what they say about themselves."""
+"""Loads a model folder into MLX, and fingerprints its state."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from rekindle.errors import ModelError
 from rekindle.models.folder import CONFIG, TOKENIZER, check_folder, read_json, weight_files
 from rekindle.models.safetensors import tensor_names
 
-# ----------------------------------------------------------------------
-# What the bytes of a state depend on beside its tokens and KV type, as one hash.
-#
-# Weights, configuration and adapter; the libraries that compute; what they compute on. Tokenizers
-# are in it, so that a repaired one starts anew; templates are not, as they change no token's
-# state.
-
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-QUANTISATION = "hf_quant_config.json"  # mlx_lm reads it where the configuration says nothing of it
-LIBRARIES = ("mlx", "mlx-lm")
+QUANTISATION = "hf_quant_config.json"  # mlx_lm reads it if the configuration has no quantisation
 
 
 def state_fingerprint(folder: Path, adapter: Path | None) -> bytes:
+    """Hash everything but tokens and KV type that the bytes of a state depend on.
+
+    Includes weights, configuration, adapter, libraries and device. The tokenizer is included, so
+    that a repaired one starts anew. Templates are not: they change no state.
+    """
     files = [folder / CONFIG, folder / TOKENIZER, *weight_files(folder)]
     files += [folder / QUANTISATION] if (folder / QUANTISATION).is_file() else []
     files += [adapter / name for name in ADAPTER_FILES] if adapter else []
@@ -39,8 +36,8 @@ def state_fingerprint(folder: Path, adapter: Path | None) -> bytes:
 
 
 def _numerics() -> tuple[str, ...]:
-    """The BLAS of a CPU chooses its kernels by the processor, so that its name is in it."""
-    versions = tuple(f"{name} {version(name)}" for name in LIBRARIES)
+    """Name the libraries and the device. The BLAS of a CPU chooses kernels by the processor."""
+    versions = tuple(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     device = mx.default_device()
     about = mx.device_info(device)
     names = (f"{about.get(key)}" for key in ("architecture", "device_name"))
@@ -58,19 +55,17 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights in memory, with whatever of their settings others ask for."""
-
     model: Module
     architecture: str
     parameters: int
     quantization: str  # of its weights: "4bit", or their type
     vocabulary_size: int  # of a row of logits
     context_tokens: int  # the longest it was trained for
-    fingerprint: bytes  # states are interchangeable only between equal fingerprints
+    fingerprint: bytes  # of everything but the KV type
 
 
 def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
-    """The model of a folder, with its adapter; raises ModelError when there is none to be had."""
+    """Load a model folder with its adapter; raises ModelError."""
     folder = options.path
     _check(folder, check_folder(folder))
     if options.adapter:
@@ -81,8 +76,8 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
             model = mlx_lm.utils.load_adapters(model, str(options.adapter))
             model.eval()
         _read_weights(model, on_progress)
-        rows = model(mx.zeros((1, 1), mx.uint32))  # never computed: its shape is known without
-    except Exception as error:  # of any kind: a folder that lies may fail anywhere in mlx_lm
+        rows = model(mx.zeros((1, 1), mx.uint32))  # lazy: only its shape is used
+    except Exception as error:  # an inconsistent folder may fail anywhere in mlx_lm
         raise ModelError(
             f"mlx_lm cannot load {folder.name}{_with(options.adapter)}: {_sentence(error)}. Its "
             "files are damaged or do not belong together, or its architecture is newer than the "
@@ -100,12 +95,12 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
 
 
 def _check(folder: Path, tensors: list[str]) -> None:
-    """Refuse what mlx_lm would run, or run out of memory on."""
+    """Refuse models that bring code, or whose configuration would exhaust memory."""
     config = read_json(folder / CONFIG)
     if config.get("model_file") is not None or config.get("trust_remote_code"):
         raise ModelError(
-            f"{folder.name} brings program code of its own (`model_file` in {CONFIG}), which is "
-            "never run. Give a model of an architecture that mlx-lm has built in."
+            f"{folder.name} contains program code (`model_file` in {CONFIG}), which is never run. "
+            "Give a model of an architecture that is built into mlx-lm."
         )
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
@@ -116,7 +111,7 @@ def _check(folder: Path, tensors: list[str]) -> None:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     if _number(config, LAYER_COUNTS) > len(tensors):
-        raise ModelError(f"{folder / CONFIG} tells of more layers than there are tensors.")
+        raise ModelError(f"{folder / CONFIG} names more layers than there are tensors.")
     if glob.escape(str(folder)) != str(folder):
         raise ModelError(f"mlx_lm cannot load from {folder}: rename it without any of * ? [ ]")
 
@@ -125,15 +120,15 @@ def _check_adapter(adapter: Path) -> None:
     about, weights = (adapter / name for name in ADAPTER_FILES)
     if not about.is_file() or not weights.is_file():
         raise ModelError(
-            f"{adapter} is no adapter: it needs {about.name} and {weights.name}, as mlx_lm.lora "
-            "writes them"
+            f"{adapter} is not an adapter: it needs {about.name} and {weights.name}, which "
+            "mlx_lm.lora writes"
         )
     read_json(about)
     tensor_names(weights)
 
 
 def _read_weights(model: Module, on_progress: OnProgress) -> None:
-    """Bring the weights, which so far are promises, from the files."""
+    """Read the weights from the files. Until now the arrays are lazy."""
     arrays = _arrays(model)
     total_bytes = sum(array.nbytes for array in arrays)
     done_bytes = 0
@@ -149,10 +144,10 @@ def _arrays(model: Module) -> list[mx.array]:
 
 
 def _parameters(model: Module) -> int:
-    """Quantised weights count as many as they stand for; 0 where that is not known."""
+    """Count quantised weights by the number of values. Returns 0 if that is unknown."""
     try:
         return int(mlx_lm.utils.get_total_parameters(model))
-    except Exception:  # a layer of a kind of its own: the number is for people alone
+    except Exception:  # an unknown kind of layer; the number is only shown
         return 0
 
 
@@ -166,8 +161,8 @@ def _quantization(model: Module, config: dict[str, Any]) -> str:
 
 
 def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:
-    """The first of these numbers that the model gives, of its text part where it has one; else
-    0."""
+    """Return the first of these settings that is a positive number, else 0. Looks into the text
+    part too."""
     text = config.get("text_config")
     places = (config, text) if isinstance(text, dict) else (config,)
     found = (place.get(name) for place in places for name in names)
@@ -179,5 +174,5 @@ def _with(adapter: Path | None) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What it says, in one line of bounded length."""
+    """Return the message as one line of limited length."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")

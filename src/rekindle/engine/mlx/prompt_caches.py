@@ -1,18 +1,22 @@
-"""State in files that mlx_lm reads with `load_prompt_cache` and writes with `save_prompt_cache`.
+"""Reads and writes files that mlx_lm exchanges with `load_prompt_cache` and `save_prompt_cache`.
 
-Such a file has the arrays and numbers of each layer's cache, and the names of their classes; it
-does not say which tokens they are of. Ours say so in their metadata, with the state's fingerprint.
+Such a file has the arrays and numbers of the cache of each layer, and the names of their classes.
+It does not say which tokens they belong to. Our files add the tokens and the fingerprint of the
+state to the metadata.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -36,17 +40,17 @@ from rekindle.engine.mlx.layers import (
     set_buffers,
 )
 from rekindle.engine.mlx.layouts import Layouts
-from rekindle.engine.mlx.safetensors_file import SafetensorsFile
 from rekindle.engine.mlx.state import StateLayout, truncate
 from rekindle.errors import BadRequest, NoMemory
+from rekindle.models.safetensors import InvalidSafetensors, read_header
 
 TOKENS, STATE = "rekindle_tokens", "rekindle_state"  # in the metadata
-_MOST_ENTRIES = 64  # of the metadata for each layer, or of a program's own; few have more than 12
-_SETTINGS = ("group_size", "bits", "keep", "max_size", "chunk_size")  # numbers of the model's own
+_MAX_ENTRIES = 64  # of the metadata per layer, or of a program; few have more than 12
+_SETTINGS = ("group_size", "bits", "keep", "max_size", "chunk_size")  # fixed by the model
 
 
 class PromptCaches:
-    """Files of a model's state of one KV type."""
+    """Prompt cache files of one KV type of a model."""
 
     suffix = ".safetensors"
 
@@ -58,16 +62,16 @@ class PromptCaches:
     def writer(self) -> PromptCacheWriter:
         return PromptCacheWriter(self._layouts, self._kv_type)
 
-    def read(self, path: Path) -> ReadState:
-        """The state in a file, which is checked and not yet read; raises BadRequest."""
+    def read(self, path: Path) -> PromptCacheState:
+        """Check a file and return its state, which is not read yet; raises BadRequest."""
         layout = self._layouts[self._kv_type]
-        file = SafetensorsFile(path, _MOST_ENTRIES * (1 + len(layout.layers)))
+        file = _ArrayFile(path, _MAX_ENTRIES * (1 + len(layout.layers)))
         tokens = _tokens(file)
         fingerprint = self._layouts.kv[self._kv_type].fingerprint.hex()
         if file.metadata.get(f"0.{STATE}", fingerprint) != fingerprint:
             raise BadRequest(
-                "This is state of another model, of other weights or adapters of it, or of another "
-                "version of MLX: it can be of no use here.",
+                "This state belongs to another model, to other weights or adapters, or to another "
+                "version of MLX, so it cannot be used here.",
                 param="file",
             )
         caches = self._layouts.make_caches(self._kv_type)
@@ -77,11 +81,11 @@ class PromptCaches:
         if f"1.{len(caches)}" in file.metadata:
             raise BadRequest(f"The file has more than the {len(caches)} layers of this model.")
         _check_count(caches, tokens)
-        return ReadState(layout, caches, tokens, partial(reader.fill, self._free_bytes))
+        return PromptCacheState(layout, caches, tokens, partial(reader.fill, self._free_bytes))
 
 
 class PromptCacheWriter:
-    """Blocks become a file; nothing of it lies in the engine's pool."""
+    """Collects blocks in its own caches, outside the engine's pool, and writes them to a file."""
 
     def __init__(self, layouts: Layouts, kv_type: KvType) -> None:
         self._layouts = layouts
@@ -90,14 +94,15 @@ class PromptCacheWriter:
         self._length = 0
 
     def append(self, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """Raises CorruptBlock."""
+        """Append a block; raises CorruptBlock."""
         start, self._length = self._length, self._length + tokens
         self._layouts[self._kv_type].restore_block(
             self._caches, blob, start, self._length, resumable=resumable
         )
 
     def save(self, path: Path, tokens: Seq[int]) -> None:
-        """Write the state of these tokens: all that was appended, or less where it can be cut."""
+        """Write the state of these tokens: all that was appended, or fewer if state can be
+        truncated."""
         if len(tokens) < self._length:
             truncate(self._caches, len(tokens))
         known = {
@@ -108,7 +113,7 @@ class PromptCacheWriter:
 
 
 def _compact(cache: Any) -> Any:
-    """The cache without room to grow, of a class that mlx_lm knows."""
+    """Return the cache without spare capacity, as a class that mlx_lm knows."""
     if isinstance(cache, CacheList):
         return CacheList(*map(_compact, cache.caches))
     if isinstance(cache, KVCache | QuantizedKVCache):
@@ -121,9 +126,9 @@ def _compact(cache: Any) -> Any:
     return cache
 
 
-class ReadState:
-    """State in a file. Its arrays are read, into caches of its own, when the first block is asked
-    for: whoever asks may refuse the tokens before."""
+class PromptCacheState:
+    """The state in a file. Its arrays are read when the first block is exported, because the caller
+    may refuse the tokens before."""
 
     def __init__(
         self,
@@ -138,7 +143,7 @@ class ReadState:
         self._fill: Callable[[], None] | None = fill
 
     def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """A block of it; `resumable` at its end alone. Raises NoMemory."""
+        """Export a block; `resumable` only at the end. Raises NoMemory."""
         if self._fill is not None:
             self._fill()
             self._fill = None
@@ -146,9 +151,9 @@ class ReadState:
 
 
 def _check_count(caches: list[Any], tokens: list[int]) -> None:
-    """Refuse state of another number of tokens than are named."""
+    """Refuse state whose number of tokens differs from the named tokens."""
     held = {cache.offset for cache in leaves(caches) if not isinstance(cache, ArraysCache)}
-    held -= {0} if len(held) > 1 else set()  # of a cache that the model does not use
+    held -= {0} if len(held) > 1 else set()  # a cache that the model does not use
     if len(held) > 1:
         raise BadRequest("The layers of this file hold different numbers of tokens.")
     count = held.pop() if held else len(tokens)
@@ -159,20 +164,20 @@ def _check_count(caches: list[Any], tokens: list[int]) -> None:
 
 
 class _CacheReader:
-    """Fills the caches of a model from a file, each as its layer must be."""
+    """Checks the caches in a file against the layers of a model, and fills the caches."""
 
-    def __init__(self, file: SafetensorsFile, layers: Seq[Layer], tokens: int) -> None:
+    def __init__(self, file: _ArrayFile, layers: Seq[Layer], tokens: int) -> None:
         self._file = file
         self._layers = iter(layers)
         self._tokens = tokens
-        self._checked: list[tuple[Any, list[str | None]]] = []  # caches and names of their arrays
+        self._checked: list[tuple[Any, list[str | None]]] = []  # and names of arrays
         known = file.metadata
         self._none = {
             known.get(f"2.{n}.0") for n in range(1, len(known)) if known.get(f"2.{n}.1") == "none"
         }
 
     def fill(self, free_bytes: Callable[[], int]) -> None:
-        """Read the arrays of the caches that were checked; raises NoMemory."""
+        """Read the arrays of the checked caches; raises NoMemory."""
         all_names = [name for _, names in self._checked for name in names if name]
         needed_bytes = sum(map(self._file.size_bytes, all_names))
         if free_bytes() < needed_bytes:
@@ -189,8 +194,8 @@ class _CacheReader:
         if name != expected:
             raise BadRequest(
                 f"Layer {place} of the file is a {name or 'missing one'}, in this model it is a "
-                f"{expected}. Files with quantised keys, or made with a limited cache size, are "
-                "not taken.",
+                f"{expected}. Files with quantised keys or with a limited cache size are not "
+                "supported.",
                 param="file",
             )
         if isinstance(cache, CacheList):
@@ -240,7 +245,7 @@ class _CacheReader:
 
 
 def _numbers(cache: Any) -> tuple[str, ...]:
-    """What `state` of a cache has behind its arrays."""
+    """Return the names of the numbers that follow the arrays in the `state` of a cache."""
     match cache:
         case QuantizedKVCache():
             return "offset", "group_size", "bits"
@@ -252,7 +257,7 @@ def _numbers(cache: Any) -> tuple[str, ...]:
 
 
 def _is_sound(cache: Any, length: int) -> bool:
-    """Whether the numbers of a cache agree with buffers of a length."""
+    """Return whether the numbers of a cache agree with the length of its buffers."""
     offset, most = cache.offset, getattr(cache, "max_size", length)
     if isinstance(cache, RotatingKVCache):
         is_in_order = cache._idx in (length, offset) and cache._idx <= length
@@ -264,16 +269,16 @@ def _is_sound(cache: Any, length: int) -> bool:
     return bool(0 < offset <= length)
 
 
-def _tokens(file: SafetensorsFile) -> list[int]:
+def _tokens(file: _ArrayFile) -> list[int]:
     try:
         found = json.loads(file.metadata.get(f"0.{TOKENS}", "null"))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not found or not all(type(each) is int for each in found):
         raise BadRequest(
-            "The file does not say which tokens its state is of, and reuse is decided by comparing "
-            "tokens. Name them: `rekindle cache import FILE --tokens tokens.json`, or --prompt "
-            "with the text that was given to mlx_lm.cache_prompt.",
+            "The file does not say which tokens its state belongs to, and reuse is decided by "
+            "comparing tokens. Name them: `rekindle cache import FILE --tokens tokens.json`, or "
+            "--prompt with the text that was given to mlx_lm.cache_prompt.",
             param="file",
         )
     return found
@@ -283,3 +288,68 @@ def _misfit(place: str) -> BadRequest:
     return BadRequest(
         f"Layer {place} of the file has another shape or type than this model's.", param="file"
     )
+
+
+_DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16,
+    "U32": mx.uint32, "I32": mx.int32, "U64": mx.uint64, "I64": mx.int64,
+    "F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32,
+}  # fmt: skip
+
+
+class _ArrayFile:
+    """The arrays of an uploaded safetensors file; raises BadRequest if it is not one.
+
+    The header is checked now. An array is read when it is asked for.
+    """
+
+    def __init__(self, path: Path, max_entries: int) -> None:
+        """`max_entries` limits the arrays, and the entries of the metadata."""
+        try:
+            header = read_header(path, max_header_bytes=32 << 20)
+        except InvalidSafetensors as error:
+            raise _invalid(str(error)) from None
+        self._path = path
+        self._tensors, self.metadata = header.tensors, header.metadata
+        if max(len(self.metadata), len(self._tensors)) > max_entries:
+            raise _invalid("it has more arrays or metadata than state of this model")
+        if any(tensor.dtype not in _DTYPES for tensor in self._tensors.values()):
+            raise _invalid("it has an array of an unsupported type")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise _invalid(f"{name} is missing")
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> mx.Dtype:
+        return _DTYPES[self._tensors[name].dtype]
+
+    def size_bytes(self, name: str) -> int:
+        return self._tensors[name].size_bytes
+
+    def array(self, name: str) -> mx.array:
+        shape, dtype, tensor = self.shape(name), self.dtype(name), self._tensors[name]
+        if not tensor.size_bytes:
+            return mx.zeros(shape, dtype)
+        raw = np.memmap(self._path, np.uint8, "r", tensor.start, (tensor.size_bytes,))
+        return mx.array(raw).view(dtype).reshape(shape)
+
+    def number(self, name: str) -> int:
+        """Read an integer that is stored as an array of one."""
+        integers = (mx.int32, mx.int64, mx.uint32)
+        if math.prod(self.shape(name)) != 1 or self.dtype(name) not in integers:
+            raise _invalid(f"{name} is not an integer")
+        found: Any = self.array(name).item()
+        return int(found)
+
+    def text(self, name: str) -> str:
+        """Read a short text that is stored as an array of character codes."""
+        shape = self.shape(name)
+        if len(shape) != 1 or shape[0] > 64:
+            raise _invalid(f"{name} is not a text")
+        found: Any = self.array(name).tolist()
+        return bytes(each for each in found if 0 <= each < 128).decode()
+
+
+def _invalid(reason: str) -> BadRequest:
+    return BadRequest(f"This is not a prompt cache in safetensors format: {reason}.", param="file")

@@ -1,6 +1,7 @@
-"""Quantised keys and values of several sequences, one row each: the batch form that mlx_lm has of
-other caches. Shorter rows are padded on the left; `mlx_lm.models.base` computes attention from it
-because it has `bits`.
+"""Holds quantised keys and values of several sequences: the batch form that mlx_lm lacks.
+
+Shorter rows are padded on the left. `mlx_lm.models.base` uses quantised attention because the class
+has `bits`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import QuantizedKVCache
 
-_STEP = 256  # positions that buffers grow by, as in mlx_lm
+from rekindle.engine.mlx.layers import STEP
 
 
 class MergingQuantizedKVCache(QuantizedKVCache):  # type: ignore[misc]  # mlx_lm has no types
-    """mlx_lm's, which can join a batch."""
+    """mlx_lm's cache, which can join a batch."""
 
     def size(self) -> int:
         return int(self.offset)
@@ -27,13 +28,14 @@ class MergingQuantizedKVCache(QuantizedKVCache):  # type: ignore[misc]  # mlx_lm
 
 
 class BatchQuantizedKVCache:
-    """`offset` is what rows have, `left_padding` what lies before them, in positions."""
+    """One row per sequence. `offset` counts the positions of each row, `left_padding` the padding
+    before it."""
 
     def __init__(self, left_padding: Seq[int], group_size: int, bits: int) -> None:
         self.group_size = group_size
         self.bits = bits
         self._buffers: list[mx.array] = []  # packed, scales and biases of keys, then of values
-        self._length = 0  # positions of the longest row, and of padding and row of the others
+        self._length = 0  # positions of a row including its padding
         self.offset = self.left_padding = mx.array([])
         self._set_padding(left_padding)
 
@@ -94,7 +96,7 @@ class BatchQuantizedKVCache:
         return tuple(held[:3]), tuple(held[3:])
 
     def filter(self, batch_indices: Seq[int]) -> None:
-        """Keep these rows, and drop what was padding of all of them."""
+        """Keep these rows, and drop padding that all of them have."""
         padding = [self._padding[row] for row in batch_indices]
         least, rows = min(padding), mx.array(list(batch_indices))
         self._buffers = [each[rows][..., least:, :] for each in self._buffers]
@@ -102,11 +104,11 @@ class BatchQuantizedKVCache:
         self._set_padding([each - least for each in padding])
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Take in the rows of another batch."""
+        """Add the rows of another batch."""
         self._join([self, other])
 
     def _join(self, batches: Seq[BatchQuantizedKVCache]) -> None:
-        """Have the rows of all these; they end at the same place."""
+        """Take over the rows of all these batches. Rows are aligned at their ends."""
         length = max(each._length for each in batches)
         if known := next((each._buffers for each in batches if each._buffers), None):
             placed = [each._placed_to(length, known) for each in batches]
@@ -116,7 +118,7 @@ class BatchQuantizedKVCache:
         self._set_padding(padding)
 
     def extract(self, idx: int) -> MergingQuantizedKVCache:
-        """A cache with a copy of one row."""
+        """Return a cache with a copy of one row."""
         cache = MergingQuantizedKVCache(group_size=self.group_size, bits=self.bits)
         start = self._padding[idx]
         cache.offset = self._length - start
@@ -129,25 +131,25 @@ class BatchQuantizedKVCache:
         return cache
 
     def _set_padding(self, padding: Seq[int]) -> None:
-        """Python's own numbers, so that nothing has to be waited for, and arrays for the model."""
+        """Keep Python numbers, which need no synchronisation, and arrays for the model."""
         self._padding = list(padding)
         self.left_padding = mx.array(self._padding)
         self.offset = mx.array([self._length - each for each in self._padding])
 
     def _placed_to(self, length: int, known: list[mx.array]) -> list[mx.array]:
-        """Buffers whose rows end at a place, with room to go on; `known` are buffers of this kind,
-        for rows that have none yet."""
+        """Return buffers whose rows end at `length`, with spare capacity. `known` gives the shapes
+        if this batch has no buffers yet."""
         rows, capacity = len(self._padding), _capacity(length)
         held = self._buffers or [mx.zeros((rows, *each.shape[1:]), each.dtype) for each in known]
         return [_placed(each, self._length, length - self._length, capacity) for each in held]
 
 
 def _capacity(length: int) -> int:
-    """Whole steps, with room for one position more."""
-    return (length // _STEP + 1) * _STEP
+    """Round up to whole steps, with room for at least one more position."""
+    return (length // STEP + 1) * STEP
 
 
 def _placed(array: mx.array, length: int, left: int, capacity: int) -> mx.array:
-    """The first positions of a buffer, moved by `left`, in a buffer of another capacity."""
+    """Move the first positions of a buffer by `left`, into a buffer of another capacity."""
     right = capacity - length - left
     return mx.pad(array[..., :length, :], [(0, 0), (0, 0), (left, right), (0, 0)])

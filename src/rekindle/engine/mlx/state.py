@@ -1,8 +1,8 @@
-"""The state of one sequence, in mlx_lm's caches, as blocks and checkpoints.
+"""Exports and restores the state of a sequence in mlx_lm's caches.
 
-A block is a header and, layer by layer, keys and values of a range of positions, of the layers that
-have them for every position. What the other layers hold (a window, recurrent state) is of the end
-of the sequence alone: a checkpoint, which a resumable block has behind its positions.
+A block is a header and, layer by layer, the keys and values of a range of positions. The state of
+other layers (windows, recurrent state) belongs to the end of the sequence. It is the checkpoint of
+a resumable block, and follows the positions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rekindle.errors import CorruptBlock
 
 _MAGIC = b"RKmx"
 _HEADER = struct.Struct("<4sI")  # magic, positions
-_CHECKPOINT = struct.Struct("<Q")  # the position it is of
+_CHECKPOINT = struct.Struct("<Q")  # its position
 
-Caches = Seq[Any]  # one for each layer, of one sequence
+Caches = Seq[Any]  # of one sequence, one for each layer
 
 
 def block_header(tokens: int) -> bytes:
@@ -44,19 +44,19 @@ def block_header(tokens: int) -> bytes:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What blocks of a model's state are like. Whatever is read is checked before caches change."""
+    """The layout of blocks. Everything is checked before caches change."""
 
     layers: tuple[Layer, ...]
 
     @classmethod
     def of(cls, caches: Caches, earlier: Caches) -> StateLayout:
-        """The layout of caches in use; `earlier` shares their state before the last step."""
+        """Derive the layout from used caches. `earlier` shares their state before the last step."""
         pairs = zip(leaves(caches), leaves(earlier), strict=True)
         return cls(tuple(layer_of(cache, before) for cache, before in pairs))
 
     @cached_property
     def positions(self) -> tuple[Positions, ...]:
-        """The layers that blocks hold."""
+        """The layers that store every position."""
         return tuple(each for each in self.layers if isinstance(each, Positions))
 
     @cached_property
@@ -73,16 +73,17 @@ class StateLayout:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint takes at most: that of a window which is not full takes less."""
+        """Largest size of a checkpoint. One of a window that is not full is smaller."""
         if self.can_truncate:
             return 0
-        ends = (each.most_bytes for each in self.layers if not isinstance(each, Positions))
+        ends = (each.max_bytes for each in self.layers if not isinstance(each, Positions))
         return _CHECKPOINT.size + sum(ends)
 
     def export_block(
         self, caches: Caches, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
-        """Positions [start, stop); `resumable` adds a checkpoint, for which `stop` is the end."""
+        """Export positions [start, stop). `resumable` adds a checkpoint, and `stop` has to be the
+        end."""
         parts: list[Part] = [block_header(stop - start)]
         ends: list[Part] = [_CHECKPOINT.pack(stop)]
         for layer, cache in zip(self.layers, leaves(caches), strict=True):
@@ -95,7 +96,7 @@ class StateLayout:
     def restore_block(
         self, caches: Caches, blob: Blob, start: int, stop: int, *, resumable: bool = False
     ) -> None:
-        """Append positions [start, stop), and go on from the checkpoint; raises CorruptBlock."""
+        """Append positions [start, stop), and resume from the checkpoint; raises CorruptBlock."""
         reader = Reader(blob)
         arrays = iter(self.parse_positions(reader, stop - start))
         ends = iter(self._parse_checkpoint(reader, stop) if resumable else ())
@@ -108,23 +109,25 @@ class StateLayout:
         mx.eval([cache.state for cache in leaves(caches)])
 
     def parse_positions(self, reader: Reader, tokens: int) -> list[list[mx.array]]:
-        """The arrays that a block has of each layer with positions; raises CorruptBlock."""
+        """Return the arrays of each layer with positions; raises CorruptBlock."""
         if reader.unpack(_HEADER) != (_MAGIC, tokens):
-            raise CorruptBlock(f"this is no block of {tokens} tokens")
+            raise CorruptBlock(f"this is not a block of {tokens} tokens")
         return [layer.parse(reader, tokens) for layer in self.positions]
 
     def _parse_checkpoint(self, reader: Reader, position: int) -> list[Any]:
         if self.can_truncate:
             return []
         if reader.unpack(_CHECKPOINT) != (position,):
-            raise CorruptBlock("a checkpoint is of another position")
+            raise CorruptBlock("a checkpoint belongs to another position")
         ends = (each for each in self.layers if not isinstance(each, Positions))
         return [layer.parse(reader, position) for layer in ends]
 
 
 def share(caches: Caches, tokens: int) -> list[Any]:
-    """Caches with the first `tokens` of others, which must be all of them where state cannot be
-    truncated. They refer to the same memory; who writes first copies what it keeps."""
+    """Return caches with the first `tokens` of others: all of them if state cannot be truncated.
+
+    They refer to the same memory. The first writer copies what it keeps.
+    """
     return [_shared(cache, tokens) for cache in caches]
 
 
@@ -135,17 +138,17 @@ def _shared(cache: Any, tokens: int) -> Any:
     elif isinstance(cache, ArraysCache):
         twin.cache = [None if each is None else copy.copy(each) for each in cache.cache]
     elif isinstance(cache, KVCache | QuantizedKVCache):
-        if buffers(cache):  # a cut of the buffer: a writer copies no more than it shares
+        if buffers(cache):  # a slice, so that a writer copies only what it shares
             set_buffers(twin, [each[..., :tokens, :] for each in buffers(cache)])
             twin.offset = tokens
     else:
-        # An array is written in place: each cache needs handles of its own.
+        # Arrays are written in place, so each cache needs its own handles.
         set_buffers(twin, [copy.copy(each) for each in buffers(cache)])
     return twin
 
 
 def truncate(caches: Caches, tokens: int) -> None:
-    """Forget everything after the first `tokens`; only 0 where state cannot be truncated."""
+    """Forget everything after the first `tokens`; only 0 if state cannot be truncated."""
     for cache in leaves(caches):
         if isinstance(cache, KVCache | QuantizedKVCache) and tokens:
             cache.offset = min(cache.offset, tokens)

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the tokenizer.json of a model folder."""
+"""Converts text to tokens and back with the tokenizer.json of a model folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from tokenizers import Tokenizer as NativeTokenizer
 from rekindle.errors import BadRequest, ModelError
 from rekindle.models.folder import CONFIG, TOKENIZER, read_json
 
-# ----------------------------------------------------------------------
-# The bytes that a token stands for, by the decoder that tokenizer.json describes.
-
-Spelled = Callable[[str], bytes]  # from a token as the vocabulary spells it
+Spelled = Callable[[str], bytes]  # from the spelling of a token in the vocabulary
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_spellings() -> dict[str, int]:
-    """GPT-2's printable character for each byte, the other way round."""
+    """Return the inverse of GPT-2's table of printable characters for bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     named = {chr(byte): byte for byte in printable}
@@ -34,7 +31,8 @@ _BYTES = byte_spellings()
 
 
 def piece_decoder(decoder: Any) -> Spelled:
-    """How tokens become bytes; raises ModelError where that depends on their neighbours."""
+    """Build the function that turns a token into bytes; raises ModelError if bytes depend on
+    neighbours."""
     steps = list(_steps(decoder))
     if any(step["type"] == "ByteLevel" for step in steps):
         return _from_byte_level
@@ -55,11 +53,11 @@ def _from_byte_level(text: str) -> bytes:
     try:
         return bytes(_BYTES[character] for character in text)
     except KeyError:
-        return text.encode()  # added to the vocabulary as it is
+        return text.encode()  # an added token
 
 
 def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
-    """The decoders of a sequence, one after the other."""
+    """Yield the decoders of a nested sequence in order."""
     if decoder is None:
         return
     if not isinstance(decoder, dict):
@@ -72,13 +70,13 @@ def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """What a decoder puts in place of what."""
+    """Return the replacement that a decoder makes, if any."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return old, new
         case {"type": "Metaspace", "replacement": str(old)} if old:
             return old, " "
-        case {"type": "ByteFallback" | "Fuse" | "Strip"}:  # the last two are of whole texts
+        case {"type": "ByteFallback" | "Fuse" | "Strip"}:  # Fuse and Strip apply to whole texts
             return None
     raise _unknown(step["type"])
 
@@ -90,15 +88,9 @@ def _unknown(kind: object) -> ModelError:
     )
 
 
-# ----------------------------------------------------------------------
-# The chat template of a model folder, wherever its publisher put it.
-
-MAX_TEMPLATE_BYTES = 1 << 20
-PREFERRED = ("default", "tool_use")  # of several templates, by name
-
-
 def read_chat_template(folder: Path) -> str | None:
-    """In the order in which transformers looks; None: the model has none."""
+    """Read the chat template from the places where transformers looks, in its order. None if there
+    is none."""
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         return _bounded(alone)
@@ -117,7 +109,7 @@ def _bounded(path: Path) -> str:
 
 
 def _chosen(template: Any) -> str | None:
-    """The template itself, or one of those that have names."""
+    """Return the template, or one of several named templates."""
     if not isinstance(template, list):
         return template if isinstance(template, str) else None
     named = {
@@ -125,11 +117,12 @@ def _chosen(template: Any) -> str | None:
         for each in template
         if isinstance(each, dict) and isinstance(each.get("template"), str) and "name" in each
     }
-    chosen = (named[name] for name in (*PREFERRED, *named) if name in named)
+    chosen = (named[name] for name in ("default", "tool_use", *named) if name in named)
     return next(chosen, None)
 
 
-#: Control tokens that end a turn, whatever the settings say, as in llama.cpp.
+MAX_TEMPLATE_BYTES = 1 << 20
+#: Control tokens that always end a turn, as in llama.cpp.
 END_TEXTS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "</s>",
@@ -137,7 +130,7 @@ END_TEXTS = {
 
 
 def load_tokenizer(folder: Path, vocabulary_size: int | None = None) -> FolderTokenizer:
-    """The tokenizer of a model with so many logits; None: as many as it has tokens. Raises
+    """Load the tokenizer of a model with `vocabulary_size` logits (None: one per token). Raises
     ModelError."""
     raw, about, config, generation = (
         read_json(folder / name) if (folder / name).is_file() else {}
@@ -153,7 +146,7 @@ def load_tokenizer(folder: Path, vocabulary_size: int | None = None) -> FolderTo
 
 
 class FolderTokenizer:
-    """Thread-safe: what is native is never changed after it has been made."""
+    """Thread-safe, because the native tokenizers never change after construction."""
 
     def __init__(
         self,
@@ -163,11 +156,11 @@ class FolderTokenizer:
         vocabulary_size: int | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """`raw` is tokenizer.json, `about` tokenizer_config.json, and `configs` name end tokens."""
+        """`raw` is tokenizer.json, `about` is tokenizer_config.json, `configs` name end tokens."""
         self.chat_template = chat_template
         added = _usable_tokens(raw, vocabulary_size)
         raw = raw | {"added_tokens": added, "truncation": None, "padding": None}
-        raw["model"] = raw["model"] | {"dropout": None}  # chance has no place in a prompt
+        raw["model"] = raw["model"] | {"dropout": None}  # encoding has to be deterministic
         self._special, self._plain = _native(raw), _native(raw)
         self._plain.encode_special_tokens = True  # as text
         texts: dict[str, int] = self._special.get_vocab()
@@ -193,7 +186,7 @@ class FolderTokenizer:
     def _named(
         self, about: dict[str, Any], name: str, configs: Iterable[dict[str, Any]]
     ) -> int | None:
-        """The token that has this part: by its text, or else by its id."""
+        """Return the token with this role, by its text or else by its id."""
         given = about.get(name)
         text = given.get("content") if isinstance(given, dict) else given
         token = self._special.token_to_id(text) if isinstance(text, str) else None
@@ -207,30 +200,30 @@ class FolderTokenizer:
         return said if isinstance(said, bool) else self._special.encode("a").ids[:1] == [self.bos]
 
     def _ends(self, configs: Iterable[dict[str, Any]]) -> frozenset[int]:
-        """Tokens by which the model ends its turn."""
+        """Tokens that end a turn of the model."""
         named = {token for text, token in self.control_texts.items() if text in END_TEXTS}
         ids = [*_ids(configs, "eos_token_id"), *named, self.eos]
         return frozenset(token for token in ids if token is not None and token in self._texts)
 
     @cached_property
     def longest_bytes(self) -> int:
-        """The most bytes of text that one token can stand for."""
+        """Largest number of bytes of text that one token stands for."""
         return max((len(text.encode()) for text in self._texts.values()), default=1) or 1
 
     def text(self, token: int | None) -> str:
-        """The token as the vocabulary spells it; empty for none."""
+        """Return the token as the vocabulary spells it, or an empty text for None."""
         return "" if token is None else self._texts.get(token, "")
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Tokens without BOS; `special` lets control-token text become control tokens."""
-        text = text.encode("utf-8", errors="replace").decode()  # half a character has no UTF-8 form
+        """Tokenize without BOS. With `special`, the text of a control token becomes that token."""
+        text = text.encode("utf-8", errors="replace").decode()  # a lone surrogate has no UTF-8 form
         if not special:
             return self._encode_plain(text)
         ids: list[int] = self._special.encode(text, add_special_tokens=False).ids
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        """A vocabulary may spell a control token out of ordinary text; such text is cut apart."""
+        """Tokenize as text. If ordinary merges spell a control token, split the text there."""
         found = self._plain.encode(text, add_special_tokens=False)
         ids: list[int] = found.ids
         if self._control.isdisjoint(ids):
@@ -244,7 +237,7 @@ class FolderTokenizer:
         return [token for start, stop in parts for token in self._encode_plain(text[start:stop])]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """A token's bytes; a control token has none unless `special`."""
+        """Return the bytes of a token. A control token has none unless `special`."""
         if token in self._hidden and not special:
             return b""
         text = self.text(token)
@@ -252,7 +245,7 @@ class FolderTokenizer:
 
 
 def _usable_tokens(raw: dict[str, Any], vocabulary_size: int | None) -> list[dict[str, Any]]:
-    """The added tokens that the model knows: some have one more for padding, never used."""
+    """Return the added tokens that have a logit. Some vocabularies add an unused padding token."""
     added: list[dict[str, Any]] = raw.get("added_tokens") or []
     return [each for each in added if vocabulary_size is None or each["id"] < vocabulary_size]
 
@@ -261,14 +254,14 @@ def _native(raw: dict[str, Any]) -> Any:
     try:
         return NativeTokenizer.from_str(json.dumps(raw))
     except BaseException as error:
-        # The library raises Exception itself, and for its own bugs what is no Exception at all.
+        # The library raises plain Exception, and a PanicException (a BaseException) for bugs.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(str(error)) from error
         raise
 
 
 def _ids(configs: Iterable[dict[str, Any]], name: str) -> list[int]:
-    """Every id that the settings give under a name: alone, or several in a list."""
+    """Return every id that the settings give under a name, as a number or a list."""
     texts = (config.get("text_config") for config in configs)
     places = [*configs, *(each for each in texts if isinstance(each, dict))]
     given = (place.get(name) for place in places)
