@@ -51,7 +51,6 @@ def test_the_tensors_of_a_valid_file_are_listed(tmp_path: Path) -> None:
         ({"a": WHOLE | {"dtype": {}}}, "unknown type"),
         ({"a": []}, "not described"),
         ({"a": WHOLE, "b": WHOLE}, "overlap"),
-        ({"a": WHOLE, "__metadata__": {"format": 1}}, "metadata"),
         ([], "not a JSON object"),
         (b"{", "not JSON"),
         (b"[" * 100_000, "not JSON"),

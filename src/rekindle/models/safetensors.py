@@ -40,7 +40,7 @@ class TensorInfo:
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
     tensors: dict[str, TensorInfo]  # they do not overlap, and are inside the file
-    metadata: dict[str, str]
+    metadata: dict[str, Any]  # as written: programs also write null, or values of other types
 
 
 def tensor_names(path: Path) -> list[str]:
@@ -69,9 +69,7 @@ def read_header(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> Safeten
         if len(start) < LENGTH_BYTES or header_bytes > min(max_header_bytes, file_bytes):
             raise InvalidSafetensors("its header is longer than the file or than the limit")
         header = _parse(file.read(header_bytes))
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise InvalidSafetensors("its metadata are not texts")
+    metadata = header.pop(METADATA, None)
     data_start = LENGTH_BYTES + header_bytes
     tensors = {name: _tensor(each, data_start, file_bytes) for name, each in header.items()}
     stop = 0
@@ -79,7 +77,7 @@ def read_header(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> Safeten
         if tensor.start < stop:
             raise InvalidSafetensors("its tensors overlap")
         stop = tensor.start + tensor.size_bytes
-    return SafetensorsHeader(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata if isinstance(metadata, dict) else {})
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

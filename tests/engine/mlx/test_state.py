@@ -129,10 +129,10 @@ def test_a_checkpoint_is_of_the_end_alone() -> None:
 def test_no_position_is_read_that_is_not_there_nor_left_out() -> None:
     _, layouts, caches = used("llama", 30)
     layout = layouts[layouts.default]
-    with pytest.raises(ValueError, match="holds 30"):
+    with pytest.raises(ValueError, match="cache of 30 positions"):
         layout.export_block(caches, 16, 31)
     blob = layout.export_block(caches, 16, 30)
-    with pytest.raises(ValueError, match="behind 0"):
+    with pytest.raises(ValueError, match="to a cache of 0"):
         layout.restore_block(layouts.make_caches(layouts.default), blob, 16, 30)
 
 

@@ -143,7 +143,7 @@ class DecodingBatches:
     ) -> list[tuple[DecodingBatch | None, list[MlxSequence]]]:
         """Assign the sequences of a step to batches, by their lengths after it. A single sequence
         needs none. All other sequences get their own caches back."""
-        groups = by_length(lengths, spare=STEP) if self._pads else [list(lengths)]
+        groups = by_length(lengths, STEP) if self._pads else [list(lengths)]
         free = self._batches
         self._batches = []
         arranged: list[tuple[DecodingBatch | None, list[MlxSequence]]] = []

@@ -310,7 +310,10 @@ class _ArrayFile:
         except InvalidSafetensors as error:
             raise _invalid(str(error)) from None
         self._path = path
-        self._tensors, self.metadata = header.tensors, header.metadata
+        self._tensors = header.tensors
+        self.metadata: dict[str, str] = header.metadata
+        if not all(isinstance(value, str) for value in self.metadata.values()):
+            raise _invalid("its metadata are not texts")
         if max(len(self.metadata), len(self._tensors)) > max_entries:
             raise _invalid("it has more arrays or metadata than state of this model")
         if any(tensor.dtype not in _DTYPES for tensor in self._tensors.values()):
