@@ -1,11 +1,11 @@
-# One verb a command; every command does its own set-up.
+# Each command is one verb and installs what it needs.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
-WORKERS ?= 2  # tests at a time; a file's tests stay together
+WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install serve test stress check audit fmt lock bench clients
+.PHONY: install serve test stress check audit fmt lock bench trace clients
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -19,33 +19,36 @@ $(READY): requirements.lock pyproject.toml hatch_build.py $(wildcard src/rekindl
 serve: install          ## serve the default model on http://127.0.0.1:8080
 	$(BIN)/rekindle serve $(ARGS)
 
-test: install           ## every test, on the real model too; chance and repetition in their short form
+test: install           ## run all tests, also with the real model; random and repeated tests in their short form
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-stress: install         ## the tests with chance or repetition in them, in their long form
+stress: install         ## run random and repeated tests in their long form
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: install          ## format, lint, types and dependencies; changes nothing, needs no network
+check: install          ## check format, lint, types and dependencies; changes nothing, needs no network
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_dependencies.py
 
-audit: install          ## ask the public lists of advisories about every locked package
+audit: install          ## check the locked packages for published vulnerabilities; needs a network
 	$(BIN)/uv tool run pip-audit --require-hashes --disable-pip -r requirements.lock
 
-fmt: install            ## format and mend what lint can mend
+fmt: install            ## format the code and fix what lint can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lock: install           ## pin every dependency again, with hashes and no index host
+lock: install           ## pin all dependencies again, with hashes and without an index host
 	$(BIN)/uv pip compile pyproject.toml --extra dev --generate-hashes --universal \
 	  --no-emit-index-url --no-header --quiet --upgrade -o requirements.lock
 
-bench: install          ## measure beside llama.cpp's own server
+bench: install          ## measure Rekindle and llama.cpp's own server
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
-clients: install        ## real programs of others against a server of their own; needs npm and a network
+trace: install          ## print the modules that take part in one plain chat turn; ARGS=--list names them
+	$(BIN)/python tools/turn_trace.py $(ARGS)
+
+clients: install        ## run third-party clients against a server; needs npm and a network
 	mkdir -p build/clients && cp tools/clients/package.json build/clients
 	npm install --prefix build/clients --ignore-scripts --no-package-lock --no-audit --no-fund
 	test -x build/clients/aider/bin/aider || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/clients/aider

@@ -1,7 +1,7 @@
-"""Compiles what chooses tokens into the package, where there is a C compiler; without one the
-package is pure, and NumPy does its work.
+"""Compiles the token sampler into the package if there is a C compiler.
 
-`python hatch_build.py` compiles in place, and needs nothing but Python and a compiler.
+Without a compiler the package is pure Python, and a NumPy implementation does the sampling.
+`python hatch_build.py` compiles in place. It needs only Python and a compiler.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # as a script
+except ImportError:  # it runs as a script
     BuildHookInterface = object
 
 ENGINE = Path(__file__).parent / "src/rekindle/engine/sampling"
 NAME = "_rows.so"
-#: No two machines may add in another order, or round at another place. Errors are not asked for.
+#: Floating point must give the same bits on all machines. Nothing reads errno or FP exceptions.
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINKED = ("-fPIC", "-shared", "-pthread")
 SOURCES = (ENGINE / "rows.c", ENGINE / "row_pool.c")
@@ -43,7 +43,9 @@ class CompiledRowsHook(BuildHookInterface):
         library = Path(self.folder.name, NAME)
         if compile_rows(library):
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform_tag()}"  # it knows nothing of Python
+            build_data["tag"] = (
+                f"py3-none-{platform_tag()}"  # the library does not depend on the Python version
+            )
             build_data["force_include"][str(library)] = f"rekindle/engine/sampling/{NAME}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
@@ -52,17 +54,17 @@ class CompiledRowsHook(BuildHookInterface):
 
 
 def platform_tag() -> str:
-    """Python may be for several kinds of CPU; what is compiled is for this one."""
+    """The wheel's platform. A universal Python still compiles for this CPU only."""
     here = sysconfig.get_platform().replace("universal2", platform.machine())
     return here.replace("-", "_").replace(".", "_")
 
 
 def compile_in_place() -> bool:
-    """An older library stays if this fails; it is not used for newer sources."""
+    """Compile next to the sources. On failure an older library stays, but does not match them."""
     fresh = ENGINE / f".{os.getpid()}{NAME}"
     if not compile_rows(fresh):
         return False
-    fresh.replace(ENGINE / NAME)  # a server that runs keeps the old one
+    fresh.replace(ENGINE / NAME)  # a running server keeps the old file
     return True
 
 
@@ -75,7 +77,7 @@ def compile_rows(library: Path) -> bool:
     try:
         subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"no compiled sampler, NumPy does its work: {error}", file=sys.stderr)
+        print(f"cannot compile the sampler, so NumPy is used instead: {error}", file=sys.stderr)
         return False
     return True
 

@@ -1,7 +1,7 @@
-"""What fits into a GPU's memory: prints the table of docs/gpu.md, or one with other shares.
+"""Prints how many tokens of state fit into a GPU's memory, which is the table of docs/gpu.md.
 
-`python tools/kv_fit.py --kv-fraction 0.4 --park-fraction 0.2 --kv-bits 8 --gpus 12,24`. Everything
-is computed from the shapes of the models; nothing is measured.
+`python tools/kv_fit.py --kv-fraction 0.4 --park-fraction 0.2 --kv-bits 8 --gpus 12,24`. All numbers
+are computed from the shapes of the models. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rekindle.engine.llamacpp.sizes import PARK_FRACTION
 from rekindle.protocol.settings import RuntimeSettings
 
 GIB = 1 << 30
-WEIGHT_BITS = 4.9  # of a weight in Q4_K_M, on average
-DRIVER_BYTES = GIB // 2  # what the driver and its libraries take
-WORK_BYTES = 3 * GIB // 4  # that computing a batch needs beside weights and state
-MASK_BYTES = 2 * 2048  # and for each cell of the pool: who of the batch sees it
-CELL_BITS = {16: 16.0, 8: 8.5, 4: 4.5}  # with the scale of each group of 32
+WEIGHT_BITS = 4.9  # average bits per weight in Q4_K_M
+DRIVER_BYTES = GIB // 2  # for the driver and its libraries
+WORK_BYTES = 3 * GIB // 4  # to compute a batch, in addition to weights and state
+MASK_BYTES = 2 * 2048  # per cell of the pool, for the attention mask of a batch
+CELL_BITS = {16: 16.0, 8: 8.5, 4: 4.5}  # including the scale of each group of 32 values
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Shape:
         return int(self.parameters * WEIGHT_BITS / 8)
 
     def token_bytes(self, kv_bits: int) -> float:
-        """Of keys and values in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_width * CELL_BITS[kv_bits] / 8
 
 
@@ -50,7 +50,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Tokens on the device."""
+    """Number of tokens whose state fits on the device."""
 
     pool: int
     parked: int
@@ -59,7 +59,7 @@ class Fit:
 def fit(
     shape: Shape, gpu_bytes: int, kv_fraction: float, park_fraction: float, kv_bits: int
 ) -> Fit | None:
-    """None: weights, state and what computing needs do not fit."""
+    """How many tokens fit, or None if there is too little memory to compute."""
     free_bytes = gpu_bytes - DRIVER_BYTES - shape.weights_bytes
     each = shape.token_bytes(kv_bits)
     pool, parked = (int(share * free_bytes / each) for share in (kv_fraction, park_fraction))
@@ -92,14 +92,14 @@ def _short(tokens: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    usual = RuntimeSettings()
-    parser.add_argument("--kv-fraction", type=float, default=usual.kv_fraction)
+    parser.add_argument("--kv-fraction", type=float, default=RuntimeSettings().kv_fraction)
     parser.add_argument("--park-fraction", type=float, default=PARK_FRACTION)
     parser.add_argument("--kv-bits", type=int, choices=sorted(CELL_BITS), default=16)
     parser.add_argument("--gpus", default="8,16,24,80", help="memory of GPUs in GB")
-    told = parser.parse_args()
-    gpus = [int(each) for each in told.gpus.split(",")]
-    print("\n".join(table(gpus, told.kv_fraction, told.park_fraction, told.kv_bits)))
+    options = parser.parse_args()
+    gpus = [int(size) for size in options.gpus.split(",")]
+    rows = table(gpus, options.kv_fraction, options.park_fraction, options.kv_bits)
+    print("\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_what_a_client_has_seen_is_recorded(upstream: str, more: threading.Event
 class Echo(Program):
     name, package = "echo", "echo"
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         return ["sh", "-c", f'echo "{text} $HOME $SOME_KEY"; exit ${{STATUS:-0}}']
 
 

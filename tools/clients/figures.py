@@ -1,4 +1,4 @@
-"""What an answer of a model cost, read from its usage in any dialect."""
+"""Reads the usage of an answer in any dialect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.clients.recorder import Exchange
 class Turn:
     prompt_tokens: int
     reused_tokens: int
-    has_tools: bool  # requests beside the conversation, as for its title, have none
+    has_tools: bool  # side requests, such as for a title, have none
     normalised: tuple[str, ...] = ()
 
     @property
@@ -23,7 +23,7 @@ class Turn:
 
 
 def turn_of(exchange: Exchange) -> Turn | None:
-    """None: it is no answer of a model."""
+    """The usage of an exchange, or None if a model did not answer it."""
     counts, report = None, dict[str, Any]()
     for event in _events(exchange.answer):
         answer = event.get("response") or event
@@ -35,7 +35,7 @@ def turn_of(exchange: Exchange) -> Turn | None:
 
 
 def _events(answer: str) -> Iterator[dict[str, Any]]:
-    """Those of a stream; an answer that is whole is one."""
+    """The events of a stream. An answer that is not streamed counts as one event."""
     lines = answer.splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     for text in data or [answer]:
@@ -45,9 +45,9 @@ def _events(answer: str) -> Iterator[dict[str, Any]]:
 
 
 def _counts(answer: dict[str, Any]) -> tuple[int, int] | None:
-    """Tokens of the prompt, and those of them that were reused."""
+    """The number of prompt tokens, and how many of them were reused."""
     usage = answer.get("usage") or {}
-    if timings := answer.get("timings"):  # chat completions, whether `usage` was asked for or not
+    if timings := answer.get("timings"):  # chat completions, even without `usage`
         return timings["cache_n"] + timings["prompt_n"], timings["cache_n"]
     if "output_tokens" in usage and "cache_read_input_tokens" in usage:
         reused = usage["cache_read_input_tokens"]

@@ -1,7 +1,7 @@
-"""A tiny model with a large context, for programs whose prompts are long.
+"""Writes a tiny model with a large context, for programs with long prompts.
 
-Its vocabulary is learnt from the project's own documents: a prompt has a token for three or four
-bytes, as with real models. Its replies are nonsense, but end.
+Its vocabulary is trained on this project's documents, so a token has three or four bytes, as in
+real models. Its replies are nonsense, but they end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LINE_BREAK = spelling(ord("\n")).decode()
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
-class LearntVocabulary(EndingModel):
+class TrainedVocabulary(EndingModel):
     ending = 1.2
 
     @cached_property
     def _learnt(self) -> dict[str, Any]:
-        """A byte-level vocabulary, and its merges."""
+        """Train a byte-level vocabulary and its merges."""
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = trainers.BpeTrainer(
@@ -74,5 +74,5 @@ class LearntVocabulary(EndingModel):
 
 
 def write_model(path: Path) -> Path:
-    """A file of GGUF."""
-    return write_ending(path, context=CONTEXT_TOKENS, kind=LearntVocabulary)
+    """Write the model as a GGUF file."""
+    return write_ending(path, context=CONTEXT_TOKENS, kind=TrainedVocabulary)

@@ -1,7 +1,7 @@
-"""How each program is told to use a server, and to say something in its first or second turn.
+"""Configures third-party programs to use a server, and runs their turns.
 
-Each runs headless, in a home and a project of its own, and sees nothing else of this machine: its
-environment may hold keys.
+Each program runs headless with its own home and project folder. It does not get the environment of
+this process, which may contain keys.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MODEL = "tiny"
 
 
 class ProgramFailed(Exception):
-    """It ended with an error, or not at all."""
+    """A program failed or did not end."""
 
 
 class Program(ABC):
     name: ClassVar[str]
     package: ClassVar[str]
-    tool: ClassVar[str | None] = None  # which its first reply is made to call: one that only reads
-    second_turn: ClassVar[float] = 0.95  # of its prompt that has to be reused, at least
+    tool: ClassVar[str | None] = None  # read-only tool that its first reply is forced to call
+    second_turn: ClassVar[float] = 0.95  # minimum share of the prompt that must be reused
     second_session: ClassVar[float] = 0.0
 
     def __init__(
         self, installed: Path, folder: Path, url: str, answers: Callable[[], int] = lambda: 0
     ) -> None:
-        """`answers`: how many of the server's it has had so far."""
+        """`answers` returns the number of answers that the program has received."""
         self.installed = installed.absolute()
         self.url = url
         self.answers = answers
@@ -48,23 +48,23 @@ class Program(ABC):
         (self.project / "README.md").write_text("A project.\n")
         self.prepare()
 
-    def prepare(self) -> None:  # noqa: B027  # most are told by their environment alone
-        """Write what it is configured with."""
+    def prepare(self) -> None:  # noqa: B027  # most programs need only their environment
+        """Write the configuration files of the program."""
 
     @property
     def settings(self) -> dict[str, str]:
-        """What its environment says."""
+        """The environment variables of the program."""
         return {}
 
     @abstractmethod
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
-        """Say this; `goes_on`: in the session before."""
+    def command(self, text: str, *, resumes: bool) -> list[str]:
+        """The command that sends a text in a new session, or in the previous one if `resumes`."""
 
     def node(self, *path: str) -> str:
         return str(self.installed.joinpath("node_modules", *path))
 
-    def say(self, text: str, *, goes_on: bool = False) -> str:
-        return self.run(self.command(text, goes_on=goes_on))
+    def say(self, text: str, *, resumes: bool = False) -> str:
+        return self.run(self.command(text, resumes=resumes))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -83,16 +83,16 @@ class Program(ABC):
                 timeout=TURN_S,
             )
         except subprocess.TimeoutExpired:
-            raise ProgramFailed(f"{self.name} had not ended after {TURN_S} s") from None
+            raise ProgramFailed(f"{self.name} did not end within {TURN_S} s") from None
         if done.returncode:
             raise ProgramFailed(f"{self.name} failed: {done.stdout}{done.stderr}")
         return done.stdout
 
     def close(self) -> None:
-        """End what it has left running, which is known by its home: Cline starts a daemon."""
+        """End processes that the program left running, such as Cline's daemon, by their HOME."""
         home = f"HOME={self.home}".encode()
         for each in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is another's
+            with contextlib.suppress(OSError):  # the process has ended or belongs to another user
                 if home in each.read_bytes().split(b"\0"):
                     os.kill(int(each.parent.name), signal.SIGTERM)
 
@@ -115,9 +115,9 @@ class ClaudeCode(Program):
             "API_TIMEOUT_MS": str(TURN_S * 1000),
         }
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = self.node("@anthropic-ai", "claude-code-linux-x64", "claude")
-        return [program, "--model", MODEL, *(["--continue"] if goes_on else []), "-p", text]
+        return [program, "--model", MODEL, *(["--continue"] if resumes else []), "-p", text]
 
 
 class OpenCode(Program):
@@ -136,10 +136,10 @@ class OpenCode(Program):
     def settings(self) -> dict[str, str]:
         return {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = self.node("opencode-linux-x64", "bin", "opencode")
         model = ["--model", f"rekindle/{MODEL}"]
-        return [program, "run", *model, *(["--continue"] if goes_on else []), text]
+        return [program, "run", *model, *(["--continue"] if resumes else []), text]
 
 
 class Copilot(Program):
@@ -158,9 +158,9 @@ class Copilot(Program):
             **self.wire,
         }
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = self.node("@github", "copilot-linux-x64", "copilot")
-        return [program, "--allow-all-tools", *(["--continue"] if goes_on else []), "-p", text]
+        return [program, "--allow-all-tools", *(["--continue"] if resumes else []), "-p", text]
 
 
 class CopilotChat(Copilot):
@@ -187,9 +187,9 @@ class QwenCode(Program):
             "OPENAI_MODEL": MODEL,
         }
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = [self.node(".bin", "qwen"), "--auth-type", "openai", "--model", MODEL]
-        return [*program, *(["--continue"] if goes_on else []), "-p", text]
+        return [*program, *(["--continue"] if resumes else []), "-p", text]
 
 
 class Cline(Program):
@@ -200,20 +200,20 @@ class Cline(Program):
         asked = ["--apikey", KEY, "--modelid", MODEL, "--baseurl", f"{self.url}/v1"]
         self.run([self.node(".bin", "cline"), "auth", "openai-compatible", *asked])
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = [self.node(".bin", "cline"), "-P", "openai-compatible", "-m", MODEL]
-        if not goes_on:
+        if not resumes:
             return [*program, text]
         sessions = json.loads(self.run([program[0], "history", "--json"]))
         return [*program, "--id", sessions[0]["sessionId"]]
 
-    def say(self, text: str, *, goes_on: bool = False) -> str:
+    def say(self, text: str, *, resumes: bool = False) -> str:
         """It goes on with a session in a terminal alone."""
-        if not goes_on:
+        if not resumes:
             return super().say(text)
         before = self.answers()
         done = type_into(
-            self.command(text, goes_on=True),
+            self.command(text, resumes=True),
             text,
             folder=self.project,
             environment=self.environment,
@@ -243,9 +243,9 @@ class Continue(Program):
         config = {"name": "rekindle", "version": "1.0.0", "schema": "v1", "models": [model]}
         self.write(self.home / "config.yaml", config)  # JSON is YAML
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = [self.node(".bin", "cn"), "--config", str(self.home / "config.yaml")]
-        return [*program, *(["--resume"] if goes_on else []), "-p", text]
+        return [*program, *(["--resume"] if resumes else []), "-p", text]
 
 
 class Pi(Program):
@@ -262,9 +262,9 @@ class Pi(Program):
         models = {"providers": {"rekindle": provider}}
         self.write(self.home / ".pi" / "agent" / "models.json", models)
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         program = [self.node(".bin", "pi"), "--offline", "--provider", "rekindle"]
-        return [*program, "--model", MODEL, *(["--continue"] if goes_on else []), "-p", text]
+        return [*program, "--model", MODEL, *(["--continue"] if resumes else []), "-p", text]
 
 
 class Aider(Program):
@@ -275,11 +275,11 @@ class Aider(Program):
     def settings(self) -> dict[str, str]:
         return {"OPENAI_API_BASE": f"{self.url}/v1", "OPENAI_API_KEY": KEY}
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         quiet = ["--yes-always", "--no-check-update", "--analytics-disable", "--no-git"]
         quiet += ["--no-show-model-warnings", "--no-detect-urls"]
         program = [str(self.installed / "aider" / "bin" / "aider"), "--model", f"openai/{MODEL}"]
-        resumed = ["--restore-chat-history"] if goes_on else ["--no-restore-chat-history"]
+        resumed = ["--restore-chat-history"] if resumes else ["--no-restore-chat-history"]
         return [*program, *quiet, *resumed, "--message", text, "README.md"]
 
 
@@ -298,9 +298,9 @@ wire_api = "responses"
 """
         self.write(self.home / ".codex" / "config.toml", config)
 
-    def command(self, text: str, *, goes_on: bool) -> list[str]:
+    def command(self, text: str, *, resumes: bool) -> list[str]:
         vendor = self.node("@openai", "codex-linux-x64", "vendor", "x86_64-unknown-linux-musl")
-        program = [f"{vendor}/bin/codex", "exec", *(["resume", "--last"] if goes_on else [])]
+        program = [f"{vendor}/bin/codex", "exec", *(["resume", "--last"] if resumes else [])]
         return [*program, "--skip-git-repo-check", text]
 
 

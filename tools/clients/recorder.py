@@ -1,8 +1,7 @@
-"""A proxy between client and server: it keeps what passes, and has the first reply call a tool.
+"""Records the exchanges between client and server in a proxy, and forces a first tool call.
 
-The model behind it is too small to choose a tool by itself, so its reply to the first message of a
-conversation is held to a call by the grammar, as `tool_choice` asks for. Nor would its replies end
-if it were never to choose but the likeliest token.
+The model is too small to choose a tool, so the proxy adds `tool_choice` to the first request of a
+conversation. It also sets the temperature, because greedy replies of this model would not end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BEFORE_REPLIES = ("system", "developer", "user")
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request, and as much of its answer as has come."""
+    """A request and the answer received so far."""
 
     method: str
     path: str
@@ -51,8 +50,8 @@ class Exchange:
 
 
 class Recorder:
-    """Passes everything on to `upstream`; the tool `forced` is called where a conversation
-    begins."""
+    """Forwards everything to `upstream`, and forces a call of the tool `forced` at the start of a
+    conversation."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream
@@ -82,7 +81,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(upstream: str) -> Iterator[tuple[str, Recorder]]:
-    """The address of a recorder, and the recorder."""
+    """Run a recorder, and yield its URL and itself."""
     recorder = Recorder(upstream)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(recorder))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -97,7 +96,7 @@ def recording(upstream: str) -> Iterator[tuple[str, Recorder]]:
 
 def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.0"  # an answer ends with its connection
+        protocol_version = "HTTP/1.0"  # closing the connection ends an answer
 
         def _pass_on(self) -> None:
             sent = self._sent()
@@ -110,7 +109,7 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
                 self.command, url, content=content, headers=headers, timeout=ANSWER_S
             ) as answer:
                 exchange = Exchange(self.command, path, body, answer.status_code)
-                recorder.exchanges.append(exchange)  # before the client can have seen it
+                recorder.exchanges.append(exchange)  # before the client can see the answer
                 self.send_response(answer.status_code)
                 for name, value in answer.headers.items():
                     if name not in HOP_BY_HOP:
@@ -119,7 +118,7 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
                 with (
                     contextlib.suppress(ConnectionError),
                     exchange.until_its_end(),
-                ):  # it may have enough
+                ):  # the client may hang up
                     for chunk in answer.iter_raw():
                         exchange.received.extend(chunk)
                         self.wfile.write(chunk)
@@ -138,6 +137,6 @@ def _handler(recorder: Recorder) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_HEAD = do_DELETE = _pass_on
 
         def log_message(self, *_: Any) -> None:
-            """Nothing: what matters is recorded."""
+            """Log nothing. The recorder has all exchanges."""
 
     return Handler

@@ -1,8 +1,8 @@
-"""`make clients`: real programs against a server of their own, and what of their prompts is reused.
+"""Implements `make clients`, which measures how much third-party programs reuse of their prompts.
 
-Each takes a first turn with a call of a tool, a second turn, and a turn in a second session in the
-same folder. Exits with 1 if one of them met an error of the protocol, called no tool or reused too
-little. The figures go into docs/clients.md.
+Each program takes a first turn with a tool call, a second turn, and a turn in a second session in
+the same folder. The exit status is 1 if a program met a protocol error, called no tool or reused
+too little. The figures are for docs/clients.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGES = ("first turn", "second turn", "second session")
 
 @dataclass
 class Outcome:
-    """What a program's three turns came to."""
+    """The results of a program's three turns."""
 
     program: type[Program]
     turns: dict[str, list[Turn]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Outcome:
 
     def add(self, stage: str, exchanges: Sequence[Exchange]) -> None:
         found = [turn for turn in map(turn_of, exchanges) if turn is not None]
-        # Requests beside the conversation have no tools, where the others have.
+        # Side requests have no tools. Count them only if no request has tools.
         self.turns[stage] = [turn for turn in found if turn.has_tools] or found
         self.problems += [
             f"{stage}: {each.method} {each.path}: {each.status} {each.answer[:500]}"
@@ -41,18 +41,18 @@ class Outcome:
             if each.failed
         ]
         if not found:
-            self.problems.append(f"{stage}: no answer of the model")
+            self.problems.append(f"{stage}: the model sent no answer")
 
-    def judge(self) -> None:
+    def check(self) -> None:
         for stage, least in (
             ("second turn", self.program.second_turn),
             ("second session", self.program.second_session),
         ):
             turns = self.turns.get(stage)
             if turns and turns[0].share < least:
-                self.problems.append(f"{stage}: {turns[0].share:.1%} reused, not {least:.0%}")
+                self.problems.append(f"{stage}: {turns[0].share:.1%} reused, less than {least:.0%}")
         if self.program.tool and len(self.turns.get("first turn", ())) < 2:
-            self.problems.append(f"first turn: no result of the tool {self.program.tool}")
+            self.problems.append(f"first turn: the tool {self.program.tool} returned no result")
 
     def report(self) -> None:
         for stage, turns in self.turns.items():
@@ -74,20 +74,20 @@ def try_out(
             for stage in STAGES:
                 before = len(seen.exchanges)
                 try:
-                    program.say(f"Say {stage}.", goes_on=stage == "second turn")
+                    program.say(f"Say {stage}.", resumes=stage == "second turn")
                 finally:
                     outcome.add(stage, seen.exchanges[before:])
     except ProgramFailed as error:
         outcome.problems.append(str(error))
-    outcome.judge()
+    outcome.check()
     outcome.report()
     return outcome
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("installed", type=Path, help="the folder with the programs")
-    parser.add_argument("--only", default="", help="those with this in their name")
+    parser.add_argument("installed", type=Path, help="folder with the installed programs")
+    parser.add_argument("--only", default="", help="run only programs with this in their name")
     options = parser.parse_args()
     chosen = [kind for kind in PROGRAMS if options.only.lower() in kind.name.lower()]
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""A program that takes its next turn in a terminal alone."""
+"""Drives a program that takes its next turn only in a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 STEP_S = 0.5
-CANNOT_BE_RUN = 127  # the status with which shells say so
+CANNOT_BE_RUN = 127  # the exit status of shells for a command that cannot be run
 WHERE_IS_THE_CURSOR, AT_THE_TOP = b"\x1b[6n", b"\x1b[1;1R"
 
 
@@ -22,17 +22,17 @@ def type_into(
     *,
     folder: Path,
     environment: Mapping[str, str],
-    asks: bytes,  # what it shows when it waits for words
+    asks: bytes,  # the output that shows that the program waits for input
     is_done: Callable[[], bool],
     patience_s: float,
 ) -> bool:
-    """Start it, type the text once it asks, and end it when that is done; False: it never was."""
+    """Start a program, type the text when it asks, and end it when `is_done`. False: too late."""
     process, terminal = pty.fork()
     if process == 0:
         try:
             os.chdir(folder)
             os.execve(command[0], [*command], {**environment, "TERM": "xterm-256color"})
-        finally:  # this process is a copy of one that goes on by itself
+        finally:  # this process is a fork and must not continue
             os._exit(CANNOT_BE_RUN)
     try:
         deadline, shown, typed = time.monotonic() + patience_s, b"", False
@@ -45,9 +45,9 @@ def type_into(
                 os.write(terminal, AT_THE_TOP)
                 shown = shown.replace(WHERE_IS_THE_CURSOR, b"")
             if asks in shown and not typed:
-                time.sleep(STEP_S)  # it draws before it listens
+                time.sleep(STEP_S)  # the program draws before it reads input
                 os.write(terminal, text.encode())
-                time.sleep(STEP_S)  # or the end of the line would be part of what is pasted
+                time.sleep(STEP_S)  # otherwise the line end would be pasted with the text
                 os.write(terminal, b"\r")
                 typed = True
         return typed and is_done()
@@ -58,7 +58,7 @@ def type_into(
 
 
 def _read(terminal: int) -> bytes | None:
-    """What has come, if anything does soon; None: the program has ended, and no more will."""
+    """The output that arrives soon, if any. None: the program has ended."""
     readable, _, _ = select.select([terminal], [], [], STEP_S)
     if not readable:
         return b""
