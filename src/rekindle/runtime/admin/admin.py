@@ -13,31 +13,7 @@ from msgspec.structs import replace
 from rekindle.errors import BadRequest, CacheKeyNotFound, NotFound
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.entries.entry import Draft, Entry
-from rekindle.protocol.admin import (
-    AdminRequest,
-    AdminResult,
-    CollectExpired,
-    DeleteEntry,
-    Detokenize,
-    Document,
-    DocumentStored,
-    ExportState,
-    Flush,
-    GetDocument,
-    GetStats,
-    ImportState,
-    IndexPrompt,
-    ListEntries,
-    PinEntry,
-    Removed,
-    RemoveOld,
-    RemoveSession,
-    ShowEntry,
-    StoreDocument,
-    Tokenize,
-    Validate,
-    Validation,
-)
+from rekindle.protocol import admin as ops
 from rekindle.protocol.events import Reason
 from rekindle.runtime.admin.cache_info import CacheInfo, View
 from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
@@ -55,7 +31,7 @@ from rekindle.runtime.reuse.report import (
 from rekindle.runtime.reuse.sessions import MESSAGE, NUMBER, SESSION, Pins
 from rekindle.runtime.storage.storage import Storage
 
-Reply = Callable[[AdminResult], None]
+Reply = Callable[[ops.AdminResult], None]
 
 
 class Admin:
@@ -85,7 +61,7 @@ class Admin:
         self._state_transfer = state_transfer
 
     def answer(  # noqa: C901 -- one case per operation
-        self, request: AdminRequest, prompt: EncodedPrompt | None, reply: Reply
+        self, request: ops.AdminRequest, prompt: EncodedPrompt | None, reply: Reply
     ) -> Pieces[None]:
         """Reply at the end, or when the disk has done its part; raises a ServerError instead.
 
@@ -94,32 +70,32 @@ class Admin:
         own = self._input_processor.namespace(request.salt)
         view = None if request.admin else own
         match request.op:
-            case ListEntries() as op:
+            case ops.ListEntries() as op:
                 reply((yield from self._cache_info.page(op, view, own)))
-            case GetStats() as op:
+            case ops.GetStats() as op:
                 reply((yield from self._cache_info.stats(op, view)))
-            case ShowEntry(key):
+            case ops.ShowEntry(key):
                 reply(self._cache_info.info_with_preview(self._find(view, key), own))
-            case Flush(key):
+            case ops.Flush(key):
                 self._flush(view, key, reply)
-            case PinEntry(key, pinned):
+            case ops.PinEntry(key, pinned):
                 self._pin(self._find(view, key), reply, pinned=pinned)
-            case GetDocument(key):
-                reply(Document(key, self._document(own, key)))
-            case StoreDocument() as op:
+            case ops.GetDocument(key):
+                reply(ops.Document(key, self._document(own, key)))
+            case ops.StoreDocument() as op:
                 self._store_document(op, own, reply)
-            case ExportState(key, folder):
+            case ops.ExportState(key, folder):
                 entry = self._find(own, key)
                 reply((yield from self._state_transfer.save(entry, Path(folder))))
-            case ImportState() as op:
+            case ops.ImportState() as op:
                 yield from self._import(op, own, reply)
-            case Validate() as op:
+            case ops.Validate() as op:
                 assert prompt is not None, "an encoder thread encodes the prompt first"
                 reply(self._validate(op, own, prompt))
-            case IndexPrompt() as op:
+            case ops.IndexPrompt() as op:
                 assert prompt is not None, "an encoder thread encodes the prompt first"
                 self._index(op, own, prompt, reply)
-            case Tokenize() | Detokenize():
+            case ops.Tokenize() | ops.Detokenize():
                 raise AssertionError("an encoder thread answers it")
             case op:
                 removed = yield from self._remove(op, view, own)
@@ -143,17 +119,20 @@ class Admin:
         )
 
     def _remove(
-        self, op: DeleteEntry | RemoveSession | RemoveOld | CollectExpired, view: View, own: bytes
-    ) -> Pieces[Removed]:
+        self,
+        op: ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired,
+        view: View,
+        own: bytes,
+    ) -> Pieces[ops.Removed]:
         remove, entries = self._entries.remove, self._entries
         match op:
-            case DeleteEntry(key):
+            case ops.DeleteEntry(key):
                 return (yield from _removing([self._find(view, key)], remove))
-            case RemoveSession(name):
+            case ops.RemoveSession(name):
                 return (yield from _removing(self._of_session(own, name), remove))
-            case CollectExpired():
+            case ops.CollectExpired():
                 return (yield from _removing(entries.index.of(view), entries.expire))
-            case RemoveOld(seconds):
+            case ops.RemoveOld(seconds):
                 return (
                     yield from _removing(
                         entries.index.of(view),
@@ -199,7 +178,7 @@ class Admin:
 
         self._offload(entry, write)
 
-    def _index(self, op: IndexPrompt, own: bytes, encoded: EncodedPrompt, reply: Reply) -> None:
+    def _index(self, op: ops.IndexPrompt, own: bytes, encoded: EncodedPrompt, reply: Reply) -> None:
         """Create an entry for a prompt that has not been computed yet."""
         prompt = encoded.prompt
         if op.prepare.pinned:
@@ -220,7 +199,7 @@ class Admin:
             raise BadRequest("the prompt is too long to be stored", param="messages")
         self._reply_when_durable(entry, reply)
 
-    def _import(self, op: ImportState, own: bytes, reply: Reply) -> Pieces[None]:
+    def _import(self, op: ops.ImportState, own: bytes, reply: Reply) -> Pieces[None]:
         names = ((SESSION, op.session_id),) if op.session_id is not None else ()
         entry = yield from self._state_transfer.load(Path(op.path), own, names)
         self._reply_when_durable(entry, reply)
@@ -231,24 +210,26 @@ class Admin:
             raise CacheKeyNotFound
         return document
 
-    def _store_document(self, op: StoreDocument, own: bytes, reply: Reply) -> None:
+    def _store_document(self, op: ops.StoreDocument, own: bytes, reply: Reply) -> None:
         entry = self._entries.by_key(own, op.key) or self._entries.remember(
             Draft(namespace=own, key=op.key, keyed=True, ttl_s=op.ttl_s, is_computed=False)
         )
         if entry is None or not self._entries.store(entry, op.content):
-            reply(DocumentStored(kept=False, durable=False))
+            reply(ops.DocumentStored(kept=False, durable=False))
         elif self._disk is None:
-            reply(DocumentStored(kept=True, durable=False))
+            reply(ops.DocumentStored(kept=True, durable=False))
         else:
-            self._disk.commit(lambda durable: reply(DocumentStored(kept=True, durable=durable)))
+            self._disk.commit(lambda durable: reply(ops.DocumentStored(kept=True, durable=durable)))
 
-    def _validate(self, op: Validate, own: bytes, encoded: EncodedPrompt) -> Validation:
+    def _validate(self, op: ops.Validate, own: bytes, encoded: EncodedPrompt) -> ops.Validation:
         """Predict whether a request would hit an entry. Nothing is changed or counted."""
         entry = self._entries.by_key(own, op.cache_key)
         if entry is None:
             expired = self._entries.has_expired(own, op.cache_key)
             reason = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
-            return Validation(status="miss", reusable_tokens=0, invalidated_at=None, reason=reason)
+            return ops.Validation(
+                status="miss", reusable_tokens=0, invalidated_at=None, reason=reason
+            )
         prompt = encoded.prompt
         named = compare(entry, prompt, encoded.hashes)
         usable = prompt.tokens[: prompt.tokens.whole_media(len(prompt.tokens) - 1)]
@@ -268,7 +249,7 @@ class Admin:
                 named=named,
             )
         )
-        return Validation(
+        return ops.Validation(
             status=outcome.status,
             reusable_tokens=reusable,
             invalidated_at=named.changed,
@@ -277,9 +258,9 @@ class Admin:
         )
 
 
-def _removing(entries: list[Entry], remove: Callable[[Entry], int | None]) -> Pieces[Removed]:
+def _removing(entries: list[Entry], remove: Callable[[Entry], int | None]) -> Pieces[ops.Removed]:
     """Offer each entry to `remove`, which returns the freed bytes, or None to keep the entry."""
-    removed = Removed(0, 0)
+    removed = ops.Removed(0, 0)
     for number, entry in enumerate(entries, start=1):
         freed_bytes = remove(entry) if entry.place else None  # skip entries already removed
         if freed_bytes is not None:

@@ -216,8 +216,5 @@ def _encode_restored(
 
 def _options(about: GenerateRequest | Validate | Tokenize) -> dict[str, Any]:
     """The request's own options of the template."""
-    options = {"template_kwargs": about.template_kwargs}
-    if isinstance(about, Validate):
-        return options
-    ends = ("add_generation_prompt", "continue_final_message")
-    return {**options, **{name: getattr(about, name) for name in ends}}
+    names = ("template_kwargs", "add_generation_prompt", "continue_final_message")
+    return {name: getattr(about, name) for name in names if hasattr(about, name)}

@@ -61,9 +61,7 @@ class InputProcessor:
     ) -> None:
         """`normalisers` apply to requests that do not name their own."""
         self._capabilities = capabilities
-        self._context_tokens = capabilities.context_tokens
         self._tokenizer = tokenizer
-        self._longest_bytes = tokenizer.longest_bytes
         self._encoder = encoder
         self._entries = entries
         self._secret = secret
@@ -102,7 +100,8 @@ class InputProcessor:
         request, pictures, changes = self._normalised(request, own)
         encoded = self._prompt(request, tenant, pictures.in_prompt)
         # Check before the grammar is compiled, because that is expensive.
-        self._check_fits(request, encoded.prompt, pictures)
+        count = len(encoded.prompt.tokens)
+        self._check_fits(count, request.source, pictures=len(pictures.in_prompt))
         normalised = [*changes, *encoded.normalised]
         choices = request.choices()
         decodings = self._output_format.decodings(request, encoded.prompt, len(choices))
@@ -193,27 +192,20 @@ class InputProcessor:
     def _check_pictures(self, digests: list[str], pictures: RequestPictures) -> None:
         sizes = {text: len(tokens) for text, tokens in pictures.in_prompt.items()}
         least = sum(sizes[picture_text(digest)] for digest in digests)
-        limit = self._context_tokens
-        if least >= limit:
-            raise ContextTooLong(
-                least, limit, param="messages", pictures=len(digests), at_least=True
-            )
+        self._check_fits(least, "messages", pictures=len(digests), at_least=True)
 
     def _check_size(self, value: object, param: str) -> None:
         """Refuse a text that cannot fit even in the longest tokens; tokenising it takes long."""
-        least, limit = _characters(value) // self._longest_bytes, self._context_tokens
-        if least >= limit:
-            raise ContextTooLong(least, limit, param=param, at_least=True)
+        least = _characters(value) // self._tokenizer.longest_bytes
+        self._check_fits(least, param, at_least=True)
 
     def _check_fits(
-        self, request: GenerateRequest, prompt: Prompt, pictures: RequestPictures
+        self, tokens: int, param: str, *, pictures: int = 0, at_least: bool = False
     ) -> None:
         """The context has to hold the prompt and at least one token of the reply."""
-        count, limit = len(prompt.tokens), self._context_tokens
-        if count >= limit:
-            raise ContextTooLong(
-                count, limit, param=request.source, pictures=len(pictures.in_prompt)
-            )
+        limit = self._capabilities.context_tokens
+        if tokens >= limit:
+            raise ContextTooLong(tokens, limit, param=param, pictures=pictures, at_least=at_least)
 
 
 def _without_end(request: GenerateRequest, decoding: ReplyDecoding) -> GenerateRequest:

@@ -115,28 +115,22 @@ def _classify_unnamed(inputs: ReuseInputs) -> ReuseOutcome:
 def compare(entry: Entry, prompt: Prompt, hashes: ConversationHashes | None) -> Comparison:
     """Compare a request with the entry that it names."""
     common = entry.tokens.common_prefix(prompt.tokens)
-    if common == len(entry.tokens):
-        return Comparison(
-            common_tokens=common,
-            covers=True,
-            reason=Reason.FULL_MATCH,
-            was_computed=entry.was_computed,
-        )
-    is_shorter = common == len(prompt.tokens)
-    changed = hashes.first_change(entry.segments) if hashes and not is_shorter else None
-    if is_shorter:
+    covers, changed = common == len(entry.tokens), None
+    if covers:
+        reason = Reason.FULL_MATCH
+    elif common == len(prompt.tokens):
         reason = Reason.REQUEST_SHORTER
-    elif changed is None:
-        reason = changed_at(prompt, common)
-    else:
+    elif hashes and (changed := hashes.first_change(entry.segments)):
         is_turn = changed.startswith("turn")
         reason = Reason.TURN_CHANGED if is_turn else Reason(f"{changed}_changed")
+    else:
+        reason = changed_at(prompt, common)
     return Comparison(
         common_tokens=common,
-        covers=False,
+        covers=covers,
         reason=reason,
         changed=changed,
-        diverged_at=_divergence(entry, prompt, common),
+        diverged_at=None if covers else _divergence(entry, prompt, common),
         was_computed=entry.was_computed,
     )
 
