@@ -1,4 +1,4 @@
-"""Work between two steps: a slice of time, however much there is of it."""
+"""Background work stays within its time budget between two steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PIECE_S = BUDGET_S / 4
 
 
 class Clock:
-    """Time passes with each piece of work alone."""
+    """Only pieces of work make time pass."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -25,7 +25,7 @@ class Clock:
             yield
 
 
-def test_a_slice_ends_when_its_time_is_over_and_the_next_goes_on_from_there() -> None:
+def test_work_stops_when_the_budget_is_spent_and_resumes_in_the_next_run() -> None:
     clock = Clock()
     background = Background(clock)
     background.add(clock.work("a", 10))
@@ -36,7 +36,7 @@ def test_a_slice_ends_when_its_time_is_over_and_the_next_goes_on_from_there() ->
     assert clock.done == [f"a{number}" for number in range(10)]
 
 
-def test_works_take_turns_so_a_short_one_does_not_wait_for_a_long_one() -> None:
+def test_works_take_turns_so_that_a_short_one_does_not_wait_for_a_long_one() -> None:
     clock = Clock()
     background = Background(clock)
     background.add(clock.work("long", 100))
@@ -45,7 +45,7 @@ def test_works_take_turns_so_a_short_one_does_not_wait_for_a_long_one() -> None:
     assert clock.done == ["long0", "b0", "long1", "long2"]
 
 
-def test_a_flood_of_short_works_is_cut_off_as_well() -> None:
+def test_many_short_works_stay_within_the_budget() -> None:
     clock = Clock()
     background = Background(clock)
     for number in range(1000):
@@ -54,5 +54,5 @@ def test_a_flood_of_short_works_is_cut_off_as_well() -> None:
     assert len(clock.done) == 4
 
 
-def test_nothing_to_do_is_no_work() -> None:
+def test_without_work_run_returns_false() -> None:
     assert not Background().run()

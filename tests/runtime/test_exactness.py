@@ -1,4 +1,4 @@
-"""The test that must never go red: an answer with reuse equals the answer without."""
+"""An answer with reuse equals the answer without. These tests must never fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODELS: dict[str, Model] = {  # full attention, sliding window, recurrent, hybri
 
 
 def conversations(seeds: range) -> pytest.MarkDecorator:
-    """These on each model; those of MLX, whose steps cost some milliseconds each, have fewer."""
+    """Parametrise with each model. MLX gets fewer cases, because its steps take milliseconds."""
     some = seeds[: rounds(max(len(seeds) // 8, 1), len(seeds))]
     pairs = [
         (model, seed) for model in MODELS for seed in (some if model.startswith("mlx-") else seeds)
@@ -84,7 +84,7 @@ def sentence(choose: random.Random, words: int) -> str:
 
 
 def conversation(seed: int) -> list[list[dict[str, str]]]:
-    """What is added before each of 2 to 5 turns; every second one shares its system prompt."""
+    """The tokens added before each of 2 to 5 turns. Every second seed shares a system prompt."""
     choose = random.Random(seed)
     system = sentence(random.Random(seed % 2), 20 + 30 * (seed % 2))
     users = [
@@ -95,7 +95,7 @@ def conversation(seed: int) -> list[list[dict[str, str]]]:
 
 
 def play(talker: Talker, seed: int, *, disturb: bool, **ask: bool) -> list[tuple[Prompt, Answered]]:
-    """Talk through a conversation on a warm server, with things happening in between."""
+    """Run a conversation on a warm server, with disturbances between its turns."""
     choose = random.Random(seed * 7 + 1)
     messages: list[dict[str, str]] = []
     said = []
@@ -111,7 +111,7 @@ def play(talker: Talker, seed: int, *, disturb: bool, **ask: bool) -> list[tuple
 
 
 def happen(talker: Talker, choose: random.Random, messages: list[dict[str, str]]) -> None:
-    """Something that moves state about: eviction, sharing, cutting, idling, cancelling."""
+    """Move state by eviction, sharing, truncation, idling or cancelling."""
     harness = talker.harness
     match choose.randrange(5):
         case 0:
@@ -138,7 +138,7 @@ def replay_cold(talker: Talker, prompt: Prompt, warm: Answered, **ask: bool) -> 
 @pytest.mark.long
 @conversations(range(CONVERSATIONS))
 def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int) -> None:
-    """Logits and tokens of every turn, whatever was evicted, shared or cut in between."""
+    """Compares logits and tokens of every turn after evictions, sharing and truncation."""
     talker.forget(ram_bytes=1 << 30 if seed % 3 else 300_000)
     played = play(talker, seed, disturb=True, exact=True)
     if seed % 3 and len(played[-1][0].tokens) > 2 * talker.engine.capabilities.step_tokens:
@@ -155,8 +155,8 @@ def test_exact_answers_are_bit_identical_to_cold_ones(talker: Talker, seed: int)
 
 @pytest.mark.long
 @conversations(range(CONVERSATIONS))
-def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> None:
-    """Small float weights keep their choices apart by far more than the last bits."""
+def test_default_answers_equal_the_cold_greedy_text(talker: Talker, seed: int) -> None:
+    """With small float weights, the best tokens differ by far more than rounding errors."""
     talker.forget()
     for prompt, warm in play(talker, seed, disturb=True):
         cold = replay_cold(talker, prompt, warm)
@@ -169,13 +169,13 @@ def test_default_answers_are_the_cold_greedy_text(talker: Talker, seed: int) -> 
 def test_exact_answers_are_bit_identical_through_every_tier(
     talker: Talker, seed: int, tier: str, tmp_path: Path
 ) -> None:
-    """The next turn of a conversation whose state lies in RAM, on disk, or behind a restart."""
+    """The state of the conversation is in RAM, on disk, or from before a restart."""
     small = {"ram_bytes": 60_000} if tier == "disk" else {}
     talker.forget(folder=tmp_path, idle_tokens=0, **small)
     played = play(talker, seed, disturb=False, exact=True)
     prompt, last = played[-1]
     if tier == "disk":
-        talker.harness.ask([9] * 200, exact=True)  # takes the room
+        talker.harness.ask([9] * 200, exact=True)  # evicts the conversation
         talker.harness.store.write_back.write_everything()
         talker.harness.flush()
     if tier == "restart":
@@ -191,7 +191,7 @@ def test_exact_answers_are_bit_identical_through_every_tier(
     assert warm.same_bits(cold)
 
 
-def test_exact_answers_do_not_depend_on_company(talker: Talker) -> None:
+def test_exact_answers_do_not_depend_on_concurrent_turns(talker: Talker) -> None:
     messages = [{"role": "user", "content": sentence(random.Random(5), 40)}]
     prompt = talker.prompt(messages)
     talker.forget()

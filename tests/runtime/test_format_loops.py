@@ -1,4 +1,4 @@
-"""An agent's loop in every format of calls, each in the template of a family that writes it."""
+"""A tool loop computes only new messages in every tool format, with its family's template."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ REQUIRED = ToolUse(choice="required")
 SAYING = "I will sweep it."
 THANKS = {"role": "user", "content": "And the garden?"}
 
-# Templates that show the first reply, or all but the first, elsewhere than they asked for it.
+# Templates that render the first reply, or all later ones, not where the prompt asked for it.
 MOVING = ("deepseek_r1", "gemma_4_large")
-# Those that show something before a later user's message that they did not show without it.
+# Templates that insert text before a later user message.
 REWRITING = ("mistral_list", "mistral_id", "qwen35", "gemma_4")
 
 STEADY = [name for name in FAMILIES if name not in MOVING]
@@ -39,7 +39,7 @@ def called(reply: Reply) -> list[object]:
 
 
 def work(agent: Agent, family: Family, change: Change, rooms: Sequence[int]) -> Reply:
-    """One step: the model calls once for each room, and is told what came of it."""
+    """One step: the model calls a tool for each room and gets the results."""
     calls = [sweep(room) for room in rooms]
     reply = agent.step(family.calls(calls), end=family.end)
     assert reply.finished.reason == "tool_calls"
@@ -56,16 +56,16 @@ def answer(agent: Agent, family: Family) -> Reply:
 
 
 def spelled_new(agent: Agent, reply: Reply) -> str:
-    """What of its prompt a turn had to compute."""
+    """The part of its prompt that a turn had to compute."""
     return agent.letters.spelled(reply.turn.tokens.ids[reply.reused : reply.turn.prompt_tokens])
 
 
-def test_every_format_of_calls_has_a_family() -> None:
+def test_every_tool_format_has_a_family() -> None:
     assert {family.format for family in FAMILIES.values()} == set(TOOL_FORMAT_NAMES) - {"plain"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_s_template_tells_its_format(name: str) -> None:
+def test_the_template_of_a_family_selects_its_format(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     assert select(agent.engine.chat_template).name == family.format
@@ -74,7 +74,7 @@ def test_a_family_s_template_tells_its_format(name: str) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", STEADY)
-def test_each_step_computes_its_new_message_alone(name: str, change: Change) -> None:
+def test_each_step_computes_only_its_new_message(name: str, change: Change) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     before = work(agent, family, change, [0])
@@ -91,7 +91,7 @@ def test_each_step_computes_its_new_message_alone(name: str, change: Change) -> 
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_so_it_does_where_state_cannot_be_cut(name: str) -> None:
+def test_each_step_computes_only_its_new_message_with_checkpoints(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent(can_truncate=False)
     before = work(agent, family, with_json_reordered, [0])
@@ -120,8 +120,8 @@ def test_deepseek_r1_computes_each_call_again(change: Change) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_gemma_4_without_thought_computes_its_first_call_again(change: Change) -> None:
-    """A large one's prompt says that there is no thought, where a user spoke last; no history says
-    that. After results nothing is said, so all other calls are reused."""
+    """After a user message, the prompt of a large model has an empty thought, which no history
+    has. After tool results it has none, so all other calls are reused."""
     family = FAMILIES["gemma_4_large"]
     agent = family.agent()
     first = work(agent, family, change, [0])
@@ -135,7 +135,7 @@ def test_gemma_4_without_thought_computes_its_first_call_again(change: Change) -
 
 
 def test_deepseek_v31_with_thought_computes_its_first_call_again() -> None:
-    """Its template shows no thought that is over, only that it is; after results none is opened."""
+    """Its template shows only the end marker of past reasoning, and opens none after results."""
     family = FAMILIES["deepseek_v31"]
     agent = family.agent()
     thinking = {"thinking": True}
@@ -146,14 +146,14 @@ def test_deepseek_v31_with_thought_computes_its_first_call_again() -> None:
     agent.go_on(second, as_it_was, "done 1")
     third = agent.step(family.calls([sweep(2)]), template_kwargs=thinking)
     opened, closed = "<think>", "</think>"
-    shared = 1  # of the two in letters: <
+    shared = 1  # both start with the letter <
     assert opened[:shared] == closed[:shared]
     assert second.reused == first.turn.prompt_tokens - len(opened) + shared
     assert third.reused == len(second.turn.tokens)
 
 
-def test_two_calls_that_a_template_shows_one_by_one_cost_the_reply_and_no_more() -> None:
-    """Llama's template takes one call in a message, so each is shown with its own result."""
+def test_two_calls_that_a_template_splits_cost_only_the_reply() -> None:
+    """Llama's template allows one call per message, so each is shown with its own result."""
     family = FAMILIES["llama3"]
     agent = family.agent()
     first = work(agent, family, with_json_reordered, [0, 1])
@@ -162,7 +162,7 @@ def test_two_calls_that_a_template_shows_one_by_one_cost_the_reply_and_no_more()
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_two_calls_in_a_reply_are_reused_as_one_is(name: str) -> None:
+def test_two_calls_in_one_reply_are_reused(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     first = work(agent, family, with_json_reordered, [0, 1])
@@ -174,8 +174,8 @@ def test_two_calls_in_a_reply_are_reused_as_one_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_has_to_be_made_fits_its_schema(name: str) -> None:
-    """The fake model chooses blindly among the tokens that it may choose."""
+def test_a_required_call_fits_its_schema(name: str) -> None:
+    """The fake model chooses at random among the allowed tokens."""
     family = FAMILIES[name]
     agent = family.agent()
     first = agent.step(family.opening, end="", tool_use=REQUIRED)
@@ -186,7 +186,7 @@ def test_a_call_that_has_to_be_made_fits_its_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_a_call_that_had_to_be_made_is_reused(name: str) -> None:
+def test_a_required_call_is_reused(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     use = ToolUse(choice="required", parallel=family.parallel)
@@ -196,9 +196,9 @@ def test_a_call_that_had_to_be_made_is_reused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["function_gemma", "gemma_4"])
-def test_a_call_that_has_to_be_made_may_end_as_calls_do(name: str) -> None:
-    """Gemma goes on to the tool's answer; were that forbidden, another call would be likelier than
-    the end of its turn."""
+def test_a_required_call_may_end_with_the_end_marker_of_calls(name: str) -> None:
+    """Gemma continues with the tool's result. If that were forbidden, it would rather write
+    another call than end its turn."""
     family = FAMILIES[name]
     quote = "<escape>" if name == "function_gemma" else '<|"|>'
     open, close = family.control[3:5] if name == "function_gemma" else family.control[5:7]
@@ -209,7 +209,7 @@ def test_a_call_that_has_to_be_made_may_end_as_calls_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPOKEN)
-def test_words_before_a_call_are_reused_with_it(name: str) -> None:
+def test_text_before_a_call_is_reused(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     first = agent.step(SAYING + "\n" + family.calls([sweep(0)]), end=family.end)
@@ -219,7 +219,7 @@ def test_words_before_a_call_are_reused_with_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral_list", "mistral_id"])
-def test_words_before_a_call_that_the_template_leaves_out_cost_the_reply(name: str) -> None:
+def test_text_before_a_call_that_the_template_omits_costs_the_reply(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     first = agent.step(SAYING + "\n" + family.calls([sweep(0)]))
@@ -231,7 +231,7 @@ def test_words_before_a_call_that_the_template_leaves_out_cost_the_reply(name: s
 
 
 @pytest.mark.parametrize("name", LASTING)
-def test_after_an_answer_a_user_s_message_is_computed_alone(name: str) -> None:
+def test_after_an_answer_only_the_new_user_message_is_computed(name: str) -> None:
     family = FAMILIES[name]
     agent = family.agent()
     for step in range(2):
@@ -245,8 +245,8 @@ def test_after_an_answer_a_user_s_message_is_computed_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral_list", "mistral_id"])
-def test_mistral_s_tools_move_to_a_new_user_s_message(name: str) -> None:
-    """What stands before them is reused: the system's message."""
+def test_mistral_moves_its_tools_to_the_new_user_message(name: str) -> None:
+    """Only the system message before them is reused."""
     family = FAMILIES[name]
     agent = family.agent()
     first = work(agent, family, as_it_was, [0])
@@ -259,9 +259,9 @@ def test_mistral_s_tools_move_to_a_new_user_s_message(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "shared"), [("qwen35", "<"), ("gemma_4", "")])
-def test_thoughts_of_a_loop_that_is_over_are_shown_no_more(name: str, shared: str) -> None:
-    """They go with the next user's message, all at once: what comes before the first is reused, and
-    a letter of its marker where what follows begins with it, too."""
+def test_reasoning_of_a_finished_loop_is_dropped(name: str, shared: str) -> None:
+    """The next user message drops all of it, so only the part before the first reasoning is reused,
+    and one letter of its marker if the following text starts with the same letter."""
     family = FAMILIES[name]
     agent = family.agent()
     first = work(agent, family, as_it_was, [0])

@@ -1,4 +1,4 @@
-"""The runtime's process and its threads, as the front sees them."""
+"""The process of a model survives slow work and ends on errors, as the front sees it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("requires_vision", [False, True])
-def test_a_projector_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
+def test_an_unusable_projector_is_left_out_unless_it_was_requested(
     requires_vision: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_llama(tmp_path / "tiny.gguf")
@@ -67,7 +67,7 @@ def test_replies_go_on_by_themselves_until_a_message_comes(model: Path) -> None:
         process = RuntimeProcess(load(model), sock)
         scheduler = process._runtime.scheduler
         assert scheduler._is_undisturbed()
-        process._deliver(AdminReply(1))  # which is answered at once
+        process._deliver(AdminReply(1))  # is sent without waiting
         assert scheduler._is_undisturbed()
         process._inbox.put(Stop())
         assert not scheduler._is_undisturbed()
@@ -76,13 +76,13 @@ def test_replies_go_on_by_themselves_until_a_message_comes(model: Path) -> None:
 
 
 def begin(runtime: RuntimeClient, prompt: str) -> list[Event]:
-    """The events of a turn, as they come."""
+    """Collect the events of a turn."""
     events: list[Event] = []
     runtime.submit(ask(prompt), lambda _choice, event: events.append(event))
     return events
 
 
-def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run(
+def test_an_exception_on_the_engine_thread_ends_the_process_while_encoders_run(
     model: Path,
 ) -> None:
     async def scene() -> None:
@@ -99,7 +99,7 @@ def test_an_exception_on_the_engines_thread_ends_the_process_though_encoders_run
     run(scene)
 
 
-def test_a_process_whose_engine_is_stuck_is_replaced(
+def test_a_process_with_a_stuck_engine_is_replaced(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "WATCH_INTERVAL_S", 0.05)
@@ -121,8 +121,8 @@ def test_a_process_whose_engine_is_stuck_is_replaced(
     run(scene)
 
 
-def test_hanging_up_on_prompts_that_take_long_holds_up_nobody(model: Path) -> None:
-    """More of them than there are encoders and places; none is ever encoded to its end."""
+def test_cancelled_slow_prompts_do_not_delay_other_requests(model: Path) -> None:
+    """There are more of them than encoders and queue places, and none finishes encoding."""
 
     async def scene() -> None:
         async with running(model, parallel=1, queue=3) as runtime:
@@ -145,10 +145,10 @@ def large(word: str) -> str:
     return word + " 20" * LARGE_BYTES
 
 
-def test_a_read_that_hangs_is_given_up_by_a_process_that_has_nothing_else_to_do(
+def test_an_otherwise_idle_process_gives_up_a_hanging_read(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody wakes it but its own deadline."""
+    """Only its own deadline wakes it."""
     prompt = " ".join(map(str, range(20, 60)))
 
     async def scene(reason: str) -> None:

@@ -1,5 +1,5 @@
-"""A reply in parts: log probabilities belong to what is said, one call at a time is one, and what
-broke off is not taken for a whole reply."""
+"""Replies with calls and reasoning: log probabilities match the text, a client can ask for one call
+at a time, and a reply that was cut off is not treated as complete."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CHANNELLED = (
         (CHANNELS, HARMONY_CONTROL, CHANNELLED, "a thing"),
     ],
 )
-def test_log_probabilities_are_those_of_the_tokens_that_were_said(
+def test_log_probabilities_belong_to_the_tokens_of_the_text(
     template: str, control: tuple[str, ...], raw: str, said: Any
 ) -> None:
     said = "Hello <b> there" if said is ... else said
@@ -78,10 +78,10 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_said(
     events = heard(turn_of(agent), [*agent.letters.sampled(raw), agent.letters.control_texts[end]])
     assert "".join(event.text for event in texts(events)) == said
     assert logged(events) == said.encode()
-    assert all(event.text for event in texts(events))  # a call's stream begins with no text
+    assert all(event.text for event in texts(events))  # a call starts without text
 
 
-def test_without_parts_every_token_is_logged_at_once() -> None:
+def test_a_plain_reply_reports_log_probabilities_with_every_token() -> None:
     agent = Agent(HERMES, tools=TOOLS)
     events = heard(turn_of(agent, tools=None, stop=["ab"]), agent.letters.sampled("xay"))
     assert [text.logprobs and text.logprobs[0].piece for text in texts(events)] == [
@@ -91,47 +91,45 @@ def test_without_parts_every_token_is_logged_at_once() -> None:
     ]
 
 
-# -- one call at a time --------------------------------------------------------------------------
+# -- one call at a time --
 
 
 @pytest.mark.parametrize("more", ["\n" + call(1), "\nDone! " * 3])
-def test_a_client_that_takes_one_call_at_a_time_gets_one(more: str) -> None:
+def test_without_parallel_calls_the_reply_has_one_call(more: str) -> None:
     agent = Agent(HERMES, tools=TOOLS)
     reply = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
     assert reply.finished.reason == "tool_calls"
     assert len(reply.turn.output.message.tool_calls) == 1
     assert reply.message["content"] is None
-    assert len(reply.tokens) < len(call(0) + more)  # nor is the rest sampled
+    assert len(reply.tokens) < len(call(0) + more)  # the rest is not sampled
 
 
-def test_of_calls_that_come_as_one_list_one_is_taken() -> None:
+def test_without_parallel_calls_only_the_first_of_a_list_is_kept() -> None:
     agent = Agent(PYTHONIC, tools=TOOLS)
     reply = agent.step('[read(path="a"), write(path="b")]', tool_use=ONE_AT_A_TIME)
     assert [each.name for each in reply.turn.output.message.tool_calls] == ["read"]
 
 
 @pytest.mark.parametrize("more", ["", "\n" + call(1)])
-def test_one_call_at_a_time_comes_back_whole(more: str) -> None:
+def test_a_single_call_is_recalled_completely(more: str) -> None:
     agent = Agent(HERMES, tools=TOOLS)
     first = agent.step(call(0) + more, tool_use=ONE_AT_A_TIME)
     agent.go_on(first, as_it_was, "done")
     second = agent.step("ok", tool_use=ONE_AT_A_TIME)
     spelled = agent.letters.spelled(second.turn.encoded.prompt.tokens)
     assert spelled.count("</tool_call><|im_end|>") == 1
-    assert spelled.count('"name": "write"') == 2  # the definition, and the call
+    assert spelled.count('"name": "write"') == 2  # the definition and the call
     if not more:
         assert second.reused == len(first.turn.tokens)
 
 
-# -- broken off ----------------------------------------------------------------------------------
+# -- replies that were cut off --
 
 
 @pytest.mark.parametrize(
     ("fields", "end"), [({"max_tokens": 60}, "length"), ({"stop": ["swept"]}, "stop")]
 )
-def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
-    fields: dict[str, Any], end: str
-) -> None:
+def test_a_cut_off_call_is_encoded_as_the_client_sends_it(fields: dict[str, Any], end: str) -> None:
     agent = Agent(HERMES, tools=TOOLS)
     agent.history[0]["content"] = "Short."
     agent.engine.scripts.append(agent.letters.sampled(call(0)))
@@ -151,7 +149,7 @@ def test_a_call_that_broke_off_comes_back_as_the_client_sends_it(
 
 
 @pytest.mark.parametrize("tokens", range(8, 40))
-def test_a_call_cut_off_before_its_name_shows_nothing_of_it_and_the_next_turn_goes_on(
+def test_a_call_cut_off_before_its_name_is_not_shown_and_the_next_turn_works(
     tokens: int,
 ) -> None:
     agent = Agent(HERMES, tools=TOOLS)
@@ -166,8 +164,8 @@ def test_a_call_cut_off_before_its_name_shows_nothing_of_it_and_the_next_turn_go
     assert spelled(later.turn.encoded.prompt.tokens) == spelled(fresh.turn.encoded.prompt.tokens)
 
 
-def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
-    """In channels nothing but the next marker tells where the arguments end."""
+def test_a_call_with_a_stop_string_in_its_arguments_is_not_complete() -> None:
+    """In the Harmony format only the next marker ends the arguments."""
     agent = Agent(CHANNELS, control=HARMONY_CONTROL, ends=("<|call|>",), tools=TOOLS)
     raw = '<|channel|>commentary to=functions.write<|message|>{"path": "a", "text": "swept"}'
     assert agent.step(raw).finished.reason == "tool_calls"
@@ -176,7 +174,7 @@ def test_a_stop_string_in_a_calls_arguments_is_no_call_to_be_made() -> None:
     assert stopped.message["tool_calls"][0]["function"]["arguments"] == ('{"path": "a", "text": "')
 
 
-def test_a_thought_that_broke_off_comes_back_as_the_client_sends_it() -> None:
+def test_cut_off_reasoning_is_encoded_as_the_client_sends_it() -> None:
     agent = Agent(THINKING, tools=TOOLS)
     agent.engine.scripts.append(agent.letters.sampled(thinking(0)))
     sampling = SamplingParams(temperature=0)

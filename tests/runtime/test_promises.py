@@ -1,4 +1,4 @@
-"""What was promised to a client holds for as long as it was promised, and no longer."""
+"""Promises to clients hold: state stays in memory, deleted, pinned or bounded as promised."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def key_of(reply: Reply) -> str:
 
 
 def on_disk(harness: RuntimeHarness) -> set[int]:
-    """Tokens that any block on disk holds."""
+    """All tokens of the blocks on disk."""
     harness.flush()
     return {token for block in harness.store if block.is_persistent for token in block.tokens}
 
 
-def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_alike(
+def test_memory_only_state_is_not_written_for_another_turn_with_the_same_prefix(
     tmp_path: Path,
 ) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
@@ -44,7 +44,9 @@ def test_what_is_to_stay_in_memory_is_not_written_for_a_neighbour_that_begins_al
     harness.close()
 
 
-def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path) -> None:
+def test_state_shared_on_the_device_is_written_for_a_turn_that_wants_it_durable(
+    tmp_path: Path,
+) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path)
     first = harness.ask(PROMPT, names=Names(in_memory=True))
@@ -57,7 +59,7 @@ def test_state_shared_on_the_device_is_written_for_who_wishes_it(tmp_path: Path)
     again.close()
 
 
-def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: Path) -> None:
+def test_a_deleted_entry_stays_deleted_however_it_was_used(tmp_path: Path) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
     reply = harness.ask(PROMPT, names=Names(return_cache_key=True))
     harness.ask(PROMPT, names=Names(in_memory=True))
@@ -68,7 +70,7 @@ def test_an_entry_that_was_deleted_stays_deleted_whoever_used_it_how(tmp_path: P
     again.close()
 
 
-def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> None:
+def test_deleting_an_old_key_keeps_the_conversation_that_continued_it() -> None:
     harness = RuntimeHarness(FakeEngine())
     naming = Names(return_cache_key=True)
     first = harness.ask(PROMPT, names=naming)
@@ -78,17 +80,17 @@ def test_deleting_an_old_key_leaves_the_conversation_that_went_on_from_it() -> N
     assert goes_on.finished.cache.status == "hit"
 
 
-def test_a_turn_that_starts_again_is_counted_once() -> None:
+def test_a_restarted_turn_is_counted_once() -> None:
     harness = RuntimeHarness(FakeEngine(break_steps={2}))
     harness.ask(list(range(200)))
     assert sum(harness.pipeline.statuses[harness.namespace()].values()) == 1
 
 
-# -- pins ----------------------------------------------------------------------------------------
+# -- pins --
 
 
 def pin_until_refused(harness: RuntimeHarness, salt: bytes = b"") -> int:
-    """How many prompts of 40 tokens can be pinned, none of them computed."""
+    """Number of prompts of 40 tokens that can be pinned before any is computed."""
     asked = IndexPrompt(messages=[], prepare=Prepare(pinned=True, ttl_s=None))
     for number in range(20):
         prompt = Prompt(Tokens.of([number] * 40))
@@ -104,27 +106,27 @@ def test_pins_count_before_they_are_computed() -> None:
     assert 1 <= pin_until_refused(harness) <= 40_000 // (5 * 1536)
 
 
-def test_preparing_the_same_pinned_prompt_again_takes_no_more_room() -> None:
+def test_pinning_the_same_prompt_again_takes_no_more_room() -> None:
     harness = RuntimeHarness(FakeEngine(), ram_bytes=16_000)
     once = harness.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
     again = harness.ask(PROMPT, prepare=Prepare(pinned=True, ttl_s=None))
     assert key_of(once) == key_of(again)
 
 
-def test_one_tenant_cannot_pin_what_belongs_to_all() -> None:
+def test_one_tenant_cannot_pin_the_share_of_others() -> None:
     harness = RuntimeHarness(FakeEngine(), ram_bytes=40_000)
     harness.ask([1, 2, 3], salt=b"other")
     assert pin_until_refused(harness, b"greedy") * 5 * 1536 <= 20_000
 
 
-# -- bounds --------------------------------------------------------------------------------------
+# -- limits --
 
 
 def entries(limit_bytes: int) -> Entries:
     return Entries(Store(block_tokens=8, tiers=[RamTier(0)]), Clock(), limit_bytes=limit_bytes)
 
 
-def test_an_entry_has_only_so_many_names_and_the_newest_stay() -> None:
+def test_an_entry_keeps_only_its_newest_names() -> None:
     known = entries(1 << 20)
     for number in range(3 * MOST_NAMES):
         known.remember(
@@ -141,7 +143,7 @@ def test_an_entry_has_only_so_many_names_and_the_newest_stay() -> None:
     assert known.by_name(ROOT, ("session_id", "0")) is None
 
 
-def test_a_flood_of_one_tenants_entries_takes_none_of_anothers() -> None:
+def test_many_entries_of_one_tenant_evict_none_of_another() -> None:
     known = entries(100_000)
     other = b"o" * 32
     mine = known.remember(Draft(namespace=ROOT, tokens=Tokens.of([1]), text=b"", keyed=True))
@@ -152,14 +154,14 @@ def test_a_flood_of_one_tenants_entries_takes_none_of_anothers() -> None:
     assert 10 < len(known) < 50
 
 
-def test_an_entry_larger_than_all_room_is_refused_and_the_others_stay() -> None:
+def test_an_entry_larger_than_the_budget_is_refused_and_evicts_nothing() -> None:
     known = entries(100_000)
     kept = known.remember(Draft(namespace=ROOT, tokens=Tokens.of([1]), text=b"", keyed=True))
     assert known.remember(Draft(namespace=ROOT, tokens=Tokens(bytes(200_000)), text=b"")) is None
     assert known.of(None) == [kept]
 
 
-def test_no_more_turns_hold_fetched_state_than_may_run(tmp_path: Path) -> None:
+def test_only_as_many_turns_fetch_state_as_may_run(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     prompts = [[number] * 40 for number in range(20)]

@@ -1,4 +1,4 @@
-"""What a runtime computed outlives it: through the disk, and after a stop of any kind."""
+"""Computed state survives restarts and crashes of the runtime on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FIRST = list(range(100, 140))
 
 
 def converse(harness: RuntimeHarness, turns: int, tokens: list[int]) -> list[int]:
-    """Turns that each add a question to all that was said."""
+    """Turns that each add a question to the conversation."""
     for turn in range(turns):
         reply = harness.ask(tokens)
         tokens = [*tokens, *reply.tokens, 200 + turn, 300 + turn, 400 + turn]
     return tokens
 
 
-def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
+def test_a_conversation_resumes_after_a_restart_with_the_same_answers(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path)
     tokens = converse(harness, 5, FIRST)
@@ -37,19 +37,19 @@ def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_pa
     assert reply.tokens == cold.tokens
     assert reply.finished.cache.tier == "disk"
     assert reply.finished.cache.status == "hit"
-    assert len(tokens) - reply.reused == 4  # three new tokens, and the last one sampled before
+    assert len(tokens) - reply.reused == 4  # three new tokens and the last sampled one
     assert engine.counts.computed_tokens - before == 4 + len(reply.tokens) - 1
     again.close()
 
 
-def test_what_was_stored_before_a_crash_is_there_after_it(tmp_path: Path) -> None:
+def test_stored_state_survives_a_crash(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     tokens = converse(harness, 3, FIRST)
     harness.flush()
     stored = max(block.stop for block in harness.store if block.stored)
     assert harness.disk is not None
-    harness.disk.folder.close()  # what a dead process lets go of
+    harness.disk.folder.close()  # a dead process releases the folder
     engine.sequences.reset()
 
     again = RuntimeHarness(engine, folder=tmp_path)
@@ -57,7 +57,7 @@ def test_what_was_stored_before_a_crash_is_there_after_it(tmp_path: Path) -> Non
     again.close()
 
 
-def test_a_second_request_for_blocks_on_their_way_waits_for_them(tmp_path: Path) -> None:
+def test_a_second_request_for_blocks_that_are_being_read_waits_for_them(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     harness.ask(FIRST)
@@ -89,7 +89,7 @@ def test_names_survive_a_restart_and_lead_to_the_same_key(tmp_path: Path) -> Non
     again.close()
 
 
-def test_writing_is_for_new_tokens_only(tmp_path: Path) -> None:
+def test_a_turn_writes_only_its_new_tokens(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0)
     converse(harness, 10, FIRST)
@@ -114,7 +114,7 @@ def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path)
     harness.flush()
     assert harness.disk is not None
     stored = sum(block.size_bytes for block in harness.store if block.stored)
-    assert stored <= 1.1 * CELL_BYTES * len(states)  # each token after each history, once
+    assert stored <= 1.1 * CELL_BYTES * len(states)  # each token is stored once per prefix
     harness.close()
 
 
@@ -129,7 +129,7 @@ def test_twenty_conversations_on_one_system_prompt_store_it_once(tmp_path: Path)
         ("on-evict", True, False),
     ],
 )
-def test_the_policy_says_what_is_written_behind_a_turn(
+def test_the_write_policy_decides_what_is_written_after_a_turn(
     tmp_path: Path, policy: str, named: bool, written: bool
 ) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0, cache_write=policy)
@@ -142,7 +142,7 @@ def test_the_policy_says_what_is_written_behind_a_turn(
     again.close()
 
 
-def test_what_is_to_stay_in_memory_is_never_written(tmp_path: Path) -> None:
+def test_memory_only_state_is_never_written(tmp_path: Path) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
     harness.ask(FIRST, names=Names(session_id="s", in_memory=True))
     harness.close()
@@ -151,18 +151,20 @@ def test_what_is_to_stay_in_memory_is_never_written(tmp_path: Path) -> None:
     again.close()
 
 
-def test_ram_gives_way_to_disk_and_gets_its_blocks_back_when_they_are_used(tmp_path: Path) -> None:
+def test_blocks_evicted_from_ram_to_disk_return_to_ram_when_used(tmp_path: Path) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine, folder=tmp_path, idle_tokens=0, ram_bytes=20_000)
     prompts = [[100 + number] * 40 for number in range(8)]
     cold = [harness.ask(prompt).tokens for prompt in prompts]
-    harness.flush()  # what waits to be written is still at hand
+    harness.flush()  # otherwise blocks in the write queue are still in memory
     before = engine.counts.computed_tokens
     warm = [harness.ask(prompt) for prompt in prompts]
     assert [reply.tokens for reply in warm] == cold
     assert {reply.reused for reply in warm} == {39}
     assert "disk" in {reply.finished.cache.tier for reply in warm}
-    assert engine.counts.computed_tokens - before == 8 * 8  # the last token of each, and replies
+    assert (
+        engine.counts.computed_tokens - before == 8 * 8
+    )  # the last prompt token of each, and the replies
     harness.close()
 
 
@@ -179,13 +181,13 @@ def test_a_pinned_prompt_stays_on_disk_when_a_longer_conversation_covers_it(
     harness.ask([*FIRST[:5], 1, 2, 3])
     harness.flush()
     assert harness.disk is not None
-    harness.disk.folder.close()  # a crash
+    harness.disk.folder.close()  # simulate a crash
     again = RuntimeHarness(FakeEngine(), folder=tmp_path)
     assert again.ask([*FIRST[:5], 9], names=Names(cache_key=key)).finished.cache.status == "hit"
     again.close()
 
 
-def test_a_server_that_is_never_idle_still_writes(tmp_path: Path) -> None:
+def test_a_server_that_is_never_idle_writes_to_disk(tmp_path: Path) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
     assert harness.disk is not None
     harness.disk.give_way(busy=True)
@@ -195,7 +197,7 @@ def test_a_server_that_is_never_idle_still_writes(tmp_path: Path) -> None:
     harness.close()
 
 
-def test_who_waits_for_the_disk_is_not_kept_waiting_by_busy_turns(tmp_path: Path) -> None:
+def test_busy_turns_do_not_delay_a_request_that_waits_for_the_disk(tmp_path: Path) -> None:
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path, idle_tokens=0)
     assert harness.disk is not None
     with pytest.MonkeyPatch.context() as patch:

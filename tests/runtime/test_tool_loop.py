@@ -1,5 +1,4 @@
-"""An agent's loop: every step computes its new message and nothing else, however the client sends
-the history back."""
+"""Each step of a tool loop computes only its new message, however a client sends the history."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ STEPS = 12
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("can_truncate", [True, False], ids=["cut", "whole"])
 @pytest.mark.parametrize(("template", "say"), [(HERMES, call), (THINKING, thinking)])
-def test_each_of_twelve_steps_computes_its_new_message_alone(
+def test_each_of_twelve_steps_computes_only_its_new_message(
     template: str, say: Callable[[int], str], change: Change, can_truncate: bool
 ) -> None:
     agent = Agent(template, tools=TOOLS, can_truncate=can_truncate)
@@ -39,7 +38,7 @@ def test_each_of_twelve_steps_computes_its_new_message_alone(
         assert reply.finished.reason == "tool_calls"
         assert [each.name for each in reply.turn.output.message.tool_calls] == ["write"]
         if before is not None:
-            # All that the last turn computed, its sampled tokens as they were; then the rest.
+            # All tokens of the last turn as they were sampled, then the rest.
             assert reply.reused == len(before.turn.tokens)
             assert reply.finished.cache.status == "hit"
             new = reply.turn.tokens.ids[reply.reused : reply.turn.prompt_tokens]
@@ -53,8 +52,8 @@ def test_each_of_twelve_steps_computes_its_new_message_alone(
         assert "reasoning" in reply.finished.cache.normalised
 
 
-def test_reasoning_that_the_template_drops_costs_the_reply_and_no_more() -> None:
-    """After the next user message it is not shown any more: what comes before it still holds."""
+def test_reasoning_that_the_template_drops_costs_only_the_reply() -> None:
+    """The next user message hides it, but everything before it is reused."""
     agent = Agent(THINKING)
     first = agent.step("<think>\nHm.\n</think>\n\nAll is tidy.", tools=None)
     assert first.message["reasoning_content"] == "Hm."
@@ -65,7 +64,7 @@ def test_reasoning_that_the_template_drops_costs_the_reply_and_no_more() -> None
     assert second.reused == first.turn.prompt_tokens
 
 
-def test_words_that_only_a_generation_prompt_has_cost_the_reply_and_no_more() -> None:
+def test_text_that_only_a_generation_prompt_has_costs_only_the_reply() -> None:
     template = THINKING.replace(
         "{{- '<|im_start|>assistant\n' }}{%- endif %}",
         "{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{%- endif %}",
@@ -80,7 +79,7 @@ def test_words_that_only_a_generation_prompt_has_cost_the_reply_and_no_more() ->
     assert second.reused >= first.turn.prompt_tokens - scaffold
 
 
-def test_a_loop_in_channels_goes_on_from_its_calls() -> None:
+def test_a_harmony_loop_reuses_its_calls() -> None:
     agent = Agent(CHANNELS, control=HARMONY_CONTROL, ends=["<|call|>"], tools=TOOLS)
     before: Reply | None = None
     for step in range(4):

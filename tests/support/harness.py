@@ -123,9 +123,8 @@ class RuntimeHarness:
         is_undisturbed: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
-        """`folder` is where the disk tier lies, `shelf` what a tier in memory below it holds."""
+        """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory."""
         self.engine = engine
-        self._is_undisturbed = is_undisturbed
         self.capabilities = engine.capabilities
         self._events: SimpleQueue[TierEvent] = SimpleQueue()
         self.log_lines: list[LogLine] = []
@@ -142,9 +141,14 @@ class RuntimeHarness:
             fetch_bytes,
             clock,
         )
-        self.take_storage(storage, idle_tokens)
+        self.take_storage(storage, idle_tokens, is_undisturbed)
 
-    def take_storage(self, storage: Storage, idle_tokens: int | None) -> None:
+    def take_storage(
+        self,
+        storage: Storage,
+        idle_tokens: int | None,
+        is_undisturbed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.storage = storage
         self.store, self.entries, self.clock = storage.store, storage.entries, storage.clock
         self.runtime = build(
@@ -153,7 +157,7 @@ class RuntimeHarness:
             emit=self._emit,
             log=self.log_lines.append,
             idle_tokens=idle_tokens,
-            is_undisturbed=self._is_undisturbed,
+            is_undisturbed=is_undisturbed,
         )
         self.kv, self.scheduler = self.runtime.kv, self.runtime.scheduler
         self.sessions, self.pipeline = self.runtime.sessions, self.runtime.pipeline

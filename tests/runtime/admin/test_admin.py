@@ -1,4 +1,4 @@
-"""What an admin request was answered holds, whatever becomes of the process after it."""
+"""An answered admin request holds even if the process is killed right after."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ PROMPT = Prompt(Tokens.of(range(300, 320)))
 
 
 class Life:
-    """A runtime on a folder, and what is left of it when it is killed."""
+    """A runtime with a cache folder that can be killed and reopened."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.harness = RuntimeHarness(FakeEngine(), folder=path / "live", idle_tokens=0)
 
     def after_a_kill(self) -> RuntimeHarness:
-        """One that opens what lies on disk at this moment."""
+        """Open a runtime with a copy of the folder as it is now."""
         shutil.copytree(self._path / "live", self._path / "killed")
         return RuntimeHarness(FakeEngine(), folder=self._path / "killed")
 
     def key(self, *, pinned: bool = False, ttl_s: float | None = None) -> str:
-        """Of a conversation that is on disk."""
+        """Store a conversation on disk and return its key."""
         names = Names(return_cache_key=True, session_id="mine", ttl_s=ttl_s)
         key = self.harness.ask(range(100, 120), names=names).finished.cache.new_cache_key
         assert key is not None
@@ -64,14 +64,14 @@ def life(tmp_path: Path) -> Iterator[Life]:
 
 
 def entries_of(harness: RuntimeHarness) -> dict[str, bool]:
-    """What it knows, and whether that is pinned."""
+    """Map the keys of all entries to whether they are pinned."""
     found = {entry.key: entry.pinned for entry in harness.entries.of(None)}
     harness.close()
     return found
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_pin_that_was_answered_outlives_the_process(life: Life, pinned: bool) -> None:
+def test_an_answered_pin_survives_a_crash(life: Life, pinned: bool) -> None:
     key = life.key(pinned=not pinned)
     life.harness.administer(PinEntry(key, pinned=pinned))
     assert entries_of(life.after_a_kill()) == {key: pinned}
@@ -80,7 +80,7 @@ def test_a_pin_that_was_answered_outlives_the_process(life: Life, pinned: bool) 
 @pytest.mark.parametrize(
     "op", [DeleteEntry, lambda _: RemoveSession("mine"), lambda _: RemoveOld(-1)]
 )
-def test_what_was_answered_as_deleted_never_comes_back(life: Life, op: type[DeleteEntry]) -> None:
+def test_a_deleted_entry_does_not_return_after_a_crash(life: Life, op: type[DeleteEntry]) -> None:
     key = life.key()
     assert [block.stored for block in life.harness.store]
     answer = life.harness.administer(op(key))
@@ -91,13 +91,13 @@ def test_what_was_answered_as_deleted_never_comes_back(life: Life, op: type[Dele
     assert entries_of(again) == {}
 
 
-def test_what_was_answered_as_collected_never_comes_back(life: Life) -> None:
+def test_a_collected_entry_does_not_return_after_a_crash(life: Life) -> None:
     life.key(ttl_s=1e-9)
     life.harness.administer(CollectExpired())
     assert entries_of(life.after_a_kill()) == {}
 
 
-def test_a_prompt_that_was_only_indexed_outlives_the_process(life: Life) -> None:
+def test_an_indexed_prompt_survives_a_crash(life: Life) -> None:
     op = IndexPrompt(messages=[], prepare=Prepare(pinned=True, ttl_s=None))
     info = life.harness.administer(op, prompt=PROMPT)
     assert isinstance(info, EntryInfo)
@@ -105,14 +105,14 @@ def test_a_prompt_that_was_only_indexed_outlives_the_process(life: Life) -> None
     assert entries_of(life.after_a_kill()) == {info.cache_key: True}
 
 
-# -- a disk that does not take it ----------------------------------------------------------------
+# -- a failing disk --
 
 
 def refuse(*_: object) -> None:
     raise sqlite3.OperationalError("disk I/O error")
 
 
-def test_what_the_disk_does_not_take_is_done_in_memory_and_said_to_be_no_more(
+def test_a_change_that_the_disk_rejects_applies_in_memory_and_is_reported_as_not_durable(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, disk = life.key(), life.harness.disk
@@ -126,11 +126,11 @@ def test_what_the_disk_does_not_take_is_done_in_memory_and_said_to_be_no_more(
             assert not answer.durable
     assert not life.harness.entries.of(None)
     life.harness.storage.tick()
-    life.harness.flush()  # the disk is back: what it missed is made up for
+    life.harness.flush()  # the disk works again and catches up
     assert entries_of(life.after_a_kill()) == {}
 
 
-def test_a_file_that_cannot_be_removed_is_tried_again_and_said_to_be_there(tmp_path: Path) -> None:
+def test_removing_an_undeletable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
     trouble = Trouble(("unlink",))
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     reply = harness.ask(range(100, 120), names=Names(return_cache_key=True))
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_removed_is_tried_again_and_said_to_be_there(tmp_p
     harness.close()
 
 
-def test_without_a_disk_there_is_nothing_to_wait_for() -> None:
+def test_without_a_disk_the_reply_comes_immediately() -> None:
     harness = RuntimeHarness(FakeEngine())
     reply = harness.ask(range(100, 120), names=Names(return_cache_key=True))
     answers = []

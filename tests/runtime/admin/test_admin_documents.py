@@ -1,4 +1,4 @@
-"""Documents that clients store: they live as entries do, with or without state."""
+"""Documents that clients store have the lifetime of entries, with or without KV state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def shown(harness: RuntimeHarness, key: str = KEY) -> EntryInfo:
     return info
 
 
-def test_a_turns_entry_has_the_key_it_asked_for_and_its_document(harness: RuntimeHarness) -> None:
+def test_a_turn_can_choose_its_key_and_store_a_document_under_it(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(entry_key=KEY))
     assert store(harness, b"one")
     assert content_of(harness) == b"one"
@@ -68,7 +68,7 @@ def test_a_turns_entry_has_the_key_it_asked_for_and_its_document(harness: Runtim
     assert (report.status, report.cache_key) == ("hit", KEY)
 
 
-def test_two_equal_turns_have_documents_of_their_own(harness: RuntimeHarness) -> None:
+def test_two_equal_turns_have_separate_documents(harness: RuntimeHarness) -> None:
     for key in ("resp_1", "resp_2"):
         harness.ask(PROMPT, names=Names(entry_key=key))
         assert store(harness, key.encode(), key)
@@ -80,7 +80,7 @@ def test_two_equal_turns_have_documents_of_their_own(harness: RuntimeHarness) ->
         content_of(harness, "resp_2")
 
 
-def test_a_document_needs_no_state(harness: RuntimeHarness) -> None:
+def test_a_document_can_be_stored_without_state(harness: RuntimeHarness) -> None:
     assert store(harness, b"one")
     assert store(harness, b"two")
     assert store(harness, b"three", key="conv_2")
@@ -93,13 +93,13 @@ def test_a_document_needs_no_state(harness: RuntimeHarness) -> None:
     assert content_of(harness, "conv_2") == b"three"
 
 
-def test_an_entry_without_a_document_is_none(harness: RuntimeHarness) -> None:
+def test_reading_an_entry_without_a_document_is_not_found(harness: RuntimeHarness) -> None:
     harness.ask(PROMPT, names=Names(entry_key=KEY))
     with pytest.raises(CacheKeyNotFound):
         content_of(harness)
 
 
-def test_documents_are_seen_by_their_own_tenant_alone(harness: RuntimeHarness) -> None:
+def test_only_its_own_tenant_can_read_a_document(harness: RuntimeHarness) -> None:
     assert store(harness, b"mine", salt=b"a")
     for options in ({"salt": b"b"}, {"admin": True}):
         with pytest.raises(CacheKeyNotFound):
@@ -118,7 +118,7 @@ def test_a_document_expires_unless_it_is_pinned(harness: RuntimeHarness, clock: 
     assert content_of(harness, "conv_p") == b"pinned"
 
 
-def test_documents_stay_within_the_budget_of_entries(harness: RuntimeHarness) -> None:
+def test_documents_count_towards_the_budget_of_entries(harness: RuntimeHarness) -> None:
     entries = harness.storage.entries
     entries.budget.limit_bytes = 4 * MIB
     assert not store(harness, bytes(5 * MIB), key="huge")

@@ -46,7 +46,7 @@ def harness() -> Iterator[RuntimeHarness]:
 
 
 def stolen(harness: RuntimeHarness) -> dict[str, str]:
-    """The names of what Anna has said."""
+    """The names of Anna's conversation."""
     names = Names(return_cache_key=True, session_id="anna's", wants_message_id=True)
     finished = harness.ask(PROMPT, salt=ANNA, names=names).finished
     assert finished.cache.new_cache_key is not None
@@ -63,7 +63,7 @@ def made_up(names: dict[str, str]) -> dict[str, str]:
 
 
 def lines_of(work: Callable[[], Any]) -> tuple[list[Line], Any]:
-    """The lines of our own program that the work runs, and its result or refusal."""
+    """Return the source lines that the work runs, and its result or its error."""
     lines: list[Line] = []
 
     def trace(frame: FrameType, event: str, _arg: object) -> Any:
@@ -101,7 +101,9 @@ WAYS: dict[str, Callable[[dict[str, str]], AdminOp]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_stolen_name_takes_the_way_of_an_unknown_one(harness: RuntimeHarness, way: str) -> None:
+def test_a_stolen_name_runs_the_same_code_as_an_unknown_one(
+    harness: RuntimeHarness, way: str
+) -> None:
     names = stolen(harness)
     prompt = Prompt(Tokens.of(PROMPT)) if way == "validate" else None
 
@@ -109,7 +111,7 @@ def test_a_stolen_name_takes_the_way_of_an_unknown_one(harness: RuntimeHarness, 
         op = WAYS[way](which)
         return lines_of(lambda: harness.administer(op, salt=BERT, prompt=prompt))
 
-    asked(made_up(names))  # whatever is done once only is done
+    asked(made_up(names))  # warm up one-time work
     lines, result = asked(names)
     assert lines
     assert (lines, result) == asked(made_up(names))
@@ -118,7 +120,7 @@ def test_a_stolen_name_takes_the_way_of_an_unknown_one(harness: RuntimeHarness, 
 
 
 @pytest.mark.parametrize("kind", ["cache_key", "session_id", "message_id"])
-def test_a_turn_with_a_stolen_name_takes_the_way_of_an_unknown_one(
+def test_a_turn_with_a_stolen_name_runs_the_same_code_as_one_with_an_unknown_name(
     harness: RuntimeHarness, kind: str
 ) -> None:
     names = stolen(harness)
@@ -139,8 +141,8 @@ def test_a_turn_with_a_stolen_name_takes_the_way_of_an_unknown_one(
     assert with_stolen == before
 
 
-def test_a_name_of_ones_own_takes_another_way(harness: RuntimeHarness) -> None:
-    """Or the tests above would see no difference where there is one."""
+def test_the_owner_of_a_name_runs_other_code(harness: RuntimeHarness) -> None:
+    """This proves that the tests above can see a difference."""
     op = ShowEntry(stolen(harness)["cache_key"])
     own = lines_of(lambda: harness.administer(op, salt=ANNA))
     assert own[0] != lines_of(lambda: harness.administer(op, salt=BERT))[0]

@@ -1,4 +1,4 @@
-"""State of conversations into files and out of them, by what the engine calls a file."""
+"""Conversations can be exported to state files of the engine and imported from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def harness(*, can_truncate: bool = True, **more: Any) -> RuntimeHarness:
 
 
 def told(harness: RuntimeHarness, **request: Any) -> tuple[str, list[int]]:
-    """A conversation's key and its tokens."""
+    """Store a conversation and return its key and its tokens."""
     reply = harness.ask(PROMPT, max_tokens=6, names=KEYED, **request)
     key = reply.finished.cache.new_cache_key
     assert key is not None
@@ -42,7 +42,7 @@ def told(harness: RuntimeHarness, **request: Any) -> tuple[str, list[int]]:
 
 
 def administer(harness: RuntimeHarness, op: AdminOp, **more: Any) -> Any:
-    """As a runtime does it: pieces of the work, steps and events in turn."""
+    """Answer as a runtime does, with steps and tier events between the pieces of work."""
     results: list[Any] = []
     request = AdminRequest(id=1, salt=more.pop("salt", b""), op=op, **more)
     for _ in harness.runtime.admin.answer(request, None, results.append):
@@ -63,7 +63,7 @@ def exported(harness: RuntimeHarness, key: str, folder: Path, **more: Any) -> Pa
 
 
 @pytest.mark.parametrize("can_truncate", [True, False])
-def test_another_server_goes_on_from_an_exported_conversation(
+def test_another_server_resumes_an_exported_conversation(
     can_truncate: bool, tmp_path: Path
 ) -> None:
     source = harness(can_truncate=can_truncate)
@@ -72,7 +72,9 @@ def test_another_server_goes_on_from_an_exported_conversation(
     other = harness(can_truncate=can_truncate)
     entry = administer(other, ImportState(str(path), "named"))
     assert isinstance(entry, EntryInfo)
-    assert entry.token_count == entry.held_tokens == len(tokens) - 1  # the last was never computed
+    assert (
+        entry.token_count == entry.held_tokens == len(tokens) - 1
+    )  # the last token was sampled and never computed
     assert [(each.kind, each.name) for each in entry.names] == [("session_id", "named")]
     asked = [*tokens, 5, 6]
     reply = other.ask(asked, max_tokens=4, names=Names(session_id="named"))
@@ -82,7 +84,7 @@ def test_another_server_goes_on_from_an_exported_conversation(
 
 
 @pytest.mark.parametrize("can_truncate", [True, False])
-def test_state_on_disk_is_read_for_it(can_truncate: bool, tmp_path: Path) -> None:
+def test_state_on_disk_is_read_for_an_export(can_truncate: bool, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     first = harness(can_truncate=can_truncate, folder=folder)
     key, _ = told(first)
@@ -93,7 +95,7 @@ def test_state_on_disk_is_read_for_it(can_truncate: bool, tmp_path: Path) -> Non
     assert json.loads(path.read_text())["tokens"][:50] == PROMPT
 
 
-def test_it_is_the_tenants_own_even_for_an_admin(tmp_path: Path) -> None:
+def test_an_admin_cannot_export_the_state_of_others(tmp_path: Path) -> None:
     mine = harness()
     key, tokens = told(mine, salt=b"alice")
     for salt, admin in ((b"bob", False), (b"bob", True)):
@@ -106,7 +108,7 @@ def test_it_is_the_tenants_own_even_for_an_admin(tmp_path: Path) -> None:
     assert mine.ask(tokens, max_tokens=1, salt=b"dave").reused == 0
 
 
-def test_an_engine_without_such_files_says_so(tmp_path: Path) -> None:
+def test_an_engine_without_state_files_refuses_exports_and_imports(tmp_path: Path) -> None:
     plain = RuntimeHarness(FakeEngine())
     key, _ = told(plain)
     for op in (ExportState(key, str(tmp_path)), ImportState(str(tmp_path / "state.json"))):
@@ -114,13 +116,13 @@ def test_an_engine_without_such_files_says_so(tmp_path: Path) -> None:
             administer(plain, op)
 
 
-def test_what_cannot_be_exported_is_refused_in_words(tmp_path: Path) -> None:
+def test_state_that_cannot_be_exported_is_refused_with_the_reason(tmp_path: Path) -> None:
     mine = harness()
     key, _ = told(mine, kv_bits=8, kv_quantization_start=0)
     with pytest.raises(Unsupported, match="default precision"):
         exported(mine, key, tmp_path)
     draft = Draft(namespace=mine.namespace(), tokens=Tokens.of(PROMPT), text=b"", keyed=True)
-    entry = mine.entries.remember(draft)  # no token of it was ever computed in usual cells
+    entry = mine.entries.remember(draft)  # its state was never computed at the default precision
     assert entry is not None
     with pytest.raises(ServerError, match="has no state to export") as raised:
         exported(mine, entry.key, tmp_path)
@@ -147,7 +149,7 @@ def test_a_file_with_impossible_tokens_is_refused(
         administer(harness(), ImportState(str(path)))
 
 
-def test_an_import_without_room_is_refused_and_leaves_no_name(tmp_path: Path) -> None:
+def test_an_import_without_room_is_refused_and_creates_no_entry(tmp_path: Path) -> None:
     source = harness()
     key, tokens = told(source)
     path = exported(source, key, tmp_path)

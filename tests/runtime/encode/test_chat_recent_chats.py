@@ -1,4 +1,4 @@
-"""Recent conversations: found by their messages, within a bound, each tenant's by itself."""
+"""Recent encodings are found by their messages, per tenant and within a memory limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def put(recent: RecentChats, tenant: bytes, *texts: str) -> RecentChat:
     return stored
 
 
-def test_a_conversation_goes_on_from_the_longest_it_begins_with() -> None:
+def test_the_longest_known_prefix_of_a_conversation_is_found() -> None:
     recent = RecentChats()
     put(recent, b"one", "a")
     longest = put(recent, b"one", "a", "b")
@@ -38,14 +38,14 @@ def test_a_conversation_goes_on_from_the_longest_it_begins_with() -> None:
     assert recent.find(b"other", chat_key(said("a", "b"))) is None
 
 
-def test_a_key_begins_another_only_where_its_messages_do() -> None:
+def test_a_key_is_a_prefix_of_another_only_if_its_messages_are() -> None:
     assert not chat_key(said("ab")).startswith(chat_key(said("a")))
     assert chat_key([{"n": 1}]) != chat_key([{"n": 1.0}])
     assert chat_key([{"n": 1}]) != chat_key([{"n": True}])
     assert chat_key([{"n": 1, "m": 2}]) != chat_key([{"m": 2, "n": 1}])
 
 
-def test_beyond_the_limit_the_tenant_that_has_most_gives_up_its_oldest() -> None:
+def test_over_the_limit_the_largest_tenant_loses_its_oldest_chat() -> None:
     cost_bytes = chat("a").cost_bytes(chat_key(said("a")))
     recent = RecentChats(4 * cost_bytes)
     kept = put(recent, b"small", "a")
@@ -57,14 +57,14 @@ def test_beyond_the_limit_the_tenant_that_has_most_gives_up_its_oldest() -> None
     assert [each is not None for each in known] == [False, False, False, True, True, True]
 
 
-def test_one_that_exceeds_the_limit_is_not_kept_and_costs_no_other() -> None:
+def test_a_chat_larger_than_the_limit_is_not_kept_and_evicts_nothing() -> None:
     recent = RecentChats(chat("a").cost_bytes(chat_key(said("a"))))
     kept = put(recent, b"one", "a")
     put(recent, b"one", "b" * 1000)
     assert recent.find(b"one", chat_key(said("a"))) is kept
 
 
-def test_the_same_messages_again_cost_nothing_more() -> None:
+def test_storing_the_same_messages_again_takes_no_more_memory() -> None:
     recent = RecentChats()
     put(recent, b"one", "a")
     once = recent.used_bytes
@@ -73,7 +73,7 @@ def test_the_same_messages_again_cost_nothing_more() -> None:
     assert recent.find(b"one", chat_key(said("a"))) is newest
 
 
-def test_threads_find_put_and_forget_at_once() -> None:
+def test_threads_can_find_put_and_forget_concurrently() -> None:
     recent = RecentChats(20 * chat("a").cost_bytes(chat_key(said("a"))))
     failures: list[BaseException] = []
 

@@ -52,7 +52,7 @@ def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
     assert len({id(each.decoding.parser) for each in choices}) == 3
 
 
-def test_a_grammar_is_compiled_once_and_followed_by_each_choice_for_itself() -> None:
+def test_a_grammar_is_compiled_once_and_each_choice_has_its_own_state() -> None:
     processor = Conversations(HERMES).runtime.input_processor
     compiler = processor._output_format._compiler
     asked = structs.replace(ASK, tool_use=ToolUse(choice="required"))

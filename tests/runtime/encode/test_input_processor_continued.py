@@ -1,4 +1,4 @@
-"""A reply that goes on from the final message goes on from its state, too."""
+"""A reply that continues the final message reuses its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORY = "Once upon a time, the sea was young."
 
 
 def begun(agent: Agent, tokens: int, **fields: Any) -> Any:
-    """A reply that a limit cut off, as the last message of the conversation."""
+    """Append a reply that was cut off by `max_tokens` as the last message."""
     reply = agent.step(STORY, max_tokens=tokens, **fields)
     assert reply.finished.reason == "length"
     agent.history.append({"role": "assistant", "content": reply.text})
@@ -23,8 +23,10 @@ def begun(agent: Agent, tokens: int, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, PARTS])
-@pytest.mark.parametrize("tokens", [1, 5, 12])  # 5: right after a blank
-def test_the_reply_goes_on_from_the_tokens_of_the_text_so_far(template: str, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 5, 12])  # 5 ends right after a space
+def test_the_reply_continues_the_sampled_tokens_of_the_text_so_far(
+    template: str, tokens: int
+) -> None:
     agent = Agent(template)
     first = begun(agent, tokens)
     second = agent.step(STORY[len(first.text) :], **CONTINUED)
@@ -33,7 +35,7 @@ def test_the_reply_goes_on_from_the_tokens_of_the_text_so_far(template: str, tok
     assert second.reused == len(first.turn.tokens) - 1  # the last token is always computed
 
 
-def test_a_text_of_the_clients_own_is_continued_as_its_own_tokens() -> None:
+def test_a_text_written_by_the_client_is_tokenised_and_continued() -> None:
     agent = Agent(CHATML)
     agent.history.append({"role": "assistant", "content": "The thing, sa"})
     reply = agent.step("ying hello.", **CONTINUED)
@@ -43,7 +45,7 @@ def test_a_text_of_the_clients_own_is_continued_as_its_own_tokens() -> None:
     assert reply.turn.encoded.prompt.tokens.ids() == fresh
 
 
-def test_the_conversation_afterwards_has_one_reply_and_all_of_its_state() -> None:
+def test_the_next_turn_reuses_the_state_of_the_whole_continued_reply() -> None:
     agent = Agent(CHATML)
     first = begun(agent, 12)
     second = agent.step(STORY[len(first.text) :], **CONTINUED)
@@ -58,14 +60,14 @@ def test_the_conversation_afterwards_has_one_reply_and_all_of_its_state() -> Non
     assert f"{STORY}<|im_end|>" in spelled
 
 
-def test_a_prompt_without_the_beginning_of_a_reply_ends_with_the_last_message() -> None:
+def test_a_prompt_without_a_generation_prompt_ends_with_the_last_message() -> None:
     agent = Agent(CHATML)
     reply = agent.step("x", add_generation_prompt=False)
     spelled = agent.letters.spelled(reply.turn.encoded.prompt.tokens)
     assert spelled.rstrip().endswith("Tidy the house.<|im_end|>")
 
 
-def test_what_is_not_kept_is_continued_as_well() -> None:
+def test_a_request_that_opts_out_can_be_continued() -> None:
     agent = Agent(CHATML)
     agent.history.append({"role": "assistant", "content": "The thing"})
     reply = agent.step("x", reuse=False, **CONTINUED)

@@ -1,4 +1,4 @@
-"""What the second session of an agent reuses that names its session in the system prompt."""
+"""A second session reuses the first even if the system prompt contains a session path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def session(agent: Agent) -> Reply:
 
 
 def share_reused(template: str, **settings: Any) -> tuple[float, list[str]]:
-    """By the second session of its prompt; and what was normalised in it."""
+    """Share of its prompt that a second session reuses, and the names of its normalisations."""
     agent = Agent(template, tools=TOOLS)
     agent.harness = RuntimeHarness(agent.engine, **settings)
     session(agent)
@@ -46,13 +46,13 @@ def share_reused(template: str, **settings: Any) -> tuple[float, list[str]]:
     return second.reused / second.turn.prompt_tokens, second.finished.cache.normalised
 
 
-def test_tools_that_we_present_are_reused_whatever_the_system_prompt_says() -> None:
+def test_tools_shown_before_the_system_prompt_are_reused() -> None:
     share, _ = share_reused(CHATML)
-    assert 0.5 < share < 0.9  # all but what follows the path
+    assert 0.5 < share < 0.9  # everything before the path
 
 
 @pytest.mark.parametrize(("template", "without"), [(CHATML, 0.9), (HERMES, 0.4)])
-def test_a_second_session_reuses_everything_when_its_path_is_normalised(
+def test_a_second_session_reuses_everything_if_its_path_is_normalised(
     template: str, without: float
 ) -> None:
     assert share_reused(template)[0] < without

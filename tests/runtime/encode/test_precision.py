@@ -1,5 +1,4 @@
-"""KV precision of turns: which cells their state has, what it is reused from, and that nothing is
-computed twice when it changes."""
+"""A turn gets the KV type it asks for, and requantisation computes nothing twice."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def stored_bytes(harness: RuntimeHarness) -> int:
 
 
 @pytest.mark.parametrize(("kv_bits", "size"), [(8, 8), (4, 4)])
-def test_a_turn_has_the_cells_that_it_asks_for(kv_bits: int, size: int) -> None:
+def test_a_turn_gets_the_kv_bits_that_it_asks_for(kv_bits: int, size: int) -> None:
     harness = RuntimeHarness(FakeEngine())
     reply = harness.ask(PROMPT, kv_bits=kv_bits, max_tokens=4)
     assert bits(reply) == (kv_bits, 1)
@@ -51,13 +50,13 @@ def test_a_turn_has_the_cells_that_it_asks_for(kv_bits: int, size: int) -> None:
     assert again.reused == len(PROMPT) + 3
 
 
-def test_without_a_word_cells_are_the_usual_ones() -> None:
+def test_the_default_kv_type_is_used_without_kv_bits() -> None:
     harness = RuntimeHarness(FakeEngine())
     assert bits(harness.ask(PROMPT, max_tokens=4)) == (16, None)
     assert stored_bytes(harness) == CELL_BYTES * (len(PROMPT) + 3)
 
 
-def test_bits_that_cells_cannot_have_are_refused_in_words() -> None:
+def test_unsupported_kv_bits_are_refused_with_the_supported_ones() -> None:
     harness = RuntimeHarness(FakeEngine())
     with pytest.raises(Unsupported, match=r"supports 4 or 8 or 16 bits, not 5") as raised:
         harness.submit(PROMPT, kv_bits=5)
@@ -72,51 +71,54 @@ def request_for(**fields: Any) -> GenerateRequest:
     return GenerateRequest(turn=0, prompt=[1], sampling=SamplingParams(), max_tokens=1, **fields)
 
 
-def grouped(usual: str = "fake") -> Capabilities:
-    """Of an engine whose quantised cells have groups of several sizes."""
+def grouped(default: str = "fake") -> Capabilities:
+    """The capabilities of an engine with several group sizes."""
     known = FakeEngine().capabilities
     layouts = {
         f"q{bits}_g{size}": replace(known.kv_layout, bits=bits, group_size=size)
         for bits, size in ((8, 128), (8, 64), (8, 32), (4, 128), (4, 32))
     }
-    return replace(known, kv={"fake": known.kv_layout, **layouts}, kv_type=usual)
+    return replace(known, kv={"fake": known.kv_layout, **layouts}, kv_type=default)
 
 
 @pytest.mark.parametrize(
-    ("bits", "group_size", "usual", "kv_type"),
+    ("bits", "group_size", "default", "kv_type"),
     [
         (None, 32, "fake", "fake"),
         (8, None, "fake", "q8_g64"),
         (8, 32, "fake", "q8_g32"),
         (4, 128, "fake", "q4_g128"),
-        (4, None, "fake", "q4_g32"),  # the finest, where there is no 64
+        (4, None, "fake", "q4_g32"),  # the smallest if there is no group size of 64
         (8, None, "q8_g128", "q8_g128"),
         (8, 32, "q8_g128", "q8_g32"),
         (4, 32, "q8_g64", "q4_g32"),
     ],
 )
-def test_a_turn_has_groups_of_the_size_that_it_asks_for(
-    bits: int | None, group_size: int | None, usual: str, kv_type: str
+def test_a_turn_gets_the_group_size_that_it_asks_for(
+    bits: int | None, group_size: int | None, default: str, kv_type: str
 ) -> None:
     request = request_for(kv_bits=bits, kv_group_size=group_size, kv_quantization_start=9)
-    chosen = precision(request, grouped(usual), b"tenant")
+    chosen = precision(request, grouped(default), b"tenant")
     assert chosen.format_at(100).kv_type == kv_type
-    if kv_type == "q8_g32" and usual == "q8_g128":
-        assert (chosen.can_requantise, chosen.start_tokens) == (False, 0)  # it holds no less
+    if kv_type == "q8_g32" and default == "q8_g128":
+        assert (chosen.can_requantise, chosen.start_tokens) == (
+            False,
+            0,
+        )  # the default type has no more bits
 
 
-def test_groups_of_another_size_are_refused_with_those_there_are() -> None:
+def test_an_unsupported_group_size_is_refused_with_the_supported_ones() -> None:
     request = request_for(kv_bits=4, kv_group_size=64)
     with pytest.raises(Unsupported, match=r"groups of 32 or 128 values at 4 bits") as raised:
         precision(request, grouped(), b"tenant")
     assert raised.value.param == "kv_group_size"
 
 
-def test_an_engine_with_one_size_of_groups_uses_it() -> None:
+def test_an_engine_with_a_single_group_size_ignores_the_requested_one() -> None:
     assert bits(RuntimeHarness(FakeEngine()).ask(PROMPT, kv_group_size=64, **EIGHT))[0] == 8
 
 
-def test_streams_of_several_precisions_run_side_by_side() -> None:
+def test_turns_of_several_precisions_run_concurrently() -> None:
     harness = RuntimeHarness(FakeEngine())
     asked: list[dict[str, Any]] = [
         {},
@@ -135,10 +137,10 @@ def test_streams_of_several_precisions_run_side_by_side() -> None:
         assert reply.tokens == fresh(prompt, max_tokens=20, **each)
 
 
-# -- crossing ------------------------------------------------------------------------------------
+# -- requantisation --
 
 
-def test_a_short_conversation_has_the_usual_cells_and_shares_them_with_everybody() -> None:
+def test_a_short_conversation_has_the_default_kv_type_and_shares_its_state() -> None:
     harness = RuntimeHarness(FakeEngine())
     first = harness.ask(PROMPT[:50], **LATER)
     assert bits(first) == (16, None)
@@ -157,7 +159,7 @@ def test_a_prompt_beyond_the_start_is_computed_once(exact: bool, can_truncate: b
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_reply_may_cross_in_its_middle(exact: bool) -> None:
+def test_a_sequence_can_be_requantised_in_the_middle_of_a_reply(exact: bool) -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     reply = harness.ask(PROMPT[:70], **{**LATER, "max_tokens": 30}, exact=exact)
@@ -169,7 +171,7 @@ def test_a_reply_may_cross_in_its_middle(exact: bool) -> None:
     assert whole.reused >= (64 if exact else 70 + 29)
 
 
-def test_a_conversation_that_crosses_goes_on_without_computing_its_prefix_again() -> None:
+def test_a_requantised_conversation_reuses_its_prefix() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     first = harness.ask(PROMPT[:60], **LATER, names=Names(session_id="s"))
@@ -185,20 +187,20 @@ def test_a_conversation_that_crosses_goes_on_without_computing_its_prefix_again(
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("start", [1, START - 1, len(PROMPT) - 1, len(PROMPT), len(PROMPT) + 2])
-def test_a_sequence_crosses_where_it_was_asked_to(exact: bool, start: int) -> None:
+def test_a_sequence_is_requantised_exactly_at_the_start(exact: bool, start: int) -> None:
     engine = FakeEngine()
     asked = {**LATER, "kv_quantization_start": start, "exact": exact}
     assert bits(RuntimeHarness(engine).ask(PROMPT, **asked)) == (8, 1)
     assert engine.counts.transcoded_tokens == start
 
 
-def test_a_turn_that_ends_at_the_start_has_not_crossed_it() -> None:
+def test_a_turn_that_ends_at_the_start_is_not_requantised() -> None:
     engine = FakeEngine()
     reply = RuntimeHarness(engine).ask(PROMPT, **{**LATER, "kv_quantization_start": 103})
     assert (bits(reply), engine.counts.transcoded_tokens) == ((16, None), 0)
 
 
-def test_turns_of_one_precision_follow_each_other_across_the_start() -> None:
+def test_turns_with_the_same_start_compute_their_common_prefix_once() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     replies = [harness.submit([*PROMPT, 300 + n], **LATER) for n in range(3)]
@@ -207,7 +209,7 @@ def test_turns_of_one_precision_follow_each_other_across_the_start() -> None:
     assert [bits(reply) for reply in replies] == 3 * [(8, 1)]
 
 
-def test_a_crossing_takes_its_steps_and_others_go_on_meanwhile() -> None:
+def test_other_turns_continue_during_a_requantisation() -> None:
     engine = FakeEngine(context_tokens=2048, pool_tokens=4096)
     harness = RuntimeHarness(engine)
     harness.kv.budget.step_bytes = 2 * 8 * CELL_BYTES
@@ -231,7 +233,7 @@ def fresh_long(start: int) -> list[int]:
     return RuntimeHarness(engine).ask([5] * 900, **{**LATER, "kv_quantization_start": start}).tokens
 
 
-def test_a_turn_cancelled_while_it_crosses_leaves_nothing_open() -> None:
+def test_a_turn_cancelled_during_requantisation_closes_its_sequences() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     harness.kv.budget.step_bytes = 1
@@ -239,11 +241,11 @@ def test_a_turn_cancelled_while_it_crosses_leaves_nothing_open() -> None:
     while reply.turn.requantisation is None or reply.turn.requantisation.into is None:
         harness.scheduler.step()
     harness.cancel(reply)
-    assert engine.open_sequences == 1  # the usual state, which is of use
+    assert engine.open_sequences == 1  # the state of the default type, which can be reused
     assert harness.ask(PROMPT, **LATER).reused == START
 
 
-def test_an_engine_that_breaks_while_a_turn_crosses_is_gone_on_with() -> None:
+def test_the_runtime_continues_after_the_engine_breaks_during_requantisation() -> None:
     engine = FakeEngine(break_restores=1)
     harness = RuntimeHarness(engine)
     reply = harness.ask(PROMPT, **LATER)
@@ -252,7 +254,7 @@ def test_an_engine_that_breaks_while_a_turn_crosses_is_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("start", [0, START])
-def test_no_memory_for_a_type_ends_that_turn_alone(start: int) -> None:
+def test_lack_of_memory_for_a_kv_type_fails_only_that_turn(start: int) -> None:
     harness = RuntimeHarness(FakeEngine(no_memory_for={"fake8"}))
     other = harness.submit(PROMPT[:50], max_tokens=20)
     failing = harness.submit(PROMPT, **{**EIGHT, "kv_quantization_start": start})
@@ -263,17 +265,17 @@ def test_no_memory_for_a_type_ends_that_turn_alone(start: int) -> None:
     assert other.tokens == fresh(PROMPT[:50], max_tokens=20)
 
 
-def test_more_exact_turns_than_contexts_cross_one_after_the_other() -> None:
+def test_exact_turns_are_requantised_one_after_the_other_if_contexts_are_short() -> None:
     harness = RuntimeHarness(FakeEngine(exact_sequences=2))
     replies = [harness.submit([n, *PROMPT], **LATER, exact=True) for n in range(4)]
     harness.run()
     assert [bits(reply) for reply in replies] == 4 * [(8, 1)]
 
 
-# -- what state is reused from -------------------------------------------------------------------
+# -- reuse across precisions --
 
 
-def test_a_turn_starts_from_state_of_more_bits() -> None:
+def test_a_turn_reuses_state_of_more_bits() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     harness.ask(PROMPT, max_tokens=1)
@@ -286,7 +288,7 @@ def test_a_turn_starts_from_state_of_more_bits() -> None:
     assert engine.counts.transcoded_tokens == len(PROMPT)
 
 
-def test_a_turn_never_starts_from_state_of_fewer_bits_and_says_so() -> None:
+def test_a_turn_never_reuses_state_of_fewer_bits_and_reports_it() -> None:
     harness = RuntimeHarness(FakeEngine())
     first = harness.ask(PROMPT, **EIGHT, names=Names(return_cache_key=True))
     key = first.finished.cache.new_cache_key
@@ -298,27 +300,27 @@ def test_a_turn_never_starts_from_state_of_fewer_bits_and_says_so() -> None:
     )
     assert reply.tokens == fresh([*PROMPT, 5], max_tokens=1)
     four = harness.ask([*PROMPT, 6], kv_bits=4, max_tokens=1)
-    assert four.reused == 100  # of the usual state, which the turn before has left
+    assert four.reused == 100  # state of the default type that the previous turn left
 
 
-def test_what_lies_before_the_start_is_not_computed_from_quantised_state() -> None:
+def test_tokens_before_the_start_are_never_computed_from_quantised_state() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     harness.ask(PROMPT, **LATER)
     assert harness.ask(PROMPT[:70], **LATER).reused == 0
     edited = harness.ask([*PROMPT[:40], *[9] * 60], **LATER)
-    assert edited.reused == 40  # of the turn that was not to be quantised
+    assert edited.reused == 40  # from the turn without quantisation
     assert edited.tokens == fresh([*PROMPT[:40], *[9] * 60], **LATER)
 
 
-def test_other_starts_are_other_states() -> None:
+def test_state_with_another_start_is_not_reused() -> None:
     harness = RuntimeHarness(FakeEngine())
     harness.ask(PROMPT, **LATER)
     assert harness.ask(PROMPT, **{**LATER, "kv_quantization_start": 64}).reused == 0
     assert harness.ask([*PROMPT, 7], **LATER).reused == len(PROMPT)
 
 
-def test_a_server_of_few_bits_serves_a_request_for_more() -> None:
+def test_a_server_with_few_default_bits_serves_a_request_for_more() -> None:
     engine = FakeEngine(kv_type="fake4")
     harness = RuntimeHarness(engine)
     assert bits(harness.ask(PROMPT, max_tokens=1)) == (4, 1)
@@ -327,7 +329,7 @@ def test_a_server_of_few_bits_serves_a_request_for_more() -> None:
     assert reply.tokens == fresh(PROMPT, **EIGHT)
 
 
-# -- exact, and after a restart ------------------------------------------------------------------
+# -- exactness and restarts --
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
@@ -339,7 +341,7 @@ def test_warm_equals_cold_at_each_precision_and_after_a_restart(
     asked: dict[str, Any] = {"kv_bits": kv_bits, "kv_quantization_start": start, "exact": True}
     tokens = [*PROMPT, *PROMPT]
     cold = RuntimeHarness(FakeEngine(can_truncate=can_truncate)).ask(tokens, **asked).tokens
-    for others in ({}, {"kv_bits": kv_bits}, asked):  # state of other kinds lies about
+    for others in ({}, {"kv_bits": kv_bits}, asked):  # store state of other precisions first
         harness = RuntimeHarness(FakeEngine(can_truncate=can_truncate), folder=tmp_path)
         harness.ask(tokens, **others)
         harness.ask(tokens[:130], **{**asked, **others})
@@ -378,8 +380,8 @@ def test_the_same_conversation_at_another_precision_is_the_same_entry() -> None:
     assert (len(keys) == 1) == (first.tokens == second.tokens)
 
 
-def test_a_pin_of_another_precision_counts_beside_the_usual_one() -> None:
-    """State of 100 tokens takes 1,600 bytes here, and what comes with each block."""
+def test_pins_of_different_precisions_are_counted_separately() -> None:
+    """The state of 100 tokens takes 1,600 bytes here, plus the overhead of each block."""
     harness = RuntimeHarness(FakeEngine(), ram_bytes=40_000)
     harness.ask(PROMPT, prepare=Prepare(pinned=True), max_tokens=1)
     with pytest.raises(NoRoomForPins):
@@ -387,10 +389,10 @@ def test_a_pin_of_another_precision_counts_beside_the_usual_one() -> None:
     harness.ask(PROMPT, prepare=Prepare(pinned=True), max_tokens=1)
 
 
-# -- memory --------------------------------------------------------------------------------------
+# -- memory --
 
 
-def test_idle_state_of_another_type_leaves_so_that_its_pool_can_be_given_back() -> None:
+def test_idle_state_of_another_kv_type_is_evicted_so_that_its_pool_can_be_freed() -> None:
     engine = FakeEngine()
     harness = RuntimeHarness(engine)
     harness.ask(PROMPT, **EIGHT)
@@ -403,13 +405,13 @@ def test_idle_state_of_another_type_leaves_so_that_its_pool_can_be_given_back() 
     assert harness.ask([*PROMPT, 5], **EIGHT).reused == len(PROMPT)
 
 
-# -- in company ----------------------------------------------------------------------------------
+# -- many turns --
 
 
 @pytest.mark.parametrize("whole_pictures", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("start", [2, 3, 9, 14, 20])
-def test_a_picture_may_lie_where_a_turn_crosses(
+def test_an_image_may_span_the_position_of_requantisation(
     start: int, exact: bool, whole_pictures: bool
 ) -> None:
     parts = [{"type": "text", "text": "ab"}, {"type": "image"}, {"type": "text", "text": "c" * 20}]
@@ -427,8 +429,8 @@ def test_a_picture_may_lie_where_a_turn_crosses(
 
 
 def crowd(seed: int) -> None:
-    """Turns of all precisions in small pools, some cancelled, on an engine that breaks now and
-    then: each ends, an exact one with the answer of a server that has seen nothing."""
+    """Runs turns of all precisions in small pools. Some are cancelled, and the engine sometimes
+    breaks. Each turn ends, and each exact turn gives the answer of a cold server."""
     choose = random.Random(seed)
     same: dict[str, Any] = {
         "context_tokens": 256,
@@ -487,6 +489,6 @@ def crowd(seed: int) -> None:
 
 
 @pytest.mark.long
-def test_turns_of_all_precisions_get_along_in_little_room() -> None:
+def test_turns_of_all_precisions_end_in_small_pools() -> None:
     for seed in range(rounds(12, 400)):
         crowd(seed)

@@ -52,7 +52,7 @@ def test_warm_equals_cold_bit_by_bit_and_after_a_restart(
     talker.forget()
     cold = answer(talker, PROMPT, **asked)
     talker.forget(folder=tmp_path)
-    answer(talker, PROMPT[:200], exact=True)  # state of other kinds lies about
+    answer(talker, PROMPT[:200], exact=True)  # store state of other precisions first
     answer(talker, PROMPT[:150], kv_bits=kv_bits)
     answer(talker, PROMPT[:140], **asked)
     warm = answer(talker, PROMPT, **asked)
@@ -67,11 +67,11 @@ def test_warm_equals_cold_bit_by_bit_and_after_a_restart(
     assert restarted.reply.reused >= 192
 
 
-def test_precisions_are_told_apart(talker: Talker) -> None:
-    """Or the test above would prove nothing."""
+def test_precisions_give_different_bits(talker: Talker) -> None:
+    """Otherwise the test above would prove nothing."""
     talker.forget()
-    usual = answer(talker, PROMPT, exact=True)
+    default = answer(talker, PROMPT, exact=True)
     early = answer(talker, PROMPT, exact=True, kv_bits=8)
     late = answer(talker, PROMPT, exact=True, kv_bits=8, kv_quantization_start=128)
-    assert not early.same_bits(usual)
+    assert not early.same_bits(default)
     assert not late.same_bits(early)

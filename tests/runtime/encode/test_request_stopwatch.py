@@ -1,4 +1,4 @@
-"""A turn's clock: the stages up to the first token add up to the whole."""
+"""The measured stages of a turn add up to the time of its first token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_each_lap_takes_the_time_since_the_last(clock: Clock) -> None:
+def test_a_lap_adds_the_time_since_the_last_one_to_its_stage(clock: Clock) -> None:
     stopwatch = Stopwatch(received_s=90.0)
     stopwatch.lap("front")
     clock.now_s += 2
@@ -45,7 +45,7 @@ def test_each_lap_takes_the_time_since_the_last(clock: Clock) -> None:
     }
 
 
-def test_nothing_counts_after_the_first_token(clock: Clock) -> None:
+def test_no_time_is_counted_after_the_first_token(clock: Clock) -> None:
     stopwatch = Stopwatch()
     clock.now_s += 1
     stopwatch.lap("compute")
@@ -54,13 +54,13 @@ def test_nothing_counts_after_the_first_token(clock: Clock) -> None:
     assert (stopwatch.stages.compute, stopwatch.stages.queue) == (1.0, 0.0)
 
 
-def test_a_finished_turn_tells_its_stages() -> None:
+def test_a_finished_turn_reports_its_stages() -> None:
     finished = RuntimeHarness(FakeEngine()).ask([1, 2, 3]).finished
     assert finished.stages is not None
     assert finished.stages.compute > 0
     assert finished.first_token_at_s is not None
 
 
-def test_a_prompt_that_is_only_prepared_has_no_first_token() -> None:
+def test_a_prepared_prompt_has_no_first_token() -> None:
     finished = RuntimeHarness(FakeEngine()).ask([1, 2, 3], prepare=Prepare()).finished
     assert finished.first_token_at_s is None

@@ -1,4 +1,4 @@
-"""Stored state on its way into the engine: bounded in time, in memory, and in what others wait."""
+"""Restoring stored state is bounded in time and in memory, and does not delay other turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SYSTEM = list(range(200, 264))  # eight blocks
 
 
 class Resumed:
-    """A runtime whose conversations lie on a slow tier."""
+    """A runtime whose conversations are stored on a slow tier."""
 
     def __init__(self, *prompts: list[int], **harness: Any) -> None:
         shelf: dict[bytes, bytes] = {}
@@ -53,7 +53,7 @@ class Resumed:
         self.tier = self.harness.memory
 
     def step(self, *replies: Reply) -> None:
-        """As many steps as turns could need that do not wait for the tier."""
+        """Run enough steps for turns that do not wait for the tier."""
         for _ in range(200):
             self.harness.take_events()
             self.harness.scheduler.step()
@@ -65,10 +65,10 @@ def cold(tokens: list[int], **ask: Any) -> list[int]:
     return RuntimeHarness(FakeEngine()).ask(tokens, **ask).tokens
 
 
-# -- in time -------------------------------------------------------------------------------------
+# -- time limits --
 
 
-def test_a_read_that_hangs_is_given_up_and_the_prompt_is_computed() -> None:
+def test_after_a_hanging_read_times_out_the_prompt_is_computed() -> None:
     resumed = Resumed(SYSTEM)
     resumed.tier.hangs = True
     reply = resumed.harness.submit([*SYSTEM, 1])
@@ -80,7 +80,7 @@ def test_a_read_that_hangs_is_given_up_and_the_prompt_is_computed() -> None:
     assert (reply.finished.cache.status, reply.finished.cache.reason) == ("miss", "fetch_timeout")
 
 
-def test_nobody_waits_behind_a_read_that_hangs() -> None:
+def test_a_hanging_read_does_not_delay_other_turns() -> None:
     resumed = Resumed(SYSTEM)
     resumed.tier.hangs = True
     replies = [resumed.harness.submit([*SYSTEM, number]) for number in range(3)]
@@ -89,10 +89,12 @@ def test_nobody_waits_behind_a_read_that_hangs() -> None:
     resumed.clock.pass_by(FETCH_TIMEOUT_S)
     resumed.step(*replies)
     assert all(reply.ended for reply in replies)
-    assert resumed.engine.counts.computed_tokens < 2 * len(SYSTEM)  # the prefix once
+    assert resumed.engine.counts.computed_tokens < 2 * len(
+        SYSTEM
+    )  # the shared prefix is computed once
 
 
-def test_a_tier_with_a_read_that_hangs_is_left_out_until_it_answers() -> None:
+def test_a_tier_with_a_hanging_read_is_skipped_until_it_answers() -> None:
     resumed = Resumed(SYSTEM, [1] * 20, [2] * 20)
     resumed.tier.hangs = True
     late = resumed.harness.submit(SYSTEM)
@@ -108,7 +110,7 @@ def test_a_tier_with_a_read_that_hangs_is_left_out_until_it_answers() -> None:
 
 
 class HungDisk:
-    """Every read of block files hangs until it is let go."""
+    """Makes every read of block files hang until `let_go`."""
 
     def __init__(self, disk: DiskTier) -> None:
         self._go_on = threading.Event()
@@ -132,7 +134,7 @@ class HungDisk:
         self._go_on.set()
 
 
-def test_a_disk_whose_readers_all_hang_serves_again_when_they_go_on(tmp_path: Path) -> None:
+def test_a_disk_whose_readers_all_hung_serves_again_after_they_return(tmp_path: Path) -> None:
     before = RuntimeHarness(FakeEngine(), folder=tmp_path)
     for number in range(3):
         before.ask([number] * 40)
@@ -161,7 +163,7 @@ def test_a_disk_whose_readers_all_hang_serves_again_when_they_go_on(tmp_path: Pa
     harness.close()
 
 
-def test_a_runtime_ends_though_a_read_hangs(
+def test_a_runtime_can_end_while_a_read_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = RuntimeHarness(FakeEngine(), folder=tmp_path)
@@ -183,11 +185,11 @@ def stats_of(harness: RuntimeHarness) -> Stats:
     return stats
 
 
-# -- in memory -----------------------------------------------------------------------------------
+# -- memory limits --
 
 
 class Watched:
-    """Counts the bytes of blocks that were read and are still held by anybody."""
+    """Counts the bytes of fetched blocks that are still referenced."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._alive: list[tuple[weakref.ref[Record], int]] = []
@@ -208,7 +210,7 @@ class _WatchedRecord(Record):
     __slots__ = ("__weakref__",)
 
 
-def test_what_turns_fetch_stays_within_its_share_of_the_budget() -> None:
+def test_fetched_blocks_stay_within_their_share_of_the_budget() -> None:
     chats = [[number] * 240 for number in range(16)]  # thirty blocks each
     limit_bytes = 8 * BLOCK_BYTES
     resumed = Resumed(*chats, ram_bytes=0, fetch_bytes=limit_bytes, parallel=16)
@@ -238,7 +240,7 @@ def test_a_block_larger_than_the_share_is_still_fetched_one_at_a_time() -> None:
     assert reply.reused == len(SYSTEM) - 1
 
 
-def test_the_next_windows_are_read_while_others_are_restored() -> None:
+def test_the_next_windows_are_read_while_the_first_are_restored() -> None:
     resumed = Resumed([1] * 240, ram_bytes=0, fetch_bytes=8 * BLOCK_BYTES)
     reply = resumed.harness.submit([1] * 240)
     resumed.harness.scheduler.step()
@@ -252,10 +254,10 @@ def test_the_next_windows_are_read_while_others_are_restored() -> None:
 
 
 @pytest.mark.parametrize("damaged", [0, 3, 7])
-def test_a_damaged_stripe_is_noticed_before_any_of_its_block_is_used(
+def test_a_damaged_stripe_is_detected_before_its_block_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: int
 ) -> None:
-    """Blocks are read beside one another; those before the damaged one are of use."""
+    """Blocks are read in parallel, and the blocks before the damaged one are restored."""
     monkeypatch.setattr(codec, "STRIPE_BYTES", 32)
     monkeypatch.setattr(codec, "STRIPED_BYTES", 64)
     monkeypatch.setattr("rekindle.kvcache.tiers.disk.READER_BYTES", 64)
@@ -270,17 +272,17 @@ def test_a_damaged_stripe_is_noticed_before_any_of_its_block_is_used(
     reply = harness.ask([*SYSTEM, 1])
     assert reply.tokens == cold([*SYSTEM, 1])
     assert (reply.reused, reply.finished.cache.reason) == (damaged * 8, "corrupt")
-    while harness.store.fetches.used_bytes:  # of what nobody wants any more
+    while harness.store.fetches.used_bytes:  # wait for reads that no turn needs any more
         harness.take_events(wait=True)
     assert harness.disk is not None
     assert harness.disk.counts.corrupt_blocks == 1
     harness.close()
 
 
-# -- clients that leave --------------------------------------------------------------------------
+# -- cancelled turns --
 
 
-def test_a_client_that_leaves_during_its_fetch_leaves_nothing_behind() -> None:
+def test_a_turn_cancelled_during_its_fetch_releases_everything() -> None:
     resumed = Resumed(SYSTEM)
     resumed.tier.hangs = True
     gone = resumed.harness.submit([*SYSTEM, 1])
@@ -297,7 +299,7 @@ def test_a_client_that_leaves_during_its_fetch_leaves_nothing_behind() -> None:
     assert again.tokens == cold([*SYSTEM, 1])
 
 
-def test_nobody_waits_for_the_room_that_a_hung_read_of_a_client_that_left_takes() -> None:
+def test_turns_do_not_wait_for_memory_held_by_a_hanging_read_of_a_cancelled_turn() -> None:
     resumed = Resumed(SYSTEM, [1] * 40, fetch_bytes=1)
     resumed.tier.hangs = True
     gone = resumed.harness.submit(SYSTEM)
@@ -312,7 +314,7 @@ def test_nobody_waits_for_the_room_that_a_hung_read_of_a_client_that_left_takes(
     assert (reply.reused, reply.finished.cache.reason) == (0, "fetch_timeout")
 
 
-def test_a_follower_goes_on_when_the_turn_that_fetches_for_it_is_cancelled() -> None:
+def test_a_turn_continues_when_the_turn_that_fetches_its_prefix_is_cancelled() -> None:
     resumed = Resumed(SYSTEM)
     resumed.tier.hangs = True
     leader, *followers = [resumed.harness.submit([*SYSTEM, number]) for number in range(50)]
@@ -322,13 +324,13 @@ def test_a_follower_goes_on_when_the_turn_that_fetches_for_it_is_cancelled() -> 
     resumed.tier.hangs = False
     resumed.harness.run(*followers)
     assert all(reply.reused == len(SYSTEM) for reply in followers)
-    assert resumed.tier.counts.read_bytes == len(SYSTEM) * CELL_BYTES  # once, for all of them
+    assert resumed.tier.counts.read_bytes == len(SYSTEM) * CELL_BYTES  # once for all turns
 
 
-# -- in what others wait -------------------------------------------------------------------------
+# -- other turns --
 
 
-def test_a_reply_goes_on_while_a_long_conversation_is_restored() -> None:
+def test_a_reply_continues_while_a_long_conversation_is_restored() -> None:
     engine = FakeEngine(context_tokens=2048, pool_tokens=8192)
     harness = RuntimeHarness(engine, idle_tokens=0)
     long = [1] * 800  # a hundred blocks
@@ -351,7 +353,7 @@ def test_a_reply_goes_on_while_a_long_conversation_is_restored() -> None:
 
 
 def finish(harness: RuntimeHarness, clock: FakeClock) -> None:
-    """Step until all turns have ended; time passes when there is nothing to do."""
+    """Step until all turns have ended. The clock advances when there is nothing to do."""
     for _ in range(10_000):
         if all(reply.ended for reply in harness.replies.values()):
             return
@@ -366,8 +368,8 @@ def finish(harness: RuntimeHarness, clock: FakeClock) -> None:
 @given(
     turns=st.lists(
         st.tuples(
-            st.integers(0, 90),  # tokens in common with the others
-            st.integers(0, 3),  # where it goes then
+            st.integers(0, 90),  # number of tokens in common with the others
+            st.integers(0, 3),  # which continuation it takes
             st.booleans(),  # exact
             st.sampled_from(["nothing", "hang", "answer", "time passes", "cancel"]),
             st.integers(0, 6),  # steps after that
@@ -383,7 +385,7 @@ def finish(harness: RuntimeHarness, clock: FakeClock) -> None:
     breaks=st.sets(st.integers(1, 30), max_size=1),
     can_truncate=st.booleans(),
 )
-def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
+def test_every_answer_equals_the_cold_one_whatever_a_slow_tier_does(
     turns: list[tuple[int, int, bool, str, int]],
     pool: int,
     ram: int,
@@ -443,8 +445,8 @@ def test_whatever_a_slow_tier_does_every_answer_is_the_cold_one(
 
 @pytest.mark.parametrize("fetch_blocks", [2.2, 2.5, 2.9, 5.0, 6.0])
 @pytest.mark.long
-def test_no_turn_waits_for_room_that_its_own_reads_take(fetch_blocks: float) -> None:
-    """RAM evicts blocks that a turn counted on while those behind them are read ahead."""
+def test_a_turn_never_waits_for_memory_that_its_own_reads_hold(fetch_blocks: float) -> None:
+    """RAM evicts blocks of the plan while later blocks are read ahead."""
     for seed in range(rounds(10, 80)):
         chance = random.Random(seed)
         chats = [[number] * chance.randrange(30, 120) for number in range(1, 4)]

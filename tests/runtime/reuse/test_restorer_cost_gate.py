@@ -1,4 +1,4 @@
-"""Restoring or computing: whatever this machine has shown to be faster."""
+"""State is restored or computed, whichever is faster on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 50
 
 @pytest.fixture
 def harness() -> RuntimeHarness:
-    """A conversation whose state is in RAM alone."""
+    """A conversation whose state is only in RAM."""
     harness = RuntimeHarness(FakeEngine(), idle_tokens=0)
     harness.ask(PROMPT, max_tokens=1)
     harness.offload()
@@ -31,19 +31,19 @@ def harness() -> RuntimeHarness:
 
 
 def learn(gate: CostGate, *, token_s: float, byte_s: float, times: int = LAST_TIMES) -> None:
-    """So many times, all that are remembered; at any depth."""
+    """Report the same speed often enough to fill the gate's memory, at any depth."""
     for _ in range(times):
         for bits in range(10):
             gate.learn_computing(1 << bits, 100, 100 * token_s)
         gate.learn_restoring(LEAST_BYTES, LEAST_BYTES * byte_s)
 
 
-def test_nothing_is_known_of_a_machine_at_first(harness: RuntimeHarness) -> None:
+def test_a_new_gate_restores_everything(harness: RuntimeHarness) -> None:
     learn(harness.kv.cost_gate, token_s=1e-6, byte_s=10.0, times=LEAST_TIMES - 1)
     assert harness.ask([*PROMPT, 7], max_tokens=1).reused == len(PROMPT)
 
 
-def test_what_is_sooner_computed_is_computed_and_the_report_says_so(
+def test_state_that_is_faster_to_compute_is_computed_and_reported_as_such(
     harness: RuntimeHarness,
 ) -> None:
     cold = RuntimeHarness(FakeEngine()).ask([*PROMPT, 7], max_tokens=1)
@@ -54,20 +54,20 @@ def test_what_is_sooner_computed_is_computed_and_the_report_says_so(
     assert reply.finished.cache.reason is Reason.COMPUTED_CHEAPER
 
 
-def test_what_is_sooner_restored_is_restored(harness: RuntimeHarness) -> None:
+def test_state_that_is_faster_to_restore_is_restored(harness: RuntimeHarness) -> None:
     learn(harness.kv.cost_gate, token_s=1.0, byte_s=1e-3)
     reply = harness.ask([*PROMPT, 7], max_tokens=1)
     assert reply.reused == len(PROMPT)
     assert reply.finished.cache.reason is Reason.FULL_MATCH
 
 
-def test_for_a_small_gain_nothing_is_computed_again(harness: RuntimeHarness) -> None:
+def test_a_small_gain_does_not_justify_computing_again(harness: RuntimeHarness) -> None:
     byte_s = 0.15 / (len(PROMPT) * CELL_BYTES)
     learn(harness.kv.cost_gate, token_s=1e-9, byte_s=byte_s)
     assert harness.ask([*PROMPT, 7], max_tokens=1).reused == len(PROMPT)
 
 
-def test_a_moment_of_load_decides_nothing(harness: RuntimeHarness) -> None:
+def test_a_short_slowdown_does_not_change_the_decision(harness: RuntimeHarness) -> None:
     gate = harness.kv.cost_gate
     learn(gate, token_s=1e-3, byte_s=1e-9, times=1)
     learn(gate, token_s=1e-3, byte_s=10.0, times=LAST_TIMES - 1)
@@ -79,9 +79,9 @@ def plan_of(harness: RuntimeHarness) -> Plan[Sequence]:
     return harness.runtime.admission.plan(turn, [])
 
 
-def test_a_plan_is_cut_where_it_saves_most(harness: RuntimeHarness) -> None:
-    """Computing slows down with depth: what comes first is sooner computed, the rest restored, but
-    then all of it is restored, for state has a beginning."""
+def test_a_plan_is_cut_where_it_saves_the_most_time(harness: RuntimeHarness) -> None:
+    """Computing slows down with depth, so early blocks are faster to compute than late ones. But
+    late blocks can only be restored after the early ones."""
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     assert len(plan.blocks) == BLOCKS
     learn(gate, token_s=10.0, byte_s=0.05)
@@ -95,15 +95,15 @@ def test_a_plan_is_cut_where_it_saves_most(harness: RuntimeHarness) -> None:
     assert gate.apply(plan, may_cut=False).blocks == plan.blocks
 
 
-def test_a_slow_tier_is_judged_by_its_own_speed(harness: RuntimeHarness) -> None:
+def test_each_tier_has_its_own_measured_speed(harness: RuntimeHarness) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-3, byte_s=1e-9)
     for _ in range(LEAST_TIMES):
         gate.learn_reading("disk", LEAST_BYTES, LEAST_BYTES * 1.0)
-    assert gate.apply(plan, may_cut=True).blocks == plan.blocks  # they are in RAM
+    assert gate.apply(plan, may_cut=True).blocks == plan.blocks  # the blocks are in RAM
 
 
-def test_short_transfers_teach_nothing(harness: RuntimeHarness) -> None:
+def test_short_transfers_are_not_measured(harness: RuntimeHarness) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-6, byte_s=1e-9)
     for _ in range(LAST_TIMES):
@@ -112,7 +112,7 @@ def test_short_transfers_teach_nothing(harness: RuntimeHarness) -> None:
     assert gate.apply(plan, may_cut=True) is plan
 
 
-def test_now_and_then_a_plan_is_carried_out_to_see_whether_it_pays_by_now(
+def test_every_sixteenth_plan_is_restored_to_measure_again(
     harness: RuntimeHarness,
 ) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)

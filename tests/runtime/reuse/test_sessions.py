@@ -1,4 +1,4 @@
-"""Names propose, tokens decide, and the report says what came of it."""
+"""Names propose an entry, tokens decide what is reused, and the report says so."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def going_on(reply: Reply, *more: int) -> list[int]:
     return [*reply.turn.tokens, *(more or (7, 8, 9))]
 
 
-def test_a_key_is_returned_when_asked_for_and_hits_the_next_time(harness: RuntimeHarness) -> None:
+def test_a_returned_cache_key_hits_in_the_next_turn(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     report = harness.ask(going_on(first), names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason, report.cache_key) == ("hit", "full_match", key_of(first))
@@ -59,7 +59,7 @@ def test_a_key_is_returned_when_asked_for_and_hits_the_next_time(harness: Runtim
     assert report.reused_tokens == len(first.turn.tokens) - 1
 
 
-def test_every_turn_of_a_chain_has_a_key_of_its_own_and_the_old_ones_stay(
+def test_each_turn_gets_its_own_key_and_earlier_keys_stay_valid(
     harness: RuntimeHarness,
 ) -> None:
     naming = Names(return_cache_key=True)
@@ -70,12 +70,12 @@ def test_every_turn_of_a_chain_has_a_key_of_its_own_and_the_old_ones_stay(
     assert branch.finished.cache.status == "hit"
 
 
-def test_the_same_head_is_the_same_entry_and_keeps_its_key(harness: RuntimeHarness) -> None:
+def test_equal_conversations_share_one_entry_and_its_key(harness: RuntimeHarness) -> None:
     naming = Names(return_cache_key=True)
     assert key_of(harness.ask(PROMPT, names=naming)) == key_of(harness.ask(PROMPT, names=naming))
 
 
-def test_all_names_of_one_head_lead_to_one_entry(harness: RuntimeHarness) -> None:
+def test_all_names_of_a_conversation_lead_to_one_entry(harness: RuntimeHarness) -> None:
     naming = Names(
         session_id="s", session_number=7, prompt_cache_key="p", wants_message_id=True,
         return_cache_key=True,
@@ -91,16 +91,16 @@ def test_all_names_of_one_head_lead_to_one_entry(harness: RuntimeHarness) -> Non
         Names(cache_key=key_of(first)),
     ):
         assert harness.ask(going_on(first), names=sent).finished.cache.cache_key == key_of(first)
-        harness.ask(PROMPT, names=naming)  # the names come back to the first head
+        harness.ask(PROMPT, names=naming)  # names the first conversation again
 
 
-def test_an_unknown_key_is_a_miss_that_says_so_and_never_an_error(harness: RuntimeHarness) -> None:
+def test_an_unknown_key_is_a_miss_and_not_an_error(harness: RuntimeHarness) -> None:
     report = harness.ask(PROMPT, names=Names(cache_key="no such key")).finished.cache
     assert (report.status, report.reason) == ("miss", "cache_key_not_found")
     assert report.cache_key is None
 
 
-def test_an_edited_history_is_compared_and_not_trusted(harness: RuntimeHarness) -> None:
+def test_an_edited_history_reuses_only_the_tokens_before_the_edit(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(session_id="s"))
     edited = [*PROMPT[:20], 999, *PROMPT[21:], *first.tokens, 7]
     reply = harness.ask(edited, names=Names(session_id="s"))
@@ -109,13 +109,13 @@ def test_an_edited_history_is_compared_and_not_trusted(harness: RuntimeHarness) 
     assert reply.tokens == RuntimeHarness(FakeEngine()).ask(edited).tokens
 
 
-def test_a_request_that_is_shorter_than_its_entry_says_so(harness: RuntimeHarness) -> None:
+def test_a_request_shorter_than_its_entry_is_reported(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     report = harness.ask(PROMPT, names=Names(cache_key=key_of(first))).finished.cache
     assert (report.status, report.reason) == ("partial_hit", "request_shorter")
 
 
-def test_a_session_without_a_key_has_one_entry_however_long_it_gets(
+def test_a_session_without_a_key_keeps_a_single_entry(
     harness: RuntimeHarness,
 ) -> None:
     tokens = PROMPT
@@ -124,7 +124,7 @@ def test_a_session_without_a_key_has_one_entry_however_long_it_gets(
     assert len(harness.entries) == 1
 
 
-def test_another_tenant_knows_none_of_the_names(harness: RuntimeHarness) -> None:
+def test_a_tenant_cannot_use_the_names_of_another(harness: RuntimeHarness) -> None:
     naming = Names(session_id="s", return_cache_key=True, wants_message_id=True)
     first = harness.ask(PROMPT, names=naming)
     message = first.finished.message_id
@@ -137,7 +137,7 @@ def test_another_tenant_knows_none_of_the_names(harness: RuntimeHarness) -> None
     assert theirs.reused_tokens == 0
 
 
-def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
+def test_a_key_expires_after_its_ttl_which_each_use_restarts(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
@@ -151,7 +151,7 @@ def test_a_key_expires_after_its_time_and_a_use_begins_it_again(
     assert (report.status, report.reason) == ("miss", "expired")
 
 
-def test_collecting_frees_the_state_that_is_no_other_entrys(
+def test_collecting_expired_entries_frees_state_that_no_other_entry_uses(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
     harness.kv.idle.default.max_tokens = 0
@@ -164,7 +164,9 @@ def test_collecting_frees_the_state_that_is_no_other_entrys(
     assert harness.ask(PROMPT).reused == 16
 
 
-def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, harness: RuntimeHarness) -> None:
+def test_a_jump_of_the_wall_clock_expires_nothing(
+    clock: FakeClock, harness: RuntimeHarness
+) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     clock.wall += 10**9
     assert harness.entries.collect() == (0, 0)
@@ -177,7 +179,7 @@ def test_a_clock_that_jumps_wipes_nothing(clock: FakeClock, harness: RuntimeHarn
 
 
 @pytest.mark.parametrize("jump_s", [-(10**9), 10**9])
-def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
+def test_a_jump_of_the_wall_clock_during_a_restart_expires_nothing(
     tmp_path: Path, clock: FakeClock, jump_s: float
 ) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
@@ -194,7 +196,7 @@ def test_a_clock_that_jumped_while_the_server_was_down_wipes_nothing(
     again.close()
 
 
-def test_preparing_computes_the_prompt_once_and_keeps_it(harness: RuntimeHarness) -> None:
+def test_a_prepared_prompt_is_computed_once_and_kept(harness: RuntimeHarness) -> None:
     engine = harness.engine
     assert isinstance(engine, FakeEngine)
     ready = harness.ask(PROMPT, prepare=Prepare())
@@ -204,7 +206,7 @@ def test_preparing_computes_the_prompt_once_and_keeps_it(harness: RuntimeHarness
     assert (report.status, report.reused_tokens) == ("hit", len(PROMPT))
 
 
-def test_what_is_pinned_outlives_any_pressure_and_the_next_pin_is_refused(
+def test_pinned_state_survives_eviction_and_a_pin_without_room_is_refused(
     clock: FakeClock,
 ) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=20_000, idle_tokens=0)
@@ -219,7 +221,7 @@ def test_what_is_pinned_outlives_any_pressure_and_the_next_pin_is_refused(
         harness.submit(list(range(500)), prepare=Prepare(pinned=True))
 
 
-def test_shared_prompts_are_common_to_all_tenants_and_nothing_else_is(
+def test_only_shared_prompts_are_reused_by_other_tenants(
     harness: RuntimeHarness,
 ) -> None:
     harness.ask(PROMPT, prepare=Prepare(shared=True, pinned=True, ttl_s=None))
@@ -228,7 +230,9 @@ def test_shared_prompts_are_common_to_all_tenants_and_nothing_else_is(
     assert one.reused == other.reused == len(PROMPT)
 
 
-def test_fingerprints_recognise_a_conversation_that_has_no_name(harness: RuntimeHarness) -> None:
+def test_a_fingerprint_session_recognises_a_conversation_without_a_name(
+    harness: RuntimeHarness,
+) -> None:
     naming = Names(by_fingerprint=True)
     hello = [{"role": "user", "content": "Hello"}]
     first = harness.ask(PROMPT, names=naming, messages=hello)
@@ -247,17 +251,17 @@ def test_fingerprints_recognise_a_conversation_that_has_no_name(harness: Runtime
     ]
 
 
-def test_a_request_that_opts_out_is_not_remembered(harness: RuntimeHarness) -> None:
+def test_a_request_that_opts_out_is_not_stored(harness: RuntimeHarness) -> None:
     reply = harness.ask(PROMPT, reuse=False, names=Names(session_id="s", wants_message_id=True))
     assert reply.finished.message_id is not None
     assert reply.finished.cache.reason == "opted_out"
     assert len(harness.entries) == 0
 
 
-# -- questions -----------------------------------------------------------------------------------
+# -- admin requests --
 
 
-def test_the_list_shows_a_tenants_own_entries_and_an_admin_all(harness: RuntimeHarness) -> None:
+def test_a_tenant_lists_its_own_entries_and_an_admin_all(harness: RuntimeHarness) -> None:
     harness.ask(PROMPT, salt=b"one", names=Names(session_id="mine"))
     harness.ask(PROMPT, salt=b"two", names=Names(session_id="theirs"))
     own = harness.administer(ListEntries(), salt=b"one")
@@ -268,7 +272,7 @@ def test_the_list_shows_a_tenants_own_entries_and_an_admin_all(harness: RuntimeH
     assert len(everything.entries) == 2
 
 
-def test_deleting_takes_the_state_too_and_is_refused_to_strangers(harness: RuntimeHarness) -> None:
+def test_deleting_frees_the_state_and_is_refused_to_other_tenants(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
     delete = DeleteEntry(key_of(first))
     with pytest.raises(CacheKeyNotFound):
@@ -280,10 +284,10 @@ def test_deleting_takes_the_state_too_and_is_refused_to_strangers(harness: Runti
         harness.administer(delete)
 
 
-def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
+def test_removing_a_conversation_frees_the_state_of_its_discarded_branches(
     harness: RuntimeHarness,
 ) -> None:
-    """A reply that was made again, tokens that the client never saw: nobody could delete them."""
+    """No name leads to a regenerated reply or to tokens that a client never saw."""
     harness.kv.idle.default.max_tokens = 0
     for branch in (1, 2, 3):
         harness.ask([*PROMPT, branch, branch, branch], names=Names(session_id="s"))
@@ -294,7 +298,9 @@ def test_removing_a_conversation_takes_what_it_left_behind_on_its_way(
     assert harness.ask(PROMPT).reused == 0
 
 
-def test_removing_a_conversation_leaves_what_another_stands_on(harness: RuntimeHarness) -> None:
+def test_removing_a_conversation_keeps_blocks_that_another_one_uses(
+    harness: RuntimeHarness,
+) -> None:
     harness.kv.idle.default.max_tokens = 0
     harness.ask([*PROMPT, 1], names=Names(session_id="one"))
     other = harness.ask([*PROMPT, 2], names=Names(session_id="two"))
@@ -304,7 +310,7 @@ def test_removing_a_conversation_leaves_what_another_stands_on(harness: RuntimeH
     )
 
 
-def test_what_has_expired_is_gone_for_everybody_before_it_is_collected(
+def test_an_expired_entry_is_invisible_before_it_is_collected(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True, ttl_s=10))
@@ -316,7 +322,7 @@ def test_what_has_expired_is_gone_for_everybody_before_it_is_collected(
             harness.administer(PinEntry(key_of(first), True), admin=admin)
 
 
-def test_settling_an_entry_that_expired_meanwhile_still_answers(
+def test_flushing_an_entry_that_has_just_expired_is_answered(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
     ready = harness.ask(PROMPT, prepare=Prepare(ttl_s=0.001))
@@ -324,7 +330,9 @@ def test_settling_an_entry_that_expired_meanwhile_still_answers(
     assert isinstance(harness.administer(Flush(key_of(ready))), EntryInfo)
 
 
-def test_an_entry_that_was_only_noted_is_not_called_evicted(harness: RuntimeHarness) -> None:
+def test_an_entry_that_was_never_computed_is_not_reported_as_evicted(
+    harness: RuntimeHarness,
+) -> None:
     message = {"role": "system", "content": "x"}
     noted = IndexPrompt(messages=[message], prepare=Prepare())
     entry = harness.administer(noted, prompt=Prompt(Tokens.of(PROMPT)))
@@ -336,7 +344,7 @@ def test_an_entry_that_was_only_noted_is_not_called_evicted(harness: RuntimeHarn
     assert again.status == "hit"
 
 
-def test_old_sessions_are_removed_and_younger_ones_stay(
+def test_only_sessions_older_than_the_limit_are_removed(
     harness: RuntimeHarness, clock: FakeClock
 ) -> None:
     harness.ask(PROMPT, names=Names(session_number=1))
@@ -348,7 +356,9 @@ def test_old_sessions_are_removed_and_younger_ones_stay(
     assert harness.entries.by_name(harness.namespace(), ("kv_cache_session_id", "2")) is not None
 
 
-def test_stats_count_what_a_tenant_did_and_what_sharing_saves(harness: RuntimeHarness) -> None:
+def test_stats_count_a_tenants_turns_and_the_bytes_saved_by_sharing(
+    harness: RuntimeHarness,
+) -> None:
     harness.kv.idle.default.max_tokens = 0
     for token in range(10):
         harness.ask([*PROMPT, token], names=Names(session_id=str(token)))

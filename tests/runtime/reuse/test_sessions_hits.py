@@ -1,4 +1,4 @@
-"""Hits of an entry: turns that reused its state, each counted on one entry and never lost."""
+"""Each turn that reuses state counts as a hit of exactly one entry, and no hit is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER = "".join(f"{token} " for token in range(200, 240))
 
 
 class Words(NumberTokenizer):
-    """Every text has tokens; a word that is no number is 0."""
+    """Tokenises words; a word that is not a number becomes token 0."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [int(word) if word.isdigit() else 0 for word in text.split()]
@@ -53,51 +53,53 @@ def stats(harness: RuntimeHarness) -> Stats:
 
 
 @pytest.mark.parametrize("names", [None, Names(session_id="s"), Names(prompt_cache_key="p")])
-def test_a_conversation_has_a_hit_for_every_turn_after_its_first(
+def test_a_conversation_has_one_hit_per_turn_after_its_first(
     harness: RuntimeHarness, names: Names | None
 ) -> None:
     converse(harness, PROMPT, 5, names)
     assert hits(harness) == [4]
 
 
-def test_entries_have_together_as_many_hits_as_there_were(harness: RuntimeHarness) -> None:
+def test_the_hits_of_all_entries_add_up_to_the_number_of_hits(harness: RuntimeHarness) -> None:
     converse(harness, PROMPT, 3)
     converse(harness, OTHER, 4, Names(session_id="s"))
-    harness.ask_text(PROMPT)  # the same question once more
-    harness.ask_text(f"{PROMPT}7 8 9 ")  # and another one after the same beginning
+    harness.ask_text(PROMPT)  # the same question again
+    harness.ask_text(f"{PROMPT}7 8 9 ")  # another question with the same prefix
     found = stats(harness)
     assert sum(hits(harness)) == found.hits + found.partial_hits == 7
 
 
-def test_a_prompt_that_was_prepared_is_hit_by_whoever_begins_with_it(
+def test_a_prepared_prompt_is_hit_by_conversations_that_start_with_it(
     harness: RuntimeHarness,
 ) -> None:
-    harness.ask(list(range(100, 140)), prepare=Prepare())  # counted by no figure: nobody asked
+    harness.ask(
+        list(range(100, 140)), prepare=Prepare()
+    )  # preparing counts as neither hit nor miss
     [prepared] = harness.entries.of(harness.namespace())
     for more in ("1 ", "2 3 "):
         harness.ask_text(PROMPT + more, names=Names(cache_key=prepared.key))
     assert prepared.hits == 2
 
 
-def test_a_turn_that_found_nothing_is_no_hit(harness: RuntimeHarness) -> None:
+def test_a_miss_counts_no_hit(harness: RuntimeHarness) -> None:
     harness.ask_text(PROMPT, names=Names(session_id="s"))
     harness.ask_text(OTHER, names=Names(session_id="s"))
     assert hits(harness) == [0]
 
 
-def test_a_turn_that_may_not_reuse_is_no_hit(harness: RuntimeHarness) -> None:
+def test_a_turn_that_opts_out_counts_no_hit(harness: RuntimeHarness) -> None:
     reply = harness.ask_text(PROMPT)
     harness.ask_text(PROMPT + reply.text, reuse=False)
     assert hits(harness) == [0]
 
 
-def test_another_tenants_turns_are_no_hits(harness: RuntimeHarness) -> None:
+def test_turns_of_another_tenant_count_no_hits(harness: RuntimeHarness) -> None:
     converse(harness, PROMPT, 2)
     harness.ask_text(PROMPT, salt=b"other")
     assert hits(harness) == [1]
 
 
-def test_hits_are_known_after_a_restart(tmp_path: Path) -> None:
+def test_hits_survive_a_restart(tmp_path: Path) -> None:
     before = open_harness(tmp_path)
     converse(before, PROMPT, 3)
     before.close()

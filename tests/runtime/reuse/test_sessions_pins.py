@@ -1,4 +1,4 @@
-"""Pins for a while: they hold for their time, and then leave an entry like any other."""
+"""A temporary pin protects an entry for its time; afterwards the entry is an ordinary one."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pinned(harness: RuntimeHarness) -> list[Entry]:
 
 
 def press(harness: RuntimeHarness) -> None:
-    """More of other conversations than there is room for."""
+    """Fill the cache with other conversations until it evicts."""
     for number in range(20):
         harness.ask([500 + number] * 40)
 
 
-def test_state_outlives_pressure_for_as_long_as_it_is_pinned(clock: FakeClock) -> None:
+def test_state_is_not_evicted_while_it_is_pinned(clock: FakeClock) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=20_000, idle_tokens=0)
     kept = harness.ask(PROMPT[:32], names=FIVE_MINUTES)
     press(harness)
@@ -46,7 +46,7 @@ def test_state_outlives_pressure_for_as_long_as_it_is_pinned(clock: FakeClock) -
     assert harness.ask(going_on(kept)).finished.cache.reused_tokens == 0
 
 
-def test_a_conversation_that_goes_on_has_one_pin(clock: FakeClock) -> None:
+def test_a_continued_conversation_has_a_single_pin(clock: FakeClock) -> None:
     engine = FakeEngine()
     engine.tokenizer = AsciiTokenizer()
     harness = RuntimeHarness(engine, clock=clock)
@@ -57,7 +57,7 @@ def test_a_conversation_that_goes_on_has_one_pin(clock: FakeClock) -> None:
     assert entry.pinned
 
 
-def test_a_pin_for_longer_is_not_cut_short(clock: FakeClock) -> None:
+def test_a_shorter_pin_does_not_shorten_a_longer_one(clock: FakeClock) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock)
     first = harness.ask(PROMPT, names=Names(pin_s=3600.0))
     harness.ask(going_on(first), names=FIVE_MINUTES)
@@ -67,13 +67,15 @@ def test_a_pin_for_longer_is_not_cut_short(clock: FakeClock) -> None:
     assert entry.tokens == first.turn.tokens.all()
 
 
-def test_where_there_is_no_room_nothing_is_pinned_and_nothing_fails(clock: FakeClock) -> None:
+def test_a_temporary_pin_without_room_is_skipped_silently(clock: FakeClock) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock, ram_bytes=2_000, idle_tokens=0)
     assert harness.ask(list(range(100, 300)), names=FIVE_MINUTES).finished.reason == "length"
     assert pinned(harness) == []
 
 
-def test_after_a_restart_nothing_is_pinned_for_good(tmp_path: Path, clock: FakeClock) -> None:
+def test_a_temporary_pin_does_not_become_permanent_after_a_restart(
+    tmp_path: Path, clock: FakeClock
+) -> None:
     harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
     harness.ask(PROMPT, names=FIVE_MINUTES)
     assert len(pinned(harness)) == 1

@@ -1,6 +1,9 @@
-"""Admin requests cost the turns that run next to nothing, however much is stored."""
+"""Lists and statistics are cheap, and only its own tenant sees the text of an entry."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,21 +12,25 @@ from rekindle.protocol.admin import (
     AdminOp,
     AdminRequest,
     AdminResult,
+    EntryInfo,
     EntryList,
     GetStats,
     ListEntries,
     RemoveOld,
+    ShowEntry,
     Stats,
 )
 from rekindle.protocol.requests import Names
 from rekindle.runtime.background import PIECE_ENTRIES
+from tests.chat.templates import CHATML
+from tests.support.conversations import Conversations
 from tests.support.effort import calls_made
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
 
 def harness_with(tokens: int, *, entries: int = 1, can_truncate: bool = True) -> RuntimeHarness:
-    """Conversations of so many tokens each."""
+    """A runtime with conversations of this many tokens each."""
     engine = FakeEngine(
         context_tokens=1 << 16, pool_tokens=1 << 17, block_tokens=8, can_truncate=can_truncate
     )
@@ -40,13 +47,13 @@ def stats_of(harness: RuntimeHarness, salt: bytes = b"", *, admin: bool = False)
     return stats
 
 
-def test_stats_take_as_much_work_for_many_blocks_as_for_few() -> None:
+def test_the_work_for_stats_does_not_grow_with_the_number_of_blocks() -> None:
     few, many = harness_with(tokens=16), harness_with(tokens=16_000)
     assert len(many.store) > 100 * len(few.store)
     assert calls_made(lambda: stats_of(many)) <= calls_made(lambda: stats_of(few)) + 10
 
 
-def test_a_scrape_takes_as_much_work_for_many_entries_as_for_few() -> None:
+def test_the_work_for_a_scrape_does_not_grow_with_the_number_of_entries() -> None:
     few, many = harness_with(tokens=16), harness_with(tokens=16, entries=200)
     scrape = GetStats(of_entries=False)
     assert calls_made(lambda: many.administer(scrape, admin=True)) <= (
@@ -55,7 +62,7 @@ def test_a_scrape_takes_as_much_work_for_many_entries_as_for_few() -> None:
 
 
 @pytest.mark.parametrize("can_truncate", [True, False])
-def test_the_figures_are_those_of_a_count_of_everything(can_truncate: bool) -> None:
+def test_running_counts_equal_a_full_count(can_truncate: bool) -> None:
     harness = harness_with(tokens=100, entries=30, can_truncate=can_truncate)
     for salt in (b"one", b"two"):
         for length in (10, 30, 60):
@@ -76,7 +83,7 @@ def test_the_figures_are_those_of_a_count_of_everything(can_truncate: bool) -> N
         assert stats.by_tier == ({"ram": len(listed.entries)} if listed.entries else {})
 
 
-def test_a_page_is_as_long_as_was_asked_for_and_says_where_the_next_begins() -> None:
+def test_a_page_has_the_requested_length_and_the_position_of_the_next() -> None:
     harness = harness_with(tokens=16, entries=10)
     keys, before = list[str](), None
     for size in (4, 4, 2):
@@ -89,8 +96,8 @@ def test_a_page_is_as_long_as_was_asked_for_and_says_where_the_next_begins() -> 
     assert keys == [entry.key for entry in harness.entries.of(None)][::-1]
 
 
-def test_long_admin_work_is_done_in_pieces() -> None:
-    """A turn that comes meanwhile waits for one of them, not for all."""
+def test_long_admin_work_yields_between_pieces() -> None:
+    """So a new turn waits for one piece only."""
     harness = harness_with(tokens=16, entries=600)
 
     def pieces(op: AdminOp) -> int:
@@ -106,3 +113,45 @@ def test_long_admin_work_is_done_in_pieces() -> None:
     assert pieces(RemoveOld(seconds=1e9)) >= 600 // PIECE_ENTRIES
     assert pieces(RemoveOld(seconds=-1)) >= 600
     assert not harness.entries.of(None)
+
+
+# -- previews --
+
+ASKED = [{"role": "user", "content": "What is the moon made of?"}]
+
+
+def held(talks: Conversations) -> None:
+    talks.answer(talks.begin(ASKED, salt=b"one"), "Of cheese.")
+
+
+def previews(talks: Conversations, **asking: Any) -> list[str]:
+    listed = talks.administer(ListEntries(), **asking)
+    assert isinstance(listed, EntryList)
+    shown = [talks.administer(ShowEntry(entry.cache_key), **asking) for entry in listed.entries]
+    assert [each.preview for each in shown if isinstance(each, EntryInfo)] == [
+        entry.preview for entry in listed.entries
+    ]
+    return [entry.preview for entry in listed.entries]
+
+
+def test_a_preview_shows_the_first_words_of_the_last_message() -> None:
+    talks = Conversations(CHATML)
+    held(talks)
+    assert previews(talks, salt=b"one") == ["What is the moon made of?"]
+    assert previews(talks, salt=b"one", admin=True) == ["What is the moon made of?"]
+
+
+def test_an_admin_gets_no_previews_of_other_tenants() -> None:
+    talks = Conversations(CHATML)
+    held(talks)
+    assert previews(talks, salt=b"two") == []
+    assert previews(talks, salt=b"two", admin=True) == [""]
+
+
+def test_previews_survive_a_restart(tmp_path: Path) -> None:
+    talks = Conversations(CHATML, folder=tmp_path)
+    held(talks)
+    talks.close()
+    again = Conversations(CHATML, folder=tmp_path)
+    assert previews(again, salt=b"one") == ["What is the moon made of?"]
+    again.close()
