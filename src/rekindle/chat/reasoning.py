@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes before its answer, between markers of its own."""
+"""Separates reasoning, which a model writes between markers before its answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rekindle.chat.tools.base import ReplyParser, StreamParser, TrailingSpace
-from rekindle.chat.tools.reader import MarkerFinder, Steps
+from rekindle.chat.tools.stream import (
+    MarkerFinder,
+    ReplyParser,
+    Steps,
+    StreamParser,
+    TrailingSpace,
+)
 from rekindle.protocol.events import Part, ReasoningDelta
 
 
@@ -19,7 +24,7 @@ class ReasoningFormat(NamedTuple):
 
     @property
     def control_markers(self) -> tuple[str, str]:
-        """The markers as single control tokens: a channel's name after one is plain text."""
+        """The markers as single control tokens. A channel's name after one is plain text."""
         return self.begin.removesuffix("thought"), self.end
 
     def is_in(self, template: str) -> bool:
@@ -28,7 +33,7 @@ class ReasoningFormat(NamedTuple):
     def is_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning.
 
-        A begin marker in an earlier message does not count: a turn's marker comes after it.
+        A marker of a turn after the begin marker means that an earlier message wrote it.
         """
         at = prompt.rfind(self.begin)
         if at < 0:
@@ -49,7 +54,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "exaone": ReasoningFormat("<thought>", "</thought>"),
 }
 
-#: Text that only a template writes: where a turn or a message begins or ends.
+# Text that only a template writes, where a turn or a message begins or ends.
 _TURN = re.compile(
     r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<\uff5c[^<>\uff5c]{1,40}\uff5c>"
     r"|\[/?INST\]|<(?:start|end)_of_turn>|</s>"
@@ -57,10 +62,10 @@ _TURN = re.compile(
 
 
 class ReasoningParser(StreamParser):
-    """Takes reasoning off the beginning of a reply and leaves the rest to another parser.
+    """Parses reasoning at the beginning of a reply, and gives the rest to another parser.
 
     Whitespace around the markers belongs to neither. With `opened`, the prompt has already opened
-    the reasoning; a model that opens it once more is understood.
+    the reasoning. The model may open it once more.
     """
 
     def __init__(self, format: ReasoningFormat, rest: ReplyParser, *, opened: bool) -> None:
@@ -102,7 +107,7 @@ class ReasoningParser(StreamParser):
         yield from self._rest.finish(cut=self._cut)
 
     def _reasoning(self, ends: MarkerFinder) -> Steps[bool]:
-        """Reasoning up to its end marker; whether there was one."""
+        """Passes reasoning on up to its end marker. Returns whether there was one."""
         trailing = TrailingSpace()
         while True:
             text, marker = yield from self._reader.until(ends)

@@ -6,14 +6,14 @@ import pytest
 
 from rekindle.chat.grammar.gbnf import (
     ANY,
-    MOST_DEPTH,
+    MAX_DEPTH,
     Characters,
-    Choice,
+    GbnfChoice,
+    GbnfReference,
+    GbnfSequence,
     InvalidGbnf,
     Node,
-    Reference,
     Repeat,
-    Sequence,
     parse,
 )
 
@@ -22,16 +22,16 @@ def characters(*ranges: str, negated: bool = False) -> Characters:
     return Characters(tuple((ord(each[0]), ord(each[-1])) for each in ranges), negated)
 
 
-def text(word: str) -> Sequence:
-    return Sequence(tuple(map(characters, word)))
+def text(word: str) -> GbnfSequence:
+    return GbnfSequence(tuple(map(characters, word)))
 
 
 @pytest.mark.parametrize(
     ("body", "node"),
     [
         ('"ab"', text("ab")),
-        ('""', Sequence(())),
-        ("", Sequence(())),
+        ('""', GbnfSequence(())),
+        ("", GbnfSequence(())),
         (".", ANY),
         ("[a-z_]", characters("a-z", "_")),
         ("[^a-z]", characters("a-z", negated=True)),
@@ -40,9 +40,9 @@ def text(word: str) -> Sequence:
         ("[+-]", characters("+", "-")),
         (r"[\x41-\u005A]", characters("A-Z")),
         (r'"\x41\u00e9\U0001F600\n\r\t\"\\"', text('Aé😀\n\r\t"\\')),
-        ('"a" | "b"', Choice((text("a"), text("b")))),
-        ('"a" |', Choice((text("a"), Sequence(())))),
-        ("root*", Repeat(Reference("root"), 0, None)),
+        ('"a" | "b"', GbnfChoice((text("a"), text("b")))),
+        ('"a" |', GbnfChoice((text("a"), GbnfSequence(())))),
+        ("root*", Repeat(GbnfReference("root"), 0, None)),
         (".+", Repeat(ANY, 1, None)),
         (".?", Repeat(ANY, 0, 1)),
         (".{3}", Repeat(ANY, 3, 3)),
@@ -50,7 +50,7 @@ def text(word: str) -> Sequence:
         (".{ 2 , 5 }", Repeat(ANY, 2, 5)),
         (".{,5}", Repeat(ANY, 0, 5)),
         (".*?", Repeat(Repeat(ANY, 0, None), 0, 1)),
-        ('("a" .)+', Repeat(Sequence((text("a"), ANY)), 1, None)),
+        ('("a" .)+', Repeat(GbnfSequence((text("a"), ANY)), 1, None)),
     ],
 )
 def test_a_rule_is_read(body: str, node: Node) -> None:
@@ -69,8 +69,8 @@ def test_rules_go_on_over_line_breaks_and_comments_are_left_out() -> None:
         """
     )
     assert rules == {
-        "root": Choice((Reference("item-1"), text("#"))),
-        "item-1": Sequence((text("a"), ANY)),
+        "root": GbnfChoice((GbnfReference("item-1"), text("#"))),
+        "item-1": GbnfSequence((text("a"), ANY)),
     }
 
 
@@ -95,11 +95,11 @@ def test_rules_go_on_over_line_breaks_and_comments_are_left_out() -> None:
         ("root ::= .{99999999999}", "line 1: cannot read the repetition '{99999999999}'"),
         (r'root ::= "\q"', r"line 1: unknown escape '\\q'"),
         (r'root ::= "\x4"', r"line 1: unknown escape '\\x'"),
-        (r'root ::= "\ud800"', r"line 1: \ud800 is no character"),
-        (r'root ::= "\UFFFFFFFF"', r"line 1: \UFFFFFFFF is no character"),
+        (r'root ::= "\ud800"', r"line 1: \ud800 is not a character"),
+        (r'root ::= "\UFFFFFFFF"', r"line 1: \UFFFFFFFF is not a character"),
         ("root ::= <think>", "line 1: cannot read '<think>'"),
         ("root ::= !<[7]>", "line 1: cannot read '!<[7]>'"),
-        ("root ::= " + "(" * (MOST_DEPTH + 1), "line 1: parentheses may be nested at most 64 deep"),
+        ("root ::= " + "(" * (MAX_DEPTH + 1), "line 1: parentheses may be nested at most 64 deep"),
     ],
 )
 def test_what_is_no_gbnf_is_refused_with_the_reason(grammar: str, problem: str) -> None:

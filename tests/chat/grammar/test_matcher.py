@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from rekindle.chat.grammar.lark import Grammar, json_grammar
+from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.errors import BadRequest, Unsupported
-from tests.chat.grammar.writer import ByteVocabulary, Writer
+from tests.chat.grammar.writer import ByteVocabulary, Writer, json_grammar
 
 INTEGER = json_grammar({"type": "integer"}, "response_format")
 #: Quick to build, but each further letter makes its automaton larger.

@@ -68,7 +68,7 @@ def test_a_reply_may_be_a_call_instead_where_it_may_call(fields: Any) -> None:
         ({"regex": "a(?=b)c"}, "look-around"),
         ({"regex": r"(a)\1"}, "backreferences are not supported"),
         ({"regex": "a)|(b"}, "invalid regular expression"),
-        ({"grammar": "root ::= nowhere"}, "no valid GBNF: line 1: the rule 'nowhere'"),
+        ({"grammar": "root ::= nowhere"}, "not valid GBNF: line 1: the rule 'nowhere'"),
         ({"grammar": "start: nowhere"}, 'unknown name: "nowhere"'),
         ({"grammar": 'start: "a"\n}\nstart: "b"'}, "cannot be enforced"),
         ({"schema": {"type": "nothing"}}, "cannot be enforced"),

@@ -9,12 +9,11 @@ from uuid import UUID
 
 import pytest
 
-from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.schema import check
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput
 from tests.chat.grammar.validator import valid
-from tests.chat.grammar.writer import Writer, reply_grammars
+from tests.chat.grammar.writer import Writer, json_grammar, reply_grammars
 
 WRITER = Writer()
 SEEDS = range(6)
@@ -180,7 +179,7 @@ def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
         ({"type": "strin"}, "strin"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
-        ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+        ({"type": "string", "pattern": "(?=a)b"}, "regular expression"),
         (False, "false"),
     ],
 )

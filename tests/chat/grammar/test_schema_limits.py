@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.chat.grammar.lark import json_grammar
-from rekindle.chat.grammar.schema import MOST_PATTERN_CHARACTERS, check
+from rekindle.chat.grammar.schema import LIMITS, check
 from rekindle.errors import BadRequest
-from tests.chat.grammar.writer import Writer
+from tests.chat.grammar.writer import Writer, json_grammar
 
 WRITER = Writer()
 
@@ -118,7 +117,7 @@ def test_ordinary_combinations_are_not_refused() -> None:
 
 @pytest.mark.parametrize("way", ["one", "many", "named"])
 def test_patterns_have_a_size_in_all(way: str) -> None:
-    half = "a" * (MOST_PATTERN_CHARACTERS // 2)
+    half = "a" * (LIMITS.pattern_characters // 2)
     patterns = {"one": [half + half + "a"], "many": [half, half + "a"], "named": [half]}[way]
     schema: dict[str, Any] = {
         "type": "object",

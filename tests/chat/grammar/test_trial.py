@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rekindle.chat.grammar import trial
-from rekindle.chat.grammar.trial import MOST_REMEMBERED, Trials
+from rekindle.chat.grammar.trial import Trials
 from rekindle.errors import BadRequest
 
 HANGS = "start: T\nT: " + " & ".join(f"/(.*a.{{{count}}}b.*)/" for count in range(30))
@@ -56,7 +56,7 @@ def test_a_grammar_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return ""
 
     monkeypatch.setattr(trial, "_tried", record)
-    trials = Trials()
-    for number in (*range(MOST_REMEMBERED), 0, 1, MOST_REMEMBERED, 0):
+    trials = Trials(max_remembered=1_000)
+    for number in (*range(1_000), 0, 1, 1_000, 0):
         trials.check(f"start: /{number}/", "grammar")
-    assert len(tried) == MOST_REMEMBERED + 2  # the oldest was forgotten
+    assert len(tried) == 1_002  # the oldest was forgotten

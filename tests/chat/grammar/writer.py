@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.chat.grammar.lark import Grammar, json_grammar
+from rekindle.chat.grammar.lark import Grammar, Rules
 from rekindle.chat.grammar.matcher import GrammarCompiler, TokenMatcher
 from rekindle.chat.grammar.reply import ReplyGrammars
 from rekindle.chat.tools.registry import select
@@ -63,6 +63,12 @@ def reply_grammars(
 ) -> ReplyGrammars:
     format = select(None, tool_format=tool_format, reasoning_format=reasoning)
     return format.grammars(control or {})
+
+
+def json_grammar(schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
+    """A grammar of JSON that matches a schema."""
+    rules = Rules({}, param)
+    return rules.grammar(rules.json(schema))
 
 
 class Writer:

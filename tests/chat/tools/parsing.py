@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rekindle.chat.tools.base import ReplyParser
-from rekindle.chat.tools.registry import ReplyFormat, select
+from rekindle.chat.tools.format import ReplyFormat
+from rekindle.chat.tools.registry import select
+from rekindle.chat.tools.stream import ReplyParser
 from rekindle.protocol.events import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 
 BAR = "\uff5c"  # DeepSeek's markers have it

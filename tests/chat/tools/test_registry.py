@@ -100,7 +100,7 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
 ) -> None:
     (tmp_path / "invented.py").write_text(
         "from rekindle.chat.tools.format import ToolFormat\n"
-        "from rekindle.chat.tools.format import PlainTextParser\n"
+        "from rekindle.chat.tools.stream import PlainTextParser\n"
         "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
     )
     monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])
@@ -108,8 +108,11 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
     assert names == {*TOOL_FORMAT_NAMES, "invented"}
 
 
-def test_no_two_formats_have_a_template_pattern_of_the_same_precedence() -> None:
-    """Which of two formats is chosen must not depend on their names."""
-    formats = list(registry.discover())
-    ranks = [{pattern.precedence for pattern in format.template_patterns} for format in formats]
-    assert sum(map(len, ranks)) == len(set().union(*ranks))
+def test_every_row_of_the_template_table_names_a_format_and_can_win() -> None:
+    """An earlier row with fewer texts would hide a later one."""
+    for index, (name, texts) in enumerate(registry.TEMPLATE_TEXTS):
+        assert name in TOOL_FORMAT_NAMES
+        template = " ".join(texts)
+        earlier = registry.TEMPLATE_TEXTS[:index]
+        assert not [row for row in earlier if all(text in template for text in row[1])]
+        assert select(template).name == name

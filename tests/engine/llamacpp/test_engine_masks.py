@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.chat.grammar.lark import json_grammar
 from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.engine.base import EngineOptions, Sampled, TokenMask, Work, run_step
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.requests import SamplingParams
+from tests.chat.grammar.writer import json_grammar
 from tests.support.tiny import write_llama
 
 PROMPT = [10, 20, 30, 40]

@@ -1,4 +1,10 @@
-"""GBNF, the notation in which llama.cpp takes grammars (xgrammar's EBNF is the same), as a tree."""
+"""Translates GBNF, llama.cpp's notation for grammars, into llguidance's Lark.
+
+xgrammar's EBNF is the same notation. GBNF describes characters. llguidance first splits text into
+terminals and prefers the longest one: with two terminals, `[a-z]+ "end"` would match nothing, and
+`"ab" "c" | "a" "bd"` would not match `abd`. A grammar without recursion therefore becomes one
+regular expression. A grammar with recursion gets one terminal for each character.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-MOST_DEPTH = 64  # of parentheses
-MOST_DIGITS = 9  # of a repetition's bounds
+MAX_DEPTH = 64  # of parentheses
+# References are written out in place, so rules that double each other would grow without end.
+MAX_REGEX_CHARACTERS = 20_000
+MAX_REGEX_DEPTH = 50  # llguidance parses regular expressions a few hundred levels deep
 ROOT = "root"
 
 _TOKEN = re.compile(
@@ -24,35 +32,34 @@ _TOKEN = re.compile(
 _CHARACTER = re.compile(
     r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\(.)|(.)", re.DOTALL
 )
-_BOUNDS = re.compile(rf"\{{\s*(\d{{1,{MOST_DIGITS}}})?\s*(?:(,)\s*(\d{{1,{MOST_DIGITS}}})?\s*)?\}}")
+_BOUNDS = re.compile(r"\{\s*(\d{1,9})?\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", **{each: each for each in '\\"[]^-'}}
-_REPEATS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class InvalidGbnf(ValueError):
-    """The text is no GBNF; the message says what is wrong and where."""
+    """The text is not GBNF. The message says what is wrong and where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
     """One character of a class."""
 
-    ranges: tuple[tuple[int, int], ...]  # code points, the last included
+    ranges: tuple[tuple[int, int], ...]  # code points, with the last one included
     negated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class GbnfReference:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class GbnfSequence:
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GbnfChoice:
     ways: tuple[Node, ...]
 
 
@@ -60,21 +67,34 @@ class Choice:
 class Repeat:
     item: Node
     least: int
-    most: int | None  # None: any number
+    most: int | None  # None for any number
 
 
-Node = Characters | Reference | Sequence | Choice | Repeat
+Node = Characters | GbnfReference | GbnfSequence | GbnfChoice | Repeat
 
 ANY = Characters((), negated=True)
 
 
+def gbnf_to_lark(text: str) -> str:
+    """The same grammar in Lark. Raises InvalidGbnf."""
+    rules = parse(text)
+    try:
+        return f"start: /{_Regex(rules).of(GbnfReference(ROOT))}/"
+    except _NotRegular:
+        pass
+    # Rules get new names: Lark allows no dashes, and reads capitals as terminals.
+    names = {name: f"rule{number}" for number, name in enumerate(rules)}
+    lines = [f"{names[name]}: {_expression(rule, names)}" for name, rule in rules.items()]
+    return "\n".join([f"start: {names[ROOT]}", *lines])
+
+
 def parse(text: str) -> dict[str, Node]:
-    """The grammar's rules by their names, each of which is defined; raises InvalidGbnf."""
+    """The rules by name. All rules that they refer to are defined. Raises InvalidGbnf."""
     return _Parser(text).rules()
 
 
 class _Parser:
-    """Line breaks mean nothing: a name that is followed by `::=` begins the next rule."""
+    """Ignores line breaks. A name followed by `::=` begins the next rule."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -83,7 +103,7 @@ class _Parser:
         self._depth = 0
 
     def _split(self) -> list[tuple[str, str, int]]:
-        """Kind, text and place of each token, with an empty one at the end."""
+        """Kind, text and position of each token, with an empty one at the end."""
         tokens, at = [], 0
         while at < len(self._text):
             found = _TOKEN.match(self._text, at)
@@ -100,7 +120,7 @@ class _Parser:
 
     def rules(self) -> dict[str, Node]:
         found: dict[str, Node] = {}
-        while self._kind() != "end":
+        while self._tokens[self._at][0] != "end":
             name = self._tokens[self._at][1]
             if not self._begins_rule():
                 self._fail(f"a rule begins with `name ::=`, not with {name[:20]!r}")
@@ -115,11 +135,9 @@ class _Parser:
                 self._fail(f"the rule {name!r} is not defined", at)
         return found
 
-    def _kind(self) -> str:
-        return self._tokens[self._at][0]
-
     def _begins_rule(self) -> bool:
-        return self._kind() == "name" and self._tokens[self._at + 1][0] == "defined"
+        kinds = [kind for kind, _, _ in self._tokens[self._at : self._at + 2]]
+        return kinds == ["name", "defined"]
 
     def _take(self, sign: str) -> bool:
         found = self._tokens[self._at][:2] == ("sign", sign)
@@ -130,37 +148,34 @@ class _Parser:
         ways = [self._sequence()]
         while self._take("|"):
             ways.append(self._sequence())
-        return ways[0] if len(ways) == 1 else Choice(tuple(ways))
+        return ways[0] if len(ways) == 1 else GbnfChoice(tuple(ways))
 
     def _sequence(self) -> Node:
         items: list[Node] = []
         while not self._begins_rule() and (item := self._item()) is not None:
             items.append(self._repeated(item))
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
+        return items[0] if len(items) == 1 else GbnfSequence(tuple(items))
 
     def _item(self) -> Node | None:
-        kind, text, at = self._tokens[self._at]
-        if kind == "sign" and text == "(":
+        if self._take("("):
             return self._group()
-        if kind == "sign" and text == ".":
-            self._at += 1
+        if self._take("."):
             return ANY
+        kind, text, at = self._tokens[self._at]
         if kind not in ("name", "string", "chars"):
             return None
         self._at += 1
-        match kind:
-            case "name":
-                return Reference(text)
-            case "string":
-                codes = [code for code, _ in self._codes(text[1:-1], at)]
-                return Sequence(tuple(Characters(((code, code),)) for code in codes))
-        return self._class(text[1:-1], at)
+        if kind == "name":
+            return GbnfReference(text)
+        if kind == "chars":
+            return self._class(text[1:-1], at)
+        codes = [code for code, _ in self._codes(text[1:-1], at)]
+        return GbnfSequence(tuple(Characters(((code, code),)) for code in codes))
 
     def _group(self) -> Node:
-        self._at += 1
         self._depth += 1
-        if self._depth > MOST_DEPTH:
-            self._fail(f"parentheses may be nested at most {MOST_DEPTH} deep")
+        if self._depth > MAX_DEPTH:
+            self._fail(f"parentheses may be nested at most {MAX_DEPTH} deep")
         inner = self._choice()
         if not self._take(")"):
             self._fail("a `)` is missing")
@@ -168,12 +183,13 @@ class _Parser:
         return inner
 
     def _repeated(self, item: Node) -> Node:
+        signs: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         while True:
             kind, text, _ = self._tokens[self._at]
             if kind == "bounds":
                 item = Repeat(item, *self._bounds(text))
-            elif kind == "sign" and text in _REPEATS:
-                item = Repeat(item, *_REPEATS[text])
+            elif kind == "sign" and text in signs:
+                item = Repeat(item, *signs[text])
             else:
                 return item
             self._at += 1
@@ -214,35 +230,13 @@ class _Parser:
                 self._fail(f"unknown escape {found[0]!r}", at)
             code = int(number, 16) if number else ord(_ESCAPED.get(found[4], found[5]) or "")
             if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-                self._fail(f"{found[0]} is no character", at)
+                self._fail(f"{found[0]} is not a character", at)
             codes.append((code, found[5] is None))
         return codes
 
 
-# ----------------------------------------------------------------------
-# GBNF translated into llguidance's Lark.
-#
-# GBNF describes characters. llguidance first splits text into terminals and prefers the longest:
-# of two terminals, `[a-z]+ "end"` would match nothing, and `"ab" "c" | "a" "bd"` no `abd`. A
-# grammar without recursion therefore becomes one regular expression, and one with recursion has
-# terminals of single characters, between which there is nothing to prefer.
-
-MOST_REGEX_CHARACTERS = 20_000  # references are written out: rules that double would not end
-MOST_REGEX_DEPTH = 50  # llguidance's reader of regular expressions goes a few hundred deep
-_ANY = "(?s:.)"
-
-
-def gbnf_to_lark(text: str) -> str:
-    """The same grammar in Lark; raises InvalidGbnf."""
-    rules = parse(text)
-    try:
-        return f"start: /{_Regex(rules).of(Reference(ROOT))}/"
-    except _NotRegular:
-        return _as_rules(rules)
-
-
 class _NotRegular(Exception):
-    """A rule contains itself, or the expression gets too large."""
+    """A rule contains itself, or the regular expression becomes too large."""
 
 
 @dataclass(slots=True)
@@ -250,17 +244,17 @@ class _Regex:
     """Writes nodes as one regular expression."""
 
     rules: Mapping[str, Node]
-    inside: list[str] = field(default_factory=list)  # the rules being written
+    inside: list[str] = field(default_factory=list)  # the rules that are being written
     known: dict[str, str] = field(default_factory=dict)
     depth: int = 0
 
     def of(self, node: Node) -> str:
         self.depth += 1
-        if self.depth > MOST_REGEX_DEPTH:
+        if self.depth > MAX_REGEX_DEPTH:
             raise _NotRegular
         text = self._written(node)
         self.depth -= 1
-        if len(text) > MOST_REGEX_CHARACTERS:
+        if len(text) > MAX_REGEX_CHARACTERS:
             raise _NotRegular
         return text
 
@@ -268,13 +262,13 @@ class _Regex:
         match node:
             case Characters():
                 return _class(node)
-            case Sequence(items):
+            case GbnfSequence(items):
                 return "".join(map(self.of, items))
-            case Choice(ways):
+            case GbnfChoice(ways):
                 return f"(?:{'|'.join(map(self.of, ways))})"
             case Repeat(item):
                 return f"(?:{self.of(item)}){_bounds(node)}"
-            case Reference(name):
+            case GbnfReference(name):
                 return self._rule(name)
 
     def _rule(self, name: str) -> str:
@@ -287,31 +281,23 @@ class _Regex:
         return self.known[name]
 
 
-def _as_rules(rules: Mapping[str, Node]) -> str:
-    # Names of our own: Lark's may not contain dashes, and capitals make a terminal of a rule.
-    names = {name: f"rule{number}" for number, name in enumerate(rules)}
-    lines = [f"start: {names[ROOT]}"]
-    lines += (f"{names[name]}: {_expression(rules[name], names)}" for name in rules)
-    return "\n".join(lines)
-
-
 def _expression(node: Node, names: Mapping[str, str]) -> str:
     match node:
         case Characters():
             return f"/{_class(node)}/"
-        case Sequence(items):
+        case GbnfSequence(items):
             return f"({' '.join(_expression(each, names) for each in items)})" if items else '""'
-        case Choice(ways):
+        case GbnfChoice(ways):
             return f"({' | '.join(_expression(each, names) for each in ways)})"
         case Repeat(item):
             return f"({_expression(item, names)}){_bounds(node)}"
-        case Reference(name):
+        case GbnfReference(name):
             return names[name]
 
 
 def _class(node: Characters) -> str:
     if not node.ranges:
-        return _ANY
+        return "(?s:.)"
     spelled = "".join(
         _code(first) if first == last else f"{_code(first)}-{_code(last)}"
         for first, last in node.ranges
@@ -326,13 +312,4 @@ def _code(code: int) -> str:
 
 
 def _bounds(node: Repeat) -> str:
-    match node.least, node.most:
-        case 0, None:
-            return "*"
-        case 1, None:
-            return "+"
-        case 0, 1:
-            return "?"
-        case least, None:
-            return f"{{{least},}}"
-    return f"{{{node.least},{node.most}}}"
+    return f"{{{node.least},{'' if node.most is None else node.most}}}"

@@ -1,4 +1,4 @@
-"""Building a grammar in llguidance's Lark, rule by rule."""
+"""Builds a grammar in llguidance's Lark, rule by rule."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from typing import Any
 
 from rekindle.errors import BadRequest
 
-# No forced tokens: finding them costs a tokenisation per step, and in a long constant another one
-# for every token.
+# Finding forced tokens costs a tokenisation per step, and one per token in a long constant.
 _HEAD = '%llguidance {"no_forcing": true}\n'
+MAX_CHARACTERS = 2_000_000  # of all rules
 TEXT = "(?s:.*)"
-MOST_CHARACTERS = 2_000_000  # of all rules
-_BLANKS = r"/[ \n\r\t]{1,4}/"
-#: One blank may follow a separator; of other white space a model might write without end.
+BLANKS = r"(/[ \n\r\t]{1,4}/)?"
+# One blank may follow a separator. A model might write other white space without end.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a reply has to match; `param` is the field of the request that requires it."""
+    """The grammar of a reply. `param` is the request field that asked for it."""
 
     lark: str
     param: str
 
 
 class Rules:
-    """The rules of one grammar. Expressions are strings of Lark that may use their names."""
+    """Collects the rules of one grammar. Expressions are Lark and may use names of rules."""
 
     def __init__(self, control: Mapping[str, int], param: str, text: str = TEXT) -> None:
         self.control = control
         self._param = param
         self._characters = 0
-        self._markers = re.compile("|".join(map(re.escape, _longest_first(control))) or r"(?!)")
+        longest_first = sorted(control, key=len, reverse=True)
+        self._markers = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._rules: list[str] = []
         self.text = self.terminal(f"/{text}/")
 
     def rule(self, body: str, *, lazy: bool = False) -> str:
-        """Add a rule; its name."""
+        """Adds a rule and returns its name."""
         return self._add(f"r{len(self._rules)}", body, "[lazy]" if lazy else "")
 
     def recursive(self, body: Callable[[str], str]) -> str:
-        """Add a rule whose body may use its own name; its name."""
-        name = f"n{len(self._rules)}"
-        self._rules.append("")  # reserved: the body adds rules of its own
-        place = len(self._rules) - 1
-        self._rules[place] = f"{name}: {body(name)}"
+        """Adds a rule whose body may use the rule's own name. Returns the name."""
+        index = len(self._rules)
+        name = f"n{index}"
+        self._rules.append("")  # reserved, because the body adds rules of its own
+        self._rules[index] = f"{name}: {body(name)}"
         return name
 
     def terminal(self, body: str) -> str:
-        """Add a terminal, which is matched by one regular expression; its name."""
+        """Adds a terminal, which one regular expression matches. Returns its name."""
         return self._add(f"T{len(self._rules)}", body, "")
 
     def _add(self, name: str, body: str, options: str) -> str:
         self._rules.append(f"{name}{options}: {body}")
         self._characters += len(body)
-        if self._characters > MOST_CHARACTERS:
+        if self._characters > MAX_CHARACTERS:
             raise BadRequest("The schemas are too large to be enforced.", param=self._param)
         return name
 
     def marker(self, text: str) -> str:
-        """A text of the format itself: control tokens in it are tokens, not their text."""
+        """Text of the format itself, in which texts of control tokens mean the tokens."""
         return " ".join(self._parts(text))
 
     def until(self, marker: str, text: str | None = None) -> str:
@@ -86,7 +86,7 @@ class Rules:
         return self.rule(f"%json {styled(schema, lenient=lenient)}")
 
     def repeated(self, expression: str, between: str, most: int) -> str:
-        """The expression once up to `most` times, with `between` in between."""
+        """The expression one to `most` times, with `between` in between."""
         one = self.rule(expression)
         if most == 1:
             return one
@@ -97,15 +97,9 @@ class Rules:
 
 
 def styled(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """A schema in the form llguidance takes; `lenient` leaves out what cannot be enforced."""
-    # Last, so that a schema cannot set it.
+    """A schema in llguidance's form. `lenient` leaves out what cannot be enforced."""
     style = {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}
-    return json.dumps({**schema, "x-guidance": style})
-
-
-def json_grammar(schema: Mapping[str, Any], param: str) -> Grammar:
-    """JSON that a schema describes, and nothing else."""
-    return Grammar(f"{_HEAD}start: %json {styled(schema)}\n", param)
+    return json.dumps({**schema, "x-guidance": style})  # last, so that a schema cannot set it
 
 
 def literal(text: str) -> str:
@@ -114,12 +108,3 @@ def literal(text: str) -> str:
 
 def either(expressions: Iterable[str]) -> str:
     return "(" + " | ".join(expressions) + ")"
-
-
-def blanks() -> str:
-    """A few characters of white space, or none."""
-    return f"({_BLANKS})?"
-
-
-def _longest_first(texts: Iterable[str]) -> list[str]:
-    return sorted(texts, key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""Which tokens may come next in a reply that has to follow a grammar."""
+"""Determines which tokens may come next in a reply that has to follow a grammar."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from rekindle.chat.grammar.trial import PARSER_LIMITS, first_line
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.tokens import Tokenizer
 
-_SILENT = 0
-_NO_TEXT = b"\xff"  # in no character; llguidance marks control tokens by it
+_CONTROL_MARK = b"\xff"  # llguidance marks control tokens with this byte, which UTF-8 never uses
 _FORBIDDEN = np.float32(-np.inf)
 
 
 class TokenMatcher:
     """Follows one reply. Once the reply is complete, only end tokens may come.
 
-    A grammar that turns out too costly does not stop the engine: it allows end tokens alone, and
-    `trouble` is set.
+    A grammar that turns out to be too costly does not stop the engine. It then allows only end
+    tokens, and `trouble` is set.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._beginning = matcher
-        self._matcher = matcher.deep_copy()  # an error stays with a matcher for ever
+        self._matcher = matcher.deep_copy()  # a matcher never recovers from an error
 
     def copy(self) -> TokenMatcher:
-        """For another reply that has to follow the same, from its beginning."""
+        """A matcher for another reply to the same request, at its beginning."""
         return TokenMatcher(self._beginning.deep_copy())
 
     @property
@@ -41,11 +40,11 @@ class TokenMatcher:
 
     @property
     def done(self) -> bool:
-        """Whether nothing but an end token may come."""
+        """Whether only an end token may come."""
         return self._matcher.is_stopped()
 
     def mask(self, logits: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        """Set what may not come next to minus infinity, in place."""
+        """Sets the logits of forbidden tokens to minus infinity, in place."""
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         covered = logits[: allowed.size * 8]
         forbidden = np.unpackbits(~allowed, count=covered.size, bitorder="little").view(np.bool_)
@@ -53,11 +52,11 @@ class TokenMatcher:
         logits[covered.size :] = _FORBIDDEN
 
     def accept(self, token: int) -> None:
-        """Advance by the token that was sampled."""
+        """Advances by the sampled token."""
         self._matcher.consume_token(token)
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Start over with the tokens of a reply so far."""
+        """Starts over with the tokens of a reply so far."""
         self._matcher = self._beginning.deep_copy()
         self._matcher.consume_tokens(list(tokens))
 
@@ -75,16 +74,14 @@ class GrammarCompiler:
         self._native: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
-        """Raises BadRequest when the grammar cannot be built, or only at too high a cost."""
-        matcher = LLMatcher(
-            self._vocabulary(), grammar.lark, log_level=_SILENT, limits=PARSER_LIMITS
-        )
+        """Raises BadRequest for a grammar that cannot be built, or only at too high a cost."""
+        matcher = LLMatcher(self._vocabulary(), grammar.lark, log_level=0, limits=PARSER_LIMITS)
         if problem := first_line(matcher.get_error()):
             raise BadRequest(f"The schema cannot be enforced: {problem}.", param=grammar.param)
         return TokenMatcher(matcher)
 
     def _vocabulary(self) -> LLTokenizer:
-        """Built on first use: it takes a second, and most servers never need it."""
+        """Built on first use, because it takes a second and most servers never need it."""
         if not self._ends:
             raise Unsupported("This model has no end token, so its replies cannot be constrained.")
         with self._lock:
@@ -108,10 +105,10 @@ class _Pieces:
         self.tokens = [_piece(tokenizer, token, token in control) for token in range(size)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text; only called where tokens are forced, which they never are here."""
+        """Tokenises a text. llguidance calls this only to force tokens, which grammars forbid."""
         return self._encode(text.decode(errors="replace"), special=False)
 
 
 def _piece(tokenizer: Tokenizer, token: int, is_control: bool) -> bytes:
     piece = tokenizer.piece(token, special=is_control)
-    return b"" if piece.startswith(_NO_TEXT) and not is_control else piece
+    return b"" if piece.startswith(_CONTROL_MARK) and not is_control else piece

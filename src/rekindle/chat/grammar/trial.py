@@ -1,8 +1,8 @@
-"""A grammar that a client wrote is compiled first in a process of its own.
+"""Compiles a client's grammar in a separate process first.
 
-llguidance compiles in one native call. An intersection of patterns can take it for ever, and a long
-chain of rules overflows its stack: either would take the runtime along. The process has limits on
-time and memory; what it survives is compiled again where it is needed.
+llguidance compiles in one native call. An intersection of patterns can take forever, and a long
+chain of rules overflows its stack. Both would end the runtime. The process has limits on time and
+memory. A grammar that it survives is compiled again where it is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from rekindle.errors import BadRequest, ServerError
 
-#: A step costs 10 ms at worst and a reply 40 MB; what needs more ends with an error.
+# A step costs at most 10 ms, and a reply 40 MB. A grammar that needs more ends with an error.
 PARSER_LIMITS = LLParserLimits(
     max_items_in_row=1_000,
     initial_lexer_fuel=500_000,
@@ -28,29 +28,27 @@ PARSER_LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-MOST_CPU_S = 2
-MOST_WALL_S = 30.0  # on a machine that does much else
-MOST_BYTES = 1 << 30
-MOST_REMEMBERED = 1_000
+MAX_CPU_S = 2
+MAX_WALL_S = 30.0  # on a busy machine
+MAX_BYTES = 1 << 30
 TOO_COSTLY = "compiling it takes too much time or memory"
-_MOST_CHARACTERS = 300  # of llguidance's message
-_SILENT = 0
 _REGEX_ERROR = re.compile(r"regex parse error:.*^error: (.*?)$", re.DOTALL | re.MULTILINE)
 
 
-def first_line(problem: str) -> str:
-    """llguidance's message without its notes to developers and drawings of where it is wrong."""
+def first_line(problem: str, max_characters: int = 300) -> str:
+    """llguidance's message without its notes to developers and its drawings."""
     if wrong := _REGEX_ERROR.search(problem):
-        return f"invalid regular expression: {wrong[1][:_MOST_CHARACTERS]}"
+        return f"invalid regular expression: {wrong[1][:max_characters]}"
     lines = problem.replace("<non-verbose/>", "").strip().splitlines()
-    return lines[0].strip()[:_MOST_CHARACTERS] if lines else ""
+    return lines[0].strip()[:max_characters] if lines else ""
 
 
 class Trials:
-    """Grammars that were tried, so that each is tried once. Thread-safe."""
+    """Tries each grammar once. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._passed: dict[bytes, None] = {}  # by their hashes, oldest first
+    def __init__(self, max_remembered: int = 1_000) -> None:
+        self._passed: dict[bytes, None] = {}  # hashes of grammars, in order of arrival
+        self._max_remembered = max_remembered
         self._lock = Lock()
 
     def check(self, lark: str, param: str) -> None:
@@ -63,33 +61,32 @@ class Trials:
             raise BadRequest(f"The grammar cannot be enforced: {problem}.", param=param)
         with self._lock:
             self._passed[key] = None
-            if len(self._passed) > MOST_REMEMBERED:
+            if len(self._passed) > self._max_remembered:
                 del self._passed[next(iter(self._passed))]
 
 
 def _tried(lark: str) -> str:
-    """What went wrong; empty when nothing did."""
+    """The problem with a grammar. Empty if it compiles."""
     command = [sys.executable, "-m", __name__]
     try:
         tried = subprocess.run(
-            command, input=lark.encode(), capture_output=True, timeout=MOST_WALL_S
+            command, input=lark.encode(), capture_output=True, timeout=MAX_WALL_S
         )
     except subprocess.TimeoutExpired:
         return TOO_COSTLY
     except OSError as error:
-        raise ServerError(f"no process to compile a grammar in: {error.strerror}") from None
-    if tried.returncode == 0:
-        return tried.stdout.decode(errors="replace")
-    return TOO_COSTLY
+        reason = error.strerror
+        raise ServerError(f"cannot start a process to compile a grammar: {reason}") from None
+    return tried.stdout.decode(errors="replace") if tried.returncode == 0 else TOO_COSTLY
 
 
 def _main() -> None:
-    """The process: reads a grammar, writes the problem there is with it."""
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    """Reads a grammar from standard input and writes its problem to standard output."""
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     grammar = sys.stdin.buffer.read().decode()
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=_SILENT, limits=PARSER_LIMITS)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=PARSER_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first step costs more than any other
     sys.stdout.write(first_line(matcher.get_error()))

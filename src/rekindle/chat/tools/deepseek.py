@@ -1,21 +1,19 @@
-"""DeepSeek's calls: V3 and R1 fence their JSON and name a type first, V3.1 does neither."""
+"""DeepSeek's calls. V3 and R1 write a type first and fence the JSON, V3.1 does neither."""
 
 from __future__ import annotations
 
 import re
 
+from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import Rules, either, literal
-from rekindle.chat.grammar.syntax import CallSyntax, json_arguments
-from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat
+from rekindle.chat.grammar.reply import CallSyntax, json_arguments
+from rekindle.chat.tools.format import ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
-
-_BAR = "\uff5c"  # a vertical line of full width
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps
 
 
 def _marker(text: str) -> str:
-    return f"<{_BAR}{text}{_BAR}>"
+    return f"<\uff5c{text}\uff5c>"  # between full-width vertical lines
 
 
 # The small distilled models write the first marker in several ways.
@@ -26,12 +24,11 @@ MARKERS = (*ALL_BEGIN, BEGIN, SEPARATOR, END, ALL_END)
 
 _TYPE = "function"
 _NAME = re.compile(r"[\w.:/-]*")
-_FENCES = ("```json", "```")
 _ENDS = MarkerFinder(BEGIN, END, ALL_END, "```")
 
 
 class DeepSeekParser(JsonCallParser):
-    """Calls between markers of their own, all of them between another pair."""
+    """Each call is between two markers, and all calls are between another pair."""
 
     opens = MarkerFinder(*ALL_BEGIN, BEGIN)
     closes = (END, ALL_END)
@@ -48,10 +45,15 @@ class DeepSeekParser(JsonCallParser):
             yield from self._release_as_text()
             return
         yield self._start_call(name)
-        yield from self._fenced()
+        if (yield from reader.peek()) != "{":
+            yield from self._raw_arguments(_ENDS)
+        elif (yield from self._read_arguments()):
+            self._end_call()
+        yield from reader.space()
+        yield from reader.starts("```")
 
     def _called(self) -> Reading[str | None]:
-        """The name of a call whose arguments, or end, come next; None when this is no call."""
+        """The name of a call whose arguments or end come next, or None without a call."""
         reader = self._reader
         yield from reader.space()
         name = yield from reader.run(_NAME)
@@ -61,22 +63,13 @@ class DeepSeekParser(JsonCallParser):
         if name == _TYPE and (yield from reader.peek()) != "{":
             name = yield from reader.run(_NAME)
             yield from reader.space()
-            yield from reader.starts(*_FENCES)
+            yield from reader.starts("```json", "```")
             yield from reader.space()
         return name if (yield from reader.peek()) else None
 
-    def _fenced(self) -> Steps[None]:
-        reader = self._reader
-        if (yield from reader.peek()) != "{":
-            yield from self._raw_arguments(_ENDS)
-        elif (yield from self._read_arguments()):
-            self._end_call()
-        yield from reader.space()
-        yield from reader.starts("```")
-
 
 def _call(rules: Rules, tool: Tool) -> str:
-    """As V3 and R1 write it, or as V3.1 does: the model knows which it is."""
+    """Both forms are allowed, because the model knows its own."""
     name, arguments = literal(tool.name), json_arguments(rules, tool)
     separator = rules.marker(SEPARATOR)
     fence, fence_end = literal("\n```json\n"), literal("\n```")
@@ -90,7 +83,6 @@ FORMATS = (
         name="deepseek",
         parser=lambda reply: DeepSeekParser(),
         syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
-        template_patterns=(TemplatePattern(85, (BEGIN,)),),
         markers=MARKERS,
     ),
 )

@@ -1,19 +1,17 @@
-"""Gemma's calls, `call:name{key:value}`, with a token of its own around strings."""
+"""The calls of Gemma 4 and FunctionGemma: `call:name{key:value}`, with a token around strings."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import NamedTuple
 
+from rekindle.chat.grammar.arguments import Notation, Tool, Values
 from rekindle.chat.grammar.lark import Rules, literal
-from rekindle.chat.grammar.syntax import CallSyntax
-from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.grammar.values import Notation, Values
-from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
-from rekindle.chat.tools.values import Dialect, loose, quoted, read_literal, read_string
+from rekindle.chat.grammar.reply import CallSyntax
+from rekindle.chat.messages import dump_json
+from rekindle.chat.tools.format import ToolFormat
+from rekindle.chat.tools.literals import loose_syntax, read_literal, read_string
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser
 
 _CALL = "call:"
 _NAME = re.compile(r"[\w.:/-]*")
@@ -24,11 +22,7 @@ class Spelling(NamedTuple):
     open: str
     close: str
     quote: str
-    response: str  # after its calls a model may go on to invent the tool's response
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return tuple(self)
+    response: str  # after its calls, a model may invent the tool's response
 
 
 FUNCTION_GEMMA = Spelling(
@@ -38,20 +32,24 @@ GEMMA_4 = Spelling("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
 class GemmaParser(StreamParser):
-    """Calls whose arguments come one whole pair at a time."""
+    """Passes arguments on in whole pairs of key and value."""
 
     def __init__(self, spelling: Spelling) -> None:
         self.opens = MarkerFinder(spelling.open, spelling.response)
         self.closes = (spelling.close,)
         super().__init__()
         self._spelling = spelling
-        self._dialect: Dialect = loose(spelling.quote)
+        self._syntax = loose_syntax(spelling.quote)
         self._ends = MarkerFinder(spelling.close, spelling.open, spelling.response)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
         if marker == self._spelling.response:
-            yield from self._response(marker)
+            if not self._calls:
+                yield from self._text(marker)
+                return
+            while (yield from reader.peek()):
+                reader.rest()
             return
         reader.hold(marker)
         while (name := (yield from self._called())) is not None:
@@ -60,15 +58,8 @@ class GemmaParser(StreamParser):
             reader.hold()
         yield from self._release_as_text()
 
-    def _response(self, marker: str) -> Steps[None]:
-        if not self._calls:
-            yield from self._text(marker)
-            return
-        while (yield from self._reader.peek()):
-            self._reader.rest()
-
     def _called(self) -> Reading[str | None]:
-        """The name of a call whose arguments come next; None when this is no call."""
+        """The name of a call whose arguments come next, or None without a call."""
         reader = self._reader
         yield from reader.space()
         if not (yield from reader.starts(_CALL)):
@@ -79,7 +70,7 @@ class GemmaParser(StreamParser):
         return name or None if (yield from reader.starts("{")) else None
 
     def _pairs(self) -> Steps[None]:
-        """The arguments, as JSON; from the first that cannot be read on, as they are."""
+        """Converts arguments to JSON. From the first invalid one on, they pass unchanged."""
         reader, before = self._reader, "{"
         while True:
             reader.hold()
@@ -101,17 +92,16 @@ class GemmaParser(StreamParser):
     def _pair(self) -> Reading[str | None]:
         reader = self._reader
         yield from reader.space()
-        key = yield from read_string(reader, self._dialect)
+        key = yield from read_string(reader, self._syntax)
         if key is None:
-            key = (yield from reader.run(self._dialect.key)).strip()
+            key = (yield from reader.run(self._syntax.key)).strip()
         yield from reader.space()
         if not key or not (yield from reader.starts(":")):
             return None
-        value = yield from read_literal(reader, self._dialect)
-        return None if value is None else f"{quoted(key)}: {value}"
+        value = yield from read_literal(reader, self._syntax)
+        return None if value is None else f"{dump_json(key)}: {value}"
 
     def _broken(self, text: str) -> Steps[None]:
-        """Arguments from what cannot be read on."""
         marker = None
         while True:
             if text:
@@ -124,7 +114,7 @@ class GemmaParser(StreamParser):
                 return
 
 
-def _format(name: str, precedence: int, spelling: Spelling) -> ToolFormat:
+def _format(name: str, spelling: Spelling) -> ToolFormat:
     words = {word: word for word in ("true", "false", "null")}
     notation = Notation(words, spelling.quote, key=_key, comma=",")
 
@@ -137,14 +127,13 @@ def _format(name: str, precedence: int, spelling: Spelling) -> ToolFormat:
         name=name,
         parser=lambda reply: GemmaParser(spelling),
         syntax=lambda control: syntax,
-        template_patterns=(TemplatePattern(precedence, (spelling.open,)),),
-        markers=spelling.markers,
+        markers=tuple(spelling),
         end_markers=(spelling.response,),
     )
 
 
 def _key(name: str) -> str:
-    return f"{name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)}:"
+    return f"{name if _BARE_KEY.fullmatch(name) else dump_json(name)}:"
 
 
-FORMATS = (_format("gemma4", 95, GEMMA_4), _format("functiongemma", 90, FUNCTION_GEMMA))
+FORMATS = (_format("gemma4", GEMMA_4), _format("functiongemma", FUNCTION_GEMMA))

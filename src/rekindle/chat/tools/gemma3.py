@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from rekindle.chat.grammar.syntax import CallSyntax
-from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat, names
-from rekindle.chat.tools.python_calls import Signature, python_call, signature, signatures
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.grammar.reply import CallSyntax
+from rekindle.chat.tools.format import ToolFormat
+from rekindle.chat.tools.pythonic import PythonCall, python_call, read_call, read_calls
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser
 
 OPEN, CLOSE = "```tool_code", "```"
 
@@ -17,7 +16,7 @@ _BETWEEN = re.compile(r"[\s;]*")
 
 
 class Gemma3Parser(StreamParser):
-    """Blocks that are nothing but calls of known tools; any other block is text."""
+    """Reads blocks that have only calls of known tools. Any other block is text."""
 
     opens = MarkerFinder(OPEN)
 
@@ -30,16 +29,13 @@ class Gemma3Parser(StreamParser):
         calls = yield from self._statements()
         if not calls:
             yield from self._release_as_text()
-            return
-        for name, arguments in calls:
-            yield self._start_call(name)
-            yield self._arguments(arguments)
-            self._end_call()
+        for call in calls:
+            yield from self._whole_call(*call)
 
-    def _statements(self) -> Reading[list[Signature]]:
-        """All calls of a block up to its end; none when it is anything else."""
+    def _statements(self) -> Reading[list[PythonCall]]:
+        """All calls of a block, or none if it has anything else."""
         reader = self._reader
-        found: list[Signature] = []
+        found: list[PythonCall] = []
         while True:
             yield from reader.run(_BETWEEN)
             if (yield from reader.starts(CLOSE)) or not (yield from reader.peek()):
@@ -49,12 +45,12 @@ class Gemma3Parser(StreamParser):
                 return []
             found += calls
 
-    def _statement(self) -> Reading[list[Signature] | None]:
+    def _statement(self) -> Reading[list[PythonCall] | None]:
         reader = self._reader
         if (yield from reader.peek()) == "[":
-            return (yield from signatures(reader, self._names))
-        printed = yield from reader.starts("print(")  # the prompts that teach it often print
-        call = yield from signature(reader, self._names)
+            return (yield from read_calls(reader, self._names))
+        printed = yield from reader.starts("print(")  # many prompts teach the model to print
+        call = yield from read_call(reader, self._names)
         if call is None or (printed and not (yield from reader.starts(")"))):
             return None
         return [call]
@@ -63,10 +59,9 @@ class Gemma3Parser(StreamParser):
 FORMATS = (
     ToolFormat(
         name="gemma3",
-        parser=lambda reply: Gemma3Parser(names(reply.tools)),
+        parser=lambda reply: Gemma3Parser(reply.tool_names),
         syntax=lambda control: CallSyntax(
             call=python_call, trigger=OPEN, lead="\n", comma="\n", close="\n```"
         ),
-        template_patterns=(TemplatePattern(10, ("tool_code",)),),
     ),
 )

@@ -1,6 +1,6 @@
-"""Harmony, which gpt-oss writes: messages on channels, some of them addressed to a function.
+"""Harmony, the format of gpt-oss: messages on channels, some of them addressed to a function.
 
-Reasoning is a channel of its own, so that this format parses and constrains it too.
+Reasoning has its own channel, so this format parses and constrains reasoning too.
 """
 
 from __future__ import annotations
@@ -9,42 +9,39 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import TEXT, Rules, either, literal
-from rekindle.chat.grammar.syntax import CallRules, ReplyStart, json_arguments
-from rekindle.chat.grammar.tool import Tool
+from rekindle.chat.grammar.reply import CallRules, ReplyStart, json_arguments
 from rekindle.chat.reasoning import ReasoningFormat
-from rekindle.chat.tools.base import StreamParser, TrailingSpace
-from rekindle.chat.tools.format import TemplatePattern, ToolFormat, names
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.format import ToolFormat
+from rekindle.chat.tools.stream import MarkerFinder, Steps, StreamParser, TrailingSpace
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MESSAGE_END = "<|end|>"
+ENDS = (MESSAGE_END, "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-REASONING = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
+REASONING = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", MESSAGE_END)
 
 _ANY = MarkerFinder(*MARKERS)
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _ADDRESS = re.compile(r"[\w.:/-]*")
 _HEADER = re.compile(r"[\w\s=.:/-]{0,200}")
-_MOST_MESSAGES = 8  # of a constrained reply, before its last one
 
 _Delta = type[TextDelta] | type[ReasoningDelta]
 
 
-class Header(NamedTuple):
-    """What stands before a message."""
-
+class MessageHeader(NamedTuple):
     channel: str
     recipient: str
 
 
 class HarmonyParser(StreamParser):
-    """Analysis is reasoning, a message to a function is a call, all others are text.
+    """Reads analysis as reasoning, a message to a function as a call, and others as text.
 
-    The reply begins in the middle of a header, for the prompt ends with the start of one. Markers
-    and headers are dropped; text outside of all messages is passed on.
+    The prompt ends with the start of a header, so the reply begins inside that header. Markers and
+    headers are dropped. Text outside of all messages is passed on.
     """
 
     def __init__(self, names: Collection[str], *, calls: bool, opened: bool) -> None:
@@ -68,13 +65,13 @@ class HarmonyParser(StreamParser):
                 yield from self._message(ReasoningDelta if is_reasoning else TextDelta)
 
     def _function(self, recipient: str) -> str | None:
-        """The function that a message is addressed to."""
+        """The function to which a message is addressed."""
         name = recipient.removeprefix(_FUNCTIONS)
         known = name in self._names or recipient.startswith(_FUNCTIONS)
         return name if name and known and self._may_call else None
 
-    def _header(self) -> Steps[Header | None]:
-        """The next message's header, up to where its text begins; None at the end."""
+    def _header(self) -> Steps[MessageHeader | None]:
+        """Reads the next header, up to the text of its message. Returns None at the end."""
         texts = {"": (yield from self._header_start())}
         while marker := (yield from self._reader.starts(*MARKERS)):
             if marker == MESSAGE:
@@ -84,7 +81,7 @@ class HarmonyParser(StreamParser):
                 continue
             if marker == START:
                 texts.clear()
-            texts[marker] = yield from self._header_text()
+            texts[marker], _ = yield from self._reader.all_until(_ANY)
         rest = "".join(texts.values())
         if self._cut:
             rest = rest[: _ANY.certain(rest, 0)]
@@ -92,16 +89,8 @@ class HarmonyParser(StreamParser):
             yield TextDelta(rest)
         return None
 
-    def _header_text(self) -> Reading[str]:
-        pieces = []
-        while True:
-            text, marker = yield from self._reader.until(_ANY)
-            pieces.append(text)
-            if marker is not None or not text:
-                return "".join(pieces)
-
     def _header_start(self) -> Steps[str]:
-        """A header's text before its first marker; any other text there is passed on."""
+        """Reads a header's text before its first marker. Any other text there is passed on."""
         reader = self._reader
         while True:
             reader.hold()
@@ -122,7 +111,7 @@ class HarmonyParser(StreamParser):
                 return ""
 
     def _message(self, kind: _Delta, text: str = "") -> Steps[None]:
-        """A message's text up to its end, less the space around it."""
+        """Passes the text of a message on, without the space around it."""
         self.in_reasoning = kind is ReasoningDelta
         first = not self._emitted and not self._calls
         before = "\n\n" if kind in self._emitted else ""
@@ -146,15 +135,15 @@ class HarmonyParser(StreamParser):
         self.in_reasoning = False
 
 
-def _parse_header(texts: dict[str, str]) -> Header:
+def _parse_header(texts: dict[str, str]) -> MessageHeader:
     header = " ".join(texts.values())
     recipient = _RECIPIENT.search(header)
     channel = texts.get(CHANNEL, "").split()
-    return Header(channel[0] if channel else "", recipient[1] if recipient else "")
+    return MessageHeader(channel[0] if channel else "", recipient[1] if recipient else "")
 
 
 class HarmonySyntax:
-    """Messages of which the last is a call, for a call ends the reply, or the answer."""
+    """Messages that end with the answer or with a call, because a call ends the reply."""
 
     text = TEXT
 
@@ -179,10 +168,10 @@ def _call(rules: Rules, tool: Tool) -> str:
 
 
 def _before(rules: Rules, channels: Sequence[str], opened: bool) -> str:
-    """The messages before the last one; the first of them may be open already."""
-    rest = f"{rules.until(ENDS[0])} {rules.marker(f'{START}assistant')}"
+    """Up to eight messages before the last one. The prompt may have opened the first."""
+    rest = f"{rules.until(MESSAGE_END)} {rules.marker(f'{START}assistant')}"
     headers = either(_channel(rules, channel) for channel in channels)
-    messages = f"({rules.rule(f'{headers} {rest}')}){{0,{_MOST_MESSAGES}}}"
+    messages = f"({rules.rule(f'{headers} {rest}')}){{0,8}}"
     return f"{rest} {messages}" if opened else messages
 
 
@@ -194,10 +183,9 @@ FORMATS = (
     ToolFormat(
         name="harmony",
         parser=lambda reply: HarmonyParser(
-            names(reply.tools), calls=reply.calls, opened=reply.opened
+            reply.tool_names, calls=reply.calls, opened=reply.opened
         ),
         syntax=lambda control: HarmonySyntax(),
-        template_patterns=(TemplatePattern(100, (CHANNEL, MESSAGE)),),
         markers=MARKERS,
         reasoning=REASONING,
     ),

@@ -1,17 +1,17 @@
 """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and 3, and many more.
 
-Phi-4 mini, Granite 3 and Nemotron Nano 2 write the same between other markers; SmolLM2 and those
-three write a list of calls between one pair.
+Phi-4 mini, Granite 3 and Nemotron Nano 2 use other markers. They and SmolLM2 write a list of calls
+between one pair of markers.
 """
 
 from __future__ import annotations
 
 import re
 
-from rekindle.chat.grammar.syntax import CallSyntax, json_call
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.grammar.reply import CallSyntax, json_call
+from rekindle.chat.tools.format import ControlTokens, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import MarkerFinder, Steps
+from rekindle.chat.tools.stream import MarkerFinder, Steps
 
 OPENS = ("<tool_call>", "<|tool_call|>", "<TOOLCALL>")
 CLOSES = ("</tool_call>", "<|/tool_call|>", "</TOOLCALL>")
@@ -21,8 +21,6 @@ _SURPLUS = re.compile(r"[\s}\]]*")
 
 
 class HermesParser(JsonCallParser):
-    """Calls between tags."""
-
     opens = MarkerFinder(*OPENS)
     closes = CLOSES
     stops = MarkerFinder(*MARKERS)
@@ -54,11 +52,5 @@ def _syntax(control: ControlTokens) -> CallSyntax:
 
 
 FORMATS = (
-    ToolFormat(
-        name="hermes",
-        parser=lambda reply: HermesParser(),
-        syntax=_syntax,
-        template_patterns=tuple(TemplatePattern(70, (marker,)) for marker in OPENS),
-        markers=MARKERS,
-    ),
+    ToolFormat(name="hermes", parser=lambda reply: HermesParser(), syntax=_syntax, markers=MARKERS),
 )

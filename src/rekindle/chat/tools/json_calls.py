@@ -1,64 +1,154 @@
-"""Calls written as JSON objects: a name, and arguments passed on as they were sampled."""
+"""Parses calls that are JSON objects: a name, and arguments that are passed on as sampled."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
-from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
-from rekindle.chat.tools.values import JsonScan, unquoted
+from rekindle.chat.messages import without_surrogates
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser
 from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
 
 
+class _Patterns(NamedTuple):
+    outside: re.Pattern[str]
+    inside: re.Pattern[str]
+    torn: re.Pattern[str]
+    scalar: re.Pattern[str]
+
+
+@lru_cache(maxsize=64)
+def _patterns(stops: str) -> _Patterns:
+    return _Patterns(
+        outside=re.compile(rf'({stops})|\{{+|\[|[\]}}]|"'),
+        inside=re.compile(r'()(?!)|"|\\.|\n', re.DOTALL),
+        torn=re.compile(rf'({stops})|"|\\.', re.DOTALL),
+        scalar=re.compile(rf"({stops})|[\s,\]}}]"),
+    )
+
+
+class JsonScan:
+    """Follows one JSON value to its end, or to a marker that cannot be part of it.
+
+    It looks only at strings and depth, so text that is not JSON passes unchanged. A marker inside a
+    string is text, unless the string has a bare line feed, which JSON does not allow.
+    """
+
+    def __init__(self, stops: MarkerFinder) -> None:
+        self.done = False
+        self.whole = False  # the value ended by itself, not at a marker
+        self._stops = stops
+        self._patterns = _patterns(stops.pattern)
+        self._pattern: re.Pattern[str] | None = None
+        self._depth = 0
+
+    def read(self, text: str, at: int, *, ended: bool) -> int:
+        limit = len(text) if ended else self._stops.certain(text, at)
+        if self._pattern is None and at < limit:
+            match text[at]:
+                case '"':
+                    self._pattern = self._patterns.inside
+                    at += 1
+                case "{" | "[":
+                    self._pattern = self._patterns.outside
+                case _:
+                    self._pattern = self._patterns.scalar
+        while not self.done and self._pattern is not None:
+            match = self._pattern.search(text, at)
+            if match is None or match.start() >= limit:
+                return self._reach(text, at, limit, ended)
+            at = self._step(match)
+        return at
+
+    def _reach(self, text: str, at: int, limit: int, ended: bool) -> int:
+        quoted = self._pattern in (self._patterns.inside, self._patterns.torn)
+        if quoted and not ended and at < len(text) and text.endswith("\\"):
+            limit = min(limit, len(text) - 1)  # the escaped character has not arrived
+        return max(at, limit)
+
+    def _step(self, match: re.Match[str]) -> int:
+        """Handles a structural character. Returns where to continue."""
+        if match[1] or self._pattern is self._patterns.scalar:
+            self.done, self.whole = True, not match[1]
+            return match.start()
+        match match[0][0]:
+            case '"' if self._pattern is self._patterns.outside:
+                self._pattern = self._patterns.inside
+            case '"':
+                self._pattern = self._patterns.outside
+                self.done = self.whole = not self._depth
+            case "\n":
+                self._pattern = self._patterns.torn
+            case "{" | "[":
+                self._depth += len(match[0])
+            case "}" | "]":
+                self._depth -= 1
+                self.done = self.whole = not self._depth
+        return match.end()
+
+
+def unquoted(text: str) -> str | None:
+    """The text of a JSON string, or None for other text."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return without_surrogates(value) if isinstance(value, str) else None
+
+
 @dataclass(slots=True)
 class _Draft:
-    """What is known of a call so far."""
+    """The known parts of a call."""
 
     name: str | None = None
     held: list[Part] | None = None  # parts of arguments that came before the name
     begun: bool = False
     ended: bool = True  # the arguments were not cut off by the end of the text
-    depth: int = 1  # of objects, when the call is wrapped in {"function": …}
+    depth: int = 1  # number of open objects: 2 if the call is wrapped in {"function": …}
 
 
 class JsonCallParser(StreamParser):
-    """Reads call objects, keys in any order."""
+    """Reads call objects with their keys in any order."""
 
-    stops = MarkerFinder()  # markers that end a call, even in the middle of broken JSON
-    keys: Collection[str] = ()  # keys that a call may have; empty for any
+    stops = MarkerFinder()  # markers that end a call, even inside broken JSON
+    keys: Collection[str] = ()  # the only keys that a call may have, if any are given
 
     def _accepts(self, name: str) -> bool:
         return bool(name)
 
     def _objects(self) -> Steps[bool]:
-        """One call object, or a list of them; whether any was a call.
+        """Reads one call object, or a list of them. Returns whether there was a call.
 
-        When the first is none, what is held stays held.
+        If the first object is not a call, the held text stays held.
         """
-        if not (yield from self._reader.starts("[")):
+        reader = self._reader
+        if not (yield from reader.starts("[")):
             return (yield from self._object())
         called = False
         while True:
             if called:
-                self._reader.hold()
-            yield from self._reader.space()
+                reader.hold()
+            yield from reader.space()
             if not (yield from self._object()):
                 break
             called = True
-            yield from self._reader.space()
-            yield from self._reader.starts(",")
+            yield from reader.space()
+            yield from reader.starts(",")
         if called:
-            rest = self._reader.release().lstrip()
-            closed = not rest and (yield from self._reader.starts("]"))
+            rest = reader.release().lstrip()
+            closed = not rest and (yield from reader.starts("]"))
             yield from [] if closed else self._possible_call(rest)
         return called
 
     def _object(self) -> Steps[bool]:
-        """One call object; whether it was a call."""
+        """Reads one call object. Returns whether it was a call."""
         if not (yield from self._reader.starts("{")):
             return False
         draft = _Draft()
@@ -73,7 +163,7 @@ class JsonCallParser(StreamParser):
         return True
 
     def _members(self, draft: _Draft) -> Steps[bool]:
-        """The members of a call object; whether it ends with its brace or at a marker."""
+        """Reads the members of a call. Returns whether it ends with its brace or at a marker."""
         while draft.depth:
             yield from self._reader.space()
             match (yield from self._reader.peek()):
@@ -90,19 +180,20 @@ class JsonCallParser(StreamParser):
         return True
 
     def _member(self, draft: _Draft) -> Steps[bool]:
-        """One key and its value; whether this may still be a call."""
+        """Reads a key and its value. Returns whether the object may still be a call."""
+        reader = self._reader
         key = yield from self._string()
-        yield from self._reader.space()
+        yield from reader.space()
         if key is None or (self.keys and key not in self.keys):
             return False
-        if not (yield from self._reader.starts(":")):
+        if not (yield from reader.starts(":")):
             return False
-        yield from self._reader.space()
-        first = yield from self._reader.peek()
+        yield from reader.space()
+        first = yield from reader.peek()
         if key in NAMES and first == '"' and draft.name is None:
             return (yield from self._name(draft))
         if key == "function" and first == "{":
-            self._reader.skip(1)
+            reader.skip(1)
             draft.depth += 1
             return True
         if key in ARGUMENTS and first and not draft.begun and draft.held is None:
@@ -129,7 +220,7 @@ class JsonCallParser(StreamParser):
             draft.ended = yield from self._read_arguments()
             return
         draft.held = []
-        self._calls += 1  # the call that the arguments will belong to
+        self._calls += 1  # the number of the call to which the arguments will belong
         arguments = self._read_arguments()
         try:
             while True:
@@ -143,7 +234,7 @@ class JsonCallParser(StreamParser):
         self._calls -= 1
 
     def _read_arguments(self) -> Steps[bool]:
-        """The arguments' own text, as it arrives; whether it ends before the text does."""
+        """Passes arguments on as they arrive. Returns whether they end before the text does."""
         first = yield from self._reader.peek()
         if first in ("{", "["):
             value = JsonScan(self.stops)
@@ -162,7 +253,7 @@ class JsonCallParser(StreamParser):
         return unquoted(text) if value.whole else None
 
     def _raw(self) -> Reading[tuple[str, JsonScan]]:
-        """One value's text, and how it has ended."""
+        """The text of one value, and the scan that found its end."""
         value = JsonScan(self.stops)
         pieces = []
         while piece := (yield from self._reader.scan(value)):

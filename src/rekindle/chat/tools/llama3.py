@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import Rules
+from rekindle.chat.grammar.reply import CallSyntax
 from rekindle.chat.grammar.schema import relocated
-from rekindle.chat.grammar.syntax import CallSyntax
-from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat, names
+from rekindle.chat.tools.format import ControlTokens, ToolFormat
 from rekindle.chat.tools.json_calls import ARGUMENTS, NAMES, JsonCallParser
-from rekindle.chat.tools.reader import MarkerFinder, Steps
+from rekindle.chat.tools.stream import MarkerFinder, Steps
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 MARKERS = (TAG, START, END)
@@ -22,12 +22,12 @@ _CUT_KEY = re.compile(r'\s*\{\s*"([^"\\]*)')
 
 
 class Llama3Parser(JsonCallParser):
-    """Calls of known tools, at the beginning of the reply or after a marker."""
+    """Reads calls of known tools, at the beginning of the reply or after a marker."""
 
     opens = MarkerFinder(TAG, START)
     closes = (END,)
     stops = MarkerFinder(*MARKERS)
-    keys = (*NAMES, *ARGUMENTS, "type", "id")  # any other first key makes it an answer in JSON
+    keys = (*NAMES, *ARGUMENTS, "type", "id")  # with any other key it is an answer in JSON
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Llama3Parser(JsonCallParser):
         return name in self._names
 
     def _may_be_call(self, held: str) -> bool:
-        """Whether what was cut off may be a call's first key, or the name of a known tool."""
+        """Whether the cut text may be the first key of a call, or the name of a known tool."""
         if name := _CUT_NAME.search(held):
             return any(known.startswith(name[1]) for known in self._names)
         if key := _CUT_KEY.fullmatch(held):
@@ -63,7 +63,7 @@ def _syntax(control: ControlTokens) -> CallSyntax:
 
 
 def _call(rules: Rules, tool: Tool) -> str:
-    """The whole call as one schema, for an answer in JSON may begin like it."""
+    """The whole call as one schema, because an answer in JSON may begin like a call."""
     place = "#/properties/parameters"
     schema = {
         "type": "object",
@@ -77,13 +77,8 @@ def _call(rules: Rules, tool: Tool) -> str:
 FORMATS = (
     ToolFormat(
         name="llama3-json",
-        parser=lambda reply: Llama3Parser(names(reply.tools)),
+        parser=lambda reply: Llama3Parser(reply.tool_names),
         syntax=_syntax,
-        template_patterns=(
-            # Llama 4's own template has the pythonic markers and requests JSON.
-            TemplatePattern(50, ('{"name": function name, "parameters":',)),
-            TemplatePattern(50, (TAG,)),
-        ),
         markers=MARKERS,
     ),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
+from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import Rules, literal
-from rekindle.chat.grammar.syntax import CallSyntax, json_arguments, json_call
-from rekindle.chat.grammar.tool import Tool
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat
+from rekindle.chat.grammar.reply import CallSyntax, json_arguments, json_call
+from rekindle.chat.tools.format import ControlTokens, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MARKERS = (OPEN, ID, ARGS)
@@ -19,7 +19,7 @@ _ID = re.compile(r"\w*")
 
 
 class MistralParser(JsonCallParser):
-    """A marker before each call, or before a list of them; nothing marks their end."""
+    """A marker begins each call, or a list of calls. Nothing marks their end."""
 
     opens = MarkerFinder(OPEN)
     stops = MarkerFinder(OPEN)
@@ -33,14 +33,18 @@ class MistralParser(JsonCallParser):
                 yield from self._release_as_text()
             return
         name = yield from reader.run(_NAME)
-        if name and (yield from self._has_arguments()):
-            yield self._start_call(name)
-            yield from self._named_arguments()
-        else:
+        if not (name and (yield from self._has_arguments())):
             yield from self._release_as_text()
+            return
+        yield self._start_call(name)
+        yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            yield from self._raw_arguments(self.stops)
+        elif (yield from self._read_arguments()):
+            self._end_call()
 
     def _has_arguments(self) -> Reading[bool]:
-        """Whether arguments follow a name: behind their marker, or at once."""
+        """Whether arguments follow a name, with or without their marker."""
         reader = self._reader
         yield from reader.space()
         if (yield from reader.starts(ID)):
@@ -48,13 +52,6 @@ class MistralParser(JsonCallParser):
         if (yield from reader.starts(ARGS)):
             return True
         return (yield from reader.peek()) == "{"
-
-    def _named_arguments(self) -> Steps[None]:
-        yield from self._reader.space()
-        if (yield from self._reader.peek()) != "{":
-            yield from self._raw_arguments(self.stops)
-        elif (yield from self._read_arguments()):
-            self._end_call()
 
 
 def _syntax(control: ControlTokens) -> CallSyntax:
@@ -69,10 +66,6 @@ def _named_call(rules: Rules, tool: Tool) -> str:
 
 FORMATS = (
     ToolFormat(
-        name="mistral",
-        parser=lambda reply: MistralParser(),
-        syntax=_syntax,
-        template_patterns=(TemplatePattern(80, (OPEN,)),),
-        markers=MARKERS,
+        name="mistral", parser=lambda reply: MistralParser(), syntax=_syntax, markers=MARKERS
     ),
 )

@@ -4,24 +4,81 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import NamedTuple
 
-from rekindle.chat.grammar.syntax import CallSyntax
-from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import ControlTokens, TemplatePattern, ToolFormat, names
-from rekindle.chat.tools.python_calls import python_call, signatures
-from rekindle.chat.tools.reader import MarkerFinder, Steps
+from rekindle.chat.grammar.arguments import PARAM, PYTHON_NOTATION, Tool, Values
+from rekindle.chat.grammar.lark import Rules, literal
+from rekindle.chat.grammar.reply import CallSyntax
+from rekindle.chat.messages import dump_json
+from rekindle.chat.tools.format import ControlTokens, ToolFormat
+from rekindle.chat.tools.literals import PYTHON, read_literal
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser, StreamReader
+from rekindle.errors import Unsupported
 
 OPENS = ("<|python_start|>", "<|tool_call_start|>")
 CLOSES = ("<|python_end|>", "<|tool_call_end|>")
 MARKERS = OPENS + CLOSES
 
 _FIRST_NAME = re.compile(r"\s*\[\s*([\w.-]*)")
+_NAME = re.compile(r"[\w.-]*")
+_KEY = re.compile(r"\w*")
+_IDENTIFIER = re.compile(r"\w+")
+
+
+class PythonCall(NamedTuple):
+    name: str
+    arguments: str  # JSON
+
+
+def read_call(reader: StreamReader, names: Collection[str]) -> Reading[PythonCall | None]:
+    """The next call, `name(key=value, …)`, or None if it is not a call of a known tool."""
+    name = yield from reader.run(_NAME)
+    if name not in names:
+        return None
+    yield from reader.space()
+    if not (yield from reader.starts("(")):
+        return None
+    pairs: list[str] = []
+    while True:
+        yield from reader.space()
+        if (yield from reader.starts(")")):
+            return PythonCall(name, "{" + ", ".join(pairs) + "}")
+        key = yield from reader.run(_KEY)
+        yield from reader.space()
+        if not key or not (yield from reader.starts("=")):
+            return None
+        value = yield from read_literal(reader, PYTHON)
+        if value is None:
+            return None
+        pairs.append(f"{dump_json(key)}: {value}")
+        yield from reader.space()
+        yield from reader.starts(",")
+
+
+def read_calls(reader: StreamReader, names: Collection[str]) -> Reading[list[PythonCall] | None]:
+    """A list of calls in brackets, or None. The end of the text may replace the last bracket."""
+    if not (yield from reader.starts("[")):
+        return None
+    found: list[PythonCall] = []
+    while True:
+        yield from reader.space()
+        if found and (yield from reader.starts("]")):
+            return found
+        call = yield from read_call(reader, names)
+        if call is None:
+            return None
+        found.append(call)
+        yield from reader.space()
+        if not (yield from reader.starts(",")) and (yield from reader.peek()) not in ("]", ""):
+            return None
+        if not (yield from reader.peek()):
+            return found
 
 
 class PythonicParser(StreamParser):
-    """Lists of calls of known tools, at the beginning of the reply or after a marker.
+    """Reads lists of calls of known tools, at the beginning of the reply or after a marker.
 
-    A list is handed out whole: its last name may still make it a text.
+    It passes a list on as a whole, because the last name may still make it a text.
     """
 
     opens = MarkerFinder(*OPENS)
@@ -47,14 +104,27 @@ class PythonicParser(StreamParser):
         reader = self._reader
         reader.hold(marker)
         yield from reader.space()
-        while calls := (yield from signatures(reader, self._names)):
-            for name, arguments in calls:
-                yield self._start_call(name)
-                yield self._arguments(arguments)
-                self._end_call()
+        while calls := (yield from read_calls(reader, self._names)):
+            for call in calls:
+                yield from self._whole_call(*call)
             reader.hold()
             yield from reader.space()
         yield from self._release_as_text()
+
+
+def python_call(rules: Rules, tool: Tool) -> str:
+    """The grammar of one call."""
+    members = tool.arguments()
+    odd = [member for member in members if not _IDENTIFIER.fullmatch(member.name)]
+    if any(member.required for member in odd):
+        raise Unsupported(
+            f"This model writes calls in Python, which cannot pass {odd[0].name!r} to "
+            f"{tool.name!r}.",
+            param=PARAM,
+        )
+    known = [member for member in members if member not in odd]
+    arguments = Values(rules, tool, PYTHON_NOTATION).members(lambda name: f"{name}=", known)
+    return f"{literal(tool.name + '(')} {arguments} {literal(')')}"
 
 
 def _syntax(control: ControlTokens) -> CallSyntax:
@@ -71,13 +141,8 @@ def _syntax(control: ControlTokens) -> CallSyntax:
 FORMATS = (
     ToolFormat(
         name="pythonic",
-        parser=lambda reply: PythonicParser(names(reply.tools)),
+        parser=lambda reply: PythonicParser(reply.tool_names),
         syntax=_syntax,
-        template_patterns=(
-            TemplatePattern(60, ("[func_name1(params_name1=",)),
-            TemplatePattern(60, ("<|tool_call_start|>",)),
-            TemplatePattern(40, ("<|python_start|>",)),  # unless the template requests llama3-json
-        ),
         markers=MARKERS,
     ),
 )

@@ -1,7 +1,7 @@
 """Qwen3-Coder's calls: `<function=name><parameter=key>value</parameter></function>`.
 
-Values are bare text; their types are in the tool's schema. Seed-OSS writes the same inside another
-tag.
+Values are bare text, and the tool's schema determines their types. Seed-OSS writes the same inside
+another tag.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rekindle.chat.grammar.arguments import Member, Tool, alternatives, bare_string, json_value
 from rekindle.chat.grammar.lark import Rules, either, literal
-from rekindle.chat.grammar.syntax import CallSyntax
-from rekindle.chat.grammar.tool import Member, Tool
-from rekindle.chat.grammar.values import bare_string, json_value, options
-from rekindle.chat.tools.base import StreamParser
-from rekindle.chat.tools.format import (
-    ControlTokens,
-    TemplatePattern,
-    ToolFormat,
-    Tools,
-    properties,
-    typed,
+from rekindle.chat.grammar.reply import CallSyntax
+from rekindle.chat.grammar.schema import resolve
+from rekindle.chat.messages import dump_json
+from rekindle.chat.tools.format import ControlTokens, ToolFormat, Tools, functions
+from rekindle.chat.tools.literals import NUMBER, PYTHON, is_json, read_literal
+from rekindle.chat.tools.stream import (
+    MarkerFinder,
+    Reading,
+    Steps,
+    StreamParser,
+    StreamReader,
+    completed,
 )
-from rekindle.chat.tools.reader import MarkerFinder, Reading, Steps
-from rekindle.chat.tools.values import quoted
 
 TAGS = ("<tool_call>", "<seed:tool_call>")
+TAG_ENDS = ("</tool_call>", "</seed:tool_call>")
 FUNCTION, PARAMETER = "<function=", "<parameter="
 VALUE_END, FUNCTION_END = "</parameter>", "</function>"
-CLOSES = (FUNCTION_END, "</tool_call>", "</seed:tool_call>")
-MARKERS = (*TAGS, *CLOSES[1:])
+CLOSES = (FUNCTION_END, *TAG_ENDS)
 
 _NAME = re.compile(r"[^<>\n]*")
-# A value whose own end is missing ends where the next one, or the function's end, has its line.
+# A value without its own end tag ends at the line of the next value, or of the function's end.
 _VALUE_ENDS = MarkerFinder(VALUE_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 
 
 class Qwen3CoderParser(StreamParser):
-    """Calls whose arguments come one whole value at a time."""
+    """Passes arguments on in whole values."""
 
     opens = MarkerFinder(*TAGS, FUNCTION)
     closes = CLOSES
@@ -62,7 +62,7 @@ class Qwen3CoderParser(StreamParser):
         yield from self._parameters(name, following)
 
     def _tag_rest(self) -> Reading[str | None]:
-        """The name in a tag, up to its end; None when there is none."""
+        """The name in a tag, up to the tag's end, or None without a name."""
         name = yield from self._reader.run(_NAME)
         return name.strip() or None if (yield from self._reader.starts(">")) else None
 
@@ -80,10 +80,10 @@ class Qwen3CoderParser(StreamParser):
                 following = None
                 break
             text, end = yield from self._value()
-            if end is None:  # cut off: the arguments stay invalid JSON
-                yield self._arguments(f"{before}{quoted(key)}: {quoted(text)[:-1]}")
+            if end is None:  # cut off, so the arguments stay invalid JSON
+                yield self._arguments(f"{before}{dump_json(key)}: {dump_json(text)[:-1]}")
                 return
-            yield self._arguments(f"{before}{quoted(key)}: {typed(text, schemas.get(key))}")
+            yield self._arguments(f"{before}{dump_json(key)}: {typed(text, schemas.get(key))}")
             before = ", "
             self._reader.drop()
             following = yield from self._next_tag()
@@ -95,17 +95,91 @@ class Qwen3CoderParser(StreamParser):
         yield from self._release_as_text()
 
     def _value(self) -> Reading[tuple[str, str | None]]:
-        """A value's text, without the line feeds that set it apart, and what ended it."""
-        pieces = []
-        while True:
-            text, end = yield from self._reader.until(_VALUE_ENDS)
-            pieces.append(text)
-            if end is not None or not text:
-                break
-        if end == VALUE_END:
-            self._reader.skip(len(end))
-        text = "".join(pieces).removeprefix("\n")
-        return text.removesuffix("\n") if end == VALUE_END else text, end
+        """The text of a value without the line feeds around it, and the marker that ended it."""
+        text, end = yield from self._reader.all_until(_VALUE_ENDS)
+        text = text.removeprefix("\n")
+        if end != VALUE_END:
+            return text, end
+        self._reader.skip(len(end))
+        return text.removesuffix("\n"), end
+
+
+def properties(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """The schemas of each tool's parameters, by the tool's name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, function in functions(tools):
+        parameters = function.get("parameters")
+        members = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        schemas = members if isinstance(members, Mapping) else {}
+        found[name] = {each: _resolved(schemas[each], parameters) for each in schemas}
+    return found
+
+
+def _resolved(schema: Any, parameters: Any) -> Any:
+    """A parameter's schema with its reference followed, if it has a valid one."""
+    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+    return schema if reference is None else resolve(parameters, reference) or schema
+
+
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+_WORDS = {
+    "boolean": {"true": "true", "false": "false"},
+    "null": {"null": "null", "none": "null"},
+}
+
+
+def _types(schema: Any, levels: int = 8) -> frozenset[str]:
+    """The JSON types that a schema allows. Empty if it names none."""
+    if not isinstance(schema, Mapping) or levels < 0:
+        return frozenset()
+    named = schema.get("type")
+    found = {name for name in _listed(named) if isinstance(name, str)}
+    if isinstance(named, str):
+        found.add(named)
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    found |= {_TYPES[type(value)] for value in values if type(value) in _TYPES and not found}
+    for way in ("anyOf", "oneOf", "allOf"):
+        for option in _listed(schema.get(way)):
+            found |= _types(option, levels - 1)
+    return frozenset(found)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def typed(text: str, schema: Any) -> str:
+    """The JSON of a value that is bare text. It is a string if no other type fits."""
+    allowed = _types(schema)
+    word = text.strip()
+    for type_, words in _WORDS.items():
+        if type_ in allowed and word.lower() in words:
+            return words[word.lower()]
+    if "string" in allowed:
+        return dump_json(text)
+    if allowed & {"integer", "number"} and NUMBER.fullmatch(word):
+        return word
+    value = _nested(word) if allowed & {"object", "array"} else None
+    return dump_json(text) if value is None else value
+
+
+def _nested(word: str) -> str | None:
+    """An object or array, as JSON or as Python prints it."""
+    if word[:1] not in ("{", "["):
+        return None
+    if is_json(word):
+        return word
+    reader = StreamReader(word, ended=True)
+    value = completed(read_literal(reader, PYTHON))
+    return None if reader.rest().strip() else value
 
 
 def _syntax(control: ControlTokens) -> CallSyntax:
@@ -126,7 +200,7 @@ def _parameter(rules: Rules, tool: Tool, member: Member) -> str:
 
 
 def _bare_value(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
-    """A value in a tag: strings are bare, all else is JSON."""
+    """A value in a tag. Strings are bare, all other values are JSON."""
     end = "\n</parameter>\n"
     constants = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if constants and all(isinstance(each, str) for each in constants):
@@ -137,8 +211,8 @@ def _bare_value(rules: Rules, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _is_bare(tool: Tool, schema: Mapping[str, Any], levels: int = 4) -> bool:
-    """Whether a value may be a string, and is then read as one."""
-    if levels and (ways := options(schema)):
+    """Whether a value may be a string. Then the parser reads it as one."""
+    if levels and (ways := alternatives(schema)):
         return any(_is_bare(tool, tool.resolved(way), levels - 1) for way in ways)
     return schema.get("type", "string") == "string" and "enum" not in schema
 
@@ -148,7 +222,6 @@ FORMATS = (
         name="qwen3-coder",
         parser=lambda reply: Qwen3CoderParser(reply.tools),
         syntax=_syntax,
-        template_patterns=(TemplatePattern(75, (FUNCTION, PARAMETER)),),
-        markers=MARKERS,
+        markers=(*TAGS, *TAG_ENDS),
     ),
 )

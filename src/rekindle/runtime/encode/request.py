@@ -11,7 +11,7 @@ from typing import Literal
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import picture_text
 from rekindle.chat.prompt import Prompt
-from rekindle.chat.tools.base import ReplyParser
+from rekindle.chat.tools.stream import ReplyParser
 from rekindle.engine.base import TokenMask
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries.entry import Entry, Reply

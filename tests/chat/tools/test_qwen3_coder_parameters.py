@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.chat.tools.format import properties, typed
+from rekindle.chat.tools.qwen3_coder import properties, typed
 
 
 @pytest.mark.parametrize(
