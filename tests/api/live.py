@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.front.launch import finish_responses
 from rekindle.http.drain import Drain, Server
 from rekindle.http.protocol import HttpProtocol
 from tests.api.scripted import Front
@@ -57,7 +56,6 @@ class Live:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._server.serve(sockets=[self.sock])
-        await finish_responses(self._server)
 
     def start(self) -> None:
         self._thread.start()

@@ -282,11 +282,8 @@ class Front:
         self.config = Config(**settings)
 
     def app(self, drain: Drain | None = None) -> ASGIApp:
-        @asynccontextmanager
-        async def open_models() -> AsyncIterator[ServedModels]:
-            yield ServedModels(self.config, [*self.runtimes], self.embedders)
-
-        return build_app(self.config, open_models, drain=drain)
+        models = ServedModels(self.config, [*self.runtimes], self.embedders)
+        return build_app(self.config, models, drain=drain)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return asyncio.run(self._request(method, path, options))

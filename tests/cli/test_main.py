@@ -393,7 +393,8 @@ def test_a_format_that_is_named_reaches_the_runtime(
 
     async def open_models() -> None:
         config, console = Config(**settings), Console(file=io.StringIO())
-        async with launch.open_models(config, {"m": launch.ModelFiles(Path("m.gguf"))}, console):
+        load = LoadModel(path="m.gguf", settings=config.runtime)
+        async with launch.open_models(config, {"m": load}, console):
             pass
 
     monkeypatch.setattr(launch, "RuntimeClient", stop_here)

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is taken and what is answered, as it really is."""
+"""The OpenAPI document describes requests, responses and errors correctly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_stream_is_documented_beside_the_whole_answer(
-    document: dict[str, Any], path: str
-) -> None:
+def test_streams_are_documented(document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
     answer = Front().post(path, {"messages": [], "prompt": "x", "stream": True})
@@ -42,13 +40,13 @@ def test_each_role_of_a_message_has_its_required_fields(document: dict[str, Any]
 
 
 def shape_of(path: str) -> str:
-    """In which dialect its errors are."""
+    """Return the name of the error type of a path's dialect."""
     dialects = {"/v1/messages": "AnthropicErrorBody", "/api/": "OllamaErrorBody"}
     shapes = (shape for start, shape in dialects.items() if path.startswith(start))
     return next(shapes, "ErrorBody")
 
 
-def test_errors_are_documented_by_their_status_and_in_their_shape(
+def test_every_error_status_is_documented_with_its_shape(
     document: dict[str, Any],
 ) -> None:
     for method, path, operation in operations(document):
@@ -63,14 +61,14 @@ def test_errors_are_documented_by_their_status_and_in_their_shape(
                 assert answer["description"] not in ("", "Error")
 
 
-def test_the_document_says_how_a_key_is_sent(document: dict[str, Any]) -> None:
+def test_api_keys_are_documented(document: dict[str, Any]) -> None:
     schemes = document["components"]["securitySchemes"]
     assert {scheme["type"] for scheme in schemes.values()} == {"http", "apiKey"}
     for _, path, operation in operations(document):
         assert bool(operation["security"]) == (path != "/health")
 
 
-def test_nothing_is_referred_to_that_is_not_there(document: dict[str, Any]) -> None:
+def test_all_references_resolve(document: dict[str, Any]) -> None:
     defined = document["components"]["schemas"]
     assert "HTTPValidationError" not in defined
 

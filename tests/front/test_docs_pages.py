@@ -1,4 +1,4 @@
-"""Pages for people: whole in themselves, so that they work without a network."""
+"""The HTML pages are self-contained, so they work without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = ("/", "/docs")
 
 
 class Page(HTMLParser):
-    """What a page is made of."""
+    """The tags, ids, links and attributes of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_page_needs_nothing_but_itself(path: str) -> None:
+def test_a_page_loads_nothing(path: str) -> None:
     answer = Front().get(path)
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     page = Page(answer.text)
@@ -47,7 +47,7 @@ def test_a_page_needs_nothing_but_itself(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_the_browser_is_told_to_load_nothing_and_allow_this_style_alone(path: str) -> None:
+def test_the_content_security_policy_allows_only_the_inline_style(path: str) -> None:
     answer = Front().get(path)
     [style] = re.findall(r"<style>(.*?)</style>", answer.text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -56,7 +56,7 @@ def test_the_browser_is_told_to_load_nothing_and_allow_this_style_alone(path: st
     assert not any("unsafe" in each or "http" in each for each in policy)
 
 
-def test_the_first_page_says_what_runs_here() -> None:
+def test_the_index_page_lists_the_models() -> None:
     loading = ScriptedRuntime(name="<other>")
     loading.supervisor.ready = None
     page = Front(ScriptedRuntime(), loading).get("/").text
@@ -65,7 +65,7 @@ def test_the_first_page_says_what_runs_here() -> None:
     assert "<code>&lt;other&gt;</code>: loading" in page
 
 
-def test_each_link_of_the_first_page_leads_somewhere() -> None:
+def test_each_link_of_the_index_page_is_served() -> None:
     links = Page(Front().get("/").text).links
     assert {"/docs", "/openapi.json", "/v1/models"} <= set(links)
     for link in links:
@@ -82,7 +82,7 @@ def test_each_link_of_the_first_page_leads_somewhere() -> None:
         ("", False),
     ],
 )
-def test_a_program_that_asks_for_json_gets_it(accept: str, json: bool) -> None:
+def test_the_index_is_json_for_programs_that_ask_for_it(accept: str, json: bool) -> None:
     answer = Front().get("/", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("application/json" if json else "text/html")
     if json:
@@ -90,7 +90,7 @@ def test_a_program_that_asks_for_json_gets_it(accept: str, json: bool) -> None:
         assert answer.json()["models"] == [{"id": "tiny", "max_model_len": 4096}]
 
 
-def test_the_interface_lists_every_operation_and_every_type() -> None:
+def test_the_reference_lists_every_operation_and_type() -> None:
     front = Front()
     document = front.get("/openapi.json").json()
     page = Page(front.get("/docs").text)
@@ -103,9 +103,9 @@ def test_the_interface_lists_every_operation_and_every_type() -> None:
     assert len(page.ids) == len(set(page.ids))
 
 
-def test_every_page_and_list_answers_a_head_without_a_body() -> None:
+def test_a_head_request_gets_no_body() -> None:
     with live(Front()) as server, server.client() as client:
         for path in ("/", "/docs", "/health", "/v1/models"):
             answer: httpx.Response = client.head(path)
             assert (answer.status_code, answer.content) == (200, b""), path
-        assert client.get("/health").json() == {"status": "ok"}  # the connection is in step
+        assert client.get("/health").json() == {"status": "ok"}  # the connection still works

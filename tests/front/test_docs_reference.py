@@ -1,4 +1,4 @@
-"""Types and limits of a schema, in words."""
+"""The API reference describes types and limits in words."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from rekindle.front.docs import Field, Reference
+from rekindle.front.docs import DocumentedField, reference
 
 
-def field(schema: dict[str, Any], required: bool = False) -> Field:
+def field(schema: dict[str, Any], required: bool = False) -> DocumentedField:
     thing = {"properties": {"x": schema}, "required": ["x"] if required else []}
     document = {
         "info": {"title": "T", "version": "1"},
         "paths": {},
         "components": {"schemas": {"Thing": thing}},
     }
-    [found] = Reference(document).types[0].forms[0].fields
+    found: DocumentedField = reference(document)["types"][0]["forms"][0][0]
     return found
 
 
@@ -31,17 +31,17 @@ def field(schema: dict[str, Any], required: bool = False) -> Field:
         ({}, "any value"),
     ],
 )
-def test_a_type_is_told_in_words(schema: dict[str, Any], words: str) -> None:
+def test_a_type_is_described_in_words(schema: dict[str, Any], words: str) -> None:
     assert field(schema).type == words
 
 
-def test_a_field_is_told_with_its_limits_and_default() -> None:
+def test_a_field_is_described_with_its_limits_and_default() -> None:
     schema = {
         "anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, {"type": "null"}],
         "description": "How bold.",
         "default": 0.7,
     }
-    assert field(schema, required=True) == Field(
+    assert field(schema, required=True) == DocumentedField(
         "x", "number or null", [], True, "How bold.; from 0; up to 2; default 0.7"
     )
 

@@ -1,4 +1,4 @@
-"""The Python interface: a model inside a program, and the server it can start."""
+"""The Python API runs a model inside a program, and can start a server."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def engine(model: Path) -> Iterator[Engine]:
         yield engine
 
 
-def test_importing_the_package_stays_light() -> None:
+def test_importing_the_package_is_cheap() -> None:
     code = "import rekindle, sys; assert not {'uvicorn', 'pydantic', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_names_the_package_does_not_have_are_unknown() -> None:
+def test_an_unknown_name_cannot_be_imported() -> None:
     with pytest.raises(ImportError):
         from rekindle import Nonsense  # noqa: F401
 
@@ -67,19 +67,19 @@ def test_settings_have_the_servers_names_and_checks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float32", ""])
-def test_a_dtype_that_would_mean_something_else_is_refused(dtype: str) -> None:
+def test_an_unsupported_dtype_is_rejected(dtype: str) -> None:
     with pytest.raises(ConfigError, match="auto, bf16, f16"):
         Engine(EngineConfig(), dtype)
 
 
-def test_a_model_that_cannot_be_loaded_raises_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_raises(tmp_path: Path) -> None:
     broken = write_llama(tmp_path / "broken.gguf")
     broken.write_bytes(broken.read_bytes()[:-5000])
     with Engine(config(broken)) as engine, pytest.raises(ModelError):
         engine.chat(MESSAGES)
 
 
-def test_a_reply_is_text_and_its_pieces_are_the_same_text(engine: Engine) -> None:
+def test_a_streamed_reply_equals_the_whole_reply(engine: Engine) -> None:
     whole = engine.chat(MESSAGES, **GREEDY)
     pieces = list(engine.chat(MESSAGES, stream=True, **GREEDY))
     assert isinstance(whole, str)
@@ -87,11 +87,11 @@ def test_a_reply_is_text_and_its_pieces_are_the_same_text(engine: Engine) -> Non
     assert "".join(pieces) == whole
 
 
-def test_a_session_may_be_named(engine: Engine) -> None:
+def test_a_session_id_is_accepted(engine: Engine) -> None:
     assert engine.chat(MESSAGES, "chat-1", **GREEDY) == engine.chat(MESSAGES, **GREEDY)
 
 
-def test_fields_of_the_interface_are_options(engine: Engine) -> None:
+def test_fields_of_the_http_api_are_options(engine: Engine) -> None:
     assert len(engine.chat(MESSAGES, **{**GREEDY, "max_tokens": 1})) == 1
     with pytest.raises(BadRequest, match="`temperature` takes a number from 0 up"):
         engine.chat(MESSAGES, temperature=-1)
@@ -105,22 +105,22 @@ def test_fields_of_the_interface_are_options(engine: Engine) -> None:
         engine.chat(MESSAGES, temperatur=1)
 
 
-def test_a_text_cannot_be_a_call() -> None:
-    """Calls would be lost, so tools are refused before anything is loaded."""
+def test_tools_are_rejected() -> None:
+    """Tool calls would be lost, so they are rejected before anything is loaded."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     with Engine(EngineConfig()) as engine, pytest.raises(BadRequest, match="over HTTP"):
         engine.chat(MESSAGES, tools=tools)
 
 
-def test_leaving_a_stream_early_ends_its_turn(engine: Engine) -> None:
-    for _ in range(40):  # more than may run at once
+def test_closing_a_stream_early_cancels_its_turn(engine: Engine) -> None:
+    for _ in range(40):  # more than may run in parallel
         pieces = engine.chat(MESSAGES, stream=True, **{**GREEDY, "max_tokens": 3000})
         next(pieces)
         pieces.close()
     assert engine.chat(MESSAGES, **GREEDY)
 
 
-def test_a_server_in_the_background_shares_the_cache_and_ends_with_the_engine(model: Path) -> None:
+def test_a_background_server_shares_the_cache_and_stops_with_the_engine(model: Path) -> None:
     with Engine(config(model), "bf16") as engine:
         reply = engine.chat(MESSAGES, **GREEDY)
         assert engine.base_url is None
@@ -142,7 +142,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_server_in_the_foreground_serves_until_it_is_told_to_stop(model: Path) -> None:
+def test_a_foreground_server_serves_until_a_signal(model: Path) -> None:
     port = free_port()
     program = (
         "from rekindle import Engine, EngineConfig\n"

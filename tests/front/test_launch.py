@@ -1,4 +1,4 @@
-"""Which files a server loads its models from."""
+"""How the settings decide which files a server loads its models from."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
 from rekindle.front import launch
 from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import RuntimeSettings
 from tests.models.tiny import write_gguf
 
 
@@ -24,19 +25,20 @@ def model(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "eyes.gguf")
 
 
-def fetched(model: Path, **settings: Any) -> launch.ModelFiles:
+def fetched(model: Path, **settings: Any) -> LoadModel:
     config = Config(model=(str(model),), models_dir=model.parent / "models", **settings)
     launch.check_settings(config)
-    [files] = launch.fetch(config, Console(file=io.StringIO())).values()
-    assert files.path == model
-    return files
+    [load] = launch.fetch(config, Console(file=io.StringIO())).values()
+    assert load.path == str(model)
+    return load
 
 
 def projector(model: Path, **settings: Any) -> Path | None:
-    return fetched(model, **settings).mmproj
+    found = fetched(model, **settings).mmproj
+    return Path(found) if found else None
 
 
-def test_a_projector_beside_the_model_is_loaded_with_it_unless_it_is_not_wanted(
+def test_a_projector_next_to_the_model_is_loaded_unless_disabled(
     model: Path,
 ) -> None:
     beside = write_gguf(model.with_name("mmproj-f16.gguf"))
@@ -44,7 +46,7 @@ def test_a_projector_beside_the_model_is_loaded_with_it_unless_it_is_not_wanted(
     assert projector(model, vlm=False) is None
 
 
-def test_a_model_without_a_projector_reads_text_and_does_not_start_with_vlm(model: Path) -> None:
+def test_a_model_without_a_projector_does_not_start_with_vlm(model: Path) -> None:
     assert projector(model) is None
     with pytest.raises(ModelError, match=r"eyes\.gguf has no projector"):
         projector(model, vlm=True)
@@ -58,40 +60,35 @@ def test_a_projector_can_be_named(model: Path, tmp_path: Path) -> None:
         projector(model, mmproj=tmp_path / "none.gguf")
 
 
-def test_only_a_projector_that_was_asked_for_has_to_be_usable(model: Path) -> None:
+def test_only_a_requested_projector_has_to_work(model: Path) -> None:
     beside = write_gguf(model.with_name("mmproj-f16.gguf"))
     assert not fetched(model).requires_vision
     assert fetched(model, vlm=True).requires_vision
     assert fetched(model, mmproj=beside).requires_vision
-    for own in (fetched(model), fetched(model, vlm=True)):
-        assert launch._load(own, Config()).requires_vision == own.requires_vision
 
 
-def test_a_projector_is_of_one_model(model: Path) -> None:
+def test_a_projector_needs_exactly_one_model(model: Path) -> None:
     config = Config(model=(str(model), "smollm2"), mmproj=model)
     with pytest.raises(ConfigError, match="the projector of one model"):
         launch.check_settings(config)
 
 
-def test_a_folder_of_pictures_has_to_be_there(tmp_path: Path) -> None:
+def test_a_missing_media_folder_is_rejected(tmp_path: Path) -> None:
     launch.check_settings(Config(media_folder=(tmp_path,)))
     with pytest.raises(ConfigError, match="--media-folder`: there is no folder"):
         launch.check_settings(Config(media_folder=(tmp_path, tmp_path / "none")))
 
 
-def test_a_model_that_sees_and_the_same_that_does_not_share_the_disk_budget(
+def test_a_model_with_and_without_projector_share_the_disk_budget(
     monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    files = {"text": launch.ModelFiles(model), "eyes": launch.ModelFiles(model, model)}
+    text = LoadModel(path=str(model), settings=RuntimeSettings())
+    eyes = LoadModel(path=str(model), mmproj=str(model), settings=RuntimeSettings())
     loads: list[LoadModel] = []
     monkeypatch.setattr(launch, "RuntimeClient", lambda _name, load, **_options: loads.append(load))
-    for name in files:
-        launch._runtime(name, Config(), files)
+    launch._runtimes(Config(), {"text": text, "eyes": eyes})
     assert [load.files for load in loads] == loads[0].served == loads[1].served
     assert len(set(loads[0].served)) == 2
-
-
-# -- models that are folders ---------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -103,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_folder_is_served_under_its_own_name(
+def test_a_model_folder_is_served_under_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(served_names(Config(model=(str(folder),)))) == ["tiny-4bit"]
@@ -111,29 +108,26 @@ def test_a_folder_is_served_under_its_own_name(
     assert list(served_names(Config(model=(".",)))) == ["tiny-4bit"]
 
 
-def test_a_folder_has_no_projector(folder: Path) -> None:
+def test_a_model_folder_has_no_projector(folder: Path) -> None:
     write_gguf(folder.with_name("mmproj-f16.gguf"))  # of another model
-    assert fetched(folder) == launch.ModelFiles(folder)
+    assert (fetched(folder).mmproj, fetched(folder).adapter) == (None, None)
     for setting in ({"vlm": True}, {"mmproj": folder}):
-        with pytest.raises(ModelError, match="is a folder, and those serve text alone"):
+        with pytest.raises(ModelError, match="models in folders read text only"):
             fetched(folder, **setting)
 
 
-def test_an_adapter_goes_with_its_model_and_makes_it_another_one(
-    folder: Path, model: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_makes_a_different_model(folder: Path, model: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "lora"
     adapter.mkdir()
     for path in (folder, model):
         plain, adapted = fetched(path), fetched(path, adapter=adapter)
-        loads = [launch._load(own, Config()) for own in (plain, adapted)]
-        assert [load.adapter for load in loads] == [None, str(adapter)]
-        assert loads[0].files != loads[1].files
+        assert (plain.adapter, adapted.adapter) == (None, str(adapter))
+        assert plain.files != adapted.files
 
 
-def test_an_adapter_is_of_one_model_and_has_to_be_there(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_needs_one_model_and_an_existing_folder(folder: Path, tmp_path: Path) -> None:
     for models in ((), (str(folder), "smollm2")):
-        with pytest.raises(ConfigError, match="is of one model"):
+        with pytest.raises(ConfigError, match="is for one model"):
             launch.check_settings(Config(model=models, adapter=tmp_path))
     with pytest.raises(ConfigError, match="--adapter`: there is no folder"):
         launch.check_settings(Config(model=(str(folder),), adapter=tmp_path / "none"))
@@ -148,5 +142,5 @@ def test_an_adapter_is_of_one_model_and_has_to_be_there(folder: Path, tmp_path: 
         ({"vlm": True, "model": ("smollm2",)}, "smollm2"),
     ],
 )
-def test_the_default_model_sees_if_it_has_to(settings: dict[str, Any], name: str) -> None:
+def test_vlm_selects_a_default_model_with_vision(settings: dict[str, Any], name: str) -> None:
     assert list(served_names(Config(**settings))) == [name]

@@ -1,4 +1,4 @@
-"""GET /metrics as Prometheus' own parser reads it."""
+"""GET /metrics is valid for Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def samples(answer: httpx.Response) -> Samples:
     }
 
 
-def test_every_model_tells_its_figures() -> None:
+def test_metrics_cover_every_model() -> None:
     found = samples(
         Front(ScriptedRuntime(name='a "b"\\', answers=answering(stats()))).get("/metrics")
     )
@@ -57,13 +57,13 @@ def test_every_model_tells_its_figures() -> None:
 
 
 @pytest.mark.parametrize(("state", "degraded"), [("ok", 0), ("off", 0), ("full", 1), ("locked", 1)])
-def test_a_disk_that_is_not_written_is_told_with_the_reason(state: str, degraded: int) -> None:
+def test_a_disk_that_is_not_written_is_reported_with_the_reason(state: str, degraded: int) -> None:
     answer = Front(ScriptedRuntime(answers=answering(stats(disk_state=state)))).get("/metrics")
     assert samples(answer)["rekindle_disk_degraded", "tiny"] == degraded
     assert f'rekindle_disk_state_info{{model="tiny",state="{state}"}} 1.0' in answer.text
 
 
-def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
+def test_a_model_that_does_not_answer_is_down() -> None:
     away = ScriptedRuntime(name="away")
     away.supervisor.ready, away.supervisor.restarts = None, 2
     found = samples(Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics"))
@@ -72,7 +72,7 @@ def test_a_model_that_is_away_is_down_and_the_others_are_told() -> None:
     assert ("rekindle_active_turns", "away") not in found
 
 
-def test_with_keys_metrics_are_the_admins() -> None:
+def test_with_keys_metrics_need_an_admin_key() -> None:
     runtime = ScriptedRuntime(answers=answering(stats()))
     front = Front(runtime, api_key=["alpha"], admin_key=["root"])
 

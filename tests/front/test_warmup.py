@@ -1,4 +1,4 @@
-"""Presets prepared at startup."""
+"""Presets are prepared at startup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare(runtime: ScriptedRuntime, *names: str) -> None:
     asyncio.run(warm(presets, lambda _name: runtime, quiet))
 
 
-def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
+def test_a_project_is_computed_and_stored() -> None:
     runtime = ScriptedRuntime(READY, answers=flushed)
     prepare(runtime, "a")
     ask = runtime.requested
@@ -56,11 +56,11 @@ def test_a_project_is_prepared_and_stored_before_anybody_comes() -> None:
     assert ask.salt == b""
     [question] = runtime.admin_requests
     assert question.op == Flush("abc")
-    assert question.admin  # a shared entry is in nobody's own list
+    assert question.admin  # a shared entry belongs to no tenant
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None:
+def test_a_project_is_prepared_with_the_settings_of_chats(normalise: bool) -> None:
     runtime = ScriptedRuntime(READY, answers=flushed)
     presets = {"a": Preset.model_validate(PROJECT)}
     quiet = Console(file=io.StringIO())
@@ -68,7 +68,7 @@ def test_a_project_is_prepared_as_chats_will_ask_for_it(normalise: bool) -> None
     assert (runtime.requested.exact, runtime.requested.normalise) == (True, normalise)
 
 
-def test_a_project_that_does_not_want_it_is_left_alone() -> None:
+def test_a_project_without_warm_on_startup_is_skipped() -> None:
     runtime = ScriptedRuntime(READY, answers=flushed)
     presets = {"a": Preset(system_prompt="x")}
     asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
@@ -82,7 +82,7 @@ def test_a_project_that_does_not_want_it_is_left_alone() -> None:
         [Started(0, 20, 0), failed(507, "x", None, "no room at all")],
     ],
 )
-def test_a_failure_is_a_warning_that_names_the_project(
+def test_a_failure_is_logged_with_the_project_name(
     caplog: pytest.LogCaptureFixture, script: list[Step]
 ) -> None:
     caplog.set_level(logging.INFO, "rekindle")
@@ -94,7 +94,7 @@ def test_a_failure_is_a_warning_that_names_the_project(
     assert "second is prepared: 20 tokens" in success
 
 
-def test_a_project_that_cannot_be_stored_is_a_warning_too(
+def test_a_failure_to_store_a_project_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prepare(ScriptedRuntime(READY), "a")

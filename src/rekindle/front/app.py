@@ -1,10 +1,10 @@
-"""The HTTP application: routes, middleware, and the one place where errors become JSON."""
+"""Builds the HTTP application: its routes, its middleware and its error responses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -54,14 +54,9 @@ from rekindle.version import __version__
 
 log = logging.getLogger("rekindle.api")
 
-CLIENT_CLOSED_REQUEST = 499
-
-OpenModels = Callable[[], AbstractAsyncContextManager[ServedModels]]
-
-
-# An endpoint is served by being listed here. Statistics come before entries: any other path under
-# /v1/cache is a cache key. Anthropic's list of models comes before OpenAI's: it is for clients that
-# send `anthropic-version`.
+#: All endpoints. The first matching route wins: statistics come before entries, because any other
+#: path under /v1/cache is a cache key, and Anthropic's list of models, which is for clients that
+#: send `anthropic-version`, comes before OpenAI's.
 ROUTERS = (
     chat.router,
     completions.router,
@@ -91,7 +86,7 @@ ROUTERS = (
 
 def build_app(
     config: Config,
-    open_models: OpenModels,
+    models: ServedModels,
     keys: Keys | None = None,
     drain: Drain | None = None,
 ) -> RequestMiddleware:
@@ -99,10 +94,10 @@ def build_app(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
-        lifespan=partial(_lifespan, config, open_models),
-        redirect_slashes=False,  # a redirect would repeat a forged Host header
+        lifespan=partial(_lifespan, config, models),
+        redirect_slashes=False,  # a redirect would echo a forged Host header
         responses=documented(*EVERY_OPERATION),
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
     )
     for router in ROUTERS:
@@ -131,28 +126,27 @@ def api_keys(config: Config) -> Keys:
 
 @asynccontextmanager
 async def _lifespan(
-    config: Config, open_models: OpenModels, _app: FastAPI
+    config: Config, models: ServedModels, _app: FastAPI
 ) -> AsyncIterator[dict[str, Any]]:
-    """What requests share, from the start of the server to its end."""
-    async with open_models() as models:
-        media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
-        try:
-            with open_validators() as validators:
-                yield {
-                    "models": models,
-                    VALIDATORS: validators,
-                    MEDIA: media,
-                    files.TRANSFERS: files.Transfers(),
-                    OPEN_RESPONSES: OpenResponses(),
-                    CONVERSATION_LOCKS: ConversationLocks(),
-                    DOCUMENT_SLOTS: DocumentSlots(),
-                }
-        finally:
-            await media.close()
+    """Yield the state that requests share, from the start of the server to its end."""
+    media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+    try:
+        with open_validators() as validators:
+            yield {
+                "models": models,
+                VALIDATORS: validators,
+                MEDIA: media,
+                files.TRANSFERS: files.Transfers(),
+                OPEN_RESPONSES: OpenResponses(),
+                CONVERSATION_LOCKS: ConversationLocks(),
+                DOCUMENT_SLOTS: DocumentSlots(),
+            }
+    finally:
+        await media.close()
 
 
 def _versioned() -> set[str]:
-    """The first words after /v1/ of all paths."""
+    """Return the first word after /v1/ of every path."""
     routes = (route for router in ROUTERS for route in router.routes)
     paths = [route.path for route in routes if isinstance(route, APIRoute)]
     return {path.split("/")[2] for path in paths if path.startswith("/v1/")}
@@ -181,10 +175,10 @@ async def _on_invalid_request(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The router's own errors: no such path, or not with this method."""
+    """Answer the router's errors: an unknown path, or a wrong method."""
     assert isinstance(error, HTTPException)
     kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
-    path = request.scope["path"][:128]  # not request.url: an odd Host makes that raise
+    path = request.scope["path"][:128]  # request.url would raise if the Host is invalid
     unserved = kind(f"{request.method} {path} is not served here; see /docs.")
     response = ErrorResponse(unserved, request.scope)
     response.headers.update(error.headers or {})
@@ -192,11 +186,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the log: nobody receives it
+    return Response(status_code=499)  # for the log, because nobody receives it
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    route = getattr(request.scope.get("route"), "path", "no route")  # a path may hold a cache key
+    route = getattr(
+        request.scope.get("route"), "path", "no route"
+    )  # the path itself may contain a cache key
     log.exception("unexpected error on %s", route, exc_info=error)
     unexpected = ServerError("an unexpected error happened; the server's log has the details")
     return ErrorResponse(unexpected, request.scope)

@@ -1,6 +1,7 @@
-"""Pages for people: GET / and GET /docs. Nothing in them is fetched from elsewhere, or is a script.
+"""Serves the pages for people, GET / and GET /docs, and completes the OpenAPI document.
 
-Their style is in the page, and its hash in the policy that the browser holds the page to.
+The pages contain no scripts and load nothing. Their style is inline, and the content security
+policy allows it by its hash.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import jinja2
 from fastapi import APIRouter, FastAPI
@@ -22,60 +22,17 @@ from rekindle.api.base.models import models_of
 from rekindle.http.responses import JsonResponse, documented
 from rekindle.version import __version__
 
-# ----------------------------------------------------------------------
-# The OpenAPI document: the one that FastAPI writes, with every status that is really answered.
-
-EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)
-EVERY_POST = (408, 413, 415)
-NOT_ANSWERED = "422"  # FastAPI's own; here a wrong request is a 400 in OpenAI's shape
-NOT_USED = ("HTTPValidationError", "ValidationError")
-OPEN_OPERATION = "/health"
-KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)  # error statuses
+LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "models": "/v1/models",
+    "cache": "/v1/cache",
+    "health": "/health",
+    "metrics": "/metrics",
 }
-WITH_A_KEY: list[dict[str, list[str]]] = [{name: []} for name in KEYS]
-
-
-class DocumentedApp(FastAPI):
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            self.openapi_schema = _completed(super().openapi())
-        return self.openapi_schema
-
-
-def _completed(document: dict[str, Any]) -> dict[str, Any]:
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            answers = operation["responses"]
-            failures = {int(status) for status in answers if status not in ("200", NOT_ANSWERED)}
-            failures |= set(EVERY_POST if method == "post" else ())
-            [shape] = (form["schema"] for form in answers["400"]["content"].values())
-            operation["responses"] = {"200": answers["200"], **_errors(shape, *sorted(failures))}
-            operation["security"] = [] if path == OPEN_OPERATION else [*WITH_A_KEY, {}]
-    components = document["components"]
-    for name in NOT_USED:
-        components["schemas"].pop(name, None)
-    components["securitySchemes"] = KEYS
-    return document
-
-
-def _errors(shape: dict[str, Any], *statuses: int) -> dict[str, Any]:
-    return {
-        str(status): {
-            "description": details["description"],
-            "content": {"application/json": {"schema": shape}},
-        }
-        for status, details in documented(*statuses).items()
-    }
-
-
-# ----------------------------------------------------------------------
-# The operations and types of an OpenAPI document, as a page shows them.
-
-Schema = Mapping[str, Any]
-
-LIMITS = {
+#: How the page writes the limits in a JSON schema.
+LIMIT_TEXTS = {
     "minimum": "from {}",
     "exclusiveMinimum": "above {}",
     "maximum": "up to {}",
@@ -86,155 +43,14 @@ LIMITS = {
     "maxItems": "at most {} items",
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A parameter of an operation, or a field of an object."""
-
-    name: str
-    type: str
-    types: list[str]  # those of its types that the page describes
-    required: bool
-    notes: str
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    method: str
-    path: str
-    text: str
-    parameters: list[Field]
-    body: str | None  # the name of its type
-    answers: list[tuple[str, str, str]]  # status, media types, meaning
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """An object; one of several forms where a type has more than one."""
-
-    fields: list[Field]
-
-
-@dataclass(frozen=True, slots=True)
-class Type:
-    name: str
-    text: str
-    forms: list[Form]
-
-
-class Reference:
-    def __init__(self, document: Schema) -> None:
-        self._document = document
-        self.title: str = document["info"]["title"]
-        self.version: str = document["info"]["version"]
-        self.summary: str = document["info"].get("summary", "")
-
-    @cached_property
-    def sections(self) -> dict[str, list[Operation]]:
-        """The operations by their tag."""
-        found: dict[str, list[Operation]] = {}
-        for path, operations in self._document["paths"].items():
-            for method, operation in operations.items():
-                tag = (operation.get("tags") or ["other"])[0]
-                found.setdefault(tag, []).append(_operation(method.upper(), path, operation))
-        return found
-
-    @cached_property
-    def types(self) -> list[Type]:
-        schemas = self._document.get("components", {}).get("schemas", {})
-        return [
-            Type(name, schema.get("description", ""), [Form(_fields(form)) for form in forms])
-            for name, schema in sorted(schemas.items())
-            if (forms := schema.get("oneOf", [schema]))
-        ]
-
-
-def _operation(method: str, path: str, operation: Schema) -> Operation:
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    return Operation(
-        method=method,
-        path=path,
-        text=operation.get("description", ""),
-        parameters=[
-            _field(each["name"], each.get("schema", {}), required=each.get("required", False))
-            for each in operation.get("parameters", ())
-        ],
-        body=next(_refs(body), None),
-        answers=[
-            (status, ", ".join(answer.get("content", {})), answer["description"])
-            for status, answer in operation["responses"].items()
-        ],
-    )
-
-
-def _fields(schema: Schema) -> list[Field]:
-    required = schema.get("required", ())
-    return [
-        _field(name, each, required=name in required)
-        for name, each in schema.get("properties", {}).items()
-    ]
-
-
-def _field(name: str, schema: Schema, *, required: bool) -> Field:
-    notes = [schema["description"]] if "description" in schema else []
-    notes += dict.fromkeys(_limits(schema))
-    if schema.get("default") is not None:
-        notes.append(f"default {json.dumps(schema['default'])}")
-    return Field(name, _type(schema), list(_refs(schema)), required, "; ".join(notes))
-
-
-def _type(schema: Schema) -> str:
-    """A type in words, as a person reads it."""
-    if "$ref" in schema:
-        return _name(schema["$ref"])
-    if "const" in schema or "enum" in schema:
-        return " or ".join(json.dumps(each) for each in schema.get("enum", [schema.get("const")]))
-    if forms := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(_type(form) for form in forms))
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return str(schema.get("type", "any value"))
-
-
-def _limits(schema: Schema) -> Iterator[str]:
-    for key, words in LIMITS.items():
-        if key in schema:
-            yield words.format(schema[key])
-    for form in schema.get("anyOf", ()):
-        yield from _limits(form)
-
-
-def _refs(schema: Schema) -> Iterator[str]:
-    """The names of the types that a schema refers to."""
-    for key, value in schema.items():
-        if key == "$ref":
-            yield _name(value)
-        elif isinstance(value, dict):
-            yield from _refs(value)
-        elif isinstance(value, list):
-            for each in value:
-                yield from _refs(each) if isinstance(each, dict) else ()
-
-
-def _name(ref: str) -> str:
-    return ref.rpartition("/")[2]
-
-
-LINKS = {
-    "docs": "/docs",
-    "openapi": "/openapi.json",
-    "models": "/v1/models",
-    "cache": "/v1/cache",
-    "health": "/health",
-    "metrics": "/metrics",
-}
+Schema = Mapping[str, Any]
 
 router = APIRouter(tags=["pages"], include_in_schema=False)
 
 
 @router.get("/")
 async def show_index(request: Request) -> Response:
-    """What runs here, for a person or for a program that asks for JSON."""
+    """Describe the server, as a page or, for programs that ask for it, as JSON."""
     found: dict[str, Any] = {
         "name": "rekindle",
         "version": __version__,
@@ -247,25 +63,20 @@ async def show_index(request: Request) -> Response:
         ],
         "links": LINKS,
     }
-    if _prefers_json(request.headers.get("accept", "")):
+    accept = request.headers.get("accept", "")
+    if "json" in accept and "html" not in accept:  # browsers ask for HTML
         return JsonResponse(found)
     return _page("index.html", **found)
 
 
 @router.get("/docs")
 def show_docs(request: Request) -> Response:
-    """The interface, from its OpenAPI document. Takes tens of milliseconds: FastAPI runs it in a
-    thread, because it is no coroutine."""
-    return _page("docs.html", reference=Reference(request.app.openapi()))
-
-
-def _prefers_json(accept: str) -> bool:
-    """Whether JSON is named and HTML, which browsers put first, is not."""
-    return "json" in accept and "html" not in accept
+    """Show the API reference. Not a coroutine, so FastAPI runs it in a thread: it takes long."""
+    return _page("docs.html", reference=reference(request.app.openapi()))
 
 
 def _page(template: str, **values: Any) -> Response:
-    pages = _pages()
+    pages = _templates()
     style = pages.get_template("style.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
@@ -280,8 +91,149 @@ def _page(template: str, **values: Any) -> Response:
 
 
 @cache
-def _pages() -> jinja2.Environment:
-    """Everything that is put into a page is escaped, but for the style, which is ours."""
+def _templates() -> jinja2.Environment:
+    """Escapes all values except the style, which is ours."""
     return jinja2.Environment(
         loader=jinja2.PackageLoader("rekindle.front"), autoescape=True, trim_blocks=True
     )
+
+
+class DocumentedApp(FastAPI):
+    """Adds the errors and the API keys to FastAPI's OpenAPI document."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            self.openapi_schema = _completed(super().openapi())
+        return self.openapi_schema
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            answers = operation["responses"]
+            # FastAPI documents 422, but here an invalid request is a 400 in the dialect's shape.
+            failures = {int(status) for status in answers if status not in ("200", "422")}
+            failures |= {408, 413, 415} if method == "post" else set()
+            [shape] = (content["schema"] for content in answers["400"]["content"].values())
+            operation["responses"] = {"200": answers["200"], **_errors(shape, *sorted(failures))}
+            keys: list[dict[str, list[str]]] = [{name: []} for name in schemes]
+            operation["security"] = [] if path == "/health" else [*keys, {}]
+    components = document["components"]
+    for name in ("HTTPValidationError", "ValidationError"):  # only 422 refers to them
+        components["schemas"].pop(name, None)
+    components["securitySchemes"] = schemes
+    return document
+
+
+def _errors(shape: dict[str, Any], *statuses: int) -> dict[str, Any]:
+    return {
+        str(status): {
+            "description": details["description"],
+            "content": {"application/json": {"schema": shape}},
+        }
+        for status, details in documented(*statuses).items()
+    }
+
+
+class DocumentedField(NamedTuple):
+    """A parameter of an operation, or a field of an object."""
+
+    name: str
+    type: str
+    types: list[str]  # the names of the types that it refers to
+    required: bool
+    notes: str
+
+
+def reference(document: Schema) -> dict[str, Any]:
+    """Prepare an OpenAPI document for the page: operations by tag, and types."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            tag = (operation.get("tags") or ["other"])[0]
+            sections.setdefault(tag, []).append(_operation(method.upper(), path, operation))
+    schemas = document.get("components", {}).get("schemas", {})
+    types = [
+        {
+            "name": name,
+            "text": schema.get("description", ""),
+            "forms": [_fields(form) for form in schema.get("oneOf", [schema])],
+        }
+        for name, schema in sorted(schemas.items())
+    ]
+    return {**document["info"], "sections": sections, "types": types}
+
+
+def _operation(method: str, path: str, operation: Schema) -> dict[str, Any]:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    return {
+        "method": method,
+        "path": path,
+        "text": operation.get("description", ""),
+        "parameters": [
+            _field(each["name"], each.get("schema", {}), required=each.get("required", False))
+            for each in operation.get("parameters", ())
+        ],
+        "body": next(_refs(body), None),
+        "answers": [
+            (status, ", ".join(answer.get("content", {})), answer["description"])
+            for status, answer in operation["responses"].items()
+        ],
+    }
+
+
+def _fields(schema: Schema) -> list[DocumentedField]:
+    required = schema.get("required", ())
+    return [
+        _field(name, each, required=name in required)
+        for name, each in schema.get("properties", {}).items()
+    ]
+
+
+def _field(name: str, schema: Schema, *, required: bool) -> DocumentedField:
+    notes = [schema["description"]] if "description" in schema else []
+    notes += dict.fromkeys(_limits(schema))
+    if schema.get("default") is not None:
+        notes.append(f"default {json.dumps(schema['default'])}")
+    return DocumentedField(name, _type(schema), list(_refs(schema)), required, "; ".join(notes))
+
+
+def _type(schema: Schema) -> str:
+    """Describe a type in words."""
+    if "$ref" in schema:
+        return _name(schema["$ref"])
+    if "const" in schema or "enum" in schema:
+        return " or ".join(json.dumps(each) for each in schema.get("enum", [schema.get("const")]))
+    if forms := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(_type(form) for form in forms))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "any value"))
+
+
+def _limits(schema: Schema) -> Iterator[str]:
+    for key, text in LIMIT_TEXTS.items():
+        if key in schema:
+            yield text.format(schema[key])
+    for form in schema.get("anyOf", ()):
+        yield from _limits(form)
+
+
+def _refs(schema: Schema) -> Iterator[str]:
+    """Yield the names of the types that a schema refers to."""
+    for key, value in schema.items():
+        if key == "$ref":
+            yield _name(value)
+        elif isinstance(value, dict):
+            yield from _refs(value)
+        elif isinstance(value, list):
+            for each in value:
+                yield from _refs(each) if isinstance(each, dict) else ()
+
+
+def _name(ref: str) -> str:
+    return ref.rpartition("/")[2]

@@ -236,7 +236,7 @@ class EmbeddedServer:
         listener = launch.bind(config, config.port)
         server = launch.build_server(config, self._models, api_keys(config))
         listener.listen(server.config.backlog)
-        ended = self._submit(launch.run(server, listener))
+        ended = self._submit(server.serve(sockets=[listener]))
         self._http = HttpServer(server, ended, _url(listener))
 
 

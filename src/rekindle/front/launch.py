@@ -1,15 +1,12 @@
-"""A running server: settings checked, models loaded, then HTTP until a signal stops it."""
+"""Launches the server: checks the settings, loads the models and serves HTTP until a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import uvicorn
@@ -41,28 +38,23 @@ from rekindle.worker.client import RuntimeClient
 
 log = logging.getLogger("rekindle")
 
-LAST_WRITES_S = 1
-
 
 def serve(config: Config, console: Console) -> None:
-    """Run until a signal stops it."""
+    """Serve until a signal stops the server."""
     check_settings(config)
     log_to(console, config.log_level)
     keys = api_keys(config)
+    ports = [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
     with contextlib.ExitStack() as stack:
-        # Before anything slow: a taken port is an error at once.
-        listeners = [stack.enter_context(bind(config, port)) for port in _ports(config)]
-        files = fetch(config, console)
+        # Bind first, so that a port in use is reported before anything slow.
+        listeners = [stack.enter_context(bind(config, port)) for port in ports]
+        loads = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, files, keys, listeners, console))
-
-
-def _ports(config: Config) -> list[int]:
-    return [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
+            runner.run(_serve(config, loads, keys, listeners, console))
 
 
 def check_settings(config: Config) -> None:
-    """Refuse settings that contradict each other, before anything is opened or fetched."""
+    """Reject settings that contradict each other, before opening or fetching anything."""
     keyed = bool(config.api_key or config.admin_key or config.api_keys_file)
     if config.host not in LOOPBACK and not keyed and not config.no_auth:
         raise ConfigError(
@@ -72,96 +64,27 @@ def check_settings(config: Config) -> None:
     if config.mmproj is not None and len(config.model) > 1:
         raise ConfigError(
             "`--mmproj` is the projector of one model: give one --model, or put each projector "
-            "beside its model"
+            "next to its model"
         )
-    _check_adapter(config)
+    if config.adapter is not None and len(config.model) != 1:
+        raise ConfigError("`--adapter` is for one model: give exactly one --model")
+    for flag, folders in (("adapter", [config.adapter]), ("media-folder", config.media_folder)):
+        for folder in folders:
+            if folder is not None and not folder.is_dir():
+                raise ConfigError(f"`--{flag}`: there is no folder {folder}")
     served_embedders(config)
-    for folder in config.media_folder:
-        if not folder.is_dir():
-            raise ConfigError(f"`--media-folder`: there is no folder {folder}")
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)
         if keyed and preset.cache.warm_on_startup and not preset.shared:
             raise ConfigError(
-                f"project {name} would belong to nobody, because each API key has a cache of its "
-                "own: say `shared: true` in the project to prepare it for all of them"
+                f"project {name} would belong to nobody, because each API key has its own cache: "
+                "say `shared: true` in the project to prepare it for all of them"
             )
 
 
-def _check_adapter(config: Config) -> None:
-    if config.adapter is None:
-        return
-    if len(config.model) != 1:
-        raise ConfigError("`--adapter` is of one model: give that one as --model, and no other")
-    if not config.adapter.is_dir():
-        raise ConfigError(f"`--adapter`: there is no folder {config.adapter}")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """What a model is loaded from."""
-
-    path: Path
-    mmproj: Path | None = None
-    adapter: Path | None = None
-    requires_vision: bool = True  # the projector was asked for, and not merely found
-    is_embedder: bool = False  # it makes vectors or scores, and no text
-
-
-def fetch(config: Config, console: Console) -> dict[str, ModelFiles]:
-    """The models' files by served name; those that are missing are pulled."""
-    chat = {served: _files(config, name, console) for served, name in served_names(config).items()}
-    embedders = {
-        served: ModelFiles(_pull(config, name, console), is_embedder=True)
-        for served, name in served_embedders(config).items()
-    }
-    return chat | embedders
-
-
-def _pull(config: Config, name: str, console: Console) -> Path:
-    return pull(name, models_dir=config.models_dir, progress=progress_on(console))
-
-
-def _files(config: Config, name: str, console: Console) -> ModelFiles:
-    path = _pull(config, name, console)
-    if path.is_dir():
-        _refuse_projector(config, name)
-        return ModelFiles(path, adapter=config.adapter)
-    if config.vlm is False:
-        return ModelFiles(path, adapter=config.adapter)
-    if config.mmproj is not None:
-        check_gguf(config.mmproj)
-        return ModelFiles(path, config.mmproj, config.adapter)
-    projector = find_projector(
-        name,
-        path,
-        models_dir=config.models_dir,
-        progress=progress_on(console),
-        required=bool(config.vlm),
-    )
-    return ModelFiles(path, projector, config.adapter, requires_vision=bool(config.vlm))
-
-
-def _refuse_projector(config: Config, name: str) -> None:
-    """Only GGUF models have projectors."""
-    if config.vlm or config.mmproj is not None:
-        raise ModelError(
-            f"{name} is a folder, and those serve text alone. Leave --vlm and --mmproj out, or "
-            "give a GGUF model."
-        )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # Windows
-        return None
-    return uvloop.new_event_loop
-
-
 def bind(config: Config, port: int) -> socket.socket:
-    """Take a port; connections are accepted once the models are loaded."""
+    """Bind a port. Connections are accepted once the models are loaded."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -175,42 +98,91 @@ def bind(config: Config, port: int) -> socket.socket:
     return listener
 
 
+def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
+    """Pull missing model files. Returns what to load, by served name."""
+
+    def load(name: str, *, is_embedder: bool) -> LoadModel:
+        path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
+        load = LoadModel(path=str(path), is_embedder=is_embedder, settings=config.runtime)
+        if is_embedder:
+            return load
+        load.adapter = str(config.adapter) if config.adapter else None
+        return _with_projector(load, config, name, path, console)
+
+    loads = {served: load(name, is_embedder=False) for served, name in served_names(config).items()}
+    embedders = served_embedders(config).items()
+    loads |= {served: load(name, is_embedder=True) for served, name in embedders}
+    return loads
+
+
+def _with_projector(
+    load: LoadModel, config: Config, name: str, path: Path, console: Console
+) -> LoadModel:
+    """Add the vision projector. Only GGUF models have one, and models in folders do not."""
+    if path.is_dir() and (config.vlm or config.mmproj is not None):
+        raise ModelError(
+            f"{name} is a folder, and models in folders read text only. Leave --vlm and --mmproj "
+            "out, or give a GGUF model."
+        )
+    if path.is_dir() or config.vlm is False:
+        return load
+    if config.mmproj is not None:
+        check_gguf(config.mmproj)
+        return structs.replace(load, mmproj=str(config.mmproj))
+    projector = find_projector(
+        name,
+        path,
+        models_dir=config.models_dir,
+        progress=progress_on(console),
+        required=bool(config.vlm),
+    )
+    found = str(projector) if projector else None
+    return structs.replace(load, mmproj=found, requires_vision=bool(config.vlm))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return None
+    return uvloop.new_event_loop
+
+
 async def _serve(
     config: Config,
-    files: dict[str, ModelFiles],
+    loads: dict[str, LoadModel],
     keys: Keys,
     listeners: list[socket.socket],
     console: Console,
 ) -> None:
-    async with open_models(config, files, console) as models:
+    async with open_models(config, loads, console) as models:
         server = build_server(config, models, keys)
         for listener in listeners:
             listener.listen(server.config.backlog)
         announce(config, models.all, [each.getsockname()[1] for each in listeners], console)
-        with _signals_ignored():
-            await run(server, *listeners)
+        await server.serve(sockets=listeners)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def open_models(
-    config: Config, files: dict[str, ModelFiles], console: Console
+    config: Config, loads: dict[str, LoadModel], console: Console
 ) -> AsyncIterator[ServedModels]:
-    """The models loaded and the presets prepared; closed on every way out."""
-    usual = next((bits for bits, name in KV_TYPES.items() if name == config.kv_type), None)
-    if usual is not None:
-        log.info("KV cells are %s (%d bits)", config.kv_type, usual)
-    if config.kv_bits not in (None, usual):
+    """Load the models and prepare the presets. The models stop when the context ends."""
+    default_bits = next((bits for bits, name in KV_TYPES.items() if name == config.kv_type), None)
+    if default_bits is not None:
+        log.info("KV cache type: %s (%d bits)", config.kv_type, default_bits)
+    if config.kv_bits not in (None, default_bits):
         start = config.kv_quantization_start
-        log.info("KV cells have %d bits after %d tokens", config.kv_bits, start)
-    runtimes = {name: _runtime(name, config, files) for name in files}
+        log.info("KV cache of turns with more than %d tokens: %d bits", start, config.kv_bits)
+    runtimes = _runtimes(config, loads)
     async with contextlib.AsyncExitStack() as stack:
         for runtime in runtimes.values():
             stack.push_async_callback(runtime.stop)
             await _start(runtime, console)
         models = ServedModels(
             config,
-            [runtimes[name] for name, each in files.items() if not each.is_embedder],
-            [runtimes[name] for name, each in files.items() if each.is_embedder],
+            [runtimes[name] for name, load in loads.items() if not load.is_embedder],
+            [runtimes[name] for name, load in loads.items() if load.is_embedder],
         )
         model_names = preset_models(config)
         await warm(
@@ -223,33 +195,29 @@ async def open_models(
         yield models
 
 
-def _runtime(name: str, config: Config, files: dict[str, ModelFiles]) -> RuntimeClient:
-    loads = {each: _load(own, config) for each, own in files.items()}
-    served = [each.files for each in loads.values() if not each.is_embedder]
-    load = structs.replace(loads[name], served=served)
-    return RuntimeClient(name, load, queue=config.queue, step_timeout_s=config.step_timeout)
+async def _start(runtime: RuntimeClient, console: Console) -> None:
+    with progress_bar(f"loading {runtime.name}", console) as on_progress:
+        await runtime.start(lambda fraction: on_progress(fraction, 1))
 
 
-def _load(own: ModelFiles, config: Config) -> LoadModel:
-    return LoadModel(
-        path=str(own.path),
-        mmproj=str(own.mmproj) if own.mmproj else None,
-        adapter=str(own.adapter) if own.adapter else None,
-        requires_vision=own.requires_vision,
-        is_embedder=own.is_embedder,
-        settings=config.runtime,
-    )
+def _runtimes(config: Config, loads: dict[str, LoadModel]) -> dict[str, RuntimeClient]:
+    served = [load.files for load in loads.values() if not load.is_embedder]
+    return {
+        name: RuntimeClient(
+            name,
+            structs.replace(load, served=served),
+            queue=config.queue,
+            step_timeout_s=config.step_timeout,
+        )
+        for name, load in loads.items()
+    }
 
 
 def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
-    @asynccontextmanager
-    async def already_open() -> AsyncIterator[ServedModels]:
-        yield models
-
     drain = Drain()
     return Server(
         uvicorn.Config(
-            build_app(config, already_open, keys, drain),
+            build_app(config, models, keys, drain),
             http=HttpProtocol,
             log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
@@ -258,31 +226,3 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
         ),
         drain,
     )
-
-
-async def run(server: Server, *listeners: socket.socket) -> None:
-    """Serve until the server is stopped, and let cancelled responses send their last bytes."""
-    await server.serve(sockets=list(listeners))
-    await finish_responses(server)
-
-
-async def finish_responses(server: uvicorn.Server) -> None:
-    """Uvicorn cancels what did not finish in time, and does not wait for it to end."""
-    if server.server_state.tasks:
-        await asyncio.wait(server.server_state.tasks, timeout=LAST_WRITES_S)
-
-
-@contextlib.contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """Uvicorn raises the signal that stopped it again, when there is nothing left to stop."""
-    before = {sig: signal.signal(sig, signal.SIG_IGN) for sig in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
-
-
-async def _start(runtime: RuntimeClient, console: Console) -> None:
-    with progress_bar(f"loading {runtime.name}", console) as on_progress:
-        await runtime.start(lambda fraction: on_progress(fraction, 1))

@@ -1,10 +1,9 @@
-"""GET /metrics: the figures of every runtime, for Prometheus."""
+"""Serves GET /metrics: the statistics of every model, for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from fastapi import APIRouter
 from prometheus_client.core import (
@@ -26,123 +25,93 @@ from rekindle.http.responses import documented
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.worker.client import RuntimeClient
 
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-SCRAPE_S = 5.0  # what a runtime gets to answer; a scraper gives up after ten
-
+#: Fields of Stats, and their descriptions.
 GAUGES = {
     "active_turns": "Turns waiting and running.",
-    "ram_bytes": "State held in memory.",
-    "ram_limit_bytes": "What may be held in memory.",
-    "disk_bytes": "State held on disk.",
-    "disk_limit_bytes": "What may be held on disk.",
+    "ram_bytes": "State in memory.",
+    "ram_limit_bytes": "Limit for state in memory.",
+    "disk_bytes": "State on disk.",
+    "disk_limit_bytes": "Limit for state on disk.",
     "disk_queued_bytes": "State waiting to be written to disk.",
-    "picture_ram_bytes": "Encoded pictures held in memory.",
-    "picture_disk_bytes": "Encoded pictures held on disk.",
+    "picture_ram_bytes": "Encoded images in memory.",
+    "picture_disk_bytes": "Encoded images on disk.",
 }
 COUNTERS = {
-    "computed_tokens": "Tokens that were computed, of prompts and replies.",
-    "reused_tokens": "Prompt tokens that were not computed again.",
-    "hits": "Turns that reused all they could have.",
+    "computed_tokens": "Computed tokens of prompts and replies.",
+    "reused_tokens": "Prompt tokens that were reused.",
+    "hits": "Turns that reused everything they could.",
     "partial_hits": "Turns that reused a part.",
-    "misses": "Turns that reused not one whole message.",
+    "misses": "Turns that reused no whole message.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",
-    "evictions": "Blocks removed to make room.",
-    "corrupt_blocks": "Stored blocks that were not what was stored.",
-    "encoded_pictures": "Pictures that the projector encoded.",
-    "picture_hits": "Times that a picture's vectors were there already.",
+    "evictions": "Evicted blocks.",
+    "corrupt_blocks": "Stored blocks that failed their check.",
+    "encoded_pictures": "Images encoded by the projector.",
+    "picture_hits": "Images whose encoding was reused.",
 }
 
 router = APIRouter(tags=["metrics"])
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One runtime's figures; no stats when it did not answer."""
-
-    model: str
-    restarts: int
-    watchdog_fired: int
-    open_turns: int
-    stats: Stats | None
-
-
 @router.get("/metrics", response_class=PlainTextResponse, responses=documented(403))
 async def show_metrics(request: Request) -> Response:
-    """Figures of the whole server in Prometheus' text format; with API keys, for admins alone."""
+    """Metrics of all models in Prometheus' text format. With API keys, it needs an admin key."""
     if not caller_of(request).admin:
-        raise Forbidden("Metrics are of the whole server: send an admin key.")
-    models = models_of(request)
+        raise Forbidden("Metrics cover all tenants, so this endpoint needs an admin key.")
+    runtimes = models_of(request).all
     client = AdminClient.of(request)
-    readings = await asyncio.gather(*(_read(client, runtime) for runtime in models.all))
-    return Response(generate_latest(Readings(readings)), media_type=TEXT)
+    stats = await asyncio.gather(*(_stats(client, runtime) for runtime in runtimes))
+    content = generate_latest(ModelMetrics(list(zip(runtimes, stats, strict=True))))
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _read(client: AdminClient, runtime: RuntimeClient) -> Reading:
-    stats = None
+async def _stats(client: AdminClient, runtime: RuntimeClient) -> Stats | None:
+    """Return None if the model does not answer in 5 s, half of Prometheus' scrape timeout."""
     try:
-        async with asyncio.timeout(SCRAPE_S):
-            stats = await client.request(runtime, GetStats(of_entries=False), Stats)
+        async with asyncio.timeout(5):
+            return await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
-        pass  # shown as a model that is not up
-    process = runtime.supervisor
-    return Reading(runtime.name, process.restarts, process.watchdog.fired, runtime.turns, stats)
+        return None
 
 
-class Readings(Collector):
-    """All figures, labelled by model."""
+class ModelMetrics(Collector):
+    """All metrics, labelled by model."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        self._readings = readings
-        self._stats = [(each.model, each.stats) for each in readings if each.stats is not None]
+    def __init__(self, models: Sequence[tuple[RuntimeClient, Stats | None]]) -> None:
+        self._models = models
+        self._stats = [(runtime.name, stats) for runtime, stats in models if stats is not None]
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("rekindle_up", "Whether the model answers.", labels=["model"])
-        restarts = CounterMetricFamily(
-            "rekindle_runtime_restarts", "Times the model's process was replaced.", labels=["model"]
-        )
-        stuck = CounterMetricFamily(
-            "rekindle_watchdog_fired",
-            "Times the model's process was replaced because it made no progress.",
-            labels=["model"],
-        )
-        turns = GaugeMetricFamily(
-            "rekindle_open_turns",
-            "Turns that have not ended, those that are still to be encoded included.",
-            labels=["model"],
-        )
-        for reading in self._readings:
-            turns.add_metric([reading.model], reading.open_turns)
-            up.add_metric([reading.model], reading.stats is not None)
-            restarts.add_metric([reading.model], reading.restarts)
-            stuck.add_metric([reading.model], reading.watchdog_fired)
-        yield from (up, restarts, stuck, turns)
-        for field, what in GAUGES.items():
-            yield self._filled(
-                GaugeMetricFamily(f"rekindle_{field}", what, labels=["model"]), field
-            )
-        for field, what in COUNTERS.items():
-            family = CounterMetricFamily(f"rekindle_{field}", what, labels=["model"])
-            yield self._filled(family, field)
-        yield from self._disk()
+        up = _gauge("up", "Whether the model answers.")
+        restarts = _counter("runtime_restarts", "Restarts of the model's process.")
+        stuck = _counter("watchdog_fired", "Restarts because the process made no progress.")
+        turns = _gauge("open_turns", "Turns that have not ended, including those being encoded.")
+        for runtime, stats in self._models:
+            model = [runtime.name]
+            up.add_metric(model, stats is not None)
+            restarts.add_metric(model, runtime.supervisor.restarts)
+            stuck.add_metric(model, runtime.supervisor.watchdog.fired)
+            turns.add_metric(model, runtime.turns)
+        degraded = _gauge("disk_degraded", "Whether state is not written to disk as it should be.")
+        state = InfoMetricFamily("rekindle_disk_state", "State of the disk tier.", labels=["model"])
+        for name, stats in self._stats:
+            degraded.add_metric([name], stats.disk_state not in HEALTHY_DISK_STATES)
+            state.add_metric([name], {"state": stats.disk_state})
+        yield from (up, restarts, stuck, turns, degraded, state)
+        families = {field: _gauge(field, text) for field, text in GAUGES.items()}
+        families |= {field: _counter(field, text) for field, text in COUNTERS.items()}
+        for field, family in families.items():
+            for name, stats in self._stats:
+                family.add_metric([name], getattr(stats, field))
+            yield family
 
-    def _filled(
-        self, family: GaugeMetricFamily | CounterMetricFamily, field: str
-    ) -> GaugeMetricFamily | CounterMetricFamily:
-        for model, stats in self._stats:
-            family.add_metric([model], getattr(stats, field))
-        return family
 
-    def _disk(self) -> Iterator[Metric]:
-        degraded = GaugeMetricFamily(
-            "rekindle_disk_degraded",
-            "Whether state that should be written to disk is not.",
-            labels=["model"],
-        )
-        state = InfoMetricFamily(
-            "rekindle_disk_state", "How the disk tier is, and why.", labels=["model"]
-        )
-        for model, stats in self._stats:
-            degraded.add_metric([model], stats.disk_state not in HEALTHY_DISK_STATES)
-            state.add_metric([model], {"state": stats.disk_state})
-        yield from (degraded, state)
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+def _gauge(name: str, text: str) -> Family:
+    return GaugeMetricFamily(f"rekindle_{name}", text, labels=["model"])
+
+
+def _counter(name: str, text: str) -> Family:
+    return CounterMetricFamily(f"rekindle_{name}", text, labels=["model"])

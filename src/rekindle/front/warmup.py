@@ -1,4 +1,4 @@
-"""Presets computed at startup, so that their first user waits for the answer alone."""
+"""Computes presets at startup, so that their first user does not wait for the prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.http.auth import OPEN_SALT
 from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
-from rekindle.protocol.events import Event, Failed, Finished, Prefill
+from rekindle.protocol.events import Failed, Finished, Prefill
 from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
 from rekindle.worker.client import RuntimeClient
 
@@ -29,13 +29,25 @@ async def warm(
     exact: bool = False,
     normalise: bool = True,
 ) -> None:
-    """Prepare those with `warm_on_startup` in turn; one that fails is logged and skipped."""
+    """Prepare the presets with `warm_on_startup`. Failures are logged and skipped."""
     for name, preset in presets.items():
         if not preset.cache.warm_on_startup:
             continue
+        cache = preset.cache
+        request = GenerateRequest(
+            turn=0,
+            messages=[{"role": "system", "content": preset.system_prompt}],
+            tools=described_tools(name, preset),
+            prepare=Prepare(pinned=cache.pinned, ttl_s=cache.ttl, shared=preset.shared),
+            sampling=SamplingParams(),
+            max_tokens=1,
+            exact=exact,
+            normalise=normalise,
+            salt=OPEN_SALT,
+            progress=True,
+        )
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                request = _request(name, preset, exact=exact, normalise=normalise)
                 tokens = await _prepare(request, runtime_of(name), on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
@@ -46,36 +58,15 @@ async def warm(
 async def _prepare(
     request: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress
 ) -> int:
-    """Compute and keep it; returns its tokens, or raises a ServerError."""
+    """Compute and store a preset. Returns its number of tokens, or raises a ServerError."""
     async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
             if isinstance(event, Prefill):
                 on_progress(event.done_tokens, event.prompt_tokens)
-    finished = _finished(event)
-    if (key := finished.cache.new_cache_key) is not None:
-        await runtime.admin(Flush(key), salt=OPEN_SALT, admin=True)  # shared entries have no owner
-    return finished.prompt_tokens
-
-
-def _finished(event: Event) -> Finished:
-    """The turn's terminal event; raises unless it finished."""
     if isinstance(event, Failed):
         raise ReportedError(event.error)
     if not isinstance(event, Finished):
         raise Unavailable("its turn was cancelled")
-    return event
-
-
-def _request(name: str, preset: Preset, *, exact: bool, normalise: bool) -> GenerateRequest:
-    return GenerateRequest(
-        turn=0,
-        messages=[{"role": "system", "content": preset.system_prompt}],
-        tools=described_tools(name, preset),
-        prepare=Prepare(pinned=preset.cache.pinned, ttl_s=preset.cache.ttl, shared=preset.shared),
-        sampling=SamplingParams(),
-        max_tokens=1,
-        exact=exact,
-        normalise=normalise,
-        salt=OPEN_SALT,
-        progress=True,
-    )
+    if (key := event.cache.new_cache_key) is not None:
+        await runtime.admin(Flush(key), salt=OPEN_SALT, admin=True)  # shared entries have no owner
+    return event.prompt_tokens

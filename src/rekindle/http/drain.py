@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 import time
 from types import FrameType
 
@@ -50,6 +52,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
         super().__init__(config)
         self._drain = drain
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the server is stopped, and let cancelled responses send their last bytes."""
+        await super().serve(sockets)
+        if self.server_state.tasks:  # uvicorn cancels them, but does not wait for them
+            await asyncio.wait(self.server_state.tasks, timeout=1)
 
     def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
         if self._drain.deadline_s is None:
